@@ -20,6 +20,7 @@ __all__ = [
     "CPU_QUANT_TYPES",
     "DEFAULT_CHUNK_SIZE",
     "DEMO_MODEL_PATH",
+    "KV_DISK_SIZE_GB",
     "SPARSE_ATTENTIONS",
     "EngineConfig",
     "bundled_model",
@@ -49,6 +50,9 @@ SPARSE_ATTENTIONS = ("on", "off")
 
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 """What `--attention_backend` accepts."""
+
+KV_DISK_SIZE_GB = 20.0
+"""GiB of files with pages when nothing is said."""
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens of a prefill step on the CPU when nothing is said."""
@@ -144,6 +148,7 @@ def user_state_dir(system: str = sys.platform, environ: Mapping[str, str] = os.e
 
 
 _MAX_COUNT = (1 << 31) - 1
+_MAX_GB = 1 << 20
 _MAX_CACHE_LENS = 1 << 40  # what fits is known from the model; this only keeps sizes in 64 bits
 
 
@@ -160,6 +165,12 @@ def _check_path(flag: str, path: Path) -> None:
         raise ConfigError(f"--{flag} {path} is a device or a pipe; it must be a file or a folder")
     if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
         raise ConfigError(f"--{flag} {path} cannot be read: permission denied; mend it with chmod, or ask its owner")
+
+
+def _check_gb(flag: str, value: float, least: float) -> None:
+    """Raises ConfigError for what is no amount of memory."""
+    if not least <= value <= _MAX_GB:
+        raise ConfigError(f"--{flag} must be between {least:g} and {_MAX_GB} GiB, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +196,8 @@ class EngineConfig:
     attention_backend: kernels of attention on GPUs; "auto" is FlashInfer where it is installed and can, else Triton.
     sparse_attention: "off" lets families whose layers choose the positions that they attend to attend to all of them.
     prefix_cache: whether keys and values of a prompt's beginning are used again when another one begins alike.
+    cpu_memory_size_GB: GiB of host memory for pages that the cache has no room for, many sequences at once; 0: none.
+    kv_disk_path: a folder for them that outlives the process, of at most kv_disk_size_GB GiB; None: there is none.
     spread_layers: layers go over all GPUs there are though optimize_config_path does not say so; set by `resolved`
     where that is one of upstream's files for several GPUs.
     self_check: whether a model of a family that no test covers is compared with transformers once it is loaded.
@@ -209,6 +222,9 @@ class EngineConfig:
     attention_backend: str = "auto"
     sparse_attention: str = SPARSE_ATTENTIONS[0]
     prefix_cache: bool = True
+    cpu_memory_size_GB: float = 0.0
+    kv_disk_path: Path | None = None
+    kv_disk_size_GB: float = KV_DISK_SIZE_GB
     spread_layers: bool = False
     self_check: bool = True
 
@@ -238,6 +254,8 @@ class EngineConfig:
         check_threads("cpu_infer", self.cpu_infer)
         if not 0 <= self.gpu_memory < float("inf"):
             raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")
+        _check_gb("cpu_memory_size_GB", self.cpu_memory_size_GB, 0)
+        _check_gb("kv_disk_size_GB", self.kv_disk_size_GB, 0.001)
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
@@ -249,6 +267,7 @@ class EngineConfig:
             self,
             model_path=None if self.model_path is None else Path(self.model_path),
             gguf_path=None if self.gguf_path is None else Path(self.gguf_path),
+            kv_disk_path=None if self.kv_disk_path is None else Path(self.kv_disk_path),
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )
 

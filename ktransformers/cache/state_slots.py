@@ -82,6 +82,17 @@ class StateSlots:
         self._kept[page] = slot
         return True
 
+    @property
+    def can_save(self) -> bool:
+        """Whether `begin_save` would give a slot."""
+        if any(page not in self._pinned for page in self._kept):
+            return True
+        return bool(self._free) and len(self._kept) + len(self._pending) < self.max_snapshots
+
+    def slot(self, page: int) -> int | None:
+        """Where the snapshot behind a page is, if there is one. Changes nothing."""
+        return self._kept.get(page)
+
     def use(self, page: int) -> int:
         """The slot of a snapshot that a run begins from."""
         self._kept.move_to_end(page)

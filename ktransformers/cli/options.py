@@ -35,6 +35,7 @@ __all__ = [
     "add_model_flags",
     "add_plan_flags",
     "add_sampling_flags",
+    "add_tier_flags",
     "add_toggle",
     "engine_config",
     "given_sampling",
@@ -103,6 +104,22 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         help="compare a model of a family that no test covers with transformers while loading (on)",
     )
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
+
+
+def add_tier_flags(group: argparse._ActionsContainer) -> None:
+    """Where pages of balance_serve's cache go besides."""
+    group.add_argument(
+        "--cpu_memory_size_GB",
+        type=float,
+        metavar="GIB",
+        help="balance_serve: host memory for pages that the cache has no room for (0)",
+    )
+    group.add_argument(
+        "--kv_disk_path",
+        type=user_path,
+        metavar="DIR",
+        help="balance_serve: a folder for them, which outlives the service; what is in it stands for users' text",
+    )
 
 
 def add_plan_flags(group: argparse._ActionsContainer) -> None:

@@ -16,6 +16,7 @@ from ktransformers.cli.options import (
     add_logging_flag,
     add_model_argument,
     add_plan_flags,
+    add_tier_flags,
     engine_config,
     set_up_logging,
     with_default_model,
@@ -42,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_model_argument(parser)
     add_plan_flags(parser)
+    add_tier_flags(parser)
     parser.add_argument("--synthetic", metavar="NAME", help="a published model's shape instead of its files")
     parser.add_argument(
         "--context",

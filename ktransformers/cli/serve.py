@@ -18,6 +18,7 @@ from ktransformers.cli.options import (
     add_model_flags,
     add_profile_flags,
     add_sampling_flags,
+    add_tier_flags,
     add_toggle,
     engine_config,
     given_sampling,
@@ -26,6 +27,7 @@ from ktransformers.cli.options import (
 )
 from ktransformers.cli.parser import user_path
 from ktransformers.cli.process_limits import check_process_limits
+from ktransformers.config import KV_DISK_SIZE_GB
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 
@@ -43,8 +45,9 @@ _DESCRIPTION = "Serve a model over HTTP (OpenAI's API); without a model, the sma
 
 BACKENDS = ("balance_serve", "ktransformers", "transformers")
 DEFAULT_BACKEND = "balance_serve"
+_TIER_FLAGS = ("cpu_memory_size_GB", "kv_disk_path", "kv_disk_size_GB")
 _BALANCE_FLAGS = (
-    "max_batch_size", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout", "spare_engine"
+    "max_batch_size", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout", "spare_engine", *_TIER_FLAGS
 )  # fmt: skip
 PAGE_SIZE = 64
 MAX_BATCH_SIZE = 16
@@ -78,6 +81,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--page_size", type=int, help=f"balance_serve: tokens per page of the cache ({PAGE_SIZE})")
     add_toggle(group, "prefix_cache", default=None, help="use what is cached of prompts that begin alike (on)")
+    add_tier_flags(group)
+    group.add_argument(
+        "--kv_disk_size_GB", type=float, metavar="GIB", help=f"most bytes in --kv_disk_path ({KV_DISK_SIZE_GB:g})"
+    )
     group.add_argument(
         "--max_engine_restarts",
         type=int,
@@ -155,22 +162,21 @@ def _add_patience_flags(group: argparse._ArgumentGroup) -> None:
         help="a stream that has been silent for so long sends a comment; 0: never (%(default)s)",
     )
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
-    group.add_argument("--cpu_memory_size_GB", type=float, help="not supported: K/V pages stay in one memory")
 
 
 def _check_flags(args: argparse.Namespace) -> None:
     if args.backend_type not in BACKENDS:
         raise UnsupportedError(f"--backend_type {args.backend_type} is not one of {', '.join(BACKENDS)}")
-    if args.cpu_memory_size_GB is not None:
-        raise UnsupportedError(
-            "--cpu_memory_size_GB is not supported; --cache_lens sets the tokens that the cache holds"
-        )
     if args.backend_type != "balance_serve":
         for flag in _BALANCE_FLAGS:
             if getattr(args, flag) is not None:
                 _log.warning(
                     "--%s has no effect: the %s backend computes one request at a time", flag, args.backend_type
                 )
+        for flag in _TIER_FLAGS:
+            setattr(args, flag, None)  # nor is memory planned for it
+    elif args.kv_disk_size_GB is not None and args.kv_disk_path is None:
+        raise ConfigError("--kv_disk_size_GB bounds the files in --kv_disk_path; name that folder, too")
 
 
 def _listed_names(args: argparse.Namespace) -> tuple[str, ...]:
@@ -241,9 +247,12 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
     """What makes the backend. Imports it here, before the port is taken."""
     profile = _profile_config(args)
     if args.backend_type == "balance_serve":
+        from ktransformers.cache.page_files import private_folder
         from ktransformers.server.backend.balance_serve import BalanceServeBackend
         from ktransformers.server.balance.supervisor import BalanceConfig
 
+        if config.kv_disk_path is not None:
+            private_folder(config.kv_disk_path)  # later on, a folder that cannot be used is a line in the log
         balance = BalanceConfig(
             engine=config,
             page_size=PAGE_SIZE if args.page_size is None else args.page_size,

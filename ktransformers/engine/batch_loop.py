@@ -173,6 +173,7 @@ class BatchLoop:
                 has_prefix_cache=engine.config.prefix_cache,
                 num_states=engine.cache.num_states,
                 snapshot_interval=engine.snapshot_interval,
+                tiers=engine.tiers,
             )
             if self._profile_target is not None:
                 self._profile = _Profile(self._profile_target, engine)
@@ -263,7 +264,7 @@ class BatchLoop:
         """Take in commands; wait for one when there is nothing else to do. False when told to stop."""
         while True:
             try:
-                command = self._inbox.get(block=not self._scheduler.has_requests)
+                command = self._inbox.get(block=not self._scheduler.has_work)
             except queue.Empty:
                 return True
             if command is None:
@@ -299,7 +300,9 @@ class BatchLoop:
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
-        assert plan is not None, "requests wait and nothing is planned"
+        if plan is None:
+            assert not self._scheduler.has_requests, "requests wait and nothing is planned"
+            return  # nothing was left to copy
         if self._profile is not None:
             self._profile.tracker.planned(plan)
         now = time.perf_counter()
@@ -313,8 +316,8 @@ class BatchLoop:
             logger.exception("a step failed: the answers that were in it end here, all others go on")
             self._lose(plan, error)
             return
-        updates = self._scheduler.commit(result.step_id, result.results, result.prompt_logprobs)
-        if self._profile is not None:
+        updates = self._scheduler.commit(result.step_id, result.results, result.prompt_logprobs, result.tiers)
+        if self._profile is not None and result.had_rows:
             self._profile.tracker.committed(result.step_id, updates, self._scheduler.stats().num_waiting)
         for update in updates:
             self._tell(update)

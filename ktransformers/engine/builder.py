@@ -48,6 +48,7 @@ from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.stack_check import StackCheck
 from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.engine.threads import settle_torch_threads
+from ktransformers.engine.tier_plan import open_tiers
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
@@ -71,6 +72,7 @@ from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from ktransformers.optimize.plan import Plan
+from ktransformers.scheduler.config import TierConfig
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = [
@@ -143,6 +145,13 @@ class PagedEngine(LoadedModel):
     executor: PagedExecutor
     cache: PagedCache
     snapshot_interval: int = 0  # tokens between snapshots of states inside of a prompt; 0: none
+    tiers: TierConfig | None = None  # below the cache
+
+    def close(self) -> None:
+        """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""
+        if self.executor.tiers is not None:
+            self.executor.tiers.close()
+        LoadedModel.close(self)
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -210,7 +219,9 @@ def build_paged_engine(
     executor.new_runtime = lambda: StepRuntime(runner)
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
-    return PagedEngine(built.config, plan, model, pool, executor, cache, interval)
+    tiers = open_tiers(opened, cache)
+    executor.tiers = None if tiers is None else tiers[1]
+    return PagedEngine(built.config, plan, model, pool, executor, cache, interval, None if tiers is None else tiers[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig
 from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.tier_plan import check_tiers
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.plan import Plan
 
@@ -95,6 +96,10 @@ class CachePlan(Protocol[CacheT_co]):
         """Slots for states of recurrent layers; 0 without such layers."""
         return self.max_batch_size + num_snapshots(shapes, num_slots, config) if state_shapes(shapes) else 0
 
+    def check_tiers(self, shapes: Sequence[LayerShape], config: EngineConfig) -> None:
+        """Raises ConfigError when what is to be below the cache is too small for it."""
+        return
+
     def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> CacheT_co:
         """The cache itself."""
         ...
@@ -149,6 +154,10 @@ class SharedPages(CachePlan[PagedCache]):
     @override
     def page_size(self, num_slots: int) -> int:
         return self.size
+
+    @override
+    def check_tiers(self, shapes: Sequence[LayerShape], config: EngineConfig) -> None:
+        check_tiers(shapes, self.size, config)
 
     @override
     def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> PagedCache:

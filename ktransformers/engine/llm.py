@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from ktransformers.cache.page_files import private_folder
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.batch_loop import BatchLoop, Question
 from ktransformers.engine.llm_options import EngineOptions, LLMOptions, llm_options
@@ -250,6 +251,9 @@ class LLM:
 def load_batches(options: LLMOptions, progress: Callable[..., None] | None) -> BatchLoop:
     """Load a model for many prompts at once. Errors as `build_paged_engine`."""
     from ktransformers.engine.builder import build_paged_engine  # late: it imports every operator and kernel
+
+    if options.config.kv_disk_path is not None:
+        private_folder(options.config.kv_disk_path)
 
     def build(report: Callable[..., None]) -> PagedEngine:
         return build_paged_engine(

@@ -49,6 +49,9 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: str
     sparse_attention: str
     prefix_cache: bool
+    cpu_memory_size_GB: float
+    kv_disk_path: PathLike | None
+    kv_disk_size_GB: float
     self_check: bool
     strict: bool
     trust_remote_code: bool
@@ -119,8 +122,9 @@ def llm_options(
     own = _translated(options)
     kept = {name: own.pop(name) for name in ("max_batch_size", "page_size", "seed") if name in own}
     target = _profile_target(own.pop("profile", None), own.pop("profile_max_bytes", MAX_BYTES))
-    if own.get("optimize_config_path") is not None:
-        own["optimize_config_path"] = Path(own["optimize_config_path"])
+    for name in ("optimize_config_path", "kv_disk_path"):
+        if own.get(name) is not None:
+            own[name] = Path(own[name])
     for name in ("cache_lens", "chunk_size", "max_new_tokens", "cpu_infer"):
         if not isinstance(own.get(name, 0), int):
             raise ConfigError(f"{name} must be a whole number, got {own[name]!r}")

@@ -20,6 +20,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
+from ktransformers.engine.tiered import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
@@ -33,6 +34,7 @@ from ktransformers.scheduler.records import (
     StepPlan,
     StepResult,
 )
+from ktransformers.scheduler.tier_records import TierResult
 
 __all__ = ["PagedExecutor", "StepRunner"]
 
@@ -103,10 +105,11 @@ class PagedExecutor:
     expert_counts: see ExpertStats.totals; asked after each step. mask_of: asked when a run starts, for what
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
-    between steps. new_runtime: makes what records what is below Python, for a recorder.
+    between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
     """
 
     recorder: Recorder | None = None
+    tiers: TieredCache | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
 
     def __init__(
@@ -137,12 +140,19 @@ class PagedExecutor:
         """Forget all runs, after a step that failed: the scheduler starts every sequence anew."""
         self._runs.clear()
         self._previous = []
+        if self.tiers is not None:
+            self.tiers.reset()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step."""
         began_ns = time.monotonic_ns()
         for run_id in plan.ended:
             self._runs.pop(run_id, None)
+        if plan.tiers is not None and self.tiers is not None:
+            self.tiers.run(plan.tiers)
+        if not plan.rows:
+            return StepResult(step_id=plan.step_id, results=[], tiers=self._tier_result())
+        copied_ns = time.monotonic_ns()
         for start in plan.starts:
             self._runs[start.run_id] = self._started(start)
         kept, recorder = self._kept(plan.rows), self.recorder
@@ -165,7 +175,11 @@ class PagedExecutor:
             seconds=(ended_ns - began_ns) / 1e9,
             experts=_difference(self._counted, before),
             expert_counts=self._take_counts(),
+            tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )
+
+    def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
+        return None if self.tiers is None else self.tiers.result(row_seconds)
 
     def _record(self, plan: StepPlan, kept: _Kept, times: tuple[int, int, int], epoch: int) -> StepRecord:
         """times: when the step began and ended, and how long sampling took, ns."""

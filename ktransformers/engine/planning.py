@@ -20,6 +20,7 @@ from ktransformers.engine.graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
 from ktransformers.engine.skeleton import cache_shapes
+from ktransformers.engine.tier_plan import tier_bytes
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
@@ -183,6 +184,9 @@ class Planner:
         extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
         if num_states:
             extra["states"] = StateCache.size_by_place(state_shapes(shapes), num_states)
+        self.cache_plan.check_tiers(shapes, opened.config)
+        if tier_bytes(opened.config):
+            extra["kv tiers"] = {"cpu": tier_bytes(opened.config)}
         used = sorted({entry.placement.generate_device for entry in plan.entries})
         step = step_nbytes(opened.facts, chunk_size)
         gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]

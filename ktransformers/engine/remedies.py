@@ -90,6 +90,8 @@ def _trials(planned: Planned, config: EngineConfig, hardware: Hardware) -> Itera
     if any(planned.plan.devices[home.device].is_gpu for home in planned.plan.homes):
         smaller = (size for size in _CHUNKS if size < planned.chunk_size)
         yield [(f"--chunk_size {size}", replace(config, chunk_size=size)) for size in smaller]
+    if config.cpu_memory_size_GB:
+        yield [("--cpu_memory_size_GB 0", replace(config, cpu_memory_size_GB=0.0))]
     held = config.cpu_quant
     quants = _QUANTS[_QUANTS.index(held) + 1 :] if held in _QUANTS else _QUANTS
     yield [(f"--cpu_quant {name}", replace(config, cpu_quant=name)) for name in quants]
@@ -146,7 +148,7 @@ def _missing(planned: Planned, devices: tuple[str, ...]) -> int:
 
 def _joined(config: EngineConfig, remedies: Iterable[Remedy]) -> EngineConfig:
     """`config` with what every remedy changes, --no_use_cuda aside, which undoes what the others are for."""
-    names = ("cache_lens", "chunk_size", "cpu_quant", "gpu_memory")
+    names = ("cache_lens", "chunk_size", "cpu_memory_size_GB", "cpu_quant", "gpu_memory")
     changed = {
         name: getattr(remedy.config, name)
         for remedy in remedies

@@ -30,7 +30,7 @@ EXTRA_PARTS = ("cache", "work space")
 """What there is beside weights."""
 
 _ATTENTION = re.compile(r"\.(?:self_attn|attention|attn)(?:\.|$)")
-_CACHE = ("kv cache", "states")
+_CACHE = ("kv cache", "states", "kv tiers")
 
 
 @dataclass(frozen=True, slots=True)

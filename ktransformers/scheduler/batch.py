@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.scheduler.sequence import Run, Sequence
+from ktransformers.scheduler.tier_records import TierPlan
 
 __all__ = ["Batch", "PlannedRow"]
 
@@ -60,7 +61,7 @@ class Batch:
         if row is not None:
             self.budget += row.end - row.start
 
-    def plan(self, step_id: int, ended: list[int]) -> StepPlan:
+    def plan(self, step_id: int, ended: list[int], tiers: TierPlan | None = None) -> StepPlan:
         """The record for the engine. Call once: it notes where each run's token will be found in the results."""
         starts, rows, num_sampled = [], [], 0
         for planned in self:
@@ -87,7 +88,7 @@ class Batch:
             if planned.is_sampled:
                 run.sampled_index = num_sampled
                 num_sampled += 1
-        return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended)
+        return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers)
 
 
 def _start_record(seq: Sequence, run: Run) -> SequenceStart:

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ktransformers.cache.tiers import PAGE
 from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 
-__all__ = ["SchedulerConfig"]
+__all__ = ["SchedulerConfig", "TierConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """The tiers below the cache, see cache/tiers.py.
+
+    fingerprint: of the model, 32 bytes; kv_type: of its keys and values; both decide what a page is called.
+    host_pages, host_states: slots in host memory, of page_bytes and state_bytes. disk_bytes: of files together, of
+    page_file_bytes and state_file_bytes each; 0: there are none.
+    """
+
+    fingerprint: bytes
+    host_pages: int
+    page_bytes: int
+    page_file_bytes: int = 0
+    host_states: int = 0
+    state_bytes: int = 0
+    state_file_bytes: int = 0
+    disk_bytes: int = 0
+    kv_type: str = "auto"
+
+    def file_bytes(self, kind: bytes) -> int:
+        """Of a file of this kind."""
+        return self.page_file_bytes if kind == PAGE else self.state_file_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +50,7 @@ class SchedulerConfig:
     num_states: slots for states of recurrent layers, those of running sequences and snapshots; 0: there are no such
     layers. snapshot_interval: tokens between snapshots inside of a prompt, 0 for none; snapshot_align: all are taken
     behind multiples of it.
+    tiers: where pages go besides; None: they are forgotten when the cache needs room.
     """
 
     num_pages: int
@@ -38,6 +64,7 @@ class SchedulerConfig:
     num_states: int = 0
     snapshot_interval: int = 0
     snapshot_align: int = SNAPSHOT_ALIGN
+    tiers: TierConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align"):

@@ -22,6 +22,8 @@ from ktransformers.cache.prefix_tree import PrefixTree
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.sequence import Run, Sequence
 from ktransformers.scheduler.snapshots import Snapshots
+from ktransformers.scheduler.tier_records import TierPlan
+from ktransformers.scheduler.tiering import Prefix, Start, Tiers
 
 __all__ = ["PageTables"]
 
@@ -30,6 +32,7 @@ class PageTables:
     """Block tables over the pages that `config` says, shared where has_prefix_cache.
 
     snapshots: of recurrent layers' states, without which a page's tokens cannot be skipped; None without such layers.
+    tiers: where pages go besides, None without any.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -39,6 +42,10 @@ class PageTables:
             config.has_prefix_cache,
         )
         self.snapshots = Snapshots(config) if config.num_states else None
+        tiers = config.tiers if config.has_prefix_cache else None
+        self.tiers = None if tiers is None else Tiers(tiers, config.page_size)
+        if self.snapshots is not None and self.tiers is not None:
+            self.snapshots.on_final = self.tiers.keep_state
         self.clear()
 
     def clear(self) -> None:
@@ -46,6 +53,8 @@ class PageTables:
         self._pool, self._tree = PagePool(self.num_pages), PrefixTree(self.page_size)
         if self.snapshots is not None:
             self.snapshots.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
 
     @property
     def num_available(self) -> int:
@@ -77,38 +86,112 @@ class PageTables:
         room = self.num_available - num_reserved
         if room < 1:
             return None  # at least the last token's page is new
-        max_pages = (seq.known_len - 1) // self.page_size if self.has_prefix_cache else 0
-        pooling = seq.params.pooling
-        if seq.params.prompt_logprobs is not None or (pooling is not None and pooling.needs_all):
-            max_pages = 0  # logits and hidden states are not cached: the whole prompt is computed
-        pages = self._tree.match(seq.request.cache_salt, seq.token_ids, max_pages)
-        if self.snapshots is not None:
-            while pages and pages[-1] not in self.snapshots.slots:
-                pages.pop()
+        prefix = self._prefix(seq)
+        num_held = sum(not self._tree.is_idle(page) for page in prefix.pages)
+        if self.pages_for(seq.known_len + 1) - num_held > room:
+            return None  # whatever it begins with
+        start = self._start_of(prefix)
+        pages = list(prefix.pages[: start.num_pages])
         num_woken = sum(self._tree.is_idle(page) for page in pages)
         if self.pages_for(seq.known_len + 1) - len(pages) + num_woken > room:
             return None
-        cached_len = len(pages) * self.page_size
-        run = Run(run_id, pages, cached_len, cached_len, len(pages))
-        if self.snapshots is not None and not self.snapshots.begin(run, pages[-1] if pages else None, seq.known_len):
-            return None
+        cached_len = start.num_pages * self.page_size
+        run = Run(run_id, pages, cached_len, cached_len, start.num_pages)
+        loaded = None
+        if self.snapshots is not None:
+            if start.state is not None:
+                loaded = self.snapshots.slots.begin_save()
+                assert loaded is not None, "no slot for a state that was to be loaded"
+            if not self.snapshots.begin(run, pages[-1] if pages else None, seq.known_len, loaded):
+                if loaded is not None:
+                    self.snapshots.slots.release(loaded)
+                return None
         for page in pages:
             self._acquire(page)
+        self._load(seq, pages, start, loaded)
         return run
+
+    def _max_pages(self, seq: Sequence) -> int:
+        """Most pages whose tokens a run of this sequence need not compute."""
+        pooling = seq.params.pooling
+        if seq.params.prompt_logprobs is not None or (pooling is not None and pooling.needs_all):
+            return 0  # logits and hidden states are not cached: the whole prompt is computed
+        return (seq.known_len - 1) // self.page_size if self.has_prefix_cache else 0
+
+    def _prefix(self, seq: Sequence) -> Prefix:
+        salt, max_pages = seq.request.cache_salt, self._max_pages(seq)
+        pages = self._tree.match(salt, seq.token_ids, max_pages)
+        if self.snapshots is None:
+            return Prefix(salt, seq.token_ids, pages, max_pages)
+        slots = self.snapshots.slots
+        return Prefix(salt, seq.token_ids, pages, max_pages, slots.__contains__, slots.can_save)
+
+    def _start_of(self, prefix: Prefix) -> Start:
+        if self.tiers is not None:
+            return self.tiers.choose(prefix)
+        pages = list(prefix.pages)
+        while pages and prefix.has_state is not None and not prefix.has_state(pages[-1]):
+            pages.pop()
+        return Start(len(pages))
+
+    def _load(self, seq: Sequence, pages: list[int], start: Start, state_slot: int | None) -> None:
+        """Add what a run begins with and the tree does not have: steps that read it come after the copy."""
+        if self.tiers is None:
+            return
+        salt, size = seq.request.cache_salt, self.page_size
+        for i in range(len(pages), start.num_pages):
+            page, parent, tokens = self._new_page(), pages[-1] if pages else None, seq.token_ids[i * size :][:size]
+            self._tree.publish(salt, parent, tokens, page)
+            self.tiers.load(salt, parent, tokens, page)
+            pages.append(page)
+        if self.snapshots is not None and start.state is not None and state_slot is not None:
+            self.tiers.load_state(start.state, state_slot)
+            self.snapshots.slots.publish(pages[-1], state_slot)
+            self.snapshots.slots.use(pages[-1])
+        self.tiers.started(seq.request_id, start, pages[-1] if pages else None)
+
+    def awaits_tiers(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence should wait for pages from files. Has them read when it is first asked."""
+        if self.tiers is None or not self.tiers.has_files:
+            return False
+        if self.tiers.is_held(seq.request_id):
+            return self.tiers.awaits(seq.request_id)
+        return self.tiers.fetch(seq.request_id, self._prefix(seq))
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence does not wait any more."""
+        if self.tiers is not None:
+            self.tiers.forget(seq.request_id)
+
+    def begin_step(self) -> None:
+        """Another step is planned."""
+        if self.snapshots is not None:
+            self.snapshots.slots.begin_step()
+        if self.tiers is not None:
+            self.tiers.begin_step(lambda page: None if self.snapshots is None else self.snapshots.slots.slot(page))
+
+    def take_copies(self, *, is_alone: bool) -> TierPlan | None:
+        """What the step that was planned is to copy. is_alone: it has no rows."""
+        return None if self.tiers is None else self.tiers.take(is_alone=is_alone)
 
     def grow(self, run: Run, num_tokens: int) -> bool:
         """Let the run's pages cover num_tokens. False, and nothing changed, when there are not enough."""
         missing = self.pages_for(num_tokens) - len(run.block_table)
         if missing > self.num_available:
             return False
-        for _ in range(missing):
-            if not self._pool.num_free:
-                page = self._tree.evict()
-                self._pool.free(page)
-                if self.snapshots is not None:
-                    self.snapshots.slots.drop(page)
-            run.block_table.append(self._pool.allocate())
+        run.block_table.extend([self._new_page() for _ in range(missing)])
         return True
+
+    def _new_page(self) -> int:
+        """A page with one holder; there must be one."""
+        if not self._pool.num_free:
+            page = self._tree.evict()
+            self._pool.free(page)
+            if self.snapshots is not None:
+                self.snapshots.slots.drop(page)
+            if self.tiers is not None:
+                self.tiers.evicted(page)
+        return self._pool.allocate()
 
     def publish(self, seq: Sequence, run: Run) -> None:
         """Put the pages that committed steps have filled into the tree.
@@ -121,7 +204,10 @@ class PageTables:
         table, size = run.block_table, self.page_size
         for i in range(run.num_published, run.computed_len // size):
             own, parent = table[i], table[i - 1] if i else None
-            page = self._tree.publish(seq.request.cache_salt, parent, seq.token_ids[i * size : (i + 1) * size], own)
+            tokens = seq.token_ids[i * size : (i + 1) * size]
+            page = self._tree.publish(seq.request.cache_salt, parent, tokens, own)
+            if page == own and self.tiers is not None:
+                self.tiers.published(seq.request.cache_salt, parent, tokens, page)
             if page != own:
                 self._acquire(page)
                 self._release(own)
@@ -168,6 +254,8 @@ class PageTables:
             holders.update(table)
         if self.snapshots is not None:
             self.snapshots.check_integrity([seq.run for seq in running if seq.run is not None], set(tree))
+        if self.tiers is not None:
+            self.tiers.check_integrity(set(tree))
         for page in range(self.num_pages):
             assert pool.holders(page) == holders[page], "holders that are not running"
             assert not pool.is_free(page) or page not in tree, "a free page is in the tree"

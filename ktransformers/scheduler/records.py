@@ -22,6 +22,7 @@ from struct import Struct
 import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
+from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
 __all__ = [
     "PromptLogprobs",
@@ -102,12 +103,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step, filled by the scheduler. step_id counts up by one and is never used twice.
 
     starts: runs whose first row is in this step. ended: runs that have no row in this step or any later one.
+    tiers: what is to be copied before the rows; a step without rows has nothing else, and no other is in flight then.
     """
 
     step_id: int
     starts: Sequence[SequenceStart]
     rows: Sequence[Row]
     ended: Sequence[int]
+    tiers: TierPlan | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +149,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step led to, filled by the engine: one result per sampled row, in the order of the rows.
 
     seconds: how long the step took. experts: (token, expert) pairs computed, layer calls, distinct experts of each
-    call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`.
+    call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. tiers: None without any.
     """
 
     step_id: int
@@ -155,6 +158,12 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     experts: tuple[int, int, int] = (0, 0, 0)
     expert_counts: bytes = b""
+    tiers: TierResult | None = None
+
+    @property
+    def had_rows(self) -> bool:
+        """False for a step that was there for the tiers alone."""
+        return self.tiers is None or self.tiers.row_seconds > 0
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,3 +208,4 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_engine_losses: int
     prefix_query_len: int
     prefix_hit_len: int
+    tiers: TierStats | None = None

@@ -28,6 +28,9 @@ Models with recurrent layers have states beside pages: a run has a slot of its o
 (scheduler/snapshots.py). What a stale row writes goes to slots that have no reader: its run's own, and those of
 snapshots that are never published. They may have new owners by then, who write in later steps.
 
+Pages may have copies in host memory and in files (scheduler/tiering.py). A waiting sequence whose pages are read from
+files is passed by others; steps without rows do what is to be copied when nobody has rows.
+
 Not known here: text, tensors, processes, time (callers say what time it is).
 """
 
@@ -55,6 +58,7 @@ from ktransformers.scheduler.records import (
     StepPlan,
 )
 from ktransformers.scheduler.sequence import Run, Sequence
+from ktransformers.scheduler.tier_records import TierResult
 
 __all__ = ["MAX_IN_FLIGHT", "Scheduler"]
 
@@ -62,6 +66,9 @@ logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2
 """Steps that are planned and not committed: one runs, the next is ready. A placeholder can reach back one step only."""
+
+MAX_FETCHING = 2
+"""Of the waiting requests so many, the first ones, have their pages read from files while others have the seats."""
 
 _rank = attrgetter("rank")
 
@@ -84,6 +91,13 @@ class _Step:
     step_id: int
     rows: tuple[PlannedRow, ...]
     num_sampled: int
+
+    @property
+    def num_prefilled(self) -> int:
+        """Its tokens, if most of them are of prompts: what its time says of prefill."""
+        lengths = [row.end - row.start for row in self.rows]
+        total = sum(lengths)
+        return total if 2 * sum(length for length in lengths if length > 1) > total else 0
 
 
 class Scheduler:
@@ -153,6 +167,12 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` may have a step, now or after a commit: for requests, or for what tiers have to copy."""
+        tiers = self._pages.tiers
+        return bool(self._requests) or (tiers is not None and tiers.has_work)
+
     def in_flight_ids(self, step_id: int | None = None) -> list[str]:
         """Requests with a row in the step in flight of this id, or in any; those that have left excepted."""
         steps = [step for step in self._in_flight if step_id in (None, step.step_id)]
@@ -168,6 +188,7 @@ class Scheduler:
     def _remove(self, seq: Sequence) -> None:
         del self._requests[seq.request_id]
         self._deadlines.pop(seq.request_id, None)
+        self._pages.forget(seq)
         if seq.run is None:
             del self._waiting[bisect.bisect_left(self._waiting, seq.rank, key=_rank)]
         else:
@@ -189,21 +210,29 @@ class Scheduler:
         """
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             return None
-        if self._snapshots is not None:
-            self._snapshots.slots.begin_step()
+        tiers = self._pages.tiers
+        if tiers is not None and tiers.awaits_listing:
+            return None if self._in_flight else self._plan(Batch(self.config.chunk_size))
+        self._pages.begin_step()
         batch = Batch(self.config.chunk_size)
         decodes, prefills = self._runnable()
         for seq in itertools.chain(decodes, prefills):
             self._extend(batch, seq)
         self._admit(batch)
-        if not len(batch):
+        for seq in self._waiting[:MAX_FETCHING]:
+            self._pages.awaits_tiers(seq)
+        if not len(batch) and (self._in_flight or tiers is None or not tiers.wants_step()):
             return None
+        return self._plan(batch)
+
+    def _plan(self, batch: Batch) -> StepPlan:
+        """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
         step = _Step(self._next_step, rows, sum(row.is_sampled for row in rows))
         ended, self._ended = self._ended, []
         self._next_step += 1
         self._in_flight.append(step)
-        return batch.plan(step.step_id, ended)
+        return batch.plan(step.step_id, ended, self._pages.take_copies(is_alone=not rows))
 
     def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with tokens left to run, by rank: (one token, several tokens)."""
@@ -240,7 +269,8 @@ class Scheduler:
         """Give seats to waiting sequences, in order, as long as each one's known tokens fit beside those of the others.
 
         A sequence whose very prompt is being computed for another one waits for its pages, and lets others pass: it
-        loses nothing, because the other one is first in rank or gives way to those that are.
+        loses nothing, because the other one is first in rank or gives way to those that are. So does one whose pages
+        are read from files, once.
 
         The check covers the whole prefill, though pages are only taken chunk by chunk: a sequence that is let in too
         early would be the first to be thrown out again.
@@ -248,7 +278,7 @@ class Scheduler:
         at = 0
         while at < len(self._waiting) and batch.budget and len(self._running) < self._max_running:
             seq = self._waiting[at]
-            if self._awaits_prefix(seq):
+            if self._awaits_prefix(seq) or self._pages.awaits_tiers(seq):
                 at += 1
                 continue
             run = self._pages.start(seq, next(self._run_ids), self._num_reserved())
@@ -298,9 +328,13 @@ class Scheduler:
     # Taking in results.
 
     def commit(
-        self, step_id: int, results: Seq[RowResult], prompt_logprobs: Seq[PromptLogprobs] = ()
+        self,
+        step_id: int,
+        results: Seq[RowResult],
+        prompt_logprobs: Seq[PromptLogprobs] = (),
+        tiers: TierResult | None = None,
     ) -> list[RequestUpdate]:
-        """Take in the results of a step: one per sampled row, in the order of the rows.
+        """Take in the results of a step: one per sampled row, in the order of the rows. tiers: what they did.
 
         Steps are committed in the order in which they were planned. Results of a step that went down with its engine
         are dropped. Raises ValueError for a step that was never planned, out of order, or with too few or many results.
@@ -315,6 +349,8 @@ class Scheduler:
         if len(results) != step.num_sampled:
             raise ValueError(f"step {step_id} samples {step.num_sampled} tokens, got {len(results)} results")
         self._in_flight.popleft()
+        if tiers is not None and self._pages.tiers is not None:
+            self._pages.tiers.commit(tiers, step.num_prefilled)
         updates, remaining = self._scored(step, prompt_logprobs), iter(results)
         for row in step.rows:
             result = next(remaining) if row.is_sampled else None
@@ -376,6 +412,7 @@ class Scheduler:
             num_engine_losses=totals.num_engine_losses,
             prefix_query_len=totals.prefix_query_len,
             prefix_hit_len=totals.prefix_hit_len,
+            tiers=None if self._pages.tiers is None else self._pages.tiers.stats(),
         )
 
     def check_integrity(self) -> None:

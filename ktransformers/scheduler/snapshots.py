@@ -9,6 +9,7 @@ which gives way to the next unless another run began from it. Ids only: slots ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,12 @@ __all__ = ["Snapshots"]
 
 
 class Snapshots:
-    """Slots of runs and of snapshots, for sequences of pages."""
+    """Slots of runs and of snapshots, for sequences of pages.
+
+    on_final: told the page and the slot of each snapshot that will not give way to the next of its answer.
+    """
+
+    on_final: Callable[[int, int], None] = staticmethod(lambda page, slot: None)
 
     def __init__(self, config: SchedulerConfig):
         self.page_size = config.page_size
@@ -40,9 +46,14 @@ class Snapshots:
         """The longest length with a snapshot that leaves the last token to compute; 0 where none is kept."""
         return (known_len - 1) // self.align * self.align if self._is_kept and self.slots.max_snapshots else 0
 
-    def begin(self, run: Run, page: int | None, known_len: int) -> bool:
-        """Give a run its slot and what it begins from: the snapshot behind `page`, or zeros. False: no slot is left."""
-        read = -1 if page is None else self.slots.use(page)  # pinned: the slot below is another one
+    def begin(self, run: Run, page: int | None, known_len: int, loaded: int | None = None) -> bool:
+        """Give a run its slot and what it begins from: the snapshot behind `page`, or zeros. False: no slot is left.
+
+        loaded: a slot from `begin_save` that will have that snapshot, which the tree knows nothing of yet.
+        """
+        read = loaded
+        if read is None:
+            read = -1 if page is None else self.slots.use(page)  # pinned: the slot below is another one
         slot = self.slots.allocate()
         if slot is None:
             return False
@@ -70,13 +81,21 @@ class Snapshots:
             page = run.block_table[length // self.page_size - 1]
             is_new = self.slots.publish(page, slot)
             if length <= run.border:
+                self._keep(page)
                 continue
             if run.rolled is not None and not self.slots.is_used(run.rolled):
                 self.slots.drop(run.rolled)
             run.rolled = page if is_new else None
 
+    def _keep(self, page: int) -> None:
+        slot = self.slots.slot(page)
+        if slot is not None:
+            self.on_final(page, slot)
+
     def end(self, run: Run) -> None:
         """The run is over; so are snapshots on their way."""
+        if run.rolled is not None:
+            self._keep(run.rolled)
         for slot in (run.state_slot, *run.saves.values()):
             self.slots.release(slot)
         run.saves.clear()

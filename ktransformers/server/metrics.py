@@ -15,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ktransformers.core import FinishReason, GenerationStats
+from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend
 
@@ -57,6 +58,8 @@ class _BackendCollector(Collector):
             yield self._counter("vllm:num_preemptions", "Requests sent back to wait.", stats.scheduler.num_preemptions)
             expired = stats.scheduler.num_expired
             yield self._counter("ktransformers:requests_expired", "Requests whose deadline passed.", expired)
+            if stats.scheduler.tiers is not None:
+                yield from self._of_tiers(stats.scheduler.tiers)
         yield self._counter("ktransformers:engine_restarts", "Engines that died and were replaced.", restarts)
         yield self._counter(
             "ktransformers:requests_poisonous", "Requests ended for killing engines.", engine.num_poisoned
@@ -68,6 +71,26 @@ class _BackendCollector(Collector):
         yield self._counter("ktransformers:expert_rows", "(token, expert) pairs computed, all layers.", rows)
         touched = engine.num_touched_experts / max(engine.num_expert_samples, 1)
         yield self._gauge("ktransformers:experts_touched", "Distinct experts per layer and step.", touched)
+
+    def _of_tiers(self, tiers: TierStats) -> Iterator[Metric]:
+        for tier, used, most in (
+            ("host", tiers.host_bytes, tiers.max_host_bytes),
+            ("disk", tiers.disk_bytes, tiers.max_disk_bytes),
+        ):
+            yield self._gauge(f"ktransformers:kv_{tier}_bytes", f"Pages and states in the {tier} tier.", used)
+            yield self._gauge(f"ktransformers:kv_{tier}_max_bytes", f"Most bytes of the {tier} tier.", most)
+        for name, text, value in (
+            ("host_hits", "Prompt tokens that host memory had.", tiers.host_hit_len),
+            ("disk_hits", "Prompt tokens that files had.", tiers.disk_hit_len),
+            ("recomputed", "Prompt tokens that a tier had, computed because that was faster.", tiers.recomputed_len),
+            ("stored_bytes", "Copied from the cache to host memory.", tiers.stored_bytes),
+            ("loaded_bytes", "Copied from host memory to the cache.", tiers.loaded_bytes),
+            ("written_bytes", "Written to files.", tiers.written_bytes),
+            ("read_bytes", "Read from files.", tiers.read_bytes),
+            ("read_errors", "Files that could not be used; computed instead.", tiers.num_read_errors),
+            ("write_errors", "Pages and states that could not be written.", tiers.num_write_errors),
+        ):
+            yield self._counter(f"ktransformers:kv_tier_{name}", text, value)
 
 
 @dataclass(slots=True)

@@ -222,7 +222,8 @@ FLAGS = [
         SERVE + "@",
         [
             ("--backend_type other", "--backend_type other is not one of"),
-            ("--cpu_memory_size_GB 5", "--cpu_memory_size_GB is not supported"),
+            ("--kv_disk_size_GB 5", "--kv_disk_size_GB bounds the files in --kv_disk_path"),
+            ("--kv_disk_path {}/good.gguf", "cannot be made"),
             ("--model_path {} --gguf_path {}/good.gguf", "together say too much"),
             ("--model_name ,", "--model_name must not be empty"),
             ("--host 256.1.1.1", "cannot listen on 256.1.1.1"),
@@ -313,7 +314,7 @@ def _number_flags() -> list[tuple[tuple[str, ...], str, str, bool]]:
                 continue
             values = [*WRONG_FOR_BOTH, *(("1.5", "9" * 20) if action.type is int else ("inf",))]
             for value in values:
-                if (action.dest, value) not in ALLOWED and action.dest != "cpu_memory_size_GB":
+                if (action.dest, value) not in ALLOWED:
                     is_usage = value in ("text", "") or (action.type is int and value in ("nan", "1.5"))
                     found.append((path, action.option_strings[0], value, is_usage))
     return found

@@ -420,7 +420,7 @@ def test_all_go_on_after_the_engine_is_lost() -> None:
         ranks = [seq.rank for seq in loop.scheduler._running + loop.scheduler._waiting]
         loop.crash()
         assert [seq.rank for seq in loop.scheduler._waiting] == sorted(ranks)
-        for step_id, results in loop.lost:
+        for step_id, results, _ in loop.lost:
             assert loop.scheduler.commit(step_id, results) == []
     loop.drain()
     loop.check_answers()

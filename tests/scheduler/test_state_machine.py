@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ktransformers.core import FinishReason
-from tests.support.fake_engine import EOS, VOCAB_SIZE, Loop, make_config, make_request
+from tests.support.fake_engine import EOS, VOCAB_SIZE, FakeDisk, Loop, make_config, make_request, make_tiers
 
 # Prompts share prefixes, also up to the middle of a page; repeated tokens tell a page's place from its contents.
 BASE = [1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 5, 6, 3, 3, 3, 3, 3, 3, 3, 3, 1, 2, 3, 4]
@@ -28,9 +30,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_states=st.sampled_from([0, 1, 3, 5, 9, 30]),
         snapshot_align=st.sampled_from([1, 2, 3, 8]),
         snapshot_interval=st.sampled_from([0, 4, 9]),
+        host_pages=st.sampled_from([0, 0, 1, 3, 10, 100]),
+        host_states=st.sampled_from([0, 1, 4, 20]),
+        disk_bytes=st.sampled_from([0, 0, 200, 1500, 1 << 20]),
+        disk_seed=st.integers(0, 99),
     )
-    def start(self, **config: int) -> None:
-        self.loop = Loop(make_config(**config))
+    def start(self, host_pages: int, host_states: int, disk_bytes: int, disk_seed: int, **config: int) -> None:
+        rng = random.Random(disk_seed)
+        disk = FakeDisk(
+            is_bad=lambda: disk_seed % 2 == 1 and rng.random() < 0.2,
+            num_done=lambda: 1000 if disk_seed % 3 == 0 else rng.choice((0, 0, 1, 2, 9)),
+        )
+        if not host_pages:
+            self.loop = Loop(make_config(**config))
+        else:
+            tiers = make_tiers(host_pages=host_pages, host_states=host_states, disk_bytes=disk_bytes)
+            self.loop = Loop(make_config(tiers=tiers, **config), disk)
         self.now = 0.0
         self.count = 0
 
@@ -125,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def crash(self, is_late: bool) -> None:
         self.loop.crash()
         if is_late:  # results that were on their way when the engine died
-            for step_id, results in self.loop.lost:
+            for step_id, results, _ in self.loop.lost:
                 assert self.loop.scheduler.commit(step_id, results) == []
         stats = self.loop.scheduler.stats()
         assert (stats.num_running, stats.num_used_pages, stats.num_idle_pages) == (0, 0, 0)

@@ -168,7 +168,7 @@ def test_cors_is_off_unless_asked_for() -> None:
     [
         (("--model_path", "/no/such/folder"), "--model_path /no/such/folder does not exist"),
         (("--backend_type", "other"), "--backend_type other is not one of"),
-        (("--cpu_memory_size_GB", "5"), "--cpu_memory_size_GB is not supported"),
+        (("--kv_disk_size_GB", "5"), "--kv_disk_size_GB bounds the files in --kv_disk_path"),
         (("--ssl_keyfile", __file__), "TLS needs both"),
         (("--ssl_keyfile", __file__, "--ssl_certfile", __file__), "cannot be used"),
         (("--api_key", "two words"), "an API key must not be empty"),

@@ -8,15 +8,18 @@ prefix of the sequence that reads it. A stale page, a wrong share or a recomputa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.core import FinishReason, SamplingParams
-from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.config import SchedulerConfig, TierConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, Row, RowResult, SequenceStart, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
+from ktransformers.scheduler.tier_records import TierPlan, TierResult
 
 VOCAB_SIZE = 40
 EOS = 7
@@ -30,6 +33,12 @@ def next_token(token_ids: Sequence[int], seed: int | None) -> int:
 def make_config(**changes: object) -> SchedulerConfig:
     values = {"num_pages": 16, "page_size": 4, "chunk_size": 8, "max_batch_size": 4, "vocab_size": VOCAB_SIZE}
     return SchedulerConfig(**(values | {"eos_token_ids": (EOS,)} | changes))  # type: ignore[arg-type]
+
+
+def make_tiers(**changes: object) -> TierConfig:
+    values = {"fingerprint": b"m" * 32, "host_pages": 40, "host_states": 20, "page_bytes": 100, "state_bytes": 50}
+    files = {"page_file_bytes": 110, "state_file_bytes": 60, "disk_bytes": 0}
+    return TierConfig(**(values | files | changes))  # type: ignore[arg-type]
 
 
 def make_request(
@@ -78,22 +87,108 @@ class _Run:
     block_table: list[int] = field(default_factory=list)
 
 
+@dataclass
+class FakeDisk:
+    """Files, which outlive engines. is_bad: asked before each is read or written. num_done: files done in a step."""
+
+    files: dict[bytes, tuple[int, object]] = field(default_factory=dict)  # depth, contents
+    is_bad: Callable[[], bool] = lambda: False
+    num_done: Callable[[], int] = lambda: 1000
+
+
+class FakeTiers:
+    """Host slots that remember whose bytes they have, and files that are written and read some steps later."""
+
+    def __init__(self, engine: FakeEngine, disk: FakeDisk):
+        self.engine, self.disk = engine, disk
+        self.host: dict[tuple[bytes, int], object] = {}
+        self.queue: deque[tuple[str, bytes, int, int, object]] = deque()
+        self.done: dict[str, list[tuple[bytes, bool]]] = {"write": [], "read": []}
+        self.is_listed = False
+
+    def run(self, plan: TierPlan) -> None:
+        engine, size = self.engine, self.engine.config.page_size
+        if plan.lists:
+            assert plan == TierPlan(lists=True)
+            self.is_listed = True
+        for page, slot in plan.stores:
+            self.host[PAGE, slot] = [engine.slots.get(page * size + i) for i in range(size)]
+        for source, slot in plan.state_stores:
+            self.host[STATE, slot] = engine.states[source]
+        busy = {(name[:1], slot) for _, name, _, slot, _ in self.queue}
+        empty = {(name[:1], slot) for kind, name, _, slot, _ in self.queue if kind == "read"}
+        for slot, page in plan.loads:
+            assert (PAGE, slot) not in empty
+            for i, content in enumerate(self.host[PAGE, slot]):  # type: ignore[arg-type, var-annotated]
+                engine.slots[page * size + i] = content
+        for slot, target in plan.state_loads:
+            assert (STATE, slot) not in empty
+            engine.states[target] = self.host[STATE, slot]  # type: ignore[assignment]
+        assert not any((PAGE, slot) in busy for _, slot in plan.stores), "a slot is written while a file is"
+        assert not any((STATE, slot) in busy for _, slot in plan.state_stores), "a slot is written while a file is"
+        for name, depth, slot in plan.reads:
+            self.host[name[:1], slot] = None  # anything
+            self.queue.append(("read", name, depth, slot, None))
+        for name, depth in plan.deletes:
+            self.queue.append(("delete", name, depth, -1, None))
+        for name, depth, slot in plan.writes:
+            self.queue.append(("write", name, depth, slot, self.host[name[:1], slot]))
+        assert not plan.waits or any(kind != "delete" for kind, *_ in self.queue), "nothing to wait for"
+        self.work(max(self.disk.num_done(), int(plan.waits)), is_ending=plan.waits)
+
+    def work(self, count: int, *, is_ending: bool) -> None:
+        while self.queue and (count > 0 or (is_ending and not any(self.done.values()))):
+            count -= 1
+            kind, name, depth, slot, content = self.queue.popleft()
+            if kind == "delete":
+                self.disk.files.pop(name, None)
+                continue
+            is_good = not self.disk.is_bad()
+            if kind == "write" and is_good:
+                assert self.host[name[:1], slot] == content, "a slot changed while it was written"
+                self.disk.files[name] = depth, content
+            elif kind == "read" and is_good:
+                assert self.disk.files[name][0] == depth
+                self.host[name[:1], slot] = self.disk.files[name][1]
+            elif kind == "read":
+                self.disk.files.pop(name, None)
+            self.done[kind].append((name, is_good))
+
+    def result(self, num_tokens: int) -> TierResult:
+        config = self.engine.config.tiers
+        assert config is not None
+        found = None
+        if self.is_listed:
+            found = [(name, depth, config.file_bytes(name[:1])) for name, (depth, _) in self.disk.files.items()]
+        self.is_listed = False
+        reads, self.done["read"] = self.done["read"], []
+        writes, self.done["write"] = self.done["write"], []
+        return TierResult(row_seconds=0.01 * num_tokens, reads=reads, writes=writes, found=found)
+
+
 class FakeEngine:
     """Runs steps in order. salt_of: the engine is not told salts; the test is."""
 
-    def __init__(self, config: SchedulerConfig, salt_of: Callable[[str], str]):
+    def __init__(self, config: SchedulerConfig, salt_of: Callable[[str], str], disk: FakeDisk | None = None):
         self.config, self.salt_of = config, salt_of
+        self.num_rows = 0
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.states: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.num_skipped = 0  # tokens that states made unnecessary to run
         self.runs: dict[int, _Run] = {}
         self.previous: list[int] = []  # tokens that the step before sampled
         self.previous_id: int | None = None
+        self.tiers = None if config.tiers is None else FakeTiers(self, disk or FakeDisk())
 
     def run(self, plan: StepPlan) -> list[RowResult]:
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)  # as it comes through a socket
         assert self.previous_id in (None, plan.step_id - 1)
-        assert plan.rows
+        assert plan.rows or plan.tiers is not None
+        assert plan.tiers is None or self.tiers is not None
+        if plan.tiers is not None and self.tiers is not None:
+            assert not (plan.rows and plan.tiers.waits)
+            self.tiers.run(plan.tiers)
+        self.num_rows += plan.num_tokens
         assert plan.num_tokens <= self.config.chunk_size
         assert len(plan.rows) <= self.config.max_batch_size
         assert len({row.run_id for row in plan.rows}) == len(plan.rows)
@@ -176,14 +271,15 @@ class FakeEngine:
 class Loop:
     """A scheduler and a fake engine, one call at a time; collects what each request was told."""
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, disk: FakeDisk | None = None):
         self.config, self.scheduler = config, Scheduler(config)
+        self.disk = disk or FakeDisk()
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.last: dict[str, RequestUpdate] = {}  # only of requests that ended
-        self.results: list[tuple[int, list[RowResult]]] = []  # run by the engine, not yet committed
-        self.lost: list[tuple[int, list[RowResult]]] = []  # of engines that died
-        self.engine = FakeEngine(config, self.salt_of)
+        self.results: list[tuple[int, list[RowResult], TierResult | None]] = []  # run by the engine, not yet committed
+        self.lost: list[tuple[int, list[RowResult], TierResult | None]] = []  # of engines that died
+        self.engine = FakeEngine(config, self.salt_of, self.disk)
 
     def salt_of(self, request_id: str) -> str:
         return self.requests[request_id].cache_salt
@@ -198,11 +294,14 @@ class Loop:
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if plan is not None:
-            self.results.append((plan.step_id, self.engine.run(plan)))
+            results = self.engine.run(plan)
+            tiers = None if self.engine.tiers is None else self.engine.tiers.result(plan.num_tokens)
+            self.results.append((plan.step_id, results, tiers))
         return plan
 
     def commit(self) -> list[RequestUpdate]:
-        updates = self.scheduler.commit(*self.results.pop(0))
+        step_id, results, tiers = self.results.pop(0)
+        updates = self.scheduler.commit(step_id, results, (), tiers)
         self.scheduler.check_integrity()
         for update in updates:
             self.hear(update)
@@ -232,13 +331,15 @@ class Loop:
         self.scheduler.engine_lost()
         self.scheduler.check_integrity()
         self.lost, self.results = self.results, []
-        self.engine = FakeEngine(self.config, self.salt_of)
+        self.engine = FakeEngine(self.config, self.salt_of, self.disk)
 
     def drain(self, depth: int = 2) -> None:
         """Run until nothing is left, with `depth` steps in flight."""
-        while self.scheduler.has_requests or self.results:
+        while self.scheduler.has_work or self.results:
             while len(self.results) < depth and self.schedule() is not None:
                 pass
+            if not self.results and not self.scheduler.has_requests:
+                break
             assert self.results, "requests are here, nothing is in flight, and nothing is planned"
             self.commit()
 

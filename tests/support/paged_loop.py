@@ -73,7 +73,7 @@ class PagedLoop:
             assert not self.scheduler.has_requests, "requests wait and nothing is planned"
             return False
         result = msgspec.msgpack.decode(msgspec.msgpack.encode(self.results.popleft()), type=StepResult)
-        for update in self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs):
+        for update in self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs, result.tiers):
             self.answers[update.request_id].hear(update)
         self.scheduler.check_integrity()
         return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.server.backend.base import BackendStats
 from ktransformers.server.balance.messages import EngineTotals
@@ -24,3 +26,9 @@ class BalanceStats(BackendStats):
     num_engine_restarts: int = 0
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     expert_bytes: float = 0.0
+
+    @property
+    def tiers(self) -> dict[str, int] | None:
+        """What /v1/status shows of the tiers below the cache, by the names of TierStats; None without any."""
+        tiers = None if self.scheduler is None else self.scheduler.tiers
+        return None if tiers is None else msgspec.structs.asdict(tiers)

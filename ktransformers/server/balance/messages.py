@@ -12,6 +12,7 @@ import msgspec
 from ktransformers.config import EngineConfig
 from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
 from ktransformers.profiling.messages import ProfileMeta
+from ktransformers.scheduler.config import TierConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
 
 __all__ = [
@@ -74,6 +75,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_states: int = 0
     snapshot_interval: int = 0
     snapshot_align: int = SNAPSHOT_ALIGN
+    tiers: TierConfig | None = None
     parent_pid: int
     commands: str
     news: str
@@ -202,7 +204,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the other processes have to know of the loaded model.
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
-    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval: see SchedulerConfig.
+    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers: see
+    SchedulerConfig.
     """
 
     num_pages: int
@@ -217,6 +220,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpu_bytes: int = 0
     num_states: int = 0
     snapshot_interval: int = 0
+    tiers: TierConfig | None = None
     profiled: ProfileMeta | None = None
 
 

@@ -39,6 +39,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         gpu_bytes=engine.model.card.gpu_bytes,
         num_states=engine.cache.num_states,
         snapshot_interval=engine.snapshot_interval,
+        tiers=engine.tiers,
         profiled=model_meta(engine, "balance_serve"),
     )
     return facts, engine.executor

@@ -102,7 +102,7 @@ def shortfall(first: EngineFacts, now: EngineFacts) -> str | None:
         had, has = getattr(first, name), getattr(now, name)
         if has < had:
             return f"{name} is {has}, and the scheduler counts on {had}"
-    for name in ("page_size", "vocab_size", "eos_token_ids", "max_model_len"):
+    for name in ("page_size", "vocab_size", "eos_token_ids", "max_model_len", "tiers"):
         had, has = getattr(first, name), getattr(now, name)
         if has != had:
             return f"{name} is {has}, and was {had}"

@@ -244,9 +244,9 @@ class SchedulerProcess:
             committed = self.scheduler.in_flight_ids(result.step_id)
             for request_id in committed:
                 self._strikes.pop(request_id, None)
-            updates = self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs)
+            updates = self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs, result.tiers)
             self._note_first_tokens(updates)
-            if self._profile is not None:
+            if self._profile is not None and result.had_rows:
                 num_waiting = self.scheduler.stats().num_waiting
                 self._profile.tracker.committed(result.step_id, updates, num_waiting)
             self._updates += updates
@@ -254,7 +254,7 @@ class SchedulerProcess:
             totals, (num_rows, num_samples, num_touched) = self._totals, result.experts
             self._totals = msgspec.structs.replace(
                 totals,
-                num_steps=totals.num_steps + 1,
+                num_steps=totals.num_steps + result.had_rows,
                 busy_seconds=totals.busy_seconds + result.seconds,
                 num_expert_rows=totals.num_expert_rows + num_rows,
                 num_expert_samples=totals.num_expert_samples + num_samples,

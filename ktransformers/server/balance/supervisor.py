@@ -205,6 +205,7 @@ class Supervisor:
             has_prefix_cache=config.has_prefix_cache,
             num_states=facts.num_states,
             snapshot_interval=facts.snapshot_interval,
+            tiers=facts.tiers,
             parent_pid=os.getpid(),
             commands=self._endpoint("commands"),
             news=self._endpoint("news"),

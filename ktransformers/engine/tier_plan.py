@@ -1,0 +1,105 @@
+"""How much goes below the cache: from --cpu_memory_size_GB, --kv_disk_path, --kv_disk_size_GB to numbers of slots."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
+from ktransformers.cache.tiers import PAGE, STATE
+from ktransformers.config import EngineConfig
+from ktransformers.core import format_bytes
+from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.tiered import TieredCache
+from ktransformers.errors import ConfigError
+from ktransformers.scheduler.config import TierConfig
+
+__all__ = ["check_tiers", "open_tiers", "tier_bytes"]
+
+logger = logging.getLogger(__name__)
+
+DISK_ONLY_BYTES = 256 << 20
+"""Host memory that pages pass through on their way to files where none is asked for."""
+
+LEAST_PAGES, LEAST_STATES = 4, 2
+
+STATE_SHARE = 0.5
+"""Of the host memory, for states where there are recurrent layers."""
+
+MAX_SLOTS = 1 << 20
+
+_SAMPLED = 1 << 16
+
+
+def tier_bytes(config: EngineConfig) -> int:
+    """Host memory of the tiers."""
+    if not config.prefix_cache:
+        return 0
+    asked = int(config.cpu_memory_size_GB * 2**30)
+    return asked or (DISK_ONLY_BYTES if config.kv_disk_path is not None else 0)
+
+
+def check_tiers(shapes: Sequence[LayerShape], page_size: int, config: EngineConfig) -> None:
+    """Raises ConfigError for less than some pages and states; says when tiers were asked for in vain."""
+    if not config.prefix_cache and (config.cpu_memory_size_GB or config.kv_disk_path is not None):
+        logger.warning("--cpu_memory_size_GB and --kv_disk_path have no effect: --no_prefix_cache keeps no pages")
+    nbytes = tier_bytes(config)
+    page = PagedCache.size(shapes, page_size)
+    state = sum(one.nbytes for one in state_shapes(shapes).values())
+    least = max(LEAST_PAGES * page, LEAST_STATES * state) * (2 if state else 1)
+    on_disk = 0 if config.kv_disk_path is None else int(config.kv_disk_size_GB * 2**30)
+    for flag, given in (("cpu_memory_size_GB", nbytes), ("kv_disk_size_GB", on_disk)):
+        if given and given < least:
+            raise ConfigError(
+                f"--{flag}: {format_bytes(given)} are too little for this model, whose pages take "
+                f"{format_bytes(page)} and states {format_bytes(state)}; give it at least {format_bytes(least)}"
+            )
+
+
+def open_tiers(opened: OpenedModel, cache: PagedCache) -> tuple[TierConfig, TieredCache] | None:
+    """The tiers below a cache; None where there are none."""
+    config = opened.config
+    nbytes = tier_bytes(config)
+    if not nbytes:
+        return None
+    layouts = TieredCache.layouts(cache)
+    page_bytes = layouts[PAGE].nbytes
+    state_bytes = layouts[STATE].nbytes if STATE in layouts else 0
+    for_states = int(STATE_SHARE * nbytes) if state_bytes else 0
+    fingerprint = _fingerprint(opened, cache.shapes)
+    has_files = config.kv_disk_path is not None
+    files = None if config.kv_disk_path is None else TieredCache.files(cache, fingerprint, config.kv_disk_path)
+    tiers = TierConfig(
+        fingerprint=fingerprint,
+        host_pages=min((nbytes - for_states) // page_bytes, MAX_SLOTS),
+        page_bytes=page_bytes,
+        page_file_bytes=0 if files is None else files.file_nbytes(PAGE),
+        host_states=min(for_states // state_bytes, MAX_SLOTS) if state_bytes else 0,
+        state_bytes=state_bytes,
+        state_file_bytes=files.file_nbytes(STATE) if files is not None and state_bytes else 0,
+        disk_bytes=int(config.kv_disk_size_GB * 2**30) if has_files else 0,
+    )
+    tokens = tiers.host_pages * cache.page_size
+    logger.info("below the cache: %s of host memory for %d tokens", format_bytes(nbytes), tokens)
+    return tiers, TieredCache(cache, tiers, files=files)
+
+
+def _fingerprint(opened: OpenedModel, shapes: Sequence[LayerShape]) -> bytes:
+    """Of what decides a token's keys and values but the tokens before it: config, tensors, samples of their files."""
+    config, digest = opened.config, blake2b(digest_size=32)
+    values = opened.hf_config.to_dict()
+    known = {name: value for name, value in values.items() if name not in ("_name_or_path", "transformers_version")}
+    digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+    digest.update("\n".join(sorted(opened.source.stored_names())).encode())
+    digest.update(f"{config.cpu_quant} {config.cpu_bf16} {config.cpu_prefill} {config.sparse_attention}".encode())
+    digest.update("\n".join(f"{shape.place.partition(':')[0]} {shape.dtype}" for shape in shapes).encode())
+    for path in sorted(opened.files, key=lambda path: path.name):
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            digest.update(size.to_bytes(8, "little"))
+            for at in range(0, size, max(size // 16, _SAMPLED)):
+                file.seek(at)
+                digest.update(file.read(_SAMPLED))
+    return digest.digest()
