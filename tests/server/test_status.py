@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 
 from ktransformers.operators.base import ExpertStats
 from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed, SpeedFile
 from ktransformers.scheduler.records import SchedulerStats, counts_in
+from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.balance.messages import EngineTotals
@@ -49,6 +51,12 @@ def test_status() -> None:
             backend.now = BalanceStats(2, 1, 0.4, 640, SCHEDULER, EngineTotals(num_tokens=50))
             answer = await client.get("/v1/status")
             assert "secret" not in answer.text
+            assert before["tiers"] is answer.json()["tiers"] is None
+            tiers = TierStats(host_bytes=1, max_host_bytes=2, disk_bytes=3, max_disk_bytes=4, disk_hit_len=64)
+            scheduler = msgspec.structs.replace(SCHEDULER, tiers=tiers)
+            backend.now = BalanceStats(2, 1, 0.4, 640, scheduler, EngineTotals(num_tokens=50))
+            shown = (await client.get("/v1/status")).json()["tiers"]
+            assert (shown["max_host_bytes"], shown["disk_bytes"], shown["disk_hit_len"]) == (2, 3, 64)
             return answer.json()
 
     status = asyncio.run(test())

@@ -60,6 +60,7 @@ def _status(service: Service) -> dict[str, Any]:
         },
         "kv": _kv(stats),
         "prefix": _prefix(stats),
+        "tiers": stats.tiers if isinstance(stats, BalanceStats) else None,
         "speed": speed,
         "memory": memory,
         "experts": _experts(stats),
