@@ -70,7 +70,7 @@ class PagedLoop:
             self.results.append(self.executor.execute(sent))
             self.num_steps += 1
         if not self.results:
-            assert not self.scheduler.has_requests, "requests wait and nothing is planned"
+            assert not self.scheduler.has_work, "requests wait and nothing is planned"
             return False
         result = msgspec.msgpack.decode(msgspec.msgpack.encode(self.results.popleft()), type=StepResult)
         for update in self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs):
