@@ -1,4 +1,4 @@
-"""Whether what a preempted run has computed is worth keeping elsewhere. Pure; rates are what the caller has measured."""
+"""Whether what a preempted run has computed is worth keeping elsewhere. Pure; the caller has measured the rates."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ decode, so that streams do not stall; then prefill chunks of running sequences; 
 seats and pages. The queue is strict: nobody overtakes the head that waits for pages, so that no prompt is too long to
 get its turn.
 
-A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in the queue.
+A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
 
 Answers to one prompt compute it once: the first is let in, and the others wait until its pages are full.
 
