@@ -166,6 +166,18 @@ def test_another_engine_goes_on_where_one_died(made: Made) -> None:
         assert loop.answers[name].token_ids == alone(made, prompt, 70)
 
 
+def test_suspended_and_resumed_whatever_happens(made: Made) -> None:
+    prompts = [some_ids(20 + 13 * i, seed=i) for i in range(8)]
+    loop, names = paged_loop(made, num_pages=40, max_batch_size=4), []
+    for at, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=12 + 10 * (at % 3), ignore_eos=True, temperature=0.0)
+        names.append(loop.add(prompt, params, priority=at % 2))
+    loop.disturb(random.Random(4))
+    for at, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        assert loop.answers[name].token_ids == alone(made, prompt, 12 + 10 * (at % 3))
+    assert loop.scheduler.stats().num_engine_losses > 0
+
+
 # One sequence.
 
 
