@@ -5,8 +5,8 @@ Knows a runner (ids and positions in, logits out), a sampler and a tokenizer. Do
     positions   0 ........ cached_len ........ prompt_len ........ prompt_len + n
                 already in the cache | prefill, in chunks | decode: token n is sampled for this position
 
-An answer may be left before any forward and taken up later. Then all its tokens are a prompt: what the cache has lost of
-them is computed again, and the sampler and the text go on where they were.
+An answer may be left before any forward and taken up later. Then all its tokens are a prompt: what the cache has lost
+of them is computed again, and the sampler and the text go on where they were.
 """
 
 from __future__ import annotations

@@ -218,8 +218,8 @@ def test_an_answer_is_left_and_taken_up_after_another_conversation(made: Made) -
     session, events, rounds = Session(made.engine.runner, chunk_size=64), [], itertools.count(4)
     answer = session.begin(prompt, params)
     while not events or events[-1].finish_reason is None:
-        forwards = itertools.count()
-        control = Control(should_suspend=lambda f=forwards, n=next(rounds): next(f) >= n)
+        forwards, most = itertools.count(), next(rounds)
+        control = Control(should_suspend=lambda f=forwards, n=most: next(f) >= n)
         events += session.run(answer, control)
         list(session.generate(some_ids(70, seed=2), replace(params, max_tokens=2)))
     assert next(rounds) > 6

@@ -36,9 +36,7 @@ def session() -> Iterator[Session]:
 
 
 def said(events: list[TokenEvent]) -> list[tuple[object, ...]]:
-    return [
-        (e.token_id, e.text, e.logprobs, e.finish_reason, e.stop, e.prompt_logprobs, e.embedding) for e in events
-    ]
+    return [(e.token_id, e.text, e.logprobs, e.finish_reason, e.stop, e.prompt_logprobs, e.embedding) for e in events]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind))
@@ -52,7 +50,7 @@ def test_suspended_anywhere(session: Session, kind: dict[str, Any]) -> None:
     session.clear()
     answer, events, rounds = session.begin(prompt, params), list[TokenEvent](), 0
     while not events or events[-1].finish_reason is None:
-        allowed, forwards = rounds // 3 + 1, itertools.count()  # a prompt that is lost again and again must come through
+        allowed, forwards = rounds // 3 + 1, itertools.count()  # more and more: a prompt that is lost must come through
         events += session.run(answer, Control(should_suspend=lambda n=allowed, f=forwards: next(f) >= n))
         assert answer.is_suspended == (not events or events[-1].finish_reason is None)
         rounds += 1
