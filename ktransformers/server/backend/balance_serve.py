@@ -66,6 +66,11 @@ class _Stream:
     def stats(self) -> GenerationStats:
         return self._assembler.stats
 
+    def abort(self) -> None:
+        """Its reader hears that this is the end."""
+        self.buffer.put(self._assembler.aborted())
+        self.buffer.end()
+
     def resume(self) -> None:
         """The time since it was suspended does not count as decoding."""
         assert self.suspended_at is not None
@@ -226,6 +231,13 @@ class BalanceServeBackend(Backend):
             stream.resume()
             self._tell(Resume(request_id))
 
+    @override
+    def end(self, request_id: str) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.abort()
+            self._tell(Finish(request_id, FinishReason.ABORT))
+
     def _tell(self, command: Command) -> None:
         """What the scheduler is to hear behind the requests that it has not been told of yet."""
         if self._outbox:
@@ -281,8 +293,7 @@ class BalanceServeBackend(Backend):
     @override
     async def close(self) -> None:
         for stream in self._streams.values():
-            stream.buffer.put(TokenEvent(None, "", stream.stats, finish_reason=FinishReason.ABORT))
-            stream.buffer.end()
+            stream.abort()
         self._streams.clear()
         if self._watching is not None:
             self._watching.cancel()

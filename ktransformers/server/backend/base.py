@@ -86,7 +86,7 @@ class BackendStats:
     num_waiting: int
     cache_usage: float = 0.0
     cache_len: int = 0
-    num_suspended: int = 0
+    num_suspended: int = field(default=0, kw_only=True)
 
 
 class Backend(ABC):
@@ -162,6 +162,13 @@ class Backend(ABC):
     def resume(self, request_id: str) -> None:
         """Go on with a generation that is suspended, in the order that it had. Does nothing for others."""
         raise UnsupportedError(self.no_suspension)
+
+    @abstractmethod
+    def end(self, request_id: str) -> None:
+        """End a generation that is open, suspended or not: its reader gets a last event with ABORT.
+
+        Does nothing for one that has ended or never came.
+        """
 
     async def lost(self) -> KTransformersError:
         """Returns when the backend cannot go on although nobody closed it, with the reason. By default never."""

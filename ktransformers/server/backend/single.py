@@ -173,7 +173,7 @@ class SingleBackend(Backend):
         session = self._loaded.session
         used = len(session.cached_ids) / session.max_len
         num_suspended = sum(asked.is_suspended and asked not in self._running for asked in self._asked.values())
-        return BackendStats(len(self._running), self._num_waiting, used, session.max_len, num_suspended)
+        return BackendStats(len(self._running), self._num_waiting, used, session.max_len, num_suspended=num_suspended)
 
     def _require(self) -> Loaded:
         if self._loaded is None:
@@ -192,9 +192,9 @@ class SingleBackend(Backend):
             while not is_over:
                 await asked.until_resumed(deadline)
                 await self._take_turn(deadline)
-                if self._is_closed or asked.is_suspended:  # meanwhile
+                if asked.stop.is_set() or asked.is_suspended:  # meanwhile
                     self._lock.release()
-                    if self._is_closed:
+                    if asked.stop.is_set():
                         yield _aborted(asked)
                         return
                     continue
@@ -245,6 +245,13 @@ class SingleBackend(Backend):
         if asked is not None:
             asked.resume()
 
+    @override
+    def end(self, request_id: str) -> None:
+        asked = self._asked.get(request_id)
+        if asked is not None:
+            asked.stop.set()
+            asked.resume()  # to hear that this is the end
+
     async def _take_turn(self, deadline: float | None) -> None:
         self._num_waiting += 1
         try:
@@ -281,9 +288,8 @@ class SingleBackend(Backend):
     @override
     async def close(self) -> None:
         self._is_closed = True
-        for asked in self._asked.values():
-            asked.stop.set()
-            asked.resume()  # to hear that this is the end
+        for request_id in self._asked:
+            self.end(request_id)
         await self._profiler.close(self._end_worker)
         if self._opened is not None:
             self._opened.close()
@@ -294,7 +300,7 @@ class SingleBackend(Backend):
 
 
 def _aborted(asked: _Asked) -> TokenEvent:
-    """The last event of an answer that waits or is suspended when the backend closes."""
+    """The last event of an answer that is ended while it waits or is suspended."""
     if asked.answer is not None:
         return asked.answer.assembler.aborted()
     return TokenEvent(None, "", GenerationStats(len(asked.request.prompt_ids)), finish_reason=FinishReason.ABORT)
