@@ -203,15 +203,17 @@ def test_official_clients_read_streams_with_ids(balanced: ServerProcess) -> None
             model="demo", input=question, temperature=0, max_output_tokens=20, stream=True, extra_headers=headers
         )
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
-    with anthropic.Anthropic(base_url=balanced.url, api_key="none", max_retries=0) as served:
-        with served.messages.stream(
+    with (
+        anthropic.Anthropic(base_url=balanced.url, api_key="none", max_retries=0) as served,
+        served.messages.stream(
             model="demo",
             messages=[{"role": "user", "content": question}],
             max_tokens=20,
             extra_body={"temperature": 0},
             extra_headers=headers,
-        ) as stream:
-            assert "".join(stream.text_stream) == text
+        ) as stream,
+    ):
+        assert "".join(stream.text_stream) == text
 
 
 def test_a_prompt_that_can_never_fit_is_a_400_at_once(balanced: ServerProcess) -> None:
