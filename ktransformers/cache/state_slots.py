@@ -89,6 +89,10 @@ class StateSlots:
         self._pinned.add(page)
         return self._kept[page]
 
+    def slot(self, page: int) -> int:
+        """Where the snapshot behind a page is, for those who only look."""
+        return self._kept[page]
+
     def is_used(self, page: int) -> bool:
         """Whether a run began from this snapshot."""
         return page in self._used

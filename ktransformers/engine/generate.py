@@ -20,12 +20,19 @@ from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules, mask_of
 from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.profiled import AnswerProfile, ProfileSlot
-from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
+from ktransformers.engine.sampler import RequestSampler, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["GenerateConfig", "PrefillProgress", "SequenceRunner", "prefill_and_generate"]
+__all__ = [
+    "BegunAnswer",
+    "GenerateConfig",
+    "PrefillProgress",
+    "SequenceRunner",
+    "continue_answer",
+    "prefill_and_generate",
+]
 
 PrefillProgress = Callable[[int, int], None]
 """Is told how many of the prompt's tokens are computed, and how many have to be: those that were not cached."""
@@ -67,32 +74,46 @@ class SequenceRunner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BegunAnswer:
+    """What is asked: a prompt, how tokens are chosen, and those of the answer that there are already."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    answer_ids: Sequence[int] = ()
+
+    @property
+    def known_len(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
 class _Answer:
-    """The state of one call of prefill_and_generate."""
+    """The state of one call of continue_answer. cached_len: known tokens that need not be computed."""
 
     def __init__(
         self,
         runner: SequenceRunner,
-        prompt_ids: list[int],
-        params: SamplingParams,
+        begun: BegunAnswer,
+        cached_len: int,
         end: AnswerEnd,
         assembler: AnswerAssembler,
-        mask: TokenMask | None = None,
-        eos_token_ids: Sequence[int] = (),
-        profile: AnswerProfile | None = None,
+        sampler: RequestSampler,
+        profile: AnswerProfile,
     ):
-        self.profile = profile or AnswerProfile(ProfileSlot(), "", len(prompt_ids), assembler.stats.cached_len)
-        self.runner, self.prompt_ids, self.params, self.end, self.assembler = runner, prompt_ids, params, end, assembler
-        self.stats = assembler.stats
-        self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size, mask, eos_token_ids=eos_token_ids)
-        self.sampler.begin()
-        self._pooled = None if params.pooling is None else Pooled(params.pooling)
+        self.profile = profile
+        self.runner, self.begun, self.end, self.assembler, self.sampler = runner, begun, end, assembler, sampler
+        self.params, self.cached_len, self.stats = begun.params, cached_len, assembler.stats
+        for token_id in begun.answer_ids:
+            sampler.commit(token_id)
+        sampler.begin()
+        self._pooled = None if self.params.pooling is None else Pooled(self.params.pooling)
 
     def prefill(
         self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None
     ) -> torch.Tensor | None:
-        """Compute the prompt from cached_len on; logits [1, V] of its last token, or None when stopped in between."""
-        logits, total, cached_len = None, len(self.prompt_ids), self.stats.cached_len
+        """Compute what is known from cached_len on; logits [1, V] of its last token, None when stopped in between."""
+        logits, total, cached_len = None, self.begun.known_len, self.cached_len
+        known_ids = [*self.begun.prompt_ids, *self.begun.answer_ids]
         if self.params.prompt_logprobs is not None:
             chunk_size = min(chunk_size, PROMPT_LOGPROB_ROWS)
         for start in range(cached_len, total, chunk_size):
@@ -101,7 +122,7 @@ class _Answer:
             if on_prefill is not None:
                 on_prefill(start - cached_len, total - cached_len)
             began = time.perf_counter()
-            chunk = self.prompt_ids[start : start + chunk_size]
+            chunk = known_ids[start : start + chunk_size]
             is_last = start + len(chunk) == total
             keep = range(len(chunk)) if self.params.prompt_logprobs is not None else [len(chunk) - 1] if is_last else []
             self.profile.begin(len(chunk), is_prefill=True, is_sampled=is_last)
@@ -123,7 +144,7 @@ class _Answer:
     def _score(self, logits: torch.Tensor, start: int) -> None:
         """logits [N, V] of positions start, start + 1, ...: each tells how likely the prompt token after it was."""
         if self.params.prompt_logprobs is not None:
-            followers = self.prompt_ids[start + 1 : start + 1 + len(logits)]
+            followers = self.begun.prompt_ids[start + 1 : start + 1 + len(logits)]
             self.assembler.score(
                 start + 1, token_logprobs(logits[: len(followers)], followers, self.params.prompt_logprobs)
             )
@@ -131,7 +152,7 @@ class _Answer:
     def decode(self, token_id: int) -> torch.Tensor:
         began = time.perf_counter()
         self.profile.begin(1, is_prefill=False, is_sampled=True)
-        logits = self.runner.forward([token_id], len(self.prompt_ids) + self.stats.completion_len - 1, [0])
+        logits = self.runner.forward([token_id], len(self.begun.prompt_ids) + self.stats.completion_len - 1, [0])
         self.stats.decode_seconds += time.perf_counter() - began
         return logits
 
@@ -139,13 +160,13 @@ class _Answer:
         """Sample the next token and say what it means for the answer."""
         began, stats = time.perf_counter(), self.stats
         self.profile.sampling()
-        position = len(self.prompt_ids) + stats.completion_len
+        position = len(self.begun.prompt_ids) + stats.completion_len
         (sampled,) = sample_batch(logits, [self.sampler], [position])
         token_id = sampled.token_id
         self.sampler.commit(token_id)
         self.sampler.begin()
         self.profile.end_token(token_id, stats.completion_len)
-        if stats.completion_len:
+        if stats.completion_len > len(self.begun.answer_ids):
             stats.decode_seconds += time.perf_counter() - began
         else:
             stats.prefill_seconds += time.perf_counter() - began
@@ -210,7 +231,33 @@ def prefill_and_generate(
     Checks before any work: raises ConfigError for an empty prompt or ids outside of the vocabulary, ContextLengthError
     when the prompt leaves no room for an answer.
     """
-    tokenizer = config.tokenizer
+    begun = BegunAnswer(prompt_ids, params)
+    return continue_answer(
+        runner,
+        begun,
+        config,
+        cached_len=cached_len,
+        should_stop=should_stop,
+        on_prefill=on_prefill,
+        profile=profile,
+    )
+
+
+def continue_answer(
+    runner: SequenceRunner,
+    begun: BegunAnswer,
+    config: GenerateConfig,
+    *,
+    cached_len: int = 0,
+    should_stop: Callable[[], bool] | None = None,
+    on_prefill: PrefillProgress | None = None,
+    profile: tuple[ProfileSlot, str] | None = None,
+) -> Iterator[TokenEvent]:
+    """The rest of an answer that was begun before, as prefill_and_generate would have gone on.
+
+    cached_len counts the answer's tokens too. Raises ConfigError when the answer is over.
+    """
+    tokenizer, prompt_ids, params = config.tokenizer, begun.prompt_ids, begun.params
     has_vocabulary = tokenizer is not None and tokenizer.has_vocabulary
     Limits(
         max_len=runner.max_len,
@@ -218,13 +265,14 @@ def prefill_and_generate(
         has_vocabulary=has_vocabulary,
         is_models_limit=runner.is_models_limit,
     ).check(prompt_ids, params)
-    prompt_len = len(prompt_ids)
-    if not 0 <= cached_len < prompt_len:
-        raise ValueError(f"cached_len {cached_len} must leave at least one of {prompt_len} prompt tokens to compute")
+    prompt_len, known_len = len(prompt_ids), begun.known_len
+    if not 0 <= cached_len < known_len:
+        raise ValueError(f"cached_len {cached_len} must leave at least one of {known_len} known tokens to compute")
     if cached_len and params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
     end = AnswerEnd.of(params, config.eos_token_ids, runner.max_len - prompt_len)
-    assembler = AnswerAssembler(tokenizer, params, prompt_len, cached_len)
+    assembler = AnswerAssembler(tokenizer, params, prompt_len, min(cached_len, prompt_len))
+    assembler.replay(begun.answer_ids, end)
     mask = None
     if tokenizer is not None:
         grammars = tokenizer.grammars(runner.vocab_size, config.eos_token_ids)
@@ -232,6 +280,7 @@ def prefill_and_generate(
         mask = mask_of(grammars, params)
     elif params.constraint is not None or params.reasoning is not None:
         raise ConfigError("constraint and reasoning are about text: they need a tokenizer")
-    profiled = None if profile is None else AnswerProfile(*profile, prompt_len, cached_len)
-    answer = _Answer(runner, list(prompt_ids), params, end, assembler, mask, config.eos_token_ids, profiled)
+    profiled = AnswerProfile(*(profile or (ProfileSlot(), "")), known_len, cached_len)
+    sampler = RequestSampler(params, prompt_ids, runner.vocab_size, mask, eos_token_ids=config.eos_token_ids)
+    answer = _Answer(runner, begun, cached_len, end, assembler, sampler, profiled)
     return answer.run(config.chunk_size, should_stop or (lambda: False), on_prefill)

@@ -6,7 +6,10 @@ Does not know what a conversation looks like: it compares token ids.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +17,21 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
-from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
+from ktransformers.engine.generate import (
+    BegunAnswer,
+    GenerateConfig,
+    PrefillProgress,
+    SequenceRunner,
+    continue_answer,
+)
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.profiled import ProfileSlot
+from ktransformers.engine.sampler import draw_seed
+from ktransformers.engine.saved_session import SavedSession, read_saved, write_saved
+from ktransformers.engine.session_store import StaticStore
+from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "SessionEngine", "common_prefix_len"]
@@ -117,24 +131,29 @@ class Session:
         eos_token_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
         has_prefix_cache: bool = True,
+        store: StaticStore | None = None,
     ):
-        """has_prefix_cache: False computes every prompt whole."""
+        """has_prefix_cache: False computes every prompt whole. store: copies the runner's cache, for files."""
         self._runner = _RecordingRunner(runner)
         self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer)
         self._has_prefix_cache = has_prefix_cache
+        self._store = store
         self._running: Iterator[TokenEvent] | None = None
+        self._begun = BegunAnswer((), SamplingParams(temperature=0.0))  # the last answer, as far as it got
+        self._answer_ids: list[int] = []
         self._names = itertools.count()
         self.profile = ProfileSlot()  # what answers record, while a profile is written
 
     @classmethod
-    def of(cls, engine: SessionEngine) -> Session:
-        """A session as the engine's config says."""
+    def of(cls, engine: SessionEngine, store: StaticStore | None = None) -> Session:
+        """A session as the engine's config says. store: see the constructor."""
         return cls(
             engine.runner,
             chunk_size=engine.config.chunk_size,
             eos_token_ids=engine.eos_token_ids,
             tokenizer=engine.tokenizer,
             has_prefix_cache=engine.config.prefix_cache,
+            store=store,
         )
 
     @property
@@ -156,6 +175,7 @@ class Session:
         """Forget the cache, so that the next prompt is computed whole."""
         self._stop_running()
         self._runner.token_ids.clear()
+        self._begun, self._answer_ids = BegunAnswer((), SamplingParams(temperature=0.0)), []
 
     def generate(
         self,
@@ -166,24 +186,101 @@ class Session:
         name: str | None = None,
     ) -> Iterator[TokenEvent]:
         """See prefill_and_generate, whose errors this raises too, before any work. name: of the answer in profiles."""
+        return self._generate(BegunAnswer(prompt_ids, params), should_stop, on_prefill, name)
+
+    def continue_answer(
+        self,
+        session: SavedSession,
+        params: SamplingParams | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        on_prefill: PrefillProgress | None = None,
+    ) -> Iterator[TokenEvent]:
+        """The rest of a saved session's last answer, as it would have gone on. See `generate`.
+
+        params: others than its own, with more max_tokens, say. Raises ConfigError when the answer is over.
+        """
+        return self._generate(session.begun(params), should_stop, on_prefill)
+
+    def _generate(
+        self,
+        begun: BegunAnswer,
+        should_stop: Callable[[], bool] | None,
+        on_prefill: PrefillProgress | None,
+        name: str | None = None,
+    ) -> Iterator[TokenEvent]:
         self._stop_running()
-        # The last prompt token is always computed: its logits are not in the cache. Nor are those of the others.
-        shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
+        params = begun.params
+        if params.seed is None:  # which a saved session must know
+            begun = replace(begun, params=replace(params, seed=draw_seed()))
+        known_ids = [*begun.prompt_ids, *begun.answer_ids]
+        # The last known token is always computed: its logits are not in the cache. Nor are those of the others.
+        shared = min(common_prefix_len(self._runner.token_ids, known_ids), max(len(known_ids) - 1, 0))
         pools_all = params.pooling is not None and params.pooling.needs_all
         if params.prompt_logprobs is not None or pools_all or not self._has_prefix_cache:
             shared = 0
         shared = self._runner.resume_len(shared)
-        self._running = prefill_and_generate(
+        events = continue_answer(
             self._runner,
-            prompt_ids,
-            params,
+            begun,
             self._config,
             cached_len=shared,
             should_stop=should_stop,
             on_prefill=on_prefill,
             profile=(self.profile, f"r{next(self._names)}" if name is None else name),
         )
+        self._begun, self._answer_ids = begun, list(begun.answer_ids)
+        self._running = self._noting(events, self._answer_ids)
         return self._running
+
+    @staticmethod
+    def _noting(events: Iterator[TokenEvent], answer_ids: list[int]) -> Iterator[TokenEvent]:
+        """The events; their tokens are added to answer_ids."""
+        try:
+            for event in events:
+                if event.token_id is not None:
+                    answer_ids.append(event.token_id)
+                yield event
+        finally:
+            if isinstance(events, Generator):
+                events.close()
+
+    # Files.
+
+    def save(self, path: str | os.PathLike[str], messages: list[dict[str, Any]] | None = None) -> SavedSession:
+        """Write the last prompt, its answer so far and what the cache keeps of them. The answer may go on.
+
+        messages: the conversation, to be kept with it. Raises SessionFileError when it cannot be written, and
+        UnsupportedError for a runner whose cache cannot be copied.
+        """
+        store = self._require_store()
+        begun = replace(self._begun, answer_ids=tuple(self._answer_ids))
+        known_ids = [*begun.prompt_ids, *begun.answer_ids]
+        kept = store.take(common_prefix_len(self._runner.token_ids, known_ids))
+        return write_saved(Path(path), store.identity, begun if known_ids else (), kept, messages)
+
+    def load(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
+        """Put a saved session into the cache, in place of what is there: prompts that begin with it go on from there.
+
+        recompute: take one that was computed in another way (on a GPU, say) for its tokens alone. Raises
+        SessionFileError or ContextLengthError before anything is changed.
+        """
+        store = self._require_store()
+        limits = Limits(max_len=self.max_len, vocab_size=self._runner.vocab_size, is_models_limit=self.is_models_limit)
+        saved, file = read_saved(Path(path), store.identity, limits, recompute)
+        if file is not None:
+            store.check(file)
+        self.clear()
+        if file is not None:
+            store.put(file)
+            self._runner.token_ids.extend(saved.token_ids[: saved.cached_len])
+        if saved.params is not None:
+            self._begun, self._answer_ids = saved.begun(None), list(saved.answer_ids)
+        return saved
+
+    def _require_store(self) -> StaticStore:
+        if self._store is None:
+            raise UnsupportedError("this session's model does not let its cache be copied to a file")
+        return self._store
 
     def _stop_running(self) -> None:
         if isinstance(self._running, Generator):

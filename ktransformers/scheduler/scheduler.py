@@ -122,7 +122,7 @@ class Scheduler:
             arrival=next(self._arrivals),
             params=params,
             end=AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len),
-            token_ids=list(request.prompt_ids),
+            token_ids=[*request.prompt_ids, *request.answer_ids],
         )
         self._requests[request.request_id] = seq
         if request.deadline is not None:
@@ -255,9 +255,9 @@ class Scheduler:
             if run is None:
                 return
             if seq.cached_len is None:  # finding one's own pages again after a preemption is not a hit
-                seq.cached_len = run.planned_len
+                seq.cached_len = min(run.planned_len, seq.prompt_len)  # of an answer begun before, more may be found
                 self._totals.prefix_query_len += seq.prompt_len
-                self._totals.prefix_hit_len += run.planned_len
+                self._totals.prefix_hit_len += seq.cached_len
             seq.run = run
             del self._waiting[at]
             bisect.insort(self._running, seq, key=_rank)
@@ -361,6 +361,11 @@ class Scheduler:
         self._totals.num_engine_losses += 1
 
     # Looking at it.
+
+    @property
+    def pages(self) -> PageTables:
+        """Which pages hold what, for those who copy prefixes out and in while no step is in flight."""
+        return self._pages
 
     def stats(self) -> SchedulerStats:
         """Counts since the start, and of what runs and waits now."""
