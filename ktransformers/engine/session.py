@@ -252,11 +252,20 @@ class Session:
         messages: the conversation, to be kept with it. Raises SessionFileError when it cannot be written, and
         UnsupportedError for a runner whose cache cannot be copied.
         """
-        store = self._require_store()
         begun = replace(self._begun, answer_ids=tuple(self._answer_ids))
-        known_ids = [*begun.prompt_ids, *begun.answer_ids]
+        return self.save_as(path, begun if begun.known_len else (), messages)
+
+    def save_as(
+        self,
+        path: str | os.PathLike[str],
+        session: BegunAnswer | Sequence[int],
+        messages: list[dict[str, Any]] | None = None,
+    ) -> SavedSession:
+        """`save`, of these tokens: the cache keeps those that they share with the last prompt and answer."""
+        store = self._require_store()
+        known_ids = [*session.prompt_ids, *session.answer_ids] if isinstance(session, BegunAnswer) else session
         kept = store.take(common_prefix_len(self._runner.token_ids, known_ids))
-        return write_saved(Path(path), store.identity, begun if known_ids else (), kept, messages)
+        return write_saved(Path(path), store.identity, session, kept, messages)
 
     def load(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
         """Put a saved session into the cache, in place of what is there: prompts that begin with it go on from there.
