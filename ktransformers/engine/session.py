@@ -246,6 +246,11 @@ class Session:
 
     # Files.
 
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes of keys, values and states that `save` would write. Raises UnsupportedError as it does."""
+        return self._require_store().nbytes(len(self._runner.token_ids))
+
     def save(self, path: str | os.PathLike[str], messages: list[dict[str, Any]] | None = None) -> SavedSession:
         """Write the last prompt, its answer so far and what the cache keeps of them. The answer may go on.
 

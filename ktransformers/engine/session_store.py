@@ -45,6 +45,13 @@ class StaticStore:
         tensors = {name: tensor[:num_tokens].cpu() for name, tensor in cache.tensors().items()} if num_tokens else {}
         return _kept(cache, num_tokens, tensors, slots)
 
+    def nbytes(self, num_tokens: int) -> int:
+        """Of what `take` gives."""
+        cache = self._runner.cache
+        states = 0 if cache.states is None else cache.states.nbytes // cache.num_states
+        per_token = sum(tensor.nbytes // len(tensor) for tensor in cache.tensors().values())
+        return num_tokens * per_token + min(len(self._runner.state_slots()), MOST_STATES) * states
+
     def check(self, file: SessionFile) -> None:
         """Raises SessionFileError for a file that `put` cannot take."""
         file.check_tensors(_layout(self._runner.cache))
