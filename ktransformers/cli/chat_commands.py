@@ -236,10 +236,7 @@ _ALL = (
     Command(("/show",), {f"/show {'|'.join(_SHOW)}": ""}, _show, dict.fromkeys(_SHOW, ())),
     Command(
         ("/save",),
-        {
-            "/save FILE": "write the conversation as JSON",
-            f"/save FILE{SUFFIX}": "with the cache, so that /load computes nothing again",
-        },
+        {"/save FILE": f"write the conversation ({SUFFIX}: the cache too)"},
         _save,
         takes_path=True,
     ),

@@ -239,7 +239,9 @@ class AsyncLLM:
         return await asyncio.to_thread(batches.save, Path(path), begun_of(session), messages)
 
     async def load_session(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
-        """See `LLM.load_session`. The file is read on another thread."""
+        """See `LLM.load_session`. The file is read on another thread. Loads the model, if that is not done."""
+        if self._loaded is None:
+            await self.start()
         return await asyncio.to_thread(self._require_loaded().batches.load, Path(path), recompute)
 
     def _answer(self, asked: _Asked) -> AsyncAnswer:

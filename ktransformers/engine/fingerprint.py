@@ -157,8 +157,16 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _runs(layout: Mapping[str, str]) -> str:
-    """In words, tensors of one form together."""
-    by_form: dict[str, list[str]] = {}
+    """In words: each form with the layers that have it. Names are "3.keys", or "state 3.conv"."""
+    layers: dict[str, list[int]] = {}
     for name, form in layout.items():
-        by_form.setdefault(form, []).append(name)
-    return "; ".join(f"{names[0]} and {len(names) - 1} more, {form}" for form, names in by_form.items())
+        index, part = name.removeprefix("state ").split(".", 1)
+        layers.setdefault(f"{part} {form}", []).append(int(index))
+    return "; ".join(f"{form} in layers {_ranges(sorted(found))}" for form, found in layers.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, as "0-3,5"."""
+    first = [number for number in numbers if number - 1 not in numbers]
+    last = [number for number in numbers if number + 1 not in numbers]
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(first, last, strict=True))

@@ -24,6 +24,7 @@ from ktransformers.engine.saved_session import SavedSession
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, SessionFileError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.records import StepPlan, StepResult
+from tests.support.demo import DEMO_GGUF
 from tests.support.fake_runner import scripted_engine
 from tests.support.gguf_writer import write_gguf
 from tests.support.recurrent_models import recurrent_model
@@ -244,6 +245,27 @@ def test_where_there_is_little_room(made: Made, tmp_path: Path) -> None:
     assert rest == made.answer[STOPPED:60]
 
 
+def test_text_and_constraints_go_on(tmp_path: Path) -> None:
+    """Half of a character, the beginning of a stop string, the middle of what a schema demands."""
+    path, schema = tmp_path / "s.safetensors", {"type": "object", "properties": {"a": {"type": "number"}}}
+    engine = build_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=256))
+    with LLM.from_engine(engine) as llm, LLM(DEMO_GGUF, cpu_infer=1, cache_lens=256, page_size=8) as paged:
+        for params in (
+            SamplingParams(temperature=1.5, seed=1, max_tokens=24, stop=(" xyz", ". a")),
+            SamplingParams(temperature=1.0, seed=2, max_tokens=24, constraint={"json": schema}),  # type: ignore[arg-type]
+        ):
+            whole = list(llm.stream("Who are you?", params))
+            for count in range(1, len(whole), 3):
+                running = llm.stream("Who are you?", params)
+                first = "".join(event.text for event in itertools.islice(running, count))
+                llm.session.save(path)
+                for other in (llm, paged):
+                    rest = list(other.continue_answer(other.load_session(path)))
+                    assert [event.token_id for event in rest] == [event.token_id for event in whole[count:]]
+                    assert first + "".join(event.text for event in rest) == "".join(event.text for event in whole)
+                    assert rest[-1].finish_reason is whole[-1].finish_reason
+
+
 # Refused: nothing is lost.
 
 
@@ -301,7 +323,9 @@ def test_another_arithmetic(qwen: Made, tmp_path: Path, caplog: pytest.LogCaptur
         engine.identity = changed
         if other._batches is None:
             other.session._store.identity = changed  # type: ignore[union-attr]
-        with pytest.raises(SessionFileError, match=r"the cache was 0\.keys and 3 more, cpu float32 .* and is cuda"):
+        with pytest.raises(
+            SessionFileError, match=r"the cache was keys cpu float32 \[.*\] in layers 0-1; .* and is cuda"
+        ):
             other.load_session(path)
         with caplog.at_level(logging.WARNING):
             loaded = other.load_session(path, recompute=True)
