@@ -20,7 +20,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.rope import SettledRotation
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["ModelIdentity", "identify", "kept_layout"]
+__all__ = ["ModelIdentity", "identify"]
 
 SAMPLED_TENSORS = 1024
 """Stored tensors of which some bytes are read: a page of each, some 0.1 s from a cold disk, nothing once loaded."""
@@ -131,29 +131,38 @@ def _arithmetic(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: Worker
         "cpu_prefill": config.cpu_prefill,
         "cpu_bf16": config.cpu_bf16,
         "sparse_attention": config.sparse_attention,
-        "the cache": _runs(kept_layout(cache)),
+        "the cache": _runs(_kept_layout(cache)),
+        "modules": _modules(plan),
     }
     if "BF16" in opened.stored or config.cpu_prefill == "bf16":
         found["the processor"] = "one with products of bf16" if pool.has_bf16 else "one without products of bf16"
     longest = sorted({module.longest for module in opened.model.modules() if isinstance(module, SettledRotation)})
     if longest:
         found["the longest position"] = ", ".join(map(str, longest))
-    if all(entry.placement.generate_device == "cpu" for entry in plan.entries):  # on GPUs results agree up to rounding
-        rules = [f"{entry.key} {entry.operator} {entry.generate_op} {entry.prefill_op}" for entry in plan.entries]
-        found["rules"] = _digest([line.encode() for line in rules])[:16]
     return found
 
 
-def kept_layout(cache: PagedCache) -> dict[str, str]:
+def _modules(plan: Plan) -> str:
+    """What computes. Where a GPU does its part results agree up to rounding, whatever runs there."""
+    if any(entry.placement.generate_device != "cpu" for entry in plan.entries):
+        return "some on a GPU"
+    rules = [f"{entry.key} {entry.operator} {entry.generate_op} {entry.prefill_op}" for entry in plan.entries]
+    return f"all on the CPU, in the manner {_digest([line.encode() for line in rules])[:12]}"
+
+
+def _kept_layout(cache: PagedCache) -> dict[str, str]:
     """What is kept of a token or a sequence, by the tensor's name: kind of device, type, shape."""
-    tensors = dict(cache.tensors())
+    places = {index: shape.place for index, shape in enumerate(cache.shapes)}
+    found = {name: _form(tensor, places[int(name.split(".")[0])]) for name, tensor in cache.tensors().items()}
     if cache.states is not None:
-        tensors |= {f"state {name}": tensor for name, tensor in cache.states.tensors().items()}
-    return {name: _form(tensor) for name, tensor in tensors.items()}
+        places = {index: shape.place for index, shape in cache.states.shapes.items()}
+        for name, tensor in cache.states.tensors().items():
+            found[f"state {name}"] = _form(tensor, places[int(name.split(".")[0])])
+    return found
 
 
-def _form(tensor: torch.Tensor) -> str:
-    return f"{tensor.device.type} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[1:])}"
+def _form(tensor: torch.Tensor, place: str) -> str:
+    return f"{place.split(':')[0]} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[1:])}"
 
 
 def _runs(layout: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from ktransformers.errors import ConfigError, ContextLengthError, EngineError, S
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.records import StepPlan, StepResult
 from tests.support.demo import DEMO_GGUF
+from tests.support.fake_gpus import fake_hardware
 from tests.support.fake_runner import scripted_engine
 from tests.support.gguf_writer import write_gguf
 from tests.support.recurrent_models import recurrent_model
@@ -414,3 +415,26 @@ def test_asyncio(qwen: Made, tmp_path: Path) -> None:
     saved, loaded, rest = asyncio.run(run())
     assert loaded == saved
     assert rest == qwen.answer[STOPPED:]
+
+
+@pytest.mark.exhaustive
+def test_a_gpus_session(qwen: Made, tmp_path: Path) -> None:
+    """Goes on on a GPU from its cache, and on the CPU from its tokens."""
+    path, params, prompt = tmp_path / "s.safetensors", replace(PARAMS, max_tokens=4), PROMPT[:5]
+    engine = build_engine(replace(qwen.config, cache_lens=64), hardware=fake_hardware())
+    with LLM.from_engine(engine) as gpu:
+        want = [event.token_id for event in gpu.stream(prompt, params)]
+        list(itertools.islice(gpu.stream(prompt, params), 2))
+        assert gpu.session.save(path).cached_len == 6
+        gpu.session.clear()
+        loaded = gpu.load_session(path)
+        assert loaded.cached_len == 6
+        assert [event.token_id for event in gpu.continue_answer(loaded)] == want[2:]
+    cpu = qwen.fresh("static")
+    with pytest.raises(
+        SessionFileError, match=r"modules was some on a GPU and is all on the CPU.*; the cache was keys cuda"
+    ):
+        cpu.load_session(path)
+    loaded = cpu.load_session(path, recompute=True)
+    assert loaded.cached_len == 0
+    assert len(list(cpu.continue_answer(loaded))) == 2
