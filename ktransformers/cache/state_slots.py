@@ -89,7 +89,7 @@ class StateSlots:
         self._pinned.add(page)
         return self._kept[page]
 
-    def slot(self, page: int) -> int:
+    def slot_behind(self, page: int) -> int:
         """Where the snapshot behind a page is, for those who only look."""
         return self._kept[page]
 

@@ -151,7 +151,7 @@ class PageTables:
         if self.snapshots is None:
             return pages, {}
         kept = self.snapshots.slots
-        return pages, {ends[page]: kept.slot(page) for page in kept if page in ends}
+        return pages, {ends[page]: kept.slot_behind(page) for page in kept if page in ends}
 
     def adopt(self, salt: str, token_ids: TokenIds, state_lens: TokenIds, fill: Fill) -> int:
         """Make a prefix findable whose keys and values come from elsewhere; how many of its tokens are now.
