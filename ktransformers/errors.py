@@ -9,6 +9,7 @@
     ├── WeightError             a weight file is wrong or does not fit the model
     │   ├── FormatError         truncated, corrupt or hostile bytes
     │   └── TensorMismatchError a tensor is missing, left over, or has the wrong shape
+    ├── SessionFileError        a saved session is damaged, or of another model; nothing of it was used
     ├── CapacityError           does not fit in memory or in the cache
     │   └── ContextLengthError  prompt plus answer are longer than the cache
     ├── KernelError             the native extension is missing or cannot run here
@@ -56,6 +57,7 @@ __all__ = [
     "RateLimitError",
     "RuleError",
     "ServiceError",
+    "SessionFileError",
     "SlowReaderError",
     "TensorMismatchError",
     "UnknownIdError",
@@ -138,6 +140,10 @@ class FormatError(WeightError, ValueError):
 
 class TensorMismatchError(WeightError, ValueError):
     """A tensor is missing, left over, or has the wrong shape. The message names the tensor."""
+
+
+class SessionFileError(KTransformersError, ValueError):
+    """A saved session cannot be used: it is damaged, in another format, or of another model. Nothing of it was used."""
 
 
 class CapacityError(KTransformersError):

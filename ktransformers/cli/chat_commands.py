@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.chat_settings import PARAMETERS
-from ktransformers.errors import ConfigError
+from ktransformers.engine.session_file import SUFFIX
+from ktransformers.errors import ConfigError, FormatError
+from ktransformers.file_kinds import is_safetensors, read_head
 
 if TYPE_CHECKING:
     from ktransformers.cli.chat_loop import ChatLoop
@@ -89,14 +91,28 @@ def _save(chat: ChatLoop, argument: str) -> None:
 
 def _save_over(chat: ChatLoop, argument: str) -> None:
     path = _path(argument, "/save! FILE")
+    if path.suffix.lower() == SUFFIX:
+        chat.save_session(path)
+        return
     chat.conversation.save(path)
     chat.view.note(f"saved {len(chat.conversation.messages)} messages to {path}")
 
 
 def _load(chat: ChatLoop, argument: str) -> None:
     path = _path(argument, "/load FILE")
+    if path.suffix.lower() == SUFFIX or (path.is_file() and is_safetensors(_head(path))):
+        chat.load_session(path)
+        return
     chat.conversation.load(path)
     chat.view.note(f"loaded {len(chat.conversation.messages)} messages from {path}")
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file; none where it cannot be read, which whoever reads the rest will say."""
+    try:
+        return read_head(path)
+    except FormatError:
+        return b""
 
 
 def _stats(chat: ChatLoop, argument: str) -> None:
@@ -218,7 +234,12 @@ _ALL = (
         {word: tuple(PARAMETERS) if word == "parameter" else () for word in _SET},
     ),
     Command(("/show",), {f"/show {'|'.join(_SHOW)}": ""}, _show, dict.fromkeys(_SHOW, ())),
-    Command(("/save",), {"/save FILE": "write the conversation as JSON"}, _save, takes_path=True),
+    Command(
+        ("/save",),
+        {"/save FILE": f"write the conversation ({SUFFIX}: the cache too)"},
+        _save,
+        takes_path=True,
+    ),
     Command(("/save!",), {"/save! FILE": "the same, overwriting without asking"}, _save_over, takes_path=True),
     Command(("/load",), {"/load FILE": "go on with a saved conversation"}, _load, takes_path=True),
     Command(("/stats",), {"/stats": "counts and rates of this chat, use of the cache"}, _stats),

@@ -81,6 +81,10 @@ class Conversation:
             raise ConfigError(f"cannot load {path}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}") from error
+        self.take(data, path)
+
+    def take(self, data: object, path: Path) -> None:
+        """Replace this conversation by the messages in `data`, which `path` holds. Raises ConfigError as `load`."""
         messages = _checked(data, path)
         has_system = bool(messages) and messages[0]["role"] == "system"
         self.system = messages[0]["content"] if has_system else None

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 
 from ktransformers.cli.chat_attachments import attach_files, with_document
@@ -17,7 +18,7 @@ from ktransformers.cli.chat_history import Conversation
 from ktransformers.cli.chat_input import Source, Turn, quoted, read_prompt_file, typed_path
 from ktransformers.cli.chat_output import View, format_stats
 from ktransformers.cli.chat_settings import Settings
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, format_bytes
 from ktransformers.engine.llm import LLM
 from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
 from ktransformers.tokenizer.tools import ReasoningPiece, TextPiece
@@ -268,6 +269,26 @@ class ChatLoop:
                 )
             else:
                 self.view.note(f"the answer was cut after {stats.completion_len} tokens; --max_new_tokens allows more")
+
+    def save_session(self, path: Path) -> None:
+        """Write the conversation and what the cache keeps of it. Raises KTransformersError."""
+        session = self.llm.session
+        self.view.note(f"saving {format_bytes(session.saved_nbytes)} to {path} ...")
+        saved = session.save(path, self.conversation.messages)
+        kept = f"{saved.cached_len} of {len(saved.token_ids)} tokens in the cache"
+        self.view.note(
+            f"saved {len(self.conversation.messages)} messages, {kept}, {format_bytes(saved.nbytes)}, to {path}"
+        )
+
+    def load_session(self, path: Path) -> None:
+        """Go on with a saved session: the next turn computes only what is new. Raises KTransformersError."""
+        saved = self.llm.session.load(path, recompute=True)  # what cannot be used is logged, and computed again
+        if saved.messages is None:
+            raise ConfigError(f"{path} holds {len(saved.token_ids)} tokens and no conversation")
+        self.conversation.take(saved.messages, path)
+        self.view.note(
+            f"loaded {len(self.conversation.messages)} messages and {saved.cached_len} tokens of the cache from {path}"
+        )
 
     def describe_stats(self) -> str:
         """The whole chat in a line per fact."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
-from ktransformers.errors import EngineError
+from ktransformers.core import AnswerEnd, FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
+from ktransformers.errors import ConfigError, EngineError
 from ktransformers.scheduler.records import RequestUpdate
 from ktransformers.tokenizer.stream import TextStream
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -42,6 +42,19 @@ class AnswerAssembler:
         """Log probabilities of the prompt's tokens from `start` on; all of them come before the first token."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs[start : start + len(entries)] = entries
+
+    def replay(self, token_ids: Sequence[int], end: AnswerEnd) -> None:
+        """Tokens of an answer that was begun before: they count, and their text is not given again.
+
+        Raises ConfigError when the answer ends with them.
+        """
+        for token_id in token_ids:
+            event = self.token(token_id, None, end.reason(token_id, self.stats.completion_len + 1))
+            if event.finish_reason is not None:
+                why = "max_tokens, or the cache's end, was reached"
+                if event.finish_reason is FinishReason.STOP:
+                    why = "it ended with an end token or a stop string"
+                raise ConfigError(f"there is nothing to continue after {self.stats.completion_len} tokens: {why}")
 
     def token(
         self,

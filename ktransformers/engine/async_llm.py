@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.core import SamplingParams, TokenEvent
@@ -24,6 +25,7 @@ from ktransformers.engine.outputs import (
     RequestOutput,
     collect_output,
 )
+from ktransformers.engine.saved_session import SavedSession, begun_of
 from ktransformers.errors import EngineError
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
@@ -44,6 +46,7 @@ class _Asked:
     request_id: str | None = None
     prompt_ids: list[int] = field(default_factory=list)
     params: SamplingParams | None = None
+    answer_ids: Sequence[int] = ()  # of an answer that was begun before
 
 
 class AsyncAnswer:
@@ -235,6 +238,30 @@ class AsyncLLM:
         """Go on with an answer that is suspended. Whether there was such a one."""
         return await asyncio.to_thread(self._require_loaded().batches.resume, request_id)
 
+    def continue_answer(self, session: SavedSession, sampling_params: SamplingParams | None = None) -> AsyncAnswer:
+        """The rest of a session's last answer: its events, and what is awaited, have the tokens that follow.
+
+        See `LLM.continue_answer`.
+        """
+        begun = session.begun(sampling_params)
+        return self._answer(_Asked(lambda reader: list(begun.prompt_ids), begun.params, answer_ids=begun.answer_ids))
+
+    async def save_session(
+        self,
+        path: str | os.PathLike[str],
+        session: RequestOutput | Sequence[int],
+        messages: list[dict[str, Any]] | None = None,
+    ) -> SavedSession:
+        """See `LLM.save_session`. The file is written on another thread."""
+        batches = self._require_loaded().batches
+        return await asyncio.to_thread(batches.save, Path(path), begun_of(session), messages)
+
+    async def load_session(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
+        """See `LLM.load_session`. The file is read on another thread. Loads the model, if that is not done."""
+        if self._loaded is None:
+            await self.start()
+        return await asyncio.to_thread(self._require_loaded().batches.load, Path(path), recompute)
+
     def _answer(self, asked: _Asked) -> AsyncAnswer:
         self._require_open()
         return AsyncAnswer(self._events(asked), asked)  # which the generator does not know: no cycle keeps it alive
@@ -245,7 +272,6 @@ class AsyncLLM:
         loaded, loop = self._require_loaded(), asyncio.get_running_loop()
         batches, params = loaded.batches, loaded.reader.params(asked.given)
         asked.prompt_ids, asked.params = await asyncio.to_thread(asked.read, loaded.reader), params
-        batches.check(asked.prompt_ids, params)
         events: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
 
         def sink(said: TokenEvent | EngineError) -> None:
@@ -254,7 +280,8 @@ class AsyncLLM:
             except RuntimeError:  # the event loop is closed, and its tasks with it
                 batches.abort([question])
 
-        question = Question(asked.prompt_ids, params, sink, asked.request_id)
+        question = Question(asked.prompt_ids, params, sink, asked.request_id, answer_ids=asked.answer_ids)
+        batches.check_begun(question)
         try:
             batches.submit([question])
             is_over = False

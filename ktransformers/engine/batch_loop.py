@@ -19,12 +19,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ktransformers.core import FinishReason, SamplingParams, TokenEvent
+from ktransformers.core import AnswerEnd, FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules
+from ktransformers.engine.generate import BegunAnswer
 from ktransformers.engine.profiled import model_meta
+from ktransformers.engine.saved_session import SavedSession, read_saved, write_saved
+from ktransformers.engine.session_store import PageStore
 from ktransformers.errors import ConfigError, EngineError, KTransformersError
 from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.profiling.recorder import open_recorder
@@ -40,6 +44,8 @@ __all__ = ["BatchLoop", "Build", "Question", "Sink"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Sink = Callable[[TokenEvent | EngineError], None]
 """Takes the events of one answer, on the loop's thread; must not block. An error is the last thing it is given."""
 
@@ -48,21 +54,29 @@ _CLOSED = "this model is closed: make a new LLM, or keep the `with` block open f
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """One prompt on its way. params.seed is set. request_id is given by the loop. name: what its asker calls it."""
+    """One prompt on its way. params.seed is set. request_id is given by the loop. name: what its asker calls it.
+
+    answer_ids: of an answer that was begun before; the events are of the tokens that follow.
+    """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     sink: Sink
     name: str | None = None
     request_id: str = ""
+    answer_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class _Reader:
-    """began: when its first step was planned, or the first one after it was suspended. suspended_at: seconds."""
+    """began: when its first step was planned, or the first one after it was suspended. suspended_at: seconds.
+
+    first_len: of the answer with its first token that is told.
+    """
 
     sink: Sink
     assembler: AnswerAssembler
+    first_len: int = 1
     began: float | None = None
     suspended_at: float | None = None
 
@@ -93,7 +107,15 @@ class _Look:
     answer: queue.SimpleQueue[SchedulerStats] = field(default_factory=queue.SimpleQueue)
 
 
-_Command = _Add | _Abort | _Turn | _Look | None  # None: stop
+@dataclass(slots=True)
+class _Visit:
+    """Something to be done between two steps, by the one who asks. The answer is what it returns or raises."""
+
+    run: Callable[[PageStore], object]
+    answer: queue.SimpleQueue[tuple[object, BaseException | None]] = field(default_factory=queue.SimpleQueue)
+
+
+_Command = _Add | _Abort | _Turn | _Look | _Visit | None  # None: stop
 
 
 class _Profile:
@@ -212,6 +234,11 @@ class BatchLoop:
         model = self.engine.model
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 
+    def check_begun(self, question: Question) -> None:
+        """`check`, for an answer that was begun before. Raises ConfigError too when it is over."""
+        self.check(question.prompt_ids, question.params)
+        self._assembler(question)
+
     def submit(self, questions: Sequence[Question]) -> None:
         """Answer these, which `check` has passed. They are queued together.
 
@@ -261,7 +288,38 @@ class BatchLoop:
         self._post(look)
         return look.answer.get()
 
-    def _post(self, command: _Add | _Turn | _Look) -> None:
+    def save(
+        self, path: Path, session: BegunAnswer | Sequence[int], messages: list[dict[str, Any]] | None
+    ) -> SavedSession:
+        """Write a session with what the pages keep of it. On the caller's thread, but for the copy of the pages.
+
+        Raises SessionFileError, ConfigError for ids that the model does not have, EngineError when closed.
+        """
+        token_ids = [*session.prompt_ids, *session.answer_ids] if isinstance(session, BegunAnswer) else list(session)
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.config.vocab_size:
+            raise ConfigError(f"token ids must be in [0, {self.config.vocab_size})")
+        kept = self._visit(lambda store: store.take(token_ids))
+        return write_saved(path, self.engine.identity, session, kept, messages)
+
+    def load(self, path: Path, recompute: bool) -> SavedSession:
+        """Put what a file keeps into free pages. Errors as `read_saved`; EngineError when closed."""
+        saved, file = read_saved(path, self.engine.identity, self.config.limits, recompute)
+        if file is None:
+            return saved
+        cached_len = self._visit(lambda store: store.put(file))
+        if cached_len < saved.cached_len:
+            logger.info("%d of the session's %d tokens found room in pages", cached_len, saved.cached_len)
+        return replace(saved, cached_len=cached_len)
+
+    def _visit(self, run: Callable[[PageStore], T]) -> T:
+        visit = _Visit(run)
+        self._post(visit)
+        made, error = visit.answer.get()
+        if error is not None:
+            raise error
+        return cast("T", made)
+
+    def _post(self, command: _Add | _Turn | _Look | _Visit) -> None:
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSED)
@@ -302,6 +360,8 @@ class BatchLoop:
                     turned.put(False)
                 case _Look(answer):
                     answer.put(self._scheduler.stats())
+                case _Visit(_, visited):
+                    visited.put((None, EngineError(_CLOSED)))
         if self._profile is not None:
             self._profile.close()
         self.engine.close()
@@ -317,7 +377,7 @@ class BatchLoop:
                 return False
             self._obey(command)
 
-    def _obey(self, command: _Add | _Abort | _Turn | _Look) -> None:
+    def _obey(self, command: _Add | _Abort | _Turn | _Look | _Visit) -> None:
         match command:
             case _Add(questions):
                 for question in questions:
@@ -332,6 +392,11 @@ class BatchLoop:
                 command.answer.put(self._obey_turn(command))
             case _Look(answer):
                 answer.put(self._scheduler.stats())
+            case _Visit(run, visited):
+                try:
+                    visited.put((run(PageStore(self.engine.cache, self._scheduler.pages)), None))
+                except Exception as error:  # noqa: BLE001 - the one who asked raises it
+                    visited.put((None, error))
 
     def _obey_turn(self, turn: _Turn) -> bool:
         reader = self._readers.get(turn.request_id)
@@ -351,11 +416,21 @@ class BatchLoop:
 
     def _add(self, question: Question) -> None:
         name, params = question.request_id, question.params
-        assembler = AnswerAssembler(self.engine.model.tokenizer, params, len(question.prompt_ids))
-        self._readers[name] = _Reader(question.sink, assembler)
-        self._scheduler.add(Request(request_id=name, prompt_ids=question.prompt_ids, params=params))
+        assembler, answer_ids = self._assembler(question), question.answer_ids
+        self._readers[name] = _Reader(question.sink, assembler, len(answer_ids) + 1)
+        self._scheduler.add(
+            Request(request_id=name, prompt_ids=question.prompt_ids, params=params, answer_ids=answer_ids)
+        )
         if self._profile is not None:
             self._profile.tracker.added(name, len(question.prompt_ids))
+
+    def _assembler(self, question: Question) -> AnswerAssembler:
+        """Of its events, its answer so far behind it. Raises ConfigError when the answer is over."""
+        params, prompt_len = question.params, len(question.prompt_ids)
+        assembler = AnswerAssembler(self.engine.model.tokenizer, params, prompt_len)
+        end = AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len)
+        assembler.replay(question.answer_ids, end)
+        return assembler
 
     def _note_end(self, update: RequestUpdate | None) -> None:
         """Of a request that was ended from outside."""
@@ -400,7 +475,7 @@ class BatchLoop:
     def _tell(self, update: RequestUpdate) -> None:
         reader = self._readers[update.request_id]
         seconds = None
-        if update.completion_len == 1 and update.token_id is not None and reader.began is not None:
+        if update.completion_len == reader.first_len and update.token_id is not None and reader.began is not None:
             seconds = time.perf_counter() - reader.began
         said: TokenEvent | EngineError | None
         try:

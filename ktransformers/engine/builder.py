@@ -21,6 +21,7 @@ from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages,
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.fingerprint import ModelIdentity, identify
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
 from ktransformers.engine.layout import (
@@ -92,12 +93,16 @@ CacheT = TypeVar("CacheT", bound=PagedCache)
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A loaded model with what is known of it. config: as it was resolved, the caller's own is left alone."""
+    """A loaded model with what is known of it. config: as it was resolved, the caller's own is left alone.
+
+    identity: what decides what it computes.
+    """
 
     config: EngineConfig
     plan: Plan
     model: ModelDescription
     pool: WorkerPool
+    identity: ModelIdentity
 
     @property
     def description(self) -> str:
@@ -179,7 +184,7 @@ def build_engine(
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len
     runner = StaticRunner(built.forward, cache, model.vocab_size, built.decode, is_models_limit)
-    return Engine(built.config, built.plan, model, built.forward.pool, opened.facts, runner)
+    return Engine(built.config, built.plan, model, built.forward.pool, built.identity, opened.facts, runner)
 
 
 def build_paged_engine(
@@ -219,9 +224,8 @@ def build_paged_engine(
     executor.new_runtime = lambda: StepRuntime(runner)
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
-    tiers = open_tiers(opened, cache)
-    executor.tiers = None if tiers is None else tiers[1]
-    return PagedEngine(built.config, plan, model, pool, executor, cache, interval, None if tiers is None else tiers[0])
+    tiers, executor.tiers = open_tiers(opened.config, cache, built.identity.digest) or (None, None)
+    return PagedEngine(built.config, plan, model, pool, built.identity, executor, cache, interval, tiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +238,7 @@ class _Built(Generic[CacheT]):
     forward: ForwardPass
     decode: DecodeSteps | None
     cache: CacheT
+    identity: ModelIdentity
 
 
 def _build(
@@ -265,12 +270,13 @@ def _build(
         attach_plan(plan, longest, {**flash, **prefill, **rotations_of(opened.model, plan)})
         _arrange_layers(loaded)
         cache = cache_plan.make(planned.shapes, num_slots, planned.num_states)
+        identity = identify(opened, plan, cache, pool)
         forward = ForwardPass(opened.model, pool, loaded.layout)
         extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
         decode = prepare_decode(forward, cache, plan, extent, _graphs(loaded, hardware), progress)
         undo.pop_all()
     config = replace(config, cache_lens=num_slots, chunk_size=planned.chunk_size)
-    return _Built(config, plan, model, forward, decode, cache)
+    return _Built(config, plan, model, forward, decode, cache, identity)
 
 
 @dataclass(frozen=True, slots=True)

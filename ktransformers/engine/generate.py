@@ -30,6 +30,7 @@ from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
     "Answer",
+    "BegunAnswer",
     "Control",
     "GenerateConfig",
     "PrefillProgress",
@@ -79,6 +80,19 @@ class SequenceRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BegunAnswer:
+    """What is asked: a prompt, how tokens are chosen, and those of the answer that there are already."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    answer_ids: Sequence[int] = ()
+
+    @property
+    def known_len(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateConfig:
     """What all answers of a model share.
 
@@ -122,23 +136,32 @@ class Answer:
     def __init__(
         self,
         runner: SequenceRunner,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
+        begun: BegunAnswer,
         config: GenerateConfig,
         end: AnswerEnd,
         mask: TokenMask | None,
         profile: AnswerProfile,
     ):
-        self.token_ids, self.params, self.is_suspended = list(prompt_ids), params, False
+        prompt_ids, params = begun.prompt_ids, begun.params
+        self.token_ids, self.params, self.is_suspended = [*prompt_ids, *begun.answer_ids], params, False
         self.assembler = AnswerAssembler(config.tokenizer, params, len(prompt_ids))
+        self.assembler.replay(begun.answer_ids, end)
         self.stats = self.assembler.stats
         self._runner, self._chunk_size, self._end, self._profile = runner, config.chunk_size, end, profile
         self._sampler = RequestSampler(
-            params, self.token_ids.copy(), runner.vocab_size, mask, eos_token_ids=config.eos_token_ids
+            params, list(prompt_ids), runner.vocab_size, mask, eos_token_ids=config.eos_token_ids
         )
+        for token_id in begun.answer_ids:
+            self._sampler.commit(token_id)
         self._sampler.begin()
         self._pooled: Pooled | None = None
         self._has_begun = False
+
+    @property
+    def begun(self) -> BegunAnswer:
+        """It, as far as it got."""
+        prompt_len = self.stats.prompt_len
+        return BegunAnswer(tuple(self.token_ids[:prompt_len]), self.params, tuple(self.token_ids[prompt_len:]))
 
     @property
     def needs_all(self) -> bool:
@@ -230,7 +253,8 @@ class Answer:
         if cached_len and self.params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
         if not self._has_begun:
-            self._has_begun, self.stats.cached_len, self._profile.cached_len = True, cached_len, cached_len
+            self._has_begun, self._profile.cached_len = True, cached_len
+            self.stats.cached_len = min(cached_len, self.stats.prompt_len)
         return self._events(cached_len, control)
 
     def _events(self, cached_len: int, control: Control) -> Iterator[TokenEvent]:
@@ -256,21 +280,20 @@ class Answer:
 
 def begin_answer(
     runner: SequenceRunner,
-    prompt_ids: Sequence[int],
-    params: SamplingParams,
+    begun: BegunAnswer,
     config: GenerateConfig,
     profile: tuple[ProfileSlot, str] | None = None,
 ) -> Answer:
-    """The answer to prompt_ids, of which nothing is computed yet.
+    """An answer of which nothing is computed yet, or the rest of one that was begun before, as it would have gone on.
 
     params.stop_token_ids end the answer as its end tokens do; neither kind has text. profile: where a recorder may be
     found before every forward, and what the answer is called there. max_tokens counts at most up to the end of the
     cache.
 
     Checks before any work: raises ConfigError for an empty prompt or ids outside of the vocabulary, ContextLengthError
-    when the prompt leaves no room for an answer.
+    when the prompt leaves no room for an answer, and ConfigError for one that is over.
     """
-    tokenizer = config.tokenizer
+    tokenizer, prompt_ids, params = config.tokenizer, begun.prompt_ids, begun.params
     has_vocabulary = tokenizer is not None and tokenizer.has_vocabulary
     Limits(
         max_len=runner.max_len,
@@ -288,7 +311,7 @@ def begin_answer(
     elif params.constraint is not None or params.reasoning is not None:
         raise ConfigError("constraint and reasoning are about text: they need a tokenizer")
     slot, name = profile or (ProfileSlot(), "")
-    return Answer(runner, prompt_ids, params, config, end, mask, AnswerProfile(slot, name, prompt_len, 0))
+    return Answer(runner, begun, config, end, mask, AnswerProfile(slot, name, begun.known_len, 0))
 
 
 def prefill_and_generate(
@@ -306,4 +329,4 @@ def prefill_and_generate(
     See `begin_answer`, whose errors this raises before any work, Answer.run, and Control.
     """
     control = Control(should_stop, on_prefill=on_prefill)
-    return begin_answer(runner, prompt_ids, params, config).run(cached_len, control)
+    return begin_answer(runner, BegunAnswer(prompt_ids, params), config).run(cached_len, control)

@@ -8,6 +8,7 @@ the longest length of what it shares with the last one that has a state.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.engine.context import StateSlots
@@ -24,6 +25,7 @@ class KeptStates:
     """
 
     def __init__(self, num_states: int, interval: int = 0):
+        self._num_states = num_states
         self._free = list(range(num_states - 1, 0, -1))
         self._interval = -(-interval // SNAPSHOT_ALIGN) * SNAPSHOT_ALIGN
         self._kept: OrderedDict[int, int] = OrderedDict()  # slot by length, least recently used first
@@ -62,6 +64,24 @@ class KeptStates:
         self._len = length
         self._kept.update(self._saves)
         self._saves = {}
+
+    def slots(self) -> dict[int, int]:
+        """Where the states are that a step can begin from, by length."""
+        return dict(self._kept) | ({self._len: 0} if self._len else {})
+
+    def restore(self, lengths: Sequence[int], end: int) -> dict[int, int]:
+        """Forget all, for another sequence of `end` tokens. Slots by length that its states are to be written to.
+
+        lengths: of which there are states; the longest are taken, as many as there is room for.
+        """
+        self._kept.clear()
+        self._free = list(range(self._num_states - 1, 0, -1))
+        self._rolled, self._was_prompt, self._saves = None, False, {}
+        self._len = end if end in lengths or not end else None
+        others = sorted(length for length in lengths if 0 < length < end)
+        for length in others[-len(self._free) :] if self._free else []:
+            self._kept[length] = self._free.pop()
+        return self.slots()
 
     def _planned(self, start: int, num_rows: int, read: int) -> dict[int, int]:
         """Slots by the lengths that the step is to keep."""

@@ -10,6 +10,8 @@ import os
 import queue
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.cache.page_files import private_folder
@@ -25,12 +27,14 @@ from ktransformers.engine.outputs import (
     default_sampling_params,
     raise_numbered,
 )
+from ktransformers.engine.saved_session import SavedSession, begun_of
 from ktransformers.engine.session import Session
 from ktransformers.errors import EngineError, KTransformersError, UnsupportedError
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ktransformers.engine.builder import Engine, PagedEngine
+    from ktransformers.engine.session_store import StaticStore
 
 __all__ = [
     "LLM",
@@ -97,13 +101,16 @@ class LLM:
         Over an `Engine`, which holds one sequence, prompts are answered one after the other, on the caller's thread and
         one thread only, and `session` is there for a conversation. max_batch_size: what a `PagedEngine` was built for.
         """
-        from ktransformers.engine.builder import PagedEngine
+        from ktransformers.engine.builder import Engine, PagedEngine
+        from ktransformers.engine.session_store import StaticStore
 
         llm = cls.__new__(cls)
         if isinstance(engine, PagedEngine):
             llm._take_paged(BatchLoop(lambda report: engine, max_batch_size), None)
         else:
-            llm._take_single(engine)
+            llm._take_single(
+                engine, StaticStore(engine.runner, engine.identity) if isinstance(engine, Engine) else None
+            )
         return llm
 
     def _take_paged(self, batches: BatchLoop, seed: int | None) -> None:
@@ -111,11 +118,11 @@ class LLM:
         self._batches, self._reader = batches, prompt_reader(batches.engine, seed)
         weakref.finalize(self, batches.close)
 
-    def _take_single(self, engine: Engine) -> None:
+    def _take_single(self, engine: Engine, store: StaticStore | None) -> None:
         self.engine = engine
         defaults = default_sampling_params(engine.generation_defaults, engine.config.max_new_tokens)
         self._reader = PromptReader(engine.tokenizer, defaults)
-        self._session = Session.of(engine)
+        self._session = Session.of(engine, store)
 
     def close(self) -> None:
         """Stop the model's threads and free it. The object cannot be used afterwards. Safe to call twice.
@@ -248,6 +255,52 @@ class LLM:
         self._require_open()
         all_ids = self._reader.all_conversation_ids(messages, tools, template_kwargs, special_tokens_in_content)
         return self._answer_all(all_ids, sampling_params)
+
+    def save_session(
+        self,
+        path: str | os.PathLike[str],
+        session: RequestOutput | Sequence[int],
+        messages: list[dict[str, Any]] | None = None,
+    ) -> SavedSession:
+        """Write an answer with its prompt, or token ids, to one file, with what the cache keeps of these tokens.
+
+        An answer that was stopped (`should_stop`) can be continued from the file. messages: kept with it. Others are
+        answered meanwhile. Raises SessionFileError when it cannot be written; what was at `path` is still there then.
+        """
+        self._require_open()
+        if self._batches is None:
+            return self.session.save_as(path, begun_of(session), messages)
+        return self._batches.save(Path(path), begun_of(session), messages)
+
+    def load_session(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
+        """Put what a file keeps into the cache: prompts that begin with its token_ids go on from there.
+
+        recompute: take one that was computed in another way (on a GPU, say) for its tokens alone. Raises
+        SessionFileError for one that is damaged or of another model, ContextLengthError for one that is too long.
+        """
+        self._require_open()
+        if self._batches is None:
+            return self.session.load(path, recompute=recompute)
+        return self._batches.load(Path(path), recompute)
+
+    def continue_answer(
+        self,
+        session: SavedSession,
+        sampling_params: SamplingParams | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Iterator[TokenEvent]:
+        """The rest of a session's last answer, token by token, as it would have gone on. See `stream`.
+
+        sampling_params: others than its own, with more max_tokens, say. Raises ConfigError when the answer is over.
+        """
+        self._require_open()
+        if self._batches is None:
+            return self.session.continue_answer(session, sampling_params, should_stop)
+        begun = session.begun(sampling_params)
+        begun = replace(begun, params=self._reader.params(begun.params))
+        question = Question(begun.prompt_ids, begun.params, _ignore, answer_ids=begun.answer_ids)
+        self._batches.check_begun(question)
+        return self._events(self._batches, question, should_stop)
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -114,6 +114,24 @@ class StaticRunner(ModelRunner):
     def resume_len(self, shared: int) -> int:
         """See SequenceRunner: less than `shared` where recurrent layers keep no state of it."""
         return shared if self._states is None else self._states.resume_len(shared)
+
+    def state_slots(self) -> dict[int, int]:
+        """Where in the cache the states of recurrent layers are, by the number of tokens that they have seen."""
+        return {} if self._states is None else self._states.slots()
+
+    @contextmanager
+    def restored(self, num_tokens: int, state_lens: Sequence[int]) -> Iterator[dict[int, int]]:
+        """Another sequence takes the cache: the block writes its keys, its values, and its states to the slots that it
+        is given by length. When that fails the cache is empty."""
+        self.written_len = 0
+        slots = {} if self._states is None else self._states.restore(state_lens, num_tokens)
+        try:
+            yield slots
+        except BaseException:
+            if self._states is not None:
+                self._states.restore((), 0)
+            raise
+        self.written_len = num_tokens
 
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         """Run `token_ids` at positions start, start + 1, ..., overwriting what the cache holds from there on.

@@ -6,7 +6,10 @@ Does not know what a conversation looks like: it compares token ids.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +19,7 @@ from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.generate import (
     Answer,
+    BegunAnswer,
     Control,
     GenerateConfig,
     PrefillProgress,
@@ -24,10 +28,18 @@ from ktransformers.engine.generate import (
 )
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.profiled import ProfileSlot
+from ktransformers.engine.sampler import draw_seed
+from ktransformers.engine.saved_session import SavedSession, read_saved, write_saved
+from ktransformers.engine.session_store import StaticStore
+from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "SessionEngine", "common_prefix_len"]
+
+
+_NOTHING = BegunAnswer((), SamplingParams(temperature=0.0))
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
@@ -124,24 +136,28 @@ class Session:
         eos_token_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
         has_prefix_cache: bool = True,
+        store: StaticStore | None = None,
     ):
-        """has_prefix_cache: False computes every prompt whole."""
+        """has_prefix_cache: False computes every prompt whole. store: copies the runner's cache, for files."""
         self._runner = _RecordingRunner(runner)
         self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer)
         self._has_prefix_cache = has_prefix_cache
+        self._store = store
         self._running: Iterator[TokenEvent] | None = None
+        self._last: Answer | BegunAnswer = _NOTHING  # the last answer
         self._names = itertools.count()
         self.profile = ProfileSlot()  # what answers record, while a profile is written
 
     @classmethod
-    def of(cls, engine: SessionEngine) -> Session:
-        """A session as the engine's config says."""
+    def of(cls, engine: SessionEngine, store: StaticStore | None = None) -> Session:
+        """A session as the engine's config says. store: see the constructor."""
         return cls(
             engine.runner,
             chunk_size=engine.config.chunk_size,
             eos_token_ids=engine.eos_token_ids,
             tokenizer=engine.tokenizer,
             has_prefix_cache=engine.config.prefix_cache,
+            store=store,
         )
 
     @property
@@ -163,6 +179,7 @@ class Session:
         """Forget the cache, so that the next prompt is computed whole."""
         self._stop_running()
         self._runner.token_ids.clear()
+        self._last = _NOTHING
 
     def generate(
         self,
@@ -173,14 +190,41 @@ class Session:
         name: str | None = None,
     ) -> Iterator[TokenEvent]:
         """See Control, and `begin_answer`, whose errors this raises too, before any work. name: in profiles."""
+        return self._generate(BegunAnswer(prompt_ids, params), should_stop, on_prefill, name)
+
+    def continue_answer(
+        self,
+        session: SavedSession,
+        params: SamplingParams | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        on_prefill: PrefillProgress | None = None,
+    ) -> Iterator[TokenEvent]:
+        """The rest of a saved session's last answer, as it would have gone on. See `generate`.
+
+        params: others than its own, with more max_tokens, say. Raises ConfigError when the answer is over.
+        """
+        return self._generate(session.begun(params), should_stop, on_prefill)
+
+    def _generate(
+        self,
+        begun: BegunAnswer,
+        should_stop: Callable[[], bool] | None,
+        on_prefill: PrefillProgress | None,
+        name: str | None = None,
+    ) -> Iterator[TokenEvent]:
         self._stop_running()
         control = Control(should_stop or (lambda: False), on_prefill=on_prefill)
-        return self.run(self.begin(prompt_ids, params, name), control)
+        return self.run(self._begin(begun, name), control)
 
     def begin(self, prompt_ids: Sequence[int], params: SamplingParams, name: str | None = None) -> Answer:
         """An answer to be `run`. See begin_answer. name: of the answer in profiles."""
+        return self._begin(BegunAnswer(prompt_ids, params), name)
+
+    def _begin(self, begun: BegunAnswer, name: str | None) -> Answer:
+        if begun.params.seed is None:  # which a saved session must know
+            begun = replace(begun, params=replace(begun.params, seed=draw_seed()))
         profile = (self.profile, f"r{next(self._names)}" if name is None else name)
-        return begin_answer(self._runner, prompt_ids, params, self._config, profile)
+        return begin_answer(self._runner, begun, self._config, profile)
 
     def run(self, answer: Answer, control: Control) -> Iterator[TokenEvent]:
         """The events of an answer, up to its end or until it is suspended; in that case it may be run again.
@@ -192,8 +236,60 @@ class Session:
         shared = min(common_prefix_len(self._runner.token_ids, answer.token_ids), len(answer.token_ids) - 1)
         if answer.needs_all or not self._has_prefix_cache:
             shared = 0
-        self._running = answer.run(self._runner.resume_len(shared), control)
+        self._last, self._running = answer, answer.run(self._runner.resume_len(shared), control)
         return self._running
+
+    # Files.
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes of keys, values and states that `save` would write. Raises UnsupportedError as it does."""
+        return self._require_store().nbytes(len(self._runner.token_ids))
+
+    def save(self, path: str | os.PathLike[str], messages: list[dict[str, Any]] | None = None) -> SavedSession:
+        """Write the last prompt, its answer so far and what the cache keeps of them. The answer may go on.
+
+        messages: the conversation, to be kept with it. Raises SessionFileError when it cannot be written, and
+        UnsupportedError for a runner whose cache cannot be copied.
+        """
+        begun = self._last.begun if isinstance(self._last, Answer) else self._last
+        return self.save_as(path, begun if begun.known_len else (), messages)
+
+    def save_as(
+        self,
+        path: str | os.PathLike[str],
+        session: BegunAnswer | Sequence[int],
+        messages: list[dict[str, Any]] | None = None,
+    ) -> SavedSession:
+        """`save`, of these tokens: the cache keeps those that they share with the last prompt and answer."""
+        store = self._require_store()
+        known_ids = [*session.prompt_ids, *session.answer_ids] if isinstance(session, BegunAnswer) else session
+        kept = store.take(common_prefix_len(self._runner.token_ids, known_ids))
+        return write_saved(Path(path), store.identity, session, kept, messages)
+
+    def load(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
+        """Put a saved session into the cache, in place of what is there: prompts that begin with it go on from there.
+
+        recompute: take one that was computed in another way (on a GPU, say) for its tokens alone. Raises
+        SessionFileError or ContextLengthError before anything is changed.
+        """
+        store = self._require_store()
+        limits = Limits(max_len=self.max_len, vocab_size=self._runner.vocab_size, is_models_limit=self.is_models_limit)
+        saved, file = read_saved(Path(path), store.identity, limits, recompute)
+        if file is not None:
+            store.check(file)
+        self.clear()
+        if file is not None:
+            store.put(file)
+            self._runner.token_ids.extend(saved.token_ids[: saved.cached_len])
+        if saved.params is not None:
+            self._last = saved.begun(None)
+        return saved
+
+    def _require_store(self) -> StaticStore:
+        if self._store is None:
+            raise UnsupportedError("this session's model does not let its cache be copied to a file")
+        return self._store
 
     def _stop_running(self) -> None:
         if isinstance(self._running, Generator):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from hashlib import blake2b
 
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.config import EngineConfig
 from ktransformers.core import format_bytes
-from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.tiered import TieredCache
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.config import TierConfig
@@ -58,9 +55,8 @@ def check_tiers(shapes: Sequence[LayerShape], page_size: int, config: EngineConf
             )
 
 
-def open_tiers(opened: OpenedModel, cache: PagedCache) -> tuple[TierConfig, TieredCache] | None:
-    """The tiers below a cache; None where there are none."""
-    config = opened.config
+def open_tiers(config: EngineConfig, cache: PagedCache, fingerprint: bytes) -> tuple[TierConfig, TieredCache] | None:
+    """The tiers below a cache; None where there are none. fingerprint: ModelIdentity.digest."""
     nbytes = tier_bytes(config)
     if not nbytes:
         return None
@@ -68,7 +64,6 @@ def open_tiers(opened: OpenedModel, cache: PagedCache) -> tuple[TierConfig, Tier
     page_bytes = layouts[PAGE].nbytes
     state_bytes = layouts[STATE].nbytes if STATE in layouts else 0
     for_states = int(STATE_SHARE * nbytes) if state_bytes else 0
-    fingerprint = _fingerprint(opened, cache.shapes)
     has_files = config.kv_disk_path is not None
     files = None if config.kv_disk_path is None else TieredCache.files(cache, fingerprint, config.kv_disk_path)
     tiers = TierConfig(
@@ -84,22 +79,3 @@ def open_tiers(opened: OpenedModel, cache: PagedCache) -> tuple[TierConfig, Tier
     tokens = tiers.host_pages * cache.page_size
     logger.info("below the cache: %s of host memory for %d tokens", format_bytes(nbytes), tokens)
     return tiers, TieredCache(cache, tiers, files=files)
-
-
-def _fingerprint(opened: OpenedModel, shapes: Sequence[LayerShape]) -> bytes:
-    """Of what decides a token's keys and values but the tokens before it: config, tensors, samples of their files."""
-    config, digest = opened.config, blake2b(digest_size=32)
-    values = opened.hf_config.to_dict()
-    known = {name: value for name, value in values.items() if name not in ("_name_or_path", "transformers_version")}
-    digest.update(json.dumps(known, sort_keys=True, default=str).encode())
-    digest.update("\n".join(sorted(opened.source.stored_names())).encode())
-    digest.update(f"{config.cpu_quant} {config.cpu_bf16} {config.cpu_prefill} {config.sparse_attention}".encode())
-    digest.update("\n".join(f"{shape.place.partition(':')[0]} {shape.dtype}" for shape in shapes).encode())
-    for path in sorted(opened.files, key=lambda path: path.name):
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            digest.update(size.to_bytes(8, "little"))
-            for at in range(0, size, max(size // 16, _SAMPLED)):
-                file.seek(at)
-                digest.update(file.read(_SAMPLED))
-    return digest.digest()

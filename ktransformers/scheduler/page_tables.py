@@ -14,7 +14,8 @@ Knows what a page is the cache of; does not know who runs next, nor steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 from ktransformers.cache.pages import PagePool
@@ -25,7 +26,13 @@ from ktransformers.scheduler.snapshots import Snapshots
 from ktransformers.scheduler.tier_records import TierPlan
 from ktransformers.scheduler.tiering import Prefix, Start, Tiers
 
-__all__ = ["PageTables"]
+__all__ = ["Fill", "PageTables"]
+
+TokenIds = Seq[int]
+
+Fill = Callable[[int, Seq[int], Mapping[int, int]], None]
+"""Given the index of a prefix's first page that has to be written, the pages from there on, and the slots that states
+are to be written to, by length in tokens."""
 
 
 class PageTables:
@@ -222,6 +229,53 @@ class PageTables:
         run.block_table.clear()
         if self.snapshots is not None:
             self.snapshots.end(run)
+
+    def find(self, salt: str, token_ids: TokenIds) -> tuple[list[int], dict[int, int]]:
+        """Pages of the longest known prefix, and the slots of states kept behind some of them, by length in tokens."""
+        pages = self._tree.match(salt, token_ids, len(token_ids) // self.page_size) if self.has_prefix_cache else []
+        ends = {page: (i + 1) * self.page_size for i, page in enumerate(pages)}
+        if self.snapshots is None:
+            return pages, {}
+        kept = self.snapshots.slots
+        slots = {ends[page]: kept.slot(page) for page in kept if page in ends}
+        return pages, {length: slot for length, slot in slots.items() if slot is not None}
+
+    def adopt(self, salt: str, token_ids: TokenIds, state_lens: TokenIds, fill: Fill) -> int:
+        """Make a prefix findable whose keys and values come from elsewhere; how many of its tokens are now.
+
+        As many whole pages as can be had without taking one from a run. fill: writes them before anybody can find
+        them. state_lens: behind how many tokens there are states, of which the longest are taken.
+        """
+        if not self.has_prefix_cache:
+            return 0
+        size = self.page_size
+        table = self._tree.match(salt, token_ids, len(token_ids) // size)
+        run = Run(-1, table, 0, 0, len(table))
+        saves: dict[int, int] = {}
+        for page in table:
+            self._acquire(page)
+        try:
+            num_pages = min(len(token_ids) // size, len(table) + self.num_available)
+            self.grow(run, num_pages * size)
+            if self.snapshots is not None:
+                saves = self.snapshots.begin_adoption(table, state_lens)
+            fill(run.num_published, table[run.num_published :], saves)
+            for i in range(run.num_published, num_pages):
+                own = token_ids[i * size : (i + 1) * size]
+                parent = table[i - 1] if i else None
+                self._tree.publish(salt, parent, own, table[i])
+                if self.tiers is not None:
+                    self.tiers.published(salt, parent, own, table[i])
+            for length in sorted(saves):
+                assert self.snapshots is not None
+                self.snapshots.slots.publish(table[length // size - 1], saves.pop(length))
+        finally:
+            for slot in saves.values():
+                assert self.snapshots is not None
+                self.snapshots.slots.release(slot)
+            for page in reversed(table):
+                self._release(page)
+        return num_pages * size
 
     def _acquire(self, page: int) -> None:
         if self._tree.is_idle(page):

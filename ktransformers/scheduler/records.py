@@ -44,6 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: a smaller number is served earlier, as in vLLM; equal ones by arrival.
     deadline: seconds on the clock whose time `Scheduler.expire` is given; None: no limit.
     cache_salt: requests share pages only with requests of the same salt.
+    answer_ids: of an answer that was begun before, its tokens so far: the first new one comes behind them.
     params.stop is not looked at: stop strings need text, so the API process finds them and calls `Scheduler.finish`.
     """
 
@@ -53,6 +54,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    answer_ids: Sequence[int] = ()
 
 
 class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,6 +62,7 @@ from ktransformers.scheduler.records import (
 )
 from ktransformers.scheduler.sequence import Run, Sequence
 from ktransformers.scheduler.tier_records import TierResult
+from ktransformers.scheduler.updates import update_of
 
 __all__ = ["MAX_IN_FLIGHT", "Scheduler"]
 
@@ -140,7 +141,7 @@ class Scheduler:
             arrival=next(self._arrivals),
             params=params,
             end=AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len),
-            token_ids=list(request.prompt_ids),
+            token_ids=[*request.prompt_ids, *request.answer_ids],
         )
         self._requests[request.request_id] = seq
         if request.deadline is not None:
@@ -198,8 +199,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` may have a step, now or after a commit: for requests that are not suspended, or for what tiers
-        have to copy."""
+        """Whether `schedule` may have a step, now or after a commit: for requests that are not suspended, or for copies
+        of tiers."""
         tiers = self._pages.tiers
         return len(self._requests) > len(self._suspended) or (tiers is not None and tiers.has_work)
 
@@ -213,7 +214,7 @@ class Scheduler:
     ) -> RequestUpdate:
         """Remove a sequence, wherever it is. The update carries no token."""
         self._remove(seq)
-        return _update(seq, finish_reason=reason, error=error, is_expired=is_expired)
+        return update_of(seq, finish_reason=reason, error=error, is_expired=is_expired)
 
     def _remove(self, seq: Sequence) -> None:
         del self._requests[seq.request_id]
@@ -320,9 +321,9 @@ class Scheduler:
             if run is None:
                 return
             if seq.cached_len is None:  # finding one's own pages again after a preemption is not a hit
-                seq.cached_len = run.planned_len
+                seq.cached_len = min(run.planned_len, seq.prompt_len)  # of an answer begun before, more may be found
                 self._totals.prefix_query_len += seq.prompt_len
-                self._totals.prefix_hit_len += run.planned_len
+                self._totals.prefix_hit_len += seq.cached_len
             seq.run = run
             del self._waiting[at]
             bisect.insort(self._running, seq, key=_rank)
@@ -409,7 +410,7 @@ class Scheduler:
         """Hand prompt logprobs on, those of runs that are over excepted."""
         seqs = {row.run.run_id: row.seq for row in step.rows if not row.is_stale} if prompt_logprobs else {}
         return [
-            _update(seqs[one.run_id], finish_reason=None, prompt_logprobs=one)
+            update_of(seqs[one.run_id], finish_reason=None, prompt_logprobs=one)
             for one in prompt_logprobs
             if one.run_id in seqs
         ]
@@ -423,7 +424,7 @@ class Scheduler:
         reason = seq.end.reason(token_id, seq.completion_len)
         if reason is not None:
             self._remove(seq)
-        return _update(seq, result, finish_reason=reason)
+        return update_of(seq, result, finish_reason=reason)
 
     def engine_lost(self) -> None:
         """The engine and its cache are gone. Everything that ran waits again, in its old order, for the next engine."""
@@ -437,6 +438,11 @@ class Scheduler:
         self._totals.num_engine_losses += 1
 
     # Looking at it.
+
+    @property
+    def pages(self) -> PageTables:
+        """Which pages hold what, for those who copy prefixes out and in while no step is in flight."""
+        return self._pages
 
     def stats(self) -> SchedulerStats:
         """Counts since the start, and of what runs and waits now."""
@@ -483,27 +489,3 @@ class Scheduler:
         assert len(run.block_table) == self._pages.pages_for(run.planned_len), "pages do not just cover the plan"
         if self.config.has_prefix_cache:
             assert run.num_published == run.computed_len // size, "a full page is not shared"
-
-
-def _update(
-    seq: Sequence,
-    result: RowResult | None = None,
-    *,
-    finish_reason: FinishReason | None,
-    error: str | None = None,
-    is_expired: bool = False,
-    prompt_logprobs: PromptLogprobs | None = None,
-) -> RequestUpdate:
-    return RequestUpdate(
-        request_id=seq.request_id,
-        token_id=None if result is None else result.token_id,
-        prompt_len=seq.prompt_len,
-        cached_len=seq.cached_len or 0,
-        completion_len=seq.completion_len,
-        logprobs=None if result is None else result.logprobs,
-        finish_reason=finish_reason,
-        error=error,
-        is_expired=is_expired,
-        prompt_logprobs=prompt_logprobs,
-        embedding=None if result is None else result.embedding,
-    )

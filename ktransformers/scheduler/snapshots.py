@@ -9,7 +9,7 @@ which gives way to the next unless another run began from it. Ids only: slots ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -91,6 +91,22 @@ class Snapshots:
         slot = self.slots.slot(page)
         if slot is not None:
             self.on_final(page, slot)
+
+    def begin_adoption(self, table: Sequence[int], lengths: Sequence[int]) -> dict[int, int]:
+        """Slots, by length, that states of a prefix from elsewhere are to be written to: the longest that can be used.
+
+        table: the prefix's pages.
+        """
+        slots: dict[int, int] = {}
+        for length in sorted(lengths, reverse=True):
+            at = length // self.page_size - 1
+            if length % self.align or not 0 <= at < len(table) or table[at] in self.slots:
+                continue
+            slot = self.slots.begin_save()
+            if slot is None:
+                break
+            slots[length] = slot
+        return slots
 
     def end(self, run: Run) -> None:
         """The run is over; so are snapshots on their way."""

@@ -82,3 +82,25 @@ def test_any_order_of_steps_reads_the_right_states(num_states: int) -> None:
         if start > 1500:
             start = 0
         made.run([rng.randrange(5) for _ in range(rng.choice((1, 1, 1, 63, 64, 65, 190)))], start)
+
+
+def test_a_restored_sequence() -> None:
+    states = KeptStates(3)
+    states.begin(0, 100)
+    states.end(100)
+    slots = states.restore((64, 128, 192, 200, 900), 200)
+    assert sorted(slots) == [128, 192, 200]  # the longest, as there is room for two beside the one at the end
+    assert slots[200] == 0
+    assert sorted(slots.values()) == [0, 1, 2]
+    assert states.slots() == slots
+    assert [states.resume_len(n) for n in (100, 150, 199, 200, 300)] == [0, 128, 192, 200, 192]
+    assert states.begin(128, 1).read == slots[128]
+
+
+def test_a_restored_sequence_without_a_state_at_its_end() -> None:
+    states = KeptStates(3)
+    assert sorted(states.restore((64,), 100)) == [64]
+    assert [states.resume_len(n) for n in (63, 99, 100)] == [0, 64, 64]
+    assert states.restore((), 0) == {}
+    assert states.resume_len(100) == 0
+    assert states.begin(0, 5).read == -1

@@ -287,7 +287,7 @@ class Loop:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.requests[request.request_id] = request
-            self.answers[request.request_id] = []
+            self.answers[request.request_id] = list(request.answer_ids)
             self.scheduler.add(request)
 
     def schedule(self) -> StepPlan | None:
@@ -314,8 +314,9 @@ class Loop:
         if update.token_id is not None:
             answer.append(update.token_id)
         assert update.completion_len == len(answer)
-        assert update.prompt_len == len(self.requests[request_id].prompt_ids)
-        assert update.cached_len < update.prompt_len
+        request = self.requests[request_id]
+        assert update.prompt_len == len(request.prompt_ids)
+        assert update.cached_len < update.prompt_len + bool(request.answer_ids)
         if update.finish_reason is not None:
             self.last[request_id] = update
 

@@ -1,0 +1,141 @@
+"""Copies what a cache keeps of a sequence out of it and into it, by position. Knows neither files' bytes nor prompts.
+
+A static cache has a sequence's positions side by side; in pages they are where the block table says. Both keep the same
+tensors (`PagedCache.tensors`), so what one gave, the other takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.engine.fingerprint import ModelIdentity
+from ktransformers.engine.runner import StaticRunner
+from ktransformers.engine.session_file import SessionFile, state_name
+from ktransformers.scheduler.page_tables import PageTables
+
+__all__ = ["Kept", "PageStore", "StaticStore"]
+
+MOST_STATES = 4
+"""States of recurrent layers in a file, the longest of those that there are: a next turn begins at one of the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of the first cached_len tokens of a sequence: tensors as in a SessionFile, on the CPU."""
+
+    cached_len: int
+    state_lens: tuple[int, ...]
+    tensors: Mapping[str, torch.Tensor]
+
+
+class StaticStore:
+    """Of an engine for one sequence. identity: of its model."""
+
+    def __init__(self, runner: StaticRunner, identity: ModelIdentity):
+        self._runner, self.identity = runner, identity
+
+    def take(self, num_tokens: int) -> Kept:
+        """Of the first num_tokens positions. Views of the cache, where that is on the CPU."""
+        cache, num_tokens = self._runner.cache, min(num_tokens, self._runner.written_len)
+        slots = {length: slot for length, slot in self._runner.state_slots().items() if length <= num_tokens}
+        tensors = {name: tensor[:num_tokens].cpu() for name, tensor in cache.tensors().items()} if num_tokens else {}
+        return _kept(cache, num_tokens, tensors, slots)
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Of what `take` gives."""
+        cache = self._runner.cache
+        states = 0 if cache.states is None else cache.states.nbytes // cache.num_states
+        per_token = sum(tensor.nbytes // len(tensor) for tensor in cache.tensors().values())
+        return num_tokens * per_token + min(len(self._runner.state_slots()), MOST_STATES) * states
+
+    def check(self, file: SessionFile) -> None:
+        """Raises SessionFileError for a file that `put` cannot take."""
+        file.check_tensors(_layout(self._runner.cache))
+
+    def put(self, file: SessionFile) -> None:
+        """In place of the sequence that is there. The file has passed `check`."""
+        cache, header = self._runner.cache, file.header
+        with self._runner.restored(header.cached_len, header.state_lens) as slots:
+            for name, tensor in cache.tensors().items():
+                if header.cached_len:
+                    tensor[: header.cached_len].copy_(file.tensors[name])
+            _put_states(cache, file, slots)
+            _settle(cache)
+
+
+class PageStore:
+    """Of an engine for many sequences. Used between two steps. Without a salt, as requests of this process are."""
+
+    def __init__(self, cache: PagedCache, pages: PageTables):
+        self._cache, self._pages = cache, pages
+
+    def take(self, token_ids: Sequence[int]) -> Kept:
+        """Of the longest prefix of these tokens that is in whole pages."""
+        pages, slots = self._pages.find("", token_ids)
+        rows = self._rows(pages)
+        tensors = {
+            name: _bytes(tensor)[rows.to(tensor.device)].cpu().view(tensor.dtype).view(len(rows), *tensor.shape[1:])
+            for name, tensor in self._cache.tensors().items()
+        }
+        return _kept(self._cache, len(rows), tensors if pages else {}, slots)
+
+    def put(self, file: SessionFile) -> int:
+        """Into free pages, where prompts that begin so find it. How many of the tokens there was room for.
+
+        Raises SessionFileError before anything is changed.
+        """
+        file.check_tensors(_layout(self._cache))
+        header, size = file.header, self._cache.page_size
+
+        def fill(first: int, pages: Sequence[int], slots: Mapping[int, int]) -> None:
+            rows = self._rows(pages)
+            for name, tensor in self._cache.tensors().items():
+                if len(rows):
+                    new = file.tensors[name][first * size : first * size + len(rows)]
+                    _bytes(tensor)[rows.to(tensor.device)] = _bytes(new).to(tensor.device)
+            _put_states(self._cache, file, slots)
+            _settle(self._cache)
+
+        return self._pages.adopt("", file.token_ids[: header.cached_len], header.state_lens, fill)
+
+    def _rows(self, pages: Sequence[int]) -> torch.Tensor:
+        """The positions of pages in the cache's tensors, int64."""
+        size = self._cache.page_size
+        return (torch.tensor(list(pages), dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()
+
+
+def _kept(cache: PagedCache, num_tokens: int, tensors: dict[str, torch.Tensor], slots: Mapping[int, int]) -> Kept:
+    """With the states in `slots`, by length."""
+    lengths = tuple(sorted(slots)[-MOST_STATES:])
+    for name, tensor in {} if cache.states is None else cache.states.tensors().items():
+        tensors |= {state_name(length, name): tensor[slots[length]].cpu() for length in lengths}
+    return Kept(num_tokens, lengths, tensors)
+
+
+def _put_states(cache: PagedCache, file: SessionFile, slots: Mapping[int, int]) -> None:
+    for name, tensor in {} if cache.states is None else cache.states.tensors().items():
+        for length, slot in slots.items():
+            tensor[slot].copy_(file.tensors[state_name(length, name)])
+
+
+def _layout(cache: PagedCache) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """See SessionFile.check_tensors."""
+    tensors = dict(cache.tensors())
+    if cache.states is not None:
+        tensors |= {f"state {name}": tensor for name, tensor in cache.states.tensors().items()}
+    return {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[slots, bytes], of the same memory: not every type can be written by index."""
+    return tensor.view(len(tensor), -1).view(torch.uint8)
+
+
+def _settle(cache: PagedCache) -> None:
+    """Copies to GPUs are over before a step on another stream reads them."""
+    for device in {tensor.device for tensor in cache.tensors().values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)

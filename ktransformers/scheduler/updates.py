@@ -1,0 +1,34 @@
+"""What the scheduler tells of a request."""
+
+from __future__ import annotations
+
+from ktransformers.core import FinishReason
+from ktransformers.scheduler.records import PromptLogprobs, RequestUpdate, RowResult
+from ktransformers.scheduler.sequence import Sequence
+
+__all__ = ["update_of"]
+
+
+def update_of(
+    seq: Sequence,
+    result: RowResult | None = None,
+    *,
+    finish_reason: FinishReason | None,
+    error: str | None = None,
+    is_expired: bool = False,
+    prompt_logprobs: PromptLogprobs | None = None,
+) -> RequestUpdate:
+    """News of `seq`, with what the engine sent of its token."""
+    return RequestUpdate(
+        request_id=seq.request_id,
+        token_id=None if result is None else result.token_id,
+        prompt_len=seq.prompt_len,
+        cached_len=seq.cached_len or 0,
+        completion_len=seq.completion_len,
+        logprobs=None if result is None else result.logprobs,
+        finish_reason=finish_reason,
+        error=error,
+        is_expired=is_expired,
+        prompt_logprobs=prompt_logprobs,
+        embedding=None if result is None else result.embedding,
+    )
