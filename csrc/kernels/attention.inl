@@ -49,6 +49,26 @@ inline QueryRange visible(const AttentionArgs& a, int64_t row, int64_t begin, in
   return {oldest > begin ? oldest : begin, len < end ? len : end};
 }
 
+// Rows of two lines are too short, and those of a head too far apart, for the processor to guess the next one.
+constexpr int64_t kShortRow = 128;
+
+inline void prefetch_row(const uint8_t* row, int64_t bytes) {
+  if (bytes > kShortRow) return;
+  for (int64_t at = 0; at < bytes; at += 64) prefetch_line(row + at);
+}
+
+// Asks for the K rows of the tile behind `tile`.
+inline void prefetch_keys(const AttentionArgs& a, const AttentionSpan& span, int64_t tile) {
+  const int32_t* table = a.block_table + a.seq_ids[span.first_row] * a.table_stride;
+  const int64_t bytes = kv_bytes(a.kv_type), first = tile + kPositionTile;
+  const int64_t end = first + kPositionTile < span.end ? first + kPositionTile : span.end;
+  if (a.dim_k * bytes > kShortRow) return;
+  for (int64_t p = first; p < end; ++p) {
+    const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
+    prefetch_row(a.k + (slot * a.k_slot + span.kv_head * a.k_head) * bytes, a.dim_k * bytes);
+  }
+}
+
 // Finds K and V rows of positions [lo, hi) of the tile at `tile`; the others repeat one of them, to be masked later.
 inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t tile, int64_t lo, int64_t hi,
                       SpanState& st) {
@@ -58,6 +78,7 @@ inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t
     const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
     st.k[p - tile] = a.k + (slot * a.k_slot + span.kv_head * a.k_head) * bytes;
     st.v[p - tile] = a.v + (slot * a.v_slot + span.kv_head * a.v_head) * bytes;
+    if (a.v != a.k) prefetch_row(st.v[p - tile], a.dim_v * bytes);
     if (has_scales(a.kv_type)) {
       const float* scales = a.k_scales + slot * a.k_scale_slot + span.kv_head * a.k_scale_head;
       st.k_scales[0][p - tile] = scales[0];
@@ -239,6 +260,7 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
     }
     if (lo >= hi) continue;
     find_rows(a, span, tile, lo, hi, st);
+    prefetch_keys(a, span, tile);
     for (int sub = 0; sub < kSubTiles; ++sub)
       if (lo - tile < 16 * sub + 16 && hi - tile > 16 * sub) score_sub_tile(a, st, sub, stage);
     for (int i = 0; i < st.count; ++i) {
