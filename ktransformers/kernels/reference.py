@@ -20,6 +20,7 @@ __all__ = [
     "dequantize",
     "linear",
     "moe",
+    "quantize_kv",
     "rms_norm",
 ]
 
@@ -112,6 +113,26 @@ def attention(  # noqa: PLR0913 - as the kernel
         probabilities = torch.softmax(scores, dim=1)[:, : positions.numel()]
         out[row] = torch.einsum("hp,phd->hd", probabilities, values).float()
     return out
+
+
+def quantize_kv(rows: Tensor, dtype: torch.dtype, split: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Keys or values fp32 [T, H, D] as a cache keeps them: codes of `dtype` [T, H, D], scales fp32 [T, H, parts].
+
+    Codes of 8 bits: a head's largest magnitude is the type's largest, 127 or 448; what is below 2^-100 becomes 0, and a
+    head with infinities or NaN has a scale that is NaN. split: the first `split` dimensions have a scale of their own,
+    and so have the others (latent keys); 0: one scale. Scales are None for wider types.
+    """
+    if dtype.itemsize > 1:
+        return rows.to(dtype), None
+    codes, scales = [], []
+    for part in (rows[..., :split], rows[..., split:]) if split else (rows,):
+        largest = part.abs().amax(-1, keepdim=True)
+        most = torch.full_like(largest, 127.0 if dtype is torch.int8 else 448.0)
+        is_used, is_finite = (largest >= 2.0**-100) & largest.isfinite(), largest.isfinite()
+        scaled = torch.where(is_used, part, 0.0) * torch.where(is_used, most / largest, 0.0)
+        codes.append(scaled.round().to(dtype) if dtype is torch.int8 else scaled.to(dtype))
+        scales.append(torch.where(is_used, largest / most, torch.where(is_finite, 0.0, torch.nan)))
+    return torch.cat(codes, dim=-1), torch.cat(scales, dim=-1)
 
 
 def choose_positions(  # noqa: PLR0913 - as the kernel

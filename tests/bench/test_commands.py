@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ktransformers.bench import serving, soak
 from ktransformers.bench.client import Client, RequestError
+from ktransformers.bench.kv_fidelity import divergences
 from ktransformers.bench.loading import FileShape, write_model
 from ktransformers.bench.report import Column, Table
 from ktransformers.bench.server_process import ServerProcess
@@ -77,6 +79,24 @@ def test_operations(capsys: pytest.CaptureFixture[str]) -> None:
     _, record = bench(capsys, "operations", "--seconds", "0", "--size", "256", "--only", "rms_norm", "--threads", "2")
     assert [row["op"] for row in record["rows"]] == ["rms_norm T=1", "rms_norm T=256"]
     assert record["machine"]["threads"] == 2
+
+
+def test_fidelity(capsys: pytest.CaptureFixture[str]) -> None:
+    text, record = bench(capsys, "fidelity", "--kv_types", "fp32,bf16,int8", "--tokens", "40", "--threads", "1")
+    exact, *rounded = record["rows"]
+    assert exact == {"kv_type": "fp32", "bytes_per_token": 4096, "kl_mean": 0.0, "kl_max": 0.0, "same_choice": 1.0}
+    assert [(row["kv_type"], row["bytes_per_token"]) for row in rounded] == [("bf16", 2048), ("int8", 1088)]
+    assert all(0 < row["kl_mean"] <= row["kl_max"] < 0.1 for row in rounded)
+    assert record["num_tokens"] == 40
+    assert "KL, mean" in text
+
+
+def test_divergences_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    want, got = (torch.randn(70, 30, generator=generator) for _ in range(2))
+    logs = [torch.log_softmax(rows.double(), dim=-1) for rows in (want, got)]
+    oracle = torch.nn.functional.kl_div(logs[1], logs[0], reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(divergences(want, got), oracle)
 
 
 def test_sampling(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,10 +107,11 @@ def test_what_does_not_fit_says_what_would_help() -> None:
     lines = screen(outlook_of("qwen3-30b-a3b", 19.9), RATES)
     assert lines[0] == "does not fit: 20.2 GiB needed, 19.9 GiB free"
     assert lines[1] == "  --cache_lens 4096 saves 0.8 GiB: it fits then"
+    assert lines[2] == "  --kv_type bf16 saves 0.8 GiB: it fits then"
     lines = screen(outlook_of("deepseek-v2-lite", 8.0), RATES)
     assert lines[:3] == [
         "does not fit: 11.2 GiB needed, 8.0 GiB free",
-        "  --cache_lens 512: not enough, 2.7 GiB are missing then",
+        "  --cache_lens 512, --kv_type int8: not enough, 2.7 GiB are missing then",
         "  a file of at most 4.1 bits per weight would fit; this one has 5.9",
     ]
 
@@ -158,7 +159,10 @@ def test_json_has_the_numbers_of_the_screen() -> None:
     document = summary_json(outlook_of("qwen3-30b-a3b", 19.9), RATES)
     assert document["parameters"] == 30_532_122_624
     assert document["verdict"] == "does not fit: 20.2 GiB needed, 19.9 GiB free"
-    assert [(one["flag"], one["is_enough"]) for one in document["remedies"]] == [("--cache_lens 4096", True)]
+    assert [(one["flag"], one["is_enough"]) for one in document["remedies"]] == [
+        ("--cache_lens 4096", True),
+        ("--kv_type bf16", True),
+    ]
     assert document["remedies"][0]["saves_bytes"] == 805_306_368
     empty, full = document["decode"]
     assert (empty["context"], full["context"]) == (0, 8192)

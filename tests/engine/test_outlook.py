@@ -49,13 +49,16 @@ def test_what_fits_needs_no_remedy() -> None:
     assert outlook.summary.cache_tokens == 8192
 
 
-def test_the_mildest_cache_that_fits() -> None:
+def test_the_mildest_flags_that_fit() -> None:
     opened, hardware = qwen(), machine(19.9)
     outlook = look_ahead(opened, hardware)
     assert outlook.remedies is not None
-    (remedy,) = outlook.remedies.each
+    remedy, narrower = outlook.remedies.each
     assert (remedy.flag, remedy.is_enough) == ("--cache_lens 4096", True)
-    assert remedy.saves == 4096 * 48 * 4 * 2 * 4 * 128  # layers, bytes, keys and values, KV heads of 128
+    assert (narrower.flag, narrower.is_enough) == ("--kv_type bf16", True)
+    assert (
+        remedy.saves == narrower.saves == 4096 * 48 * 4 * 2 * 4 * 128
+    )  # layers, bytes, keys and values, KV heads of 128
     check_each(opened, hardware, outlook)
 
 
@@ -109,13 +112,14 @@ def test_experts_can_be_quantized(unquantized: Path) -> None:
 def test_several_remedies_may_suffice_together_only(unquantized: Path) -> None:
     opened = open_model(EngineConfig(model_path=unquantized, cache_lens=1024))
     needed = look_ahead(opened, machine(1)).plan.total_bytes["cpu"]
-    config = replace(opened.config, cache_lens=512, cpu_quant="q4_k")
+    config = replace(opened.config, cache_lens=512, kv_type="int8", cpu_quant="q4_k")
     least = plan_model(config, replace(opened, config=config), machine(1)).total_bytes["cpu"]
     hardware = machine((least + 4096) / GIB)
     outlook = look_ahead(opened, hardware)
     assert outlook.remedies is not None
     assert [(one.flag, one.is_enough) for one in outlook.remedies.each] == [
         ("--cache_lens 512", False),
+        ("--kv_type int8", False),
         ("--cpu_quant q4_k", False),
     ]
     assert outlook.remedies.are_enough

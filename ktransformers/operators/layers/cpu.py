@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.cache.paged import LayerShape
+from ktransformers.cache.paged import LayerShape, Scales
 from ktransformers.cache.state import StateCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -27,6 +27,7 @@ from ktransformers.kernels.cpu.layer import (
     DeltaNet,
     GatedMlp,
     LayerBuffers,
+    LayerKv,
     MlpLayer,
     MoeLayer,
     Norm,
@@ -258,8 +259,8 @@ class FusedLayer(nn.Module):
             cos[0], sin[0], context.slot_mapping, context.block_table, context.page_size, context.seq_ids,
             context.kv_lens,
         )  # fmt: skip
-        keys, values = context.cache.layer(self.layer_idx)
-        self.attention.forward(rows, keys, values, step, self.pool, self.memory)
+        cache = LayerKv(*context.cache.layer(self.layer_idx), context.cache.scales(self.layer_idx))
+        self.attention.forward(rows, cache, step, self.pool, self.memory)
 
 
 def _native_parts(
@@ -334,6 +335,9 @@ class _OneLayer:
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.layer(0)
+
+    def scales(self, layer_idx: int) -> Scales:
+        return self._cache.scales(0)
 
     def shape(self, layer_idx: int) -> LayerShape:
         return self._cache.shape(0)
