@@ -20,6 +20,7 @@ __all__ = [
     "CPU_QUANT_TYPES",
     "DEFAULT_CHUNK_SIZE",
     "DEMO_MODEL_PATH",
+    "KV_TYPES",
     "SPARSE_ATTENTIONS",
     "EngineConfig",
     "bundled_model",
@@ -46,6 +47,9 @@ CPU_BF16S = ("bf16", "fp32")
 
 SPARSE_ATTENTIONS = ("on", "off")
 """What `--sparse_attention` accepts, the default first."""
+
+KV_TYPES = ("auto", "fp32", "bf16", "int8", "fp8")
+"""What `--kv_type` accepts, the default first: the type of activations, which is fp32 on the CPU and bf16 on GPUs."""
 
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 """What `--attention_backend` accepts."""
@@ -184,6 +188,8 @@ class EngineConfig:
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
     attention_backend: kernels of attention on GPUs; "auto" is FlashInfer where it is installed and can, else Triton.
     sparse_attention: "off" lets families whose layers choose the positions that they attend to attend to all of them.
+    kv_type: what keys and values are kept in; int8 and fp8 with an fp32 scale for each position and head. "auto": in
+        the type of activations, fp32 on the CPU and bf16 on GPUs.
     prefix_cache: whether keys and values of a prompt's beginning are used again when another one begins alike.
     spread_layers: layers go over all GPUs there are though optimize_config_path does not say so; set by `resolved`
     where that is one of upstream's files for several GPUs.
@@ -208,6 +214,7 @@ class EngineConfig:
     use_cuda_graph: bool | None = None
     attention_backend: str = "auto"
     sparse_attention: str = SPARSE_ATTENTIONS[0]
+    kv_type: str = KV_TYPES[0]
     prefix_cache: bool = True
     spread_layers: bool = False
     self_check: bool = True
@@ -241,7 +248,7 @@ class EngineConfig:
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
-        choices["sparse_attention"] = SPARSE_ATTENTIONS
+        choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES}
         for flag, known in choices.items():
             if getattr(self, flag) not in known:
                 raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")

@@ -4,6 +4,8 @@ L layers; per layer, on its device: keys [num_pages * page_size, kv_heads, key_d
 slot of position p of a sequence: block_table[p // page_size] * page_size + p % page_size
 latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
 a layer that shares another's keys and values: the same tensors
+types of 8 bits: a scale beside the codes, fp32 [slots, kv_heads, 1]; of latent keys [slots, 1, 2], for the latent part
+and for the rotated one, of which the former is the values' too. A code times its scale is the value.
 layers that keep a state instead (cache/state.py), or nothing, have 0 kv_heads; `states` has the former
 sparse attention: the keys of a layer's indexer beside them, [num_pages * page_size, index_dim]
 """
@@ -11,7 +13,7 @@ sparse attention: the keys of a layer's indexer beside them, [num_pages * page_s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +21,13 @@ import torch
 from ktransformers.cache.state import StateCache, StateShape
 from ktransformers.errors import ConfigError
 
-__all__ = ["LayerShape", "PagedCache", "check_page_size", "state_shapes"]
+__all__ = ["LayerShape", "PagedCache", "Scales", "check_page_size", "state_shapes"]
 
 _CPU = torch.device("cpu")
+_SCALE_NBYTES = torch.float32.itemsize
+
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of keys, fp32 [slots, kv_heads, parts], and values, fp32 [slots, kv_heads, 1]; None for types that need none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,8 @@ class LayerShape:
 
     index_dim: of the keys that an indexer chooses positions by, 0 without; index_pool: how many it chooses together,
     from multiples of that on, whose slots follow each other.
-    place: the device as plans name it; device, dtype: where its tensors are and what they hold.
+    place: the device as plans name it; device: where its tensors are. dtype: what keys and values are kept in.
+    row_dtype: of the rows that they are made of, and of an indexer's keys.
     shares: the earlier layer whose keys and values these are, which takes no bytes; None for tensors of its own.
     chunk: positions come in chunks of so many, and attention sees those of a row's own; 0: it has no such borders.
     state: what a recurrent layer keeps of a sequence, whose slots are counted apart.
@@ -43,6 +50,7 @@ class LayerShape:
     place: str = "cpu"
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
+    row_dtype: torch.dtype = torch.float32
     shares: int | None = None
     chunk: int = 0
     state: StateShape | None = None
@@ -59,6 +67,20 @@ class LayerShape:
         """Whether it keeps keys and values."""
         return self.kv_heads > 0
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether what is kept are codes of 8 bits with scales."""
+        return self.dtype.itemsize == 1
+
+    @property
+    def key_parts(self) -> int:
+        """Parts of a key with a scale each: latent and rotated, or one."""
+        return 2 if self.is_latent else 1
+
+    def unrounded(self) -> LayerShape:
+        """The shape of a cache that keeps rows as they come."""
+        return replace(self, dtype=self.row_dtype)
+
     def nbytes(self, num_slots: int) -> int:
         """That one layer's keys and values at `num_slots` positions take."""
         return 0 if self.shares is not None else self.read_nbytes(num_slots)
@@ -67,7 +89,10 @@ class LayerShape:
         """Of the keys and values at `num_slots` positions, which attention reads, whosever they are, and of an
         indexer's keys."""
         values = 0 if self.is_latent else self.value_dim
-        return self.dtype.itemsize * num_slots * (self.kv_heads * (self.key_dim + values) + self.index_dim)
+        position = self.dtype.itemsize * self.kv_heads * (self.key_dim + values)
+        if self.is_scaled:
+            position += _SCALE_NBYTES * self.kv_heads * (self.key_parts + (not self.is_latent))
+        return num_slots * (position + self.row_dtype.itemsize * self.index_dim)
 
 
 class PagedCache:
@@ -81,10 +106,13 @@ class PagedCache:
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for shape in self.shapes:
             self._layers.append(self._allocate(shape) if shape.shares is None else self._layers[shape.shares])
+        self._scales: list[Scales] = []
+        for shape in self.shapes:
+            self._scales.append(self._allocate_scales(shape) if shape.shares is None else self._scales[shape.shares])
         states = state_shapes(self.shapes)
         self.states = StateCache(states, num_states) if states else None
         self._index_keys = [
-            torch.zeros(self.num_slots, shape.index_dim, device=shape.device, dtype=shape.dtype)
+            torch.zeros(self.num_slots, shape.index_dim, device=shape.device, dtype=shape.row_dtype)
             for shape in self.shapes
         ]
 
@@ -121,9 +149,19 @@ class PagedCache:
             return keys, keys[..., : shape.value_dim]
         return keys, torch.zeros(self.num_slots, shape.kv_heads, shape.value_dim, **place)
 
+    def _allocate_scales(self, shape: LayerShape) -> Scales:
+        if not shape.is_scaled or not shape.has_pages:
+            return None, None
+        keys = torch.zeros(self.num_slots, shape.kv_heads, shape.key_parts, device=shape.device)
+        return keys, keys[..., :1] if shape.is_latent else torch.zeros_like(keys)
+
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
         return self._layers[layer_idx]
+
+    def scales(self, layer_idx: int) -> Scales:
+        """Those of `layer(layer_idx)`, which are written with them."""
+        return self._scales[layer_idx]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that is kept by position, by name ("3.keys"): [num_slots, ...] each, no byte of them twice."""
@@ -134,6 +172,11 @@ class PagedCache:
                 found[f"{index}.keys"] = keys
                 if not shape.is_latent:
                     found[f"{index}.values"] = values
+                key_scales, value_scales = self._scales[index]
+                if key_scales is not None:
+                    found[f"{index}.key_scales"] = key_scales
+                if value_scales is not None and not shape.is_latent:
+                    found[f"{index}.value_scales"] = value_scales
             if shape.index_dim:
                 found[f"{index}.index_keys"] = self._index_keys[index]
         return found

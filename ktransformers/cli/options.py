@@ -19,6 +19,7 @@ from ktransformers.config import (
     CPU_BF16S,
     CPU_PREFILLS,
     CPU_QUANT_TYPES,
+    KV_TYPES,
     SPARSE_ATTENTIONS,
     EngineConfig,
     bundled_model,
@@ -118,6 +119,13 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         help="most prompt tokens of one step; 0: 512 on the CPU, up to 4096 on a GPU, as memory allows (%(default)s)",
     )
     group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
+    group.add_argument(
+        "--kv_type",
+        choices=KV_TYPES,
+        default=config.kv_type,
+        help="what keys and values are kept in: bf16 takes half the memory of fp32, int8 and fp8 a quarter; auto: "
+        "fp32 on the CPU, bf16 on GPUs (%(default)s)",
+    )
     group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
     group.add_argument(
         "--gpu_memory",

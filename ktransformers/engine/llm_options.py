@@ -30,9 +30,9 @@ class EngineOptions(TypedDict, total=False):
     profile: a folder to be made, in which the time of every step and token is recorded (docs/profiling.md), in files of
     at most profile_max_bytes together.
     max_model_len is cache_lens, max_num_seqs max_batch_size, max_num_batched_tokens chunk_size, block_size page_size,
-    enable_prefix_caching prefix_cache, enforce_eager the opposite of use_cuda_graph. Of tensor_parallel_size,
-    pipeline_parallel_size and dtype only 1, 1 and "auto" are taken, gpu_memory_utilization and quantization not at all:
-    the error names what does it here.
+    enable_prefix_caching prefix_cache, kv_cache_dtype kv_type, enforce_eager the opposite of use_cuda_graph. Of
+    tensor_parallel_size, pipeline_parallel_size and dtype only 1, 1 and "auto" are taken, gpu_memory_utilization and
+    quantization not at all: the error names what does it here.
     """
 
     optimize_config_path: PathLike | None
@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     use_cuda_graph: bool | None
     attention_backend: str
     sparse_attention: str
+    kv_type: str
     prefix_cache: bool
     self_check: bool
     strict: bool
@@ -63,6 +64,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int | None
     block_size: int
     enable_prefix_caching: bool | None
+    kv_cache_dtype: str
     enforce_eager: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -94,6 +96,7 @@ _RENAMED = {
     "max_num_batched_tokens": "chunk_size",
     "block_size": "page_size",
     "enable_prefix_caching": "prefix_cache",
+    "kv_cache_dtype": "kv_type",
 }
 """vLLM's keywords with a counterpart of another name. None means the default there, and here."""
 

@@ -17,6 +17,7 @@ from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.cache_plan import CachePlan
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
+from ktransformers.engine.kv_types import KvTypes
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
 from ktransformers.engine.skeleton import cache_shapes
@@ -135,6 +136,8 @@ class Planner:
         planned, hardware = self._settled(hardware)
         planned.report()
         self._report_sparsity(planned.plan)
+        config, operators = self.opened.config, planned.plan.operators
+        KvTypes.of(config.kv_type, self.opened.model, operators).report(planned.shapes)
         return planned, hardware
 
     def _report_sparsity(self, plan: Plan) -> None:
@@ -239,7 +242,8 @@ class Planner:
             choices=choices,
         )
         homes = [plan.devices[home.device] for home in plan.homes]
-        return plan, cache_shapes(model, opened.facts, plan.operators, homes or None)
+        shapes = cache_shapes(model, opened.facts, plan.operators, homes or None)
+        return plan, KvTypes.of(config.kv_type, model, plan.operators).applied(shapes)
 
 
 def _scans(plan: Plan, num_rows: int) -> dict[str, int]:

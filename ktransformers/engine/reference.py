@@ -121,6 +121,8 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
         raise UnsupportedError("--cpu_quant has no meaning here: this backend computes in fp32")
     if config.cpu_prefill != CPU_PREFILLS[0]:
         raise UnsupportedError("--cpu_prefill has no meaning here: this backend computes in fp32")
+    if config.kv_type not in ("auto", "fp32"):
+        raise UnsupportedError(f"--kv_type {config.kv_type} has no meaning here: this backend keeps fp32")
     opened = open_model(config)
     _check_fits(opened.model)
     described = describe_model(opened)

@@ -140,7 +140,7 @@ class _Ours:
     def step(self, ids: torch.Tensor, cuts: Sequence[int], taps: Callable[[slice], Taps], num_logits: int) -> Trace:
         """The tokens in steps that end at `cuts`; logits of the last rows."""
         runner = ModelRunner(ForwardPass(self.model, self.pool, self.layout, announce=False))
-        cache, joined, start = StaticCache(self.shapes, len(ids)), None, 0
+        cache, joined, start = StaticCache([shape.unrounded() for shape in self.shapes], len(ids)), None, 0
         layers = model_layers(self.model)
         for end in cuts:
             tap, count = taps(slice(start, end)), end - start

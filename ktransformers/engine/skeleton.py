@@ -248,7 +248,8 @@ def cache_shapes(
         )
     places = [CPU] * len(shapes) if homes is None else homes
     placed = [
-        replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype) for i, home in enumerate(places)
+        replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype, row_dtype=home.dtype)
+        for i, home in enumerate(places)
     ]
     sources = [None if i in projecting else layer.shares for i, layer in enumerate(facts.layers)]
     return [_shared(placed, i, source) for i, source in enumerate(sources)]

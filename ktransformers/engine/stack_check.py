@@ -71,7 +71,7 @@ class StackCheck:
 
         ids = torch.randint(0, self.num_tokens, (_ROWS,), generator=torch.Generator().manual_seed(13))
         runner = ModelRunner(ForwardPass(self.model, self.pool, self.layout, announce=False))
-        context = static_context(StaticCache(self.shapes, _ROWS), self.pool, 0, _ROWS)
+        context = static_context(StaticCache([shape.unrounded() for shape in self.shapes], _ROWS), self.pool, 0, _ROWS)
         handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
         try:
             runner.step(ids, torch.arange(_ROWS), context, torch.tensor([_ROWS - 1]))

@@ -20,6 +20,7 @@ __all__ = [
     "dequantize",
     "linear",
     "moe",
+    "quantize_kv",
     "rms_norm",
 ]
 
@@ -112,6 +113,27 @@ def attention(  # noqa: PLR0913 - as the kernel
         probabilities = torch.softmax(scores, dim=1)[:, : positions.numel()]
         out[row] = torch.einsum("hp,phd->hd", probabilities, values).float()
     return out
+
+
+def quantize_kv(rows: Tensor, dtype: torch.dtype, split: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Keys or values fp32 [T, H, D] as a cache keeps them: codes of `dtype` [T, H, D], scales fp32 [T, H, parts].
+
+    Codes of 8 bits: a head's largest magnitude is the type's largest, 127 or 448; what is below 2^-100 becomes 0, and a
+    head with infinities or NaN has a scale that is NaN. split: the first `split` dimensions have a scale of their own,
+    and so have the others (latent keys); 0: one scale. Scales are None for wider types.
+    """
+    if dtype.itemsize > 1:
+        return rows.to(dtype), None
+    most = 127.0 if dtype is torch.int8 else 448.0
+    codes, scales = [], []
+    for part in rows.split((split, rows.shape[-1] - split), dim=-1) if split else (rows,):
+        largest = part.abs().amax(-1, keepdim=True)
+        is_used = (largest >= 2.0**-100) & largest.isfinite()
+        scaled = part * torch.where(is_used, most / largest, 0.0)
+        scaled = torch.where(scaled.isfinite(), scaled, 0.0)
+        codes.append(scaled.round().to(dtype) if dtype is torch.int8 else scaled.clamp(-most, most).to(dtype))
+        scales.append(torch.where(is_used, largest / most, torch.where(largest.isfinite(), 0.0, torch.nan)))
+    return torch.cat(codes, dim=-1), torch.cat(scales, dim=-1)
 
 
 def choose_positions(  # noqa: PLR0913 - as the kernel

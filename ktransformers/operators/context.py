@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ktransformers.cache.paged import LayerShape
+from ktransformers.cache.paged import LayerShape, Scales
 from ktransformers.cache.state import StateCache
 from ktransformers.core import Phase
 from ktransformers.kernels.cpu import WorkerPool
@@ -45,6 +45,10 @@ class LayerCache(Protocol):
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer."""
+        ...
+
+    def scales(self, layer_idx: int) -> Scales:
+        """Of keys and values of 8 bits, see cache.paged."""
         ...
 
     def shape(self, layer_idx: int) -> LayerShape:

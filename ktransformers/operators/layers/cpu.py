@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.cache.paged import LayerShape
+from ktransformers.cache.paged import LayerShape, Scales
 from ktransformers.cache.state import StateCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -334,6 +334,9 @@ class _OneLayer:
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.layer(0)
+
+    def scales(self, layer_idx: int) -> Scales:
+        return self._cache.scales(0)
 
     def shape(self, layer_idx: int) -> LayerShape:
         return self._cache.shape(0)

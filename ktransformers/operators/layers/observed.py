@@ -169,8 +169,11 @@ def _hand_on(layer: nn.Module, attention: nn.Module) -> None:
 
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
-    """A step of `rows` tokens of one sequence behind `past` random keys, values and states, on a cache of its own."""
-    cache = _ProbeCache(shapes, 1, past + rows)
+    """A step of `rows` tokens of one sequence behind `past` random keys, values and states, on a cache of its own.
+
+    It rounds nothing, whatever type the shapes have: what is compared there differs by rounding of sums only.
+    """
+    cache = _ProbeCache([shape.unrounded() for shape in shapes], 1, past + rows)
     generator = torch.Generator().manual_seed(5)
     for layer_idx, shape in enumerate(shapes if past else ()):
         parts = () if shape.state is None or cache.states is None else cache.states.layer(layer_idx).values()

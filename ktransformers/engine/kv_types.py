@@ -1,0 +1,102 @@
+"""What type each layer keeps its keys and values in: what --kv_type asks for, where the layer's attention reads it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ktransformers.cache.paged import LayerShape
+from ktransformers.operators.attention.compressed import KCompressedAttention
+from ktransformers.operators.attention.gqa import KAttention
+from ktransformers.operators.attention.mla import KMLAAttention
+
+__all__ = ["GPU_DTYPES", "KV_DTYPES", "KvTypes"]
+
+logger = logging.getLogger(__name__)
+
+KV_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+"""By the names of --kv_type; "auto" is the type of the rows."""
+
+GPU_DTYPES: frozenset[torch.dtype] = frozenset()
+"""What attention on a GPU reads besides the type of its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvTypes:
+    """What is asked for, and which layers keep the type of their rows whatever that is, by index, and why."""
+
+    kv_type: str
+    own: Mapping[int, str]
+
+    @classmethod
+    def of(cls, kv_type: str, model: nn.Module, operators: Mapping[str, nn.Module]) -> KvTypes:
+        """operators: the planned ones by key. Attention that is not ours may write to the cache itself, rows as they
+        are."""
+        own: dict[int, str] = {}
+        for key, module in model.named_modules():
+            layer_idx, operator = getattr(module, "layer_idx", None), operators.get(key)
+            if not isinstance(layer_idx, int) or not hasattr(module, "scaling"):
+                continue
+            if isinstance(operator, KCompressedAttention):
+                own[layer_idx] = "compressed attention, whose entries are made of what is kept"
+            elif operator is not None and not isinstance(operator, KAttention | KMLAAttention):
+                own[layer_idx] = f"{type(operator).__name__} attends"
+        return cls(kv_type, own)
+
+    def _why_not(self, index: int, shape: LayerShape) -> str | None:
+        """Why a layer keeps the type of its rows though another is asked for."""
+        wanted = KV_DTYPES[self.kv_type]
+        if wanted is shape.row_dtype:
+            return None
+        if index in self.own:
+            return self.own[index]
+        if shape.place != "cpu" and wanted not in GPU_DTYPES:
+            return "on a GPU"
+        return None
+
+    def applied(self, shapes: Sequence[LayerShape]) -> list[LayerShape]:
+        """The shapes with the types that their layers keep."""
+        if self.kv_type == "auto":
+            return list(shapes)
+        wanted = KV_DTYPES[self.kv_type]
+        return [
+            shape if not shape.has_pages or self._why_not(i, shape) is not None else replace(shape, dtype=wanted)
+            for i, shape in enumerate(shapes)
+        ]
+
+    def report(self, shapes: Sequence[LayerShape]) -> None:
+        """One line for what is asked for and not done."""
+        if self.kv_type == "auto":
+            return
+        paged = [i for i, shape in enumerate(shapes) if shape.has_pages]
+        if not paged:
+            logger.warning("--kv_type %s has no effect: the model keeps no keys and values", self.kv_type)
+        found: dict[tuple[str, torch.dtype], list[int]] = {}
+        for i in paged:
+            reason = self._why_not(i, shapes[i])
+            if reason is not None:
+                found.setdefault((reason, shapes[i].row_dtype), []).append(i)
+        for (reason, dtype), layers in found.items():
+            which = "all layers keep" if len(layers) == len(paged) else f"layers {_ranges(layers)} keep"
+            kept = str(dtype).removeprefix("torch.")
+            logger.warning("--kv_type %s: %s keys and values in %s (%s)", self.kv_type, which, kept, reason)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
