@@ -14,6 +14,7 @@ TILE_ROWS: int
 def available_isas() -> list[str]: ...
 def has_bf16(isa: str) -> bool: ...
 def layouts() -> dict[str, int]: ...
+def kv_types() -> dict[str, int]: ...
 def quant_types() -> dict[str, tuple[int, int, int]]: ...
 def activation_kinds() -> dict[str, int]: ...
 def num_allocations() -> int: ...
@@ -112,8 +113,10 @@ def choose_positions(
 def attention(
     pool: WorkerPool,
     q: int,
+    kv_type: int,
     k: int,
     v: int,
+    scales: tuple[int, int, int, int, int, int, int],
     out: int,
     sizes: tuple[int, int, int, int, int, int],
     strides: tuple[int, int, int, int, int, int],
@@ -126,6 +129,16 @@ def attention(
     window: int,
     is_chunked: bool,
     sinks: int,
+) -> None: ...
+def write_kv(
+    pool: WorkerPool,
+    kv_type: int,
+    x: int,
+    slots: int,
+    cache: int,
+    scales: int,
+    sizes: tuple[int, int, int, int, int],
+    strides: tuple[int, int, int, int, int, int],
 ) -> None: ...
 
 MAX_CONV_WIDTH: int
@@ -187,8 +200,7 @@ class AttentionBlock:
         x: int,
         cos: int,
         sin: int,
-        keys: int,
-        values: int,
+        cache: tuple[int, int, int, int, int],
         slots: int,
         block_table: int,
         seq_ids: int,

@@ -22,6 +22,12 @@ inline WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, 
   return make_view(static_cast<QType>(type), at<const uint8_t>(data), rows, cols, layout_of(layout));
 }
 
+inline KvType kv_type_of(int type) {
+  if (type < 0 || type > static_cast<int>(KvType::F8))
+    throw std::invalid_argument("unknown type of keys and values " + std::to_string(type));
+  return static_cast<KvType>(type);
+}
+
 inline ActSpec act_spec(int kind, float alpha, float limit) {
   if (kind < 0 || kind > static_cast<int>(ActKind::SwigluClamped))
     throw std::invalid_argument("unknown activation kind " + std::to_string(kind));

@@ -16,6 +16,7 @@
 #include "bind/args.h"
 #include "ops/attention.h"
 #include "ops/index.h"
+#include "ops/kv.h"
 #include "ops/limits.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
@@ -292,16 +293,28 @@ void bind_stream(nb::module_& m) {
 
 // sizes: rows, heads, kv heads, dim_k, dim_v, slots of the cache; strides: q row, q head, k slot, k head, v slot, v
 // head, all in elements; table: rows, columns, stride of the block table, page size.
+// Scales of keys (address, strides of slots and heads, how many a head has) and of values (address, strides).
+using ScalesTuple = std::tuple<Address, int64_t, int64_t, int, Address, int64_t, int64_t>;
+
 void bind_attention(nb::module_& m) {
   m.def(
       "attention",
-      [](kt::WorkerPool& pool, Address q, Address k, Address v, Address out, const std::array<int64_t, 6>& sizes,
-         const std::array<int64_t, 6>& strides, Address block_table, const std::array<int64_t, 4>& table,
-         Address seq_ids, Address kv_lens, float scale, float softcap, int64_t window, bool is_chunked, Address sinks) {
+      [](kt::WorkerPool& pool, Address q, int kv_type, Address k, Address v, const ScalesTuple& scales, Address out,
+         const std::array<int64_t, 6>& sizes, const std::array<int64_t, 6>& strides, Address block_table,
+         const std::array<int64_t, 4>& table, Address seq_ids, Address kv_lens, float scale, float softcap,
+         int64_t window, bool is_chunked, Address sinks) {
         kt::AttentionArgs a{};
         a.q = at<const float>(q);
-        a.k = at<const float>(k);
-        a.v = at<const float>(v);
+        a.kv_type = kt::kv_type_of(kv_type);
+        a.k = at<const uint8_t>(k);
+        a.v = at<const uint8_t>(v);
+        a.k_scales = at<const float>(std::get<0>(scales));
+        a.k_scale_slot = std::get<1>(scales);
+        a.k_scale_head = std::get<2>(scales);
+        a.k_parts = std::get<3>(scales);
+        a.v_scales = at<const float>(std::get<4>(scales));
+        a.v_scale_slot = std::get<5>(scales);
+        a.v_scale_head = std::get<6>(scales);
         a.out = at<float>(out);
         a.num_rows = sizes[0];
         a.num_heads = static_cast<int>(sizes[1]);
@@ -329,10 +342,42 @@ void bind_attention(nb::module_& m) {
         a.sinks = at<const float>(sinks);
         kt::attention(pool, a);
       },
-      nb::arg("pool"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("sizes"), nb::arg("strides"),
-      nb::arg("block_table"), nb::arg("table"), nb::arg("seq_ids"), nb::arg("kv_lens"), nb::arg("scale"),
-      nb::arg("softcap"), nb::arg("window"), nb::arg("is_chunked"), nb::arg("sinks"),
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("pool"), nb::arg("q"), nb::arg("kv_type"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out"),
+      nb::arg("sizes"), nb::arg("strides"), nb::arg("block_table"), nb::arg("table"), nb::arg("seq_ids"),
+      nb::arg("kv_lens"), nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("is_chunked"),
+      nb::arg("sinks"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+// x: [rows, heads, dim]; sizes: rows, heads, dim, slots, dimensions with the first of two scales; strides: of x rows
+// and heads, of the cache slots and heads, of the scales slots and heads.
+void bind_kv(nb::module_& m) {
+  m.def("kv_types", [] {
+    nb::dict types;
+    types["F32"] = static_cast<int>(kt::KvType::F32);
+    types["BF16"] = static_cast<int>(kt::KvType::BF16);
+    types["I8"] = static_cast<int>(kt::KvType::I8);
+    types["F8"] = static_cast<int>(kt::KvType::F8);
+    return types;
+  });
+  m.def(
+      "write_kv",
+      [](kt::WorkerPool& pool, int kv_type, Address x, Address slots, Address cache, Address scales,
+         const std::array<int64_t, 5>& sizes, const std::array<int64_t, 6>& strides) {
+        const kt::KvTarget to = {kt::kv_type_of(kv_type),
+                                 at<uint8_t>(cache),
+                                 strides[2],
+                                 strides[3],
+                                 at<float>(scales),
+                                 strides[4],
+                                 strides[5],
+                                 sizes[3],
+                                 sizes[2],
+                                 sizes[4]};
+        kt::write_kv(pool, to, at<const float>(x), strides[0], strides[1], sizes[0], sizes[1],
+                     at<const int64_t>(slots));
+      },
+      nb::arg("pool"), nb::arg("kv_type"), nb::arg("x"), nb::arg("slots"), nb::arg("cache"), nb::arg("scales"),
+      nb::arg("sizes"), nb::arg("strides"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 // sizes: rows, heads, dimension, slots of the cache, stride of a slot in elements; table: as `attention`; choice:
@@ -420,6 +465,7 @@ NB_MODULE(_native, m) {
   bind_moe(m);
   bind_stream(m);
   bind_attention(m);
+  bind_kv(m);
   bind_index(m);
   bind_layer(m);
   bind_profile(m);

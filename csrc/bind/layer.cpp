@@ -22,6 +22,8 @@ using kt::at;
 using WeightTuple = std::tuple<Address, int, int, int64_t, int64_t>;
 // (address of the weight or 0, epsilon)
 using NormTuple = std::tuple<Address, float>;
+// (type, keys, values, their scales)
+using KvTuple = std::tuple<int, Address, Address, Address, Address>;
 // (top_k, is_sigmoid, num_groups, topk_groups, is_top2, is_renormalized, scaling)
 using RouterTuple = std::tuple<int64_t, bool, int64_t, int64_t, bool, bool, float>;
 
@@ -79,18 +81,22 @@ void bind_layer(nb::module_& m) {
           },
           nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"),
           nb::arg("has_gate"), nb::arg("layer"))
-      // sizes: rows, rows and columns and stride of the block table, page size, slots
+      // cache: type, keys, values, their scales; sizes: rows, rows and columns and stride of the block table, page
+      // size, slots
       .def(
           "forward",
           [](const kt::AttentionBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, Address x, Address cos,
-             Address sin, Address keys, Address values, Address slots, Address block_table, Address seq_ids,
-             Address kv_lens, const std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>& sizes) {
+             Address sin, const KvTuple& cache, Address slots, Address block_table, Address seq_ids, Address kv_lens,
+             const std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>& sizes) {
             kt::AttentionStep step{};
             step.rows = std::get<0>(sizes);
             step.cos = at<const float>(cos);
             step.sin = at<const float>(sin);
-            step.keys = at<float>(keys);
-            step.values = at<float>(values);
+            step.kv_type = kt::kv_type_of(std::get<0>(cache));
+            step.keys = at<uint8_t>(std::get<1>(cache));
+            step.values = at<uint8_t>(std::get<2>(cache));
+            step.key_scales = at<float>(std::get<3>(cache));
+            step.value_scales = at<float>(std::get<4>(cache));
             step.slots = at<const int64_t>(slots);
             step.block_table = at<const int32_t>(block_table);
             step.num_seqs = std::get<1>(sizes);
@@ -102,9 +108,9 @@ void bind_layer(nb::module_& m) {
             step.kv_lens = at<const int32_t>(kv_lens);
             kt::attention_block(pool, self, step, at<float>(x), buffers);
           },
-          nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("keys"),
-          nb::arg("values"), nb::arg("slots"), nb::arg("block_table"), nb::arg("seq_ids"), nb::arg("kv_lens"),
-          nb::arg("sizes"), nb::call_guard<nb::gil_scoped_release>());
+          nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("cache"),
+          nb::arg("slots"), nb::arg("block_table"), nb::arg("seq_ids"), nb::arg("kv_lens"), nb::arg("sizes"),
+          nb::call_guard<nb::gil_scoped_release>());
   // norms: input, of a head's result; weights: qkvz, ba, o, or qkv, z, b, a, o; addresses: conv, rate, bias; sizes: key
   // heads, heads, K, V, width; gate: kind of activation
   nb::class_<kt::DeltaNetBlock>(m, "DeltaNetBlock")

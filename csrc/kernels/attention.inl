@@ -1,15 +1,17 @@
-// Attention of a few queries over a span of cached positions. Included by a tier file after gemm.inl and math.inl.
+// Attention of a few queries over a span of cached positions. Included by a tier file after gemm.inl and
+// kv.inl.
 //
 // What one query sees, whatever else is in the call (positions are absolute, ranges are those of the query alone):
 //   for every span of 512 positions that it reaches, ascending:  m = -inf, l = 0, o = 0, then
 //     for every tile of 64 positions that it reaches, ascending:
-//       s[j] = scale * (q . k[j]), for every chunk of 128 dimensions: c = 0;
-//              for d ascending: c = fma(k[j][d], q[d], c); sum = sum + c
+//       s[j] = scale * (q . k[j]), for every chunk of 128 dimensions of a part of k with one scale: c = 0;
+//              for d ascending: c = fma(k[j][d], q[d], c); sum = sum + c * key scale
 //       s[j] = softcap * tanh(s[j] / softcap) if asked
 //       m' = max(m, max_j s[j]);  a = exp(m - m');  p[j] = exp(s[j] - m')
-//       l = l * a + tree_sum(p);  o = o * a;  for j ascending: o = fma(p[j], v[j], o)
+//       l = l * a + tree_sum(p);  o = o * a;  for j ascending: o = fma(p[j] * value scale, v[j], o)
 //     and the span is merged into the result:  M' = max(M, m);  A = exp(M - M');  B = exp(m - M')
 //       L = L * A + l * B;  O = O * A + o * B        (the first span is copied)
+//   Scales are those of codes (kv.inl), and 1 for keys and values that are numbers.
 //   A sink adds exp(sink - M') to L alone. The output is O / L; a query that sees nothing gives zeros.
 // Positions that a query does not see are never part of its arithmetic, so what lies in unused slots does not matter.
 
@@ -25,7 +27,9 @@ struct SpanState {
   const float* q[kMaxQueries];
   QueryRange range[kMaxQueries];
   const uint8_t* k[kPositionTile];
-  const float* v[kPositionTile];
+  const uint8_t* v[kPositionTile];
+  alignas(64) float k_scales[2][kPositionTile];
+  alignas(64) float v_scales[kPositionTile];
   alignas(64) float scores[kSubTiles][kMaxQueries][16];
   int count;
 };
@@ -49,10 +53,17 @@ inline QueryRange visible(const AttentionArgs& a, int64_t row, int64_t begin, in
 inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t tile, int64_t lo, int64_t hi,
                       SpanState& st) {
   const int32_t* table = a.block_table + a.seq_ids[span.first_row] * a.table_stride;
+  const int64_t bytes = kv_bytes(a.kv_type);
   for (int64_t p = lo; p < hi; ++p) {
     const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
-    st.k[p - tile] = reinterpret_cast<const uint8_t*>(a.k + slot * a.k_slot + span.kv_head * a.k_head);
-    st.v[p - tile] = a.v + slot * a.v_slot + span.kv_head * a.v_head;
+    st.k[p - tile] = a.k + (slot * a.k_slot + span.kv_head * a.k_head) * bytes;
+    st.v[p - tile] = a.v + (slot * a.v_slot + span.kv_head * a.v_head) * bytes;
+    if (has_scales(a.kv_type)) {
+      const float* scales = a.k_scales + slot * a.k_scale_slot + span.kv_head * a.k_scale_head;
+      st.k_scales[0][p - tile] = scales[0];
+      if (a.k_parts == 2) st.k_scales[1][p - tile] = scales[1];
+      st.v_scales[p - tile] = a.v_scales[slot * a.v_scale_slot + span.kv_head * a.v_scale_head];
+    }
   }
   for (int64_t j = 0; j < kPositionTile; ++j)
     if (j < lo - tile || j >= hi - tile) {
@@ -65,21 +76,15 @@ struct KeyStage {
   alignas(64) float w[kKeyCols * 16];  // [dimension][position]
 };
 
-// Keys of 16 positions side by side, zeros up to a multiple of 16 dimensions.
-inline void stage_keys(const uint8_t* const* rows, int first, int cols, KeyStage& st) {
-  int c = 0;
-  for (; c + 16 <= cols; c += 16) store_columns16(rows, (first + c) * 4, st.w + c * 16);
-  if (c == cols) return;
-  alignas(64) float copy[16][16];
-  const uint8_t* src[16];
-  for (int r = 0; r < 16; ++r) {
-    store(copy[r], load_weights_n<QType::F32>(rows[r] + (first + c) * 4, cols - c));
-    src[r] = reinterpret_cast<const uint8_t*>(copy[r]);
-  }
-  store_columns16(src, 0, st.w + c * 16);
+// Keys of 16 positions side by side.
+inline void stage_keys(KvType type, const uint8_t* const* rows, int first, int cols, KeyStage& st) {
+  if (type == KvType::F32) return stage_columns<KvType::F32>(rows, first, cols, st.w);
+  if (type == KvType::BF16) return stage_columns<KvType::BF16>(rows, first, cols, st.w);
+  if (type == KvType::I8) return stage_columns<KvType::I8>(rows, first, cols, st.w);
+  stage_columns<KvType::F8>(rows, first, cols, st.w);
 }
 
-template <int C> inline void key_kernel(const float* w, const float* const* q, int cols, float* scores) {
+template <int C> inline void key_kernel(const float* w, const float* const* q, int cols, vf scale, float* scores) {
   vf s[C];
 #pragma GCC unroll 16
   for (int c = 0; c < C; ++c) s[c] = zero();
@@ -89,31 +94,36 @@ template <int C> inline void key_kernel(const float* w, const float* const* q, i
     for (int c = 0; c < C; ++c) s[c] = fma_(column, set1(q[c][k]), s[c]);
   }
 #pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) store(scores + c * 16, add(load(scores + c * 16), s[c]));
+  for (int c = 0; c < C; ++c) store(scores + c * 16, add(load(scores + c * 16), mul(s[c], scale)));
 }
 
 template <int C>
-void score_queries(const SpanState& st, const KeyStage& stage, int first, int cols, float* scores, int i) {
+void score_queries(const SpanState& st, const KeyStage& stage, int first, int cols, vf scale, float* scores, int i) {
   for (; i + C <= st.count; i += C) {
     const float* x[C];
     for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
-    key_kernel<C>(stage.w, x, cols, scores + i * 16);
+    key_kernel<C>(stage.w, x, cols, scale, scores + i * 16);
   }
-  if constexpr (C > 1) score_queries<fewer(C)>(st, stage, first, cols, scores, i);
+  if constexpr (C > 1) score_queries<fewer(C)>(st, stage, first, cols, scale, scores, i);
 }
 
 // Raw dot products of all queries with the positions of one sub-tile.
 inline void score_sub_tile(const AttentionArgs& a, SpanState& st, int sub, KeyStage& stage) {
   float* scores = &st.scores[sub][0][0];
   for (int i = 0; i < st.count; ++i) store(scores + i * 16, zero());
-  for (int first = 0; first < a.dim_k; first += kKeyCols) {
-    const int cols = a.dim_k - first < kKeyCols ? a.dim_k - first : kKeyCols;
-    stage_keys(st.k + 16 * sub, first, cols, stage);
-    score_queries<kQueryTokens>(st, stage, first, cols, scores, 0);
+  for (int part = 0, first = 0; part < a.k_parts; ++part) {
+    const int end = part + 1 < a.k_parts ? a.dim_v : a.dim_k;
+    const vf scale = load(st.k_scales[part] + 16 * sub);
+    for (int cols; first < end; first += cols) {
+      cols = end - first < kKeyCols ? end - first : kKeyCols;
+      stage_keys(a.kv_type, st.k + 16 * sub, first, cols, stage);
+      score_queries<kQueryTokens>(st, stage, first, cols, scale, scores, 0);
+    }
   }
 }
 
-// Turns the scores of query i into probabilities in place, updates its maximum and sum, rescales its output.
+// Turns the scores of query i into probabilities, times the values' scales, in place; updates its maximum and sum,
+// rescales its output.
 inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, int hi, float* max, float* sum,
                          float* out) {
   vf s[kSubTiles];
@@ -127,7 +137,7 @@ inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, i
   const float alpha = exp1(*max - new_max);
   for (int sub = 0; sub < kSubTiles; ++sub) {
     s[sub] = exp_(kt_sub(s[sub], new_max));
-    store(st.scores[sub][i], s[sub]);
+    store(st.scores[sub][i], mul(s[sub], load(st.v_scales + 16 * sub)));
   }
   *sum = *sum * alpha + reduce_add(add(add(s[0], s[1]), add(s[2], s[3])));
   *max = new_max;
@@ -187,13 +197,19 @@ void add_values_of_queries(const SpanState& st, const ValueStage& values, int64_
   if constexpr (C > 1) add_values_of_queries<fewer(C)>(st, values, tile, width, stride, out, i);
 }
 
+inline void stage_values(KvType type, const uint8_t* const* rows, int d, int width, int lo, int hi, ValueStage& st) {
+  if (type == KvType::F32) return stage_rows<KvType::F32>(rows, d, width, lo, hi, st.v);
+  if (type == KvType::BF16) return stage_rows<KvType::BF16>(rows, d, width, lo, hi, st.v);
+  if (type == KvType::I8) return stage_rows<KvType::I8>(rows, d, width, lo, hi, st.v);
+  stage_rows<KvType::F8>(rows, d, width, lo, hi, st.v);
+}
+
 // Adds positions lo .. hi - 1 of a tile (those that any query sees) to the outputs.
-void add_values_of_tile(const SpanState& st, int64_t tile, int lo, int hi, int dim_v, float* out) {
+void add_values_of_tile(KvType type, const SpanState& st, int64_t tile, int lo, int hi, int dim_v, float* out) {
   ValueStage values;
   for (int d = 0; d < dim_v; d += 16) {
     const int width = dim_v - d < 16 ? dim_v - d : 16;
-    for (int j = lo; j < hi; ++j)
-      store(values.v + j * 16, width == 16 ? load(st.v[j] + d) : load_n(st.v[j] + d, width));
+    stage_values(type, st.v, d, width, lo, hi, values);
     add_values_of_queries<kQueryTokens>(st, values, tile, width, dim_v, out + d, 0);
   }
 }
@@ -211,6 +227,7 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
       for (int d = 0; d < a.dim_v; ++d) out[i * a.dim_v + d] = 0.0f;
     }
   std::memset(st.scores, 0, sizeof st.scores);
+  for (int j = 0; j < kPositionTile; ++j) st.k_scales[0][j] = st.k_scales[1][j] = st.v_scales[j] = 1.0f;
   for (int64_t tile = span.begin; tile < span.end; tile += kPositionTile) {
     int64_t lo = tile + kPositionTile, hi = tile;
     for (int i = 0; i < st.count; ++i) {
@@ -230,7 +247,7 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
       softmax_step(a, st, i, static_cast<int>(from > 0 ? from : 0),
                    static_cast<int>(to < kPositionTile ? to : kPositionTile), maxima + i, sums + i, out + i * a.dim_v);
     }
-    add_values_of_tile(st, tile, static_cast<int>(lo - tile), static_cast<int>(hi - tile), a.dim_v, out);
+    add_values_of_tile(a.kv_type, st, tile, static_cast<int>(lo - tile), static_cast<int>(hi - tile), a.dim_v, out);
   }
 }
 

@@ -13,7 +13,7 @@ void index_heads(const KeyStage& stage, const float* q, int dim, int first, int 
   for (; i + C <= heads; i += C) {
     const float* x[C];
     for (int c = 0; c < C; ++c) x[c] = q + static_cast<int64_t>(i + c) * dim + first;
-    key_kernel<C>(stage.w, x, cols, dots + i * 16);
+    key_kernel<C>(stage.w, x, cols, set1(1.0f), dots + i * 16);
   }
   if constexpr (C > 1) index_heads<fewer(C)>(stage, q, dim, first, cols, heads, dots, i);
 }
@@ -34,7 +34,7 @@ void index_scores(const IndexArgs& a, int64_t row, int64_t begin, int64_t end, f
     for (int h = 0; h < a.num_heads; ++h) store(dots + h * 16, zero());
     for (int first = 0; first < a.dim; first += kKeyCols) {
       const int cols = a.dim - first < kKeyCols ? a.dim - first : kKeyCols;
-      stage_keys(keys, first, cols, stage);
+      stage_keys(KvType::F32, keys, first, cols, stage);
       index_heads<kQueryTokens>(stage, q, a.dim, first, cols, a.num_heads, dots, 0);
     }
     float* to = out + (from - begin);

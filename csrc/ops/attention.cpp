@@ -159,11 +159,11 @@ void attention(WorkerPool& pool, const AttentionArgs& args) {
   WorkerPool::Session session(pool);
   ProfiledOp op(session, Part::Attention, args.num_rows, true);
   const Span<Unit> units = make_units(session, args);
+  const int64_t position = (args.dim_k + args.dim_v) * kv_bytes(args.kv_type);
   int64_t longest = 0, partials = 0;
   for (const Unit& u : units) {
     longest = std::max(longest, u.end - u.begin);
-    op.add_bytes(std::max<int64_t>(0, u.end - u.begin) * (args.dim_k + args.dim_v) *
-                 static_cast<int64_t>(sizeof(float)));
+    op.add_bytes(std::max<int64_t>(0, u.end - u.begin) * position);
     partials += ((u.end - u.begin) / kPositionSplit + 1) * partial_size(kMaxQueries, args.dim_v);
   }
   const bool enough_units = units.count >= 4 * session.num_threads();

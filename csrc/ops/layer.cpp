@@ -7,6 +7,7 @@
 #include <string>
 
 #include "ops/attention.h"
+#include "ops/kv.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
 
@@ -37,9 +38,6 @@ void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionS
   const ProfiledOp op(session, Part::Attention, step.rows, true);
   const KernelTable& kernels = session.kernels();
   for_rows(session, step.rows, kRowsPerTask, [&](int64_t row) {
-    if (step.slots[row] < 0 || step.slots[row] >= step.num_slots)
-      throw std::out_of_range("row " + std::to_string(row) + " goes to slot " + std::to_string(step.slots[row]) +
-                              " of a cache of " + std::to_string(step.num_slots));
     const float *cos = step.cos + row * block.rotary_dims, *sin = step.sin + row * block.rotary_dims;
     const auto prepare = [&](float* heads, int64_t count, int64_t apart, const NormSpec& norm) {
       for (float* head = heads; head < heads + count * apart; head += apart) {
@@ -49,8 +47,13 @@ void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionS
     };
     prepare(q + row * block.num_heads * stride, block.num_heads, stride, block.query);
     prepare(k + row * kv_width, block.num_kv_heads, dim, block.key);
-    std::copy_n(k + row * kv_width, kv_width, step.keys + step.slots[row] * kv_width);
-    std::copy_n(v + row * kv_width, kv_width, step.values + step.slots[row] * kv_width);
+    const int64_t heads = block.num_kv_heads;
+    const auto keep = [&](const float* x, uint8_t* data, float* scales) {
+      write_kv_row(kernels, {step.kv_type, data, kv_width, dim, scales, heads, 1, step.num_slots, dim, 0}, x, dim,
+                   heads, row, step.slots[row]);
+    };
+    keep(k + row * kv_width, step.keys, step.key_scales);
+    keep(v + row * kv_width, step.values, step.value_scales);
   });
 }
 
@@ -212,6 +215,12 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
   place_heads(pool, block, step, q, k, v);
   AttentionArgs a{};
   a.q = q;
+  a.kv_type = step.kv_type;
+  a.k_parts = 1;
+  a.k_scales = step.key_scales;
+  a.v_scales = step.value_scales;
+  a.k_scale_slot = a.v_scale_slot = block.num_kv_heads;
+  a.k_scale_head = a.v_scale_head = 1;
   a.k = step.keys;
   a.v = step.values;
   a.out = normed;  // read by the projections only, which are done

@@ -33,8 +33,10 @@ struct AttentionBlock {
 struct AttentionStep {
   int64_t rows;
   const float *cos, *sin;
-  float *keys, *values;  // [slots, kv heads, head_dim], contiguous
-  const int64_t* slots;  // [rows]
+  KvType kv_type;
+  uint8_t *keys, *values;            // [slots, kv heads, head_dim], contiguous
+  float *key_scales, *value_scales;  // [slots, kv heads], contiguous; of codes, else nullptr
+  const int64_t* slots;              // [rows]
   const int32_t* block_table;
   int64_t num_seqs, max_pages, table_stride, page_size, num_slots;
   const int32_t* seq_ids;

@@ -110,13 +110,23 @@ struct GatedNormSpec {
   ActKind act;
 };
 
+// What keys and values are kept in. I8 and F8 (e4m3) are codes that a scale is multiplied with, see kernels/kv.inl.
+enum class KvType : int32_t { F32 = 0, BF16 = 1, I8 = 2, F8 = 3 };
+
+constexpr int64_t kv_bytes(KvType type) { return type == KvType::F32 ? 4 : type == KvType::BF16 ? 2 : 1; }
+constexpr bool has_scales(KvType type) { return kv_bytes(type) == 1; }
+
 struct AttentionArgs {
   const float* q;  // [T, Hq, Dk]
-  const float* k;
-  const float* v;
+  KvType kv_type;
+  const uint8_t* k;
+  const uint8_t* v;
   float* out;             // [T, Hq, Dv]
   int64_t q_row, q_head;  // strides in elements
   int64_t k_slot, k_head, v_slot, v_head;
+  const float *k_scales, *v_scales;  // [slots, heads, parts], of codes; their strides
+  int64_t k_scale_slot, k_scale_head, v_scale_slot, v_scale_head;
+  int k_parts;  // scales of a key: 2 where the first dim_v dimensions have one and the others another
   const int32_t* block_table;
   int64_t table_stride;
   int64_t num_seqs, max_pages;  // size of block_table
@@ -203,6 +213,8 @@ struct KernelTable {
   void (*attention_span)(const AttentionArgs& args, const AttentionSpan& span, float* maxima, float* sums, float* out);
   void (*attention_merge)(float* max, float* sum, float* out, float max2, float sum2, const float* out2, int dim_v);
   void (*attention_finish)(float max, float sum, const float* acc, const float* sink, int dim_v, float* out);
+  // n numbers of a head as the cache keeps them, see kv.inl. scale: of codes, one number.
+  void (*store_kv)(KvType type, const float* x, int64_t n, uint8_t* out, float* scale);
   // See recurrent.inl. memory: of the thread, as much as ops/recurrent.cpp says.
   void (*causal_conv)(const ConvArgs& args, const RecurrentTask& task, float* memory);
   void (*delta_scan)(const ScanArgs& args, const RecurrentTask& task, float* memory);

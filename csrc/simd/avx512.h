@@ -46,6 +46,7 @@ inline vi andi(vi x, vi y) { return {_mm512_and_si512(x.v, y.v)}; }
 inline vi ori(vi x, vi y) { return {_mm512_or_si512(x.v, y.v)}; }
 inline vi maxi(vi x, vi y) { return {_mm512_max_epi32(x.v, y.v)}; }
 template <int N> inline vi shl(vi x) { return {_mm512_slli_epi32(x.v, N)}; }
+template <int N> inline vi sar(vi x) { return {_mm512_srai_epi32(x.v, N)}; }
 inline vf to_float(vi x) { return {_mm512_cvtepi32_ps(x.v)}; }
 inline vi to_int(vf x) { return {_mm512_cvtps_epi32(x.v)}; }
 inline vi bits(vf x) { return {_mm512_castps_si512(x.v)}; }
@@ -86,6 +87,9 @@ inline vd add_exponent(vd x, vd t) {
 inline vd keep_from(vd x, vd least) { return {_mm512_maskz_mov_pd(_mm512_cmp_pd_mask(x.v, least.v, _CMP_GE_OQ), x.v)}; }
 
 inline void store_int8(int8_t* p, vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
+inline vi load_s8(const uint8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 inline vf load_bf16(const uint8_t* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};

@@ -55,6 +55,7 @@ template <int N> inline vi shl(vi a) {
   KT_LANES a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N);
   return a;
 }
+template <int N> inline vi sar(vi a) { KT_LANES a.v[i] >>= N; return a; }
 inline vf to_float(vi a) { vf r; KT_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
 // Round to nearest, ties to even (the mode that the pool sets on every thread).
 inline vi to_int(vf a) { vi r; KT_LANES r.v[i] = static_cast<int32_t>(__builtin_rintf(a.v[i])); return r; }
@@ -114,6 +115,7 @@ inline vd keep_from(vd x, vd least) { KT_LANES8 x.v[i] = x.v[i] >= least.v[i] ? 
 
 // Values are within [-128, 127].
 inline void store_int8(int8_t* p, vi a) { KT_LANES p[i] = static_cast<int8_t>(a.v[i]); }
+inline vi load_s8(const uint8_t* p) { vi r; KT_LANES r.v[i] = static_cast<int8_t>(p[i]); return r; }
 inline vf load_bf16(const uint8_t* p) {
   vf r;
   KT_LANES {

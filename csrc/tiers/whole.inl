@@ -2,6 +2,7 @@
 #include "tiers/products.inl"
 
 #include "kernels/rows.inl"
+#include "kernels/kv.inl"
 #include "kernels/attention.inl"
 #include "kernels/recurrent.inl"
 #include "kernels/index.inl"
@@ -30,6 +31,7 @@ constexpr KernelTable whole_tier(const char* name) {
           attention_span,
           attention_merge,
           attention_finish,
+          store_kv,
           causal_conv,
           delta_scan,
           linear_scan,

@@ -124,15 +124,14 @@ def quantize_kv(rows: Tensor, dtype: torch.dtype, split: int = 0) -> tuple[Tenso
     """
     if dtype.itemsize > 1:
         return rows.to(dtype), None
-    most = 127.0 if dtype is torch.int8 else 448.0
     codes, scales = [], []
     for part in rows.split((split, rows.shape[-1] - split), dim=-1) if split else (rows,):
         largest = part.abs().amax(-1, keepdim=True)
-        is_used = (largest >= 2.0**-100) & largest.isfinite()
-        scaled = part * torch.where(is_used, most / largest, 0.0)
-        scaled = torch.where(scaled.isfinite(), scaled, 0.0)
-        codes.append(scaled.round().to(dtype) if dtype is torch.int8 else scaled.clamp(-most, most).to(dtype))
-        scales.append(torch.where(is_used, largest / most, torch.where(largest.isfinite(), 0.0, torch.nan)))
+        most = torch.full_like(largest, 127.0 if dtype is torch.int8 else 448.0)
+        is_used, is_finite = (largest >= 2.0**-100) & largest.isfinite(), largest.isfinite()
+        scaled = torch.where(is_used, part, 0.0) * torch.where(is_used, most / largest, 0.0)
+        codes.append(scaled.round().to(dtype) if dtype is torch.int8 else scaled.to(dtype))
+        scales.append(torch.where(is_used, largest / most, torch.where(is_finite, 0.0, torch.nan)))
     return torch.cat(codes, dim=-1), torch.cat(scales, dim=-1)
 
 

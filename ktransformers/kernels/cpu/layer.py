@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, layout_of
+from ktransformers.kernels.cpu.kv import KvScales, check_scales, kv_type
 from ktransformers.kernels.cpu.moe import MoeKernel
 from ktransformers.kernels.cpu.recurrent import GATES, native_step
 from ktransformers.kernels.cpu.router import RouterSpec
@@ -26,6 +27,7 @@ __all__ = [
     "DeltaNet",
     "GatedMlp",
     "LayerBuffers",
+    "LayerKv",
     "MlpLayer",
     "MoeLayer",
     "Norm",
@@ -92,6 +94,27 @@ class AttentionStep:
     kv_lens: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """A layer's cache: keys, values [slots, Hkv, D] of any type that attention reads, contiguous, and their scales."""
+
+    keys: Tensor
+    values: Tensor
+    scales: KvScales = (None, None)
+
+    def native(self, heads: int, dim: int) -> tuple[int, int, int, int, int]:
+        """Type and addresses. Raises TypeError or ValueError for tensors that do not fit."""
+        parts = []
+        for name, cache, scales in (("keys", self.keys, self.scales[0]), ("values", self.values, self.scales[1])):
+            check_tensor(name, cache, (None, heads, dim), self.keys.dtype)
+            address = check_scales(f"scales of {name}", scales, cache, 1)[0]
+            if scales is not None:
+                check_tensor(f"scales of {name}", scales, (self.keys.shape[0], heads, 1))
+            parts.append((cache.data_ptr(), address))
+        (keys, key_scales), (values, value_scales) = parts
+        return kv_type("keys", self.keys), keys, values, key_scales, value_scales
+
+
 class AttentionLayer:
     """x += o(attention(rotate(norm(q)), rotate(norm(k)), v)) over the cache, with q, k, v projections of norm(x).
 
@@ -131,14 +154,11 @@ class AttentionLayer:
             layer,
         )
 
-    def forward(
-        self, x: Tensor, keys: Tensor, values: Tensor, step: AttentionStep, pool: WorkerPool, buffers: Any
-    ) -> None:
-        """keys, values fp32 [slots, Hkv, D], contiguous. Raises IndexError or ValueError for slots outside of them."""
+    def forward(self, x: Tensor, cache: LayerKv, step: AttentionStep, pool: WorkerPool, buffers: Any) -> None:
+        """Raises IndexError or ValueError for slots outside of the cache."""
         rows = x.shape[0]
         check_tensor("x", x, (None, self.hidden_size))
-        for name, cache in (("keys", keys), ("values", values)):
-            check_tensor(name, cache, (None, self._kv_heads, self._head_dim))
+        native = cache.native(self._kv_heads, self._head_dim)
         for name, table in (("cos", step.cos), ("sin", step.sin)):
             check_tensor(name, table, (rows, self._rotary_dims))
         for name, numbers, dtype in (
@@ -149,10 +169,10 @@ class AttentionLayer:
             check_tensor(name, numbers, (rows,), dtype)
         table = step.block_table
         check_tensor("block_table", table, (None, None), torch.int32)
-        sizes = (rows, table.shape[0], table.shape[1], table.stride(0), step.page_size, keys.shape[0])
+        sizes = (rows, table.shape[0], table.shape[1], table.stride(0), step.page_size, cache.keys.shape[0])
         self._block.forward(
-            pool.handle, buffers, x.data_ptr(), step.cos.data_ptr(), step.sin.data_ptr(), keys.data_ptr(),
-            values.data_ptr(), step.slots.data_ptr(), table.data_ptr(), step.seq_ids.data_ptr(),
+            pool.handle, buffers, x.data_ptr(), step.cos.data_ptr(), step.sin.data_ptr(), native,
+            step.slots.data_ptr(), table.data_ptr(), step.seq_ids.data_ptr(),
             step.kv_lens.data_ptr(), sizes,
         )  # fmt: skip
 

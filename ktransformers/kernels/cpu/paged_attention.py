@@ -6,26 +6,19 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
+from ktransformers.kernels.cpu.kv import KvScales, check_cache, check_scales, kv_type
 from ktransformers.kernels.extension import extension
 
 __all__ = ["attention", "row_numbers"]
 
 
-def _check_cache(name: str, cache: Tensor) -> None:
-    if cache.dtype != torch.float32:
-        raise TypeError(f"{name} must be torch.float32, got {cache.dtype}")
-    if cache.device.type != "cpu" or cache.dim() != 3 or (cache.numel() and cache.stride(2) != 1):
-        raise ValueError(
-            f"{name} must be a CPU tensor [slots, kv heads, dim] whose last dimension is contiguous, "
-            f"got shape {list(cache.shape)} with strides {cache.stride()}"
-        )
-
-
 def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Check that q [T, Hq, Dk] and the two caches fit one another."""
     check_tensor("q", q, (None, None, None))
-    _check_cache("k_cache", k_cache)
-    _check_cache("v_cache", v_cache)
+    check_cache("k_cache", k_cache)
+    check_cache("v_cache", v_cache)
+    if k_cache.dtype != v_cache.dtype:
+        raise TypeError(f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: give one type")
     slots, num_kv_heads, _ = v_cache.shape
     if tuple(k_cache.shape) != (slots, num_kv_heads, q.shape[2]):
         expected = [slots, num_kv_heads, q.shape[2]]
@@ -60,6 +53,7 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     is_chunked: bool = False,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    scales: KvScales = (None, None),
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv].
@@ -72,6 +66,8 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     last `window` of them, or, is_chunked, those from the last multiple of `window` up to its own; a row that sees
     nothing gives zeros. sinks: fp32 [Hq], a virtual logit per head (gpt_oss).
     softcap > 0: scores become softcap * tanh(score / softcap) (gemma2).
+    Both caches are fp32, bf16, or codes, int8 or e4m3, with scales: of keys [slots, Hkv, 1], or [slots, Hkv, 2] where
+    their first Dv dimensions have the first one (MLA), of values [slots, Hkv, 1].
     Raises ValueError when a page that a row sees lies outside the cache or the table.
     """
     _check_heads(q, k_cache, v_cache)
@@ -84,12 +80,18 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     lens = row_numbers("kv_lens", kv_lens, num_rows)
     if sinks is not None:
         check_tensor("sinks", sinks, (num_heads,))
+    of_keys = check_scales("scales of keys", scales[0], k_cache, 2)
+    of_values = check_scales("scales of values", scales[1], v_cache, 1)
+    if of_keys[3] == 2 and dim_v >= dim_k:
+        raise ValueError(f"keys of {dim_k} dimensions have no two parts, the first of {dim_v}")
     result = output(out, (num_rows, num_heads, dim_v), q)
     extension.attention(
         pool.handle,
         q.data_ptr(),
+        kv_type("k_cache", k_cache),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
+        (*of_keys, *of_values[:3]),
         result.data_ptr(),
         (num_rows, num_heads, num_kv_heads, dim_k, dim_v, slots),
         (q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.cache.paged import LayerShape
+from ktransformers.cache.paged import LayerShape, Scales
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
@@ -87,11 +87,12 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
     if context.cache.is_on_gpu(layer_idx):
         return _gpu_attention(rows, keys, values, context, scale, options, selection)[None], None
+    scales = context.cache.scales(layer_idx)
     if shape.shares is None:
-        keys[context.slot_mapping] = rows[1]
-        values[context.slot_mapping] = rows[2]
+        for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
+            cpu.write_kv(made, context.slot_mapping, cache, of, context.pool)
     if selection is not None:
-        return _attend_to_chosen(rows[0], keys, values, selection, scale, context.pool)[None], None
+        return _attend_to_chosen(rows[0], (keys, values), scales, selection, scale, context.pool)[None], None
     out = cpu.attention(
         rows[0].contiguous(),
         keys,
@@ -102,6 +103,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         context.kv_lens,
         scale,
         context.pool,
+        scales=scales,
         **options,
     )
     return out[None], None
@@ -175,8 +177,8 @@ def _selection(
 
 def _attend_to_chosen(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    scales: Scales,
     selection: Selection,
     scale: float,
     pool: cpu.WorkerPool | None,
@@ -187,6 +189,7 @@ def _attend_to_chosen(
     None on a GPU.
     """
     num_rows, num_heads, dim = query.shape
+    keys, values = cache
     kv_heads, dim_v = values.shape[1:]
     if len(selection.counts) == num_rows:
         chosen = (query, keys, values, selection.slots, 1, selection.seq_ids, selection.counts, scale)
@@ -198,7 +201,11 @@ def _attend_to_chosen(
     rows = query.reshape(num_rows * kv_heads, num_heads // kv_heads, dim)
     caches = keys.view(-1, 1, dim), values.view(-1, 1, dim_v)
     given = (rows, *caches, table, 1, selection.seq_ids, selection.counts, scale)
-    out = attention(*given) if pool is None else cpu.attention(*given, pool)
+    if pool is None:
+        out = attention(*given)
+    else:
+        of_keys, of_values = (None if of is None else of.view(-1, 1, 1) for of in scales)
+        out = cpu.attention(*given, pool, scales=(of_keys, of_values))
     return out.view(num_rows, num_heads, dim_v)
 
 
@@ -232,7 +239,7 @@ def _gpu_attention(
         q_out=torch.empty(rows[0].shape, dtype=keys.dtype, device=keys.device),
     )
     if selection is not None:
-        return _attend_to_chosen(query, keys, values, selection, scale, None)
+        return _attend_to_chosen(query, (keys, values), (None, None), selection, scale, None)
     return attention(
         query,
         keys,

@@ -246,7 +246,9 @@ class KMLAAttention(WrapperOperator):
         q = self._scaled(q, forward_context)
         query = self._absorbed_query(q, cos, sin, is_interleaved, pool)
         keys, values = forward_context.cache.layer(self.layer_idx)
-        keys[forward_context.slot_mapping] = self._latent(hidden_states, cos, sin, is_interleaved)
+        scales = forward_context.cache.scales(self.layer_idx)
+        row = self._latent(hidden_states, cos, sin, is_interleaved)
+        cpu.write_kv(row, forward_context.slot_mapping, keys, scales[0], pool, split=self.rank)
         given = kwargs.get("prev_topk_indices")
         selection = self._selection(hidden_states, compressed, (cos, sin), forward_context, given)
         if selection is None:
@@ -255,8 +257,8 @@ class KMLAAttention(WrapperOperator):
         else:
             table, page_size, seq_ids, kv_lens = selection.slots, 1, selection.seq_ids, selection.counts
         places = (table, page_size, seq_ids, kv_lens)
-        spec = self.spec
-        latent = cpu.attention(query, keys, values, *places, spec.scale, pool, window=spec.window, sinks=self._sinks)
+        options: dict[str, Any] = {"window": self.spec.window, "sinks": self._sinks, "scales": scales}
+        latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, **options)
         return self._result(self._output(hidden_states, cpu.batched_linear(latent, self._v_b, pool), gate), selection)
 
     @property

@@ -27,6 +27,7 @@ from ktransformers.kernels.cpu.layer import (
     DeltaNet,
     GatedMlp,
     LayerBuffers,
+    LayerKv,
     MlpLayer,
     MoeLayer,
     Norm,
@@ -258,8 +259,8 @@ class FusedLayer(nn.Module):
             cos[0], sin[0], context.slot_mapping, context.block_table, context.page_size, context.seq_ids,
             context.kv_lens,
         )  # fmt: skip
-        keys, values = context.cache.layer(self.layer_idx)
-        self.attention.forward(rows, keys, values, step, self.pool, self.memory)
+        cache = LayerKv(*context.cache.layer(self.layer_idx), context.cache.scales(self.layer_idx))
+        self.attention.forward(rows, cache, step, self.pool, self.memory)
 
 
 def _native_parts(

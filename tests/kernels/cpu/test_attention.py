@@ -144,7 +144,7 @@ def test_bad_arguments_are_named(pool):
         run(k=k[..., :16])
     with pytest.raises(ValueError, match="last dimension is contiguous"):
         run(v=v.transpose(1, 2))
-    with pytest.raises(TypeError, match=r"v_cache must be torch\.float32"):
+    with pytest.raises(TypeError, match=r"v_cache must be one of torch\.float32, torch\.bfloat16"):
         run(v=v.half())
     with pytest.raises(TypeError, match=r"block_table must be torch\.int32"):
         run(table=table.long())
