@@ -39,8 +39,9 @@ def attention(
     """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in `cpu.attention`.
 
     q, out: fp16, bf16 or fp32; k_cache [slots, Hkv, Dk], v_cache [slots, Hkv, Dv]: one of these types, in which the
-    products are taken (fp32 accumulators); or codes, int8 or e4m3, with scales of keys and values, fp32 [slots, Hkv, 1]:
-    then q is bf16 or fp32, and products are taken in its type. seq_ids, kv_lens: int32 or int64. out: made like q when None.
+    products are taken (fp32 accumulators); or codes, int8 or e4m3, with scales of keys and of values, fp32
+    [slots, Hkv, 1]: then q is bf16 or fp32, and products are taken in its type. seq_ids, kv_lens: int32 or int64. out:
+    made like q when None.
     workspace: fp32 of `workspace_numel`, made when None, at least for one row;
     give it and `out` and nothing is allocated. counters: int32, all 0 before and after; with one for each row and KV
     head, a decode step of few heads per KV head is one launch instead of two. Calls that share a workspace or counters

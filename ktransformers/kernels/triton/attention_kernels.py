@@ -9,8 +9,8 @@ with the running maximum and sum of Milakov and Gimelshein (arXiv 1805.02867) as
             so that 80, 96, 192 or 576 columns cost 80, 96, 192 or 576 and not the next power of two
     COMPUTE the type of the products: the cache's own, but fp32 for bf16 in the interpreter, which cannot multiply it
     SHARED  latent attention: a value is the first DV0 columns of its key and is not loaded again
-    CODES   the cache holds codes of 8 bits (kv_codes.py), whose scales multiply what the products give: of a key its
-            logits, of a value its probabilities; so they are products of codes as they are. COMPUTE is the queries' type
+    CODES   the cache holds codes of 8 bits (kv_codes.py), which are multiplied as they are, in the queries' type; the
+            scale of a key multiplies its logits, that of a value its probabilities
 
 The cache's strides are constants: Triton takes of an argument only whether it is a multiple of 16, and without knowing
 that 40 is one of 8 it reads keys two bytes at a time, which cannot be prefetched into shared memory.
@@ -58,25 +58,10 @@ def _slots(table_ptr, start, positions, keep, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 
 @jit
-def _scales_of(ks_ptr, vs_ptr, kv_head, ks_head, vs_head, SHARED: tl.constexpr, CODES: tl.constexpr):
-    """The scales of a head's keys and values; a value that is its key's beginning has none of its own."""
-    ks_base, vs_base = ks_ptr, ks_ptr
-    if CODES:
-        ks_base = ks_ptr + kv_head * ks_head
-        vs_base = ks_base
-        if not SHARED:
-            vs_base = vs_ptr + kv_head * vs_head
-    return ks_base, vs_base
-
-
-@jit
 def _of_slots(scale_ptr, slots, stride, keep, MASK: tl.constexpr):
     """Scales [1, BLOCK_N] of some slots; with MASK, 0 where not `keep`."""
-    if MASK:
-        scales = tl.load(scale_ptr + slots * stride, mask=keep, other=0.0)
-    else:
-        scales = tl.load(scale_ptr + slots * stride)
-    return scales[None, :]
+    pointers = scale_ptr + slots * stride
+    return (tl.load(pointers, mask=keep, other=0.0) if MASK else tl.load(pointers))[None, :]
 
 
 @jit
@@ -86,7 +71,7 @@ def _tanh(x):
 
 
 @jit
-def _attend(
+def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
     m, total, acc0, acc1, q0, q1, k_ptr, v_ptr, ks_ptr, vs_ptr, k_slot, v_slot, ks_slot, vs_slot, table_ptr,
     row_lo, row_hi, start, stop, end, scale, softcap,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
@@ -107,14 +92,16 @@ def _attend(
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if CODES:
             of_keys = _of_slots(ks_ptr, slots, ks_slot, keep, MASKED)
+            if SHARED:  # what is rotated has a scale of its own
+                s *= of_keys
         if DK1 > 0:
             k1 = widened(_tile(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED), COMPUTE)
-            if CODES and SHARED:  # the rotated part has a scale of its own
+            if CODES and SHARED:
                 rotated = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-                s = s * of_keys + rotated * _of_slots(ks_ptr + 1, slots, ks_slot, keep, MASKED)
+                s += rotated * _of_slots(ks_ptr + 1, slots, ks_slot, keep, MASKED)
             else:
                 s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-        if CODES and not (SHARED and DK1 > 0):
+        if CODES and not SHARED:
             s *= of_keys
         s *= scale
         if HAS_SOFTCAP:
@@ -129,15 +116,12 @@ def _attend(
         p = tl.exp2(s - shift[:, None])
         decay = tl.exp2(m - shift)
         total = total * decay + tl.sum(p, 1)
-        if SHARED:  # noqa: SIM108 (decided while compiling: only one side exists)
+        if SHARED:
             v0 = k0
         else:
             v0 = widened(_tile(v_ptr, slots, v_slot, keep, 0, DV if DV1 == 0 else DV0, DV0, MASKED), COMPUTE)
         if CODES:
-            if SHARED:
-                p *= of_keys
-            else:
-                p *= _of_slots(vs_ptr, slots, vs_slot, keep, MASKED)
+            p *= of_keys if SHARED else _of_slots(vs_ptr, slots, vs_slot, keep, MASKED)
         p = p.to(v0.dtype)
         acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=PRECISION)
         if DV1 > 0:
@@ -234,7 +218,7 @@ def decode_kernel(
     acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
     row_hi = tl.zeros([BLOCK_M], tl.int32) + length
     table = table_ptr + tl.load(seq_ptr + row).to(tl.int64) * table_row
-    ks_base, vs_base = _scales_of(ks_ptr, vs_ptr, kv_head, ks_head, vs_head, SHARED, CODES)
+    ks_base, vs_base = ks_ptr + kv_head * ks_head, vs_ptr + kv_head * vs_head
     m, total, acc0, acc1 = _attend(
         m, total, acc0, acc1, q0, q1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, ks_base, vs_base,
         k_slot, v_slot, ks_slot, vs_slot, table, _oldest(row_hi, window), row_hi, start, stop, length, scale, softcap,
@@ -393,7 +377,7 @@ def prefill_kernel(
     mine = (local < TOKENS * HEADS) & (rows < num_rows) & (in_group < GROUP)
     seqs = tl.load(seq_ptr + rows, mask=mine, other=0).to(tl.int32)
     k_base, v_base = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head
-    ks_base, vs_base = _scales_of(ks_ptr, vs_ptr, kv_head, ks_head, vs_head, SHARED, CODES)
+    ks_base, vs_base = ks_ptr + kv_head * ks_head, vs_ptr + kv_head * vs_head
     if SHARES == 1:
         _prefill_run(
             mine, rows, heads, seqs, q_ptr, k_base, v_base, ks_base, vs_base, table_ptr, len_ptr, sink_ptr,

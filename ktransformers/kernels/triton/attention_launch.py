@@ -248,9 +248,10 @@ def _strides(call: Call) -> tuple[int, ...]:
     return (q.stride(0), q.stride(1), *caches, *scales, call.block_table.stride(0))
 
 
-def _caches(call: Call) -> tuple[Tensor | None, ...]:
-    """Keys and values, then their scales, None without."""
-    return bits_of(call.k_cache), bits_of(call.v_cache), *call.scales
+def _caches(call: Call) -> tuple[Tensor, ...]:
+    """Keys and values, then their scales; without, any tensor takes their places and is not read."""
+    caches = bits_of(call.k_cache), bits_of(call.v_cache)
+    return *caches, *(caches[0] if of is None else of for of in call.scales)
 
 
 def _scales(call: Call) -> tuple[float, float]:

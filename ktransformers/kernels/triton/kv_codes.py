@@ -1,9 +1,9 @@
 """Keys and values in 8 bits, with a scale for each position and head: how kernels write and read them. Knows tensors.
 
-A code times its scale is the value; `kernels.reference.quantize_kv` states the arithmetic. Codes are int8, or FP8 (e4m3),
-which kernels are given as its bits in uint8: GPUs before compute capability 8.9 do not know the type. Of a latent key the
-latent and the rotated part have a scale each. Codes are widened in registers to the type of the products, which holds
-all of them exactly: products of FP8 with FP8 would take queries and probabilities of 3 bits.
+A code times its scale is the value; `kernels.reference.quantize_kv` states the arithmetic. Codes are int8, or FP8
+(e4m3), of which kernels are given the bits, in uint8: GPUs before compute capability 8.9 do not know the type. Of a
+latent key the latent and the rotated part have a scale each. Codes are widened in registers to the type of the
+products, which holds all of them exactly: products of FP8 with FP8 would take queries and probabilities of 3 bits.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def widen_latents(cache: Tensor, scales: Tensor | None, rank: int, slots: Tensor
     """The latent keys of some slots as rows of numbers.
 
     cache: codes [slots, 1, R + P], scales fp32 [slots, 1, 2]. rank: R. slots: int32 or int64 [L], or a slice of L with
-    a start and no step. out: [L, R + P], fp16, bf16 or fp32. Raises TypeError or ValueError for what does not fit; slots
-    are not checked.
+    a start and no step. out: [L, R + P], fp16, bf16 or fp32. Raises TypeError or ValueError for what does not fit;
+    slots are not checked.
     """
     num_rows, width = out.shape
     check_cache("cache", cache, scales, (None, 1, width), parts=2)

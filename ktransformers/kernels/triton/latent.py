@@ -93,8 +93,8 @@ def norm_to_cache(
         held = cache if scales is None else scales  # nothing is written to the former as scales
         _norm_kernel[(rows, 1 if out is None else 2)](
             compressed, q, bits_of(cache), held, q_out, slot_mapping, cos, sin, kv_norm[0], q_norm[0],
-            compressed.stride(0), q.stride(0), cache.stride(0), held.stride(0), q_out.stride(0), cache.shape[0], cos.stride(0),
-            float(kv_norm[1]), float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
+            compressed.stride(0), q.stride(0), cache.stride(0), held.stride(0), q_out.stride(0), cache.shape[0],
+            cos.stride(0), float(kv_norm[1]), float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
             HALF_P2=power_of_two(rotary // 2), Q_WIDTH=width, Q_P2=power_of_two(width), INTERLEAVED=is_interleaved,
             HAS_CODES=scales is not None, num_warps=4,
         )  # fmt: skip

@@ -315,8 +315,9 @@ def latent_to_cache(
 
     q_rot: [T, Hq, P], the rotary part of the queries. compressed: [T, R + P], the latent before its norm and the
     shared key. norm_weight: [R]. cache: [slots, 1, R + P]; row t's slot gets the normalized latent, then the rotated
-    key. scales: of a cache of codes, fp32 [slots, 1, 2], for the latent and the rotated key. q_out: [T, Hq, P], made like q_rot when None; a view of the last P columns of the absorbed queries
-    [T, Hq, R + P] saves a copy; must not be q_rot when interleaved. The others as in `rope_to_cache`.
+    key. scales: of a cache of codes, fp32 [slots, 1, 2], for the latent and for the rotated key. q_out: [T, Hq, P],
+    made like q_rot when None; a view of the last P columns of the absorbed queries [T, Hq, R + P] saves a copy; must
+    not be q_rot when interleaved. The others as in `rope_to_cache`.
     """
     num_rows, num_heads, rotary = q_rot.shape
     rank = norm_weight.shape[0]
