@@ -3,7 +3,7 @@
 A code times its scale is the value; `kernels.reference.quantize_kv` states the arithmetic. Codes are int8, or FP8
 (e4m3), of which kernels are given the bits, in uint8: GPUs before compute capability 8.9 do not know the type. Of a
 latent key the latent and the rotated part have a scale each. Codes are widened in registers to the type of the
-products, which holds all of them exactly: products of FP8 with FP8 would take queries and probabilities of 3 bits.
+products, which holds all of them exactly: products of FP8 with FP8 would take queries and probabilities of 4 bits.
 """
 
 from __future__ import annotations
@@ -132,18 +132,15 @@ def widened(tile, COMPUTE: tl.constexpr):
     return tile.to(COMPUTE)
 
 
-@jit(do_not_specialize=["first", "num_rows"], do_not_specialize_on_alignment=["slot_ptr"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slot_ptr"])
 def _widen_kernel(
-    cache_ptr, scale_ptr, slot_ptr, out_ptr, cache_slot, scale_slot, out_row, first, num_rows,
+    cache_ptr, scale_ptr, slot_ptr, out_ptr, cache_slot, scale_slot, out_row, num_rows,
     RANK: tl.constexpr, RANK_P2: tl.constexpr, ROPE: tl.constexpr, ROPE_P2: tl.constexpr, ROWS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(num_rows, ROWS),): the latents of ROWS slots, those behind `first` where none are given."""
+    """Grid (cdiv(num_rows, ROWS),): the latents of ROWS slots."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     keep = rows < num_rows
-    slots = rows + first
-    if HAS_SLOTS:
-        slots = tl.load(slot_ptr + rows, mask=keep, other=0).to(tl.int64)
+    slots = tl.load(slot_ptr + rows, mask=keep, other=0).to(tl.int64)
     source, out = cache_ptr + slots[:, None] * cache_slot, out_ptr + rows[:, None] * out_row
     scales = scale_ptr + slots * scale_slot
     columns = tl.arange(0, RANK_P2)[None, :]
@@ -158,26 +155,24 @@ def _widen_kernel(
     tl.store(out + rest, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def widen_latents(cache: Tensor, scales: Tensor | None, rank: int, slots: Tensor | slice, out: Tensor) -> None:
+def widen_latents(cache: Tensor, scales: Tensor | None, rank: int, slots: Tensor, out: Tensor) -> None:
     """The latent keys of some slots as rows of numbers.
 
-    cache: codes [slots, 1, R + P], scales fp32 [slots, 1, 2]. rank: R. slots: int32 or int64 [L], or a slice of L with
-    a start and no step. out: [L, R + P], fp16, bf16 or fp32. Raises TypeError or ValueError for what does not fit;
-    slots are not checked.
+    cache: codes [slots, 1, R + P], scales fp32 [slots, 1, 2]. rank: R. slots: int32 or int64 [L]. out: [L, R + P],
+    fp16, bf16 or fp32. Raises TypeError or ValueError for what does not fit; slots are not checked.
     """
     num_rows, width = out.shape
     check_cache("cache", cache, scales, (None, 1, width), parts=2)
     check_float("out", out, (None, None))
     if scales is None or not 0 < rank < width:
         raise ValueError(f"latents of {width} columns want codes and a rank below that, got {cache.dtype} and {rank}")
-    first, ids = (slots.start, None) if isinstance(slots, slice) else (0, slots)
-    if ids is not None and (ids.dtype not in (torch.int32, torch.int64) or tuple(ids.shape) != (num_rows,)):
-        raise ValueError(f"slots must be int32 or int64 [{num_rows}], got {ids.dtype} {list(ids.shape)}")
+    if slots.dtype not in (torch.int32, torch.int64) or tuple(slots.shape) != (num_rows,) or not slots.is_contiguous():
+        raise ValueError(f"slots must be int32 or int64 [{num_rows}], got {slots.dtype} {list(slots.shape)}")
     if num_rows == 0:
         return
     codes = bits_of(cache)
     _widen_kernel[(-(-num_rows // _ROWS_PER_PROGRAM),)](
-        codes, scales, ids, out, codes.stride(0), scales.stride(0), out.stride(0), first, num_rows,
+        codes, scales, slots, out, codes.stride(0), scales.stride(0), out.stride(0), num_rows,
         RANK=rank, RANK_P2=power_of_two(rank), ROPE=width - rank, ROPE_P2=power_of_two(width - rank),
-        ROWS=_ROWS_PER_PROGRAM, HAS_SLOTS=ids is not None, num_warps=4,
+        ROWS=_ROWS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip

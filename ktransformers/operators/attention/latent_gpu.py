@@ -186,15 +186,17 @@ class GpuLatent:
         """The rows of a batch of sequences: some heads' keys and values at a time are expanded, then attended to."""
         assert step.workspace is not None, "an expansion comes with its workspace"
         num_positions, rank, v_dim = batch.num_positions, self.rank, self.v_b.shape[2]
-        room, latents = _Room(step.workspace), step.cache[:, 0]
-        if step.scales is None and isinstance(batch.slots, slice):
-            gathered = latents[batch.slots]
+        room, latents, slots = _Room(step.workspace), step.cache[:, 0], batch.slots
+        if step.scales is None and isinstance(slots, slice):
+            gathered = latents[slots]
         else:
             gathered = room.take(num_positions, latents.shape[1])
-            if step.scales is not None:
-                widen_latents(step.cache, step.scales, rank, batch.slots, gathered)
+            if isinstance(slots, slice):
+                slots = torch.arange(slots.start, slots.stop, device=latents.device)
+            if step.scales is None:
+                torch.index_select(latents, 0, slots, out=gathered)
             else:
-                torch.index_select(latents, 0, batch.slots, out=gathered)
+                widen_latents(step.cache, step.scales, rank, slots, gathered)
         all_keys = room.take(batch.num_heads, num_positions, self.k_b.shape[1])
         all_values = room.take(batch.num_heads, num_positions, v_dim)
         for first in range(0, q.shape[1], batch.num_heads):

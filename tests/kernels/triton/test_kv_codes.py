@@ -128,10 +128,10 @@ def test_latents_and_shared_keys(dtype, device):
             latent_to_cache(q_rot, compressed, weight, 1e-6, cos, sin, cache, slots, scales=scales)
         near((cache, scales), plain.cpu(), dtype)
         want = numbers(cache, scales, RANK)[:, 0]
-        for chosen in (slice(2, 7), torch.tensor([7, 0, 0], device=device)):
-            out = torch.full((want[chosen].shape[0], RANK + ROPE), float("nan"), device=device)
-            widen_latents(cache, scales, RANK, chosen, out)
-            assert torch.equal(out, want[chosen])
+        for chosen in (torch.arange(2, 7), torch.tensor([7, 0, 0], dtype=torch.int32)):
+            ids, out = chosen.to(device), torch.full((len(chosen), RANK + ROPE), float("nan"), device=device)
+            widen_latents(cache, scales, RANK, ids, out)
+            assert torch.equal(out, want[ids.long()])
 
 
 @EACH
@@ -140,7 +140,7 @@ def test_every_code_is_read(dtype, device):
     codes = codes[~codes.float().isnan()]  # of e4m3 two are no numbers, and never written
     cache = codes.view(-1, 1, 1).expand(-1, 1, 32).contiguous().to(device)
     out = torch.empty(len(cache), 32, device=device)
-    widen_latents(cache, torch.ones(len(cache), 1, 2, device=device), 16, slice(0, len(cache)), out)
+    widen_latents(cache, torch.ones(len(cache), 1, 2, device=device), 16, torch.arange(len(cache), device=device), out)
     assert torch.equal(out.cpu(), codes.float()[:, None].expand(-1, 32))
 
 
@@ -246,6 +246,6 @@ def test_bad_arguments_are_named(dtype, device):
         rope_to_cache(*given, rotary_dim=2, scales=(k_scales, None))
     latents = k[:, :1], k_scales[:, :1].expand(-1, -1, 2).contiguous()
     with pytest.raises(ValueError, match="want codes and a rank"):
-        widen_latents(*latents, 32, slice(0, 2), out)
+        widen_latents(*latents, 32, slots[:2], out)
     with pytest.raises(ValueError, match="slots must be"):
         widen_latents(*latents, 16, slots, out)
