@@ -86,8 +86,8 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     # [T, heads, D]; keys and values that another layer made may be on that one's device
     rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
     if context.cache.is_on_gpu(layer_idx):
-        cache = GpuCache.of(context.cache, layer_idx)
-        return _gpu_attention(rows, cache, context, scale, options, selection)[None], None
+        kept = GpuCache.of(context.cache, layer_idx)
+        return _gpu_attention(rows, kept, context, scale, options, selection)[None], None
     scales = context.cache.scales(layer_idx)
     if shape.shares is None:
         for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
