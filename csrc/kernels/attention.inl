@@ -49,6 +49,26 @@ inline QueryRange visible(const AttentionArgs& a, int64_t row, int64_t begin, in
   return {oldest > begin ? oldest : begin, len < end ? len : end};
 }
 
+// Rows of two lines are too short, and those of a head too far apart, for the processor to guess the next one.
+constexpr int64_t kShortRow = 128;
+
+inline void prefetch_row(const uint8_t* row, int64_t bytes) {
+  if (bytes > kShortRow) return;
+  for (int64_t at = 0; at < bytes; at += 64) prefetch_line(row + at);
+}
+
+// Asks for the K rows of the tile behind `tile`.
+inline void prefetch_keys(const AttentionArgs& a, const AttentionSpan& span, int64_t tile) {
+  const int32_t* table = a.block_table + a.seq_ids[span.first_row] * a.table_stride;
+  const int64_t bytes = kv_bytes(a.kv_type), first = tile + kPositionTile;
+  const int64_t end = first + kPositionTile < span.end ? first + kPositionTile : span.end;
+  if (a.dim_k * bytes > kShortRow) return;
+  for (int64_t p = first; p < end; ++p) {
+    const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
+    prefetch_row(a.k + (slot * a.k_slot + span.kv_head * a.k_head) * bytes, a.dim_k * bytes);
+  }
+}
+
 // Finds K and V rows of positions [lo, hi) of the tile at `tile`; the others repeat one of them, to be masked later.
 inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t tile, int64_t lo, int64_t hi,
                       SpanState& st) {
@@ -58,6 +78,7 @@ inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t
     const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
     st.k[p - tile] = a.k + (slot * a.k_slot + span.kv_head * a.k_head) * bytes;
     st.v[p - tile] = a.v + (slot * a.v_slot + span.kv_head * a.v_head) * bytes;
+    if (a.v != a.k) prefetch_row(st.v[p - tile], a.dim_v * bytes);
     if (has_scales(a.kv_type)) {
       const float* scales = a.k_scales + slot * a.k_scale_slot + span.kv_head * a.k_scale_head;
       st.k_scales[0][p - tile] = scales[0];
@@ -84,41 +105,76 @@ inline void stage_keys(KvType type, const uint8_t* const* rows, int first, int c
   stage_columns<KvType::F8>(rows, first, cols, st.w);
 }
 
-template <int C> inline void key_kernel(const float* w, const float* const* q, int cols, vf scale, float* scores) {
-  vf s[C];
+// Of C queries and S sub-tiles, whose stages and scores lie `apart_w` and `apart` floats apart: few queries keep the
+// processor busy with more positions. scales: of the positions.
+template <int C, int S>
+inline void key_kernel(const float* w, int apart_w, const float* const* q, int cols, const float* scales, float* scores,
+                       int apart) {
+  vf s[S][C];
+#pragma GCC unroll 4
+  for (int t = 0; t < S; ++t)
 #pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) s[c] = zero();
+    for (int c = 0; c < C; ++c) s[t][c] = zero();
   for (int k = 0; k < cols; ++k) {
-    const vf column = load(w + k * 16);
+    vf column[S];
+#pragma GCC unroll 4
+    for (int t = 0; t < S; ++t) column[t] = load(w + t * apart_w + k * 16);
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) s[c] = fma_(column, set1(q[c][k]), s[c]);
+    for (int c = 0; c < C; ++c) {
+      const vf x = set1(q[c][k]);
+#pragma GCC unroll 4
+      for (int t = 0; t < S; ++t) s[t][c] = fma_(column[t], x, s[t][c]);
+    }
   }
+#pragma GCC unroll 4
+  for (int t = 0; t < S; ++t)
 #pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) store(scores + c * 16, add(load(scores + c * 16), mul(s[c], scale)));
+    for (int c = 0; c < C; ++c) {
+      float* to = scores + t * apart + c * 16;
+      store(to, add(load(to), mul(s[t][c], load(scales + t * 16))));
+    }
 }
 
-template <int C>
-void score_queries(const SpanState& st, const KeyStage& stage, int first, int cols, vf scale, float* scores, int i) {
+// Up to so many queries sub-tiles are scored in pairs, and blocks of values added so; 0 where registers are too few.
+constexpr int kFewQueries = kQueryTokens > 8 ? 4 : 0;
+constexpr int kApart = kMaxQueries * 16;     // between the scores of two sub-tiles
+constexpr int kStageFloats = kKeyCols * 16;  // between the stages of two
+
+template <int C, int S>
+void score_queries(const SpanState& st, const KeyStage* stage, int first, int cols, const float* scales, float* scores,
+                   int i) {
   for (; i + C <= st.count; i += C) {
     const float* x[C];
     for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
-    key_kernel<C>(stage.w, x, cols, scale, scores + i * 16);
+    key_kernel<C, S>(stage->w, kStageFloats, x, cols, scales, scores + i * 16, kApart);
   }
-  if constexpr (C > 1) score_queries<fewer(C)>(st, stage, first, cols, scale, scores, i);
+  if constexpr (C > 1) score_queries<fewer(C), S>(st, stage, first, cols, scales, scores, i);
 }
 
-// Raw dot products of all queries with the positions of one sub-tile.
-inline void score_sub_tile(const AttentionArgs& a, SpanState& st, int sub, KeyStage& stage) {
+// Raw dot products of all queries with the positions of S sub-tiles from `sub` on.
+template <int C, int S> void score_sub_tiles(const AttentionArgs& a, SpanState& st, int sub, KeyStage* stage) {
   float* scores = &st.scores[sub][0][0];
-  for (int i = 0; i < st.count; ++i) store(scores + i * 16, zero());
+  for (int t = 0; t < S; ++t)
+    for (int i = 0; i < st.count; ++i) store(scores + t * kApart + i * 16, zero());
   for (int part = 0, first = 0; part < a.k_parts; ++part) {
     const int end = part + 1 < a.k_parts ? a.dim_v : a.dim_k;
-    const vf scale = load(st.k_scales[part] + 16 * sub);
     for (int cols; first < end; first += cols) {
       cols = end - first < kKeyCols ? end - first : kKeyCols;
-      stage_keys(a.kv_type, st.k + 16 * sub, first, cols, stage);
-      score_queries<kQueryTokens>(st, stage, first, cols, scale, scores, 0);
+      for (int t = 0; t < S; ++t) stage_keys(a.kv_type, st.k + 16 * (sub + t), first, cols, stage[t]);
+      score_queries<C, S>(st, stage, first, cols, st.k_scales[part] + 16 * sub, scores, 0);
     }
+  }
+}
+
+// Of the sub-tiles that hold positions lo .. hi - 1 of a tile.
+inline void score_tile(const AttentionArgs& a, SpanState& st, int64_t lo, int64_t hi, KeyStage* stage) {
+  for (int sub = 0; sub < kSubTiles; ++sub) {
+    const auto is_seen = [&](int which) { return lo < 16 * which + 16 && hi > 16 * which; };
+    if (!is_seen(sub)) continue;
+    if (st.count <= kFewQueries && sub + 1 < kSubTiles && is_seen(sub + 1))
+      score_sub_tiles<4, 2>(a, st, sub++, stage);
+    else
+      score_sub_tiles<kQueryTokens, 1>(a, st, sub, stage);
   }
 }
 
@@ -149,32 +205,48 @@ inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, i
 // apart and would push one another out of the first-level cache.
 struct ValueStage { alignas(64) float v[kPositionTile * 16]; };
 
-// out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending, for `width` <= 16 dimensions.
-template <int C>
-inline void add_values(const SpanState& st, const ValueStage& values, int i, int lo, int hi, int width, int stride,
+// out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending, for D blocks of 16 dimensions, the last of which
+// has `width`.
+template <int C, int D>
+inline void add_values(const SpanState& st, const ValueStage* values, int i, int lo, int hi, int width, int stride,
                        float* out) {
   if (lo >= hi) return;
-  vf acc[C];
+  vf acc[D][C];
+  const auto is_whole = [&](int d) { return d + 1 < D || width == 16; };
+#pragma GCC unroll 4
+  for (int d = 0; d < D; ++d)
 #pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) acc[c] = width == 16 ? load(out + c * stride) : load_n(out + c * stride, width);
+    for (int c = 0; c < C; ++c) {
+      const float* from = out + c * stride + d * 16;
+      acc[d][c] = is_whole(d) ? load(from) : load_n(from, width);
+    }
   for (int j = lo; j < hi; ++j) {
-    const vf v = load(values.v + j * 16);
     const float* p = &st.scores[j / 16][i][j % 16];
+    vf v[D];
+#pragma GCC unroll 4
+    for (int d = 0; d < D; ++d) v[d] = load(values[d].v + j * 16);
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) acc[c] = fma_(set1(p[c * 16]), v, acc[c]);
+    for (int c = 0; c < C; ++c) {
+      const vf weight = set1(p[c * 16]);
+#pragma GCC unroll 4
+      for (int d = 0; d < D; ++d) acc[d][c] = fma_(weight, v[d], acc[d][c]);
+    }
   }
+#pragma GCC unroll 4
+  for (int d = 0; d < D; ++d)
 #pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) {
-    if (width == 16)
-      store(out + c * stride, acc[c]);
-    else
-      store_n(out + c * stride, acc[c], width);
-  }
+    for (int c = 0; c < C; ++c) {
+      float* to = out + c * stride + d * 16;
+      if (is_whole(d))
+        store(to, acc[d][c]);
+      else
+        store_n(to, acc[d][c], width);
+    }
 }
 
 // Queries side by side where all of them see the position, one by one before and after.
-template <int C>
-void add_values_of_queries(const SpanState& st, const ValueStage& values, int64_t tile, int width, int stride,
+template <int C, int D>
+void add_values_of_queries(const SpanState& st, const ValueStage* values, int64_t tile, int width, int stride,
                            float* out, int i) {
   for (; i + C <= st.count; i += C) {
     int lo[C], hi[C], joint_lo = 0, joint_hi = kPositionTile;
@@ -187,14 +259,14 @@ void add_values_of_queries(const SpanState& st, const ValueStage& values, int64_
     }
     if (joint_hi < joint_lo) joint_hi = joint_lo;
     for (int c = 0; c < C; ++c)
-      add_values<1>(st, values, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, width, stride,
-                    out + (i + c) * stride);
-    add_values<C>(st, values, i, joint_lo, joint_hi, width, stride, out + i * stride);
+      add_values<1, D>(st, values, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, width, stride,
+                       out + (i + c) * stride);
+    add_values<C, D>(st, values, i, joint_lo, joint_hi, width, stride, out + i * stride);
     for (int c = 0; c < C; ++c)
-      add_values<1>(st, values, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], width, stride,
-                    out + (i + c) * stride);
+      add_values<1, D>(st, values, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], width, stride,
+                       out + (i + c) * stride);
   }
-  if constexpr (C > 1) add_values_of_queries<fewer(C)>(st, values, tile, width, stride, out, i);
+  if constexpr (C > 1) add_values_of_queries<fewer(C), D>(st, values, tile, width, stride, out, i);
 }
 
 inline void stage_values(KvType type, const uint8_t* const* rows, int d, int width, int lo, int hi, ValueStage& st) {
@@ -206,17 +278,21 @@ inline void stage_values(KvType type, const uint8_t* const* rows, int d, int wid
 
 // Adds positions lo .. hi - 1 of a tile (those that any query sees) to the outputs.
 void add_values_of_tile(KvType type, const SpanState& st, int64_t tile, int lo, int hi, int dim_v, float* out) {
-  ValueStage values;
-  for (int d = 0; d < dim_v; d += 16) {
-    const int width = dim_v - d < 16 ? dim_v - d : 16;
-    stage_values(type, st.v, d, width, lo, hi, values);
-    add_values_of_queries<kQueryTokens>(st, values, tile, width, dim_v, out + d, 0);
+  ValueStage values[2];
+  for (int d = 0; d < dim_v;) {
+    const int left = dim_v - d, blocks = st.count <= kFewQueries && left >= 32 ? 2 : 1, width = left < 16 ? left : 16;
+    for (int block = 0; block < blocks; ++block) stage_values(type, st.v, d + 16 * block, width, lo, hi, values[block]);
+    if (blocks == 2)
+      add_values_of_queries<4, 2>(st, values, tile, width, dim_v, out + d, 0);
+    else
+      add_values_of_queries<kQueryTokens, 1>(st, values, tile, width, dim_v, out + d, 0);
+    d += 16 * blocks;
   }
 }
 
 void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
   SpanState st;
-  KeyStage stage;
+  KeyStage stage[2];
   st.count = span.num_rows * span.num_heads;
   for (int r = 0, i = 0; r < span.num_rows; ++r)
     for (int h = 0; h < span.num_heads; ++h, ++i) {
@@ -239,8 +315,8 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
     }
     if (lo >= hi) continue;
     find_rows(a, span, tile, lo, hi, st);
-    for (int sub = 0; sub < kSubTiles; ++sub)
-      if (lo - tile < 16 * sub + 16 && hi - tile > 16 * sub) score_sub_tile(a, st, sub, stage);
+    prefetch_keys(a, span, tile);
+    score_tile(a, st, lo - tile, hi - tile, stage);
     for (int i = 0; i < st.count; ++i) {
       const int64_t from = st.range[i].lo - tile, to = st.range[i].hi - tile;
       if (from >= kPositionTile || to <= 0 || from >= to) continue;

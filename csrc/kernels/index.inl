@@ -8,12 +8,15 @@
 
 namespace {
 
+// Scales of keys that have none.
+alignas(64) constexpr float ones[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 template <int C>
 void index_heads(const KeyStage& stage, const float* q, int dim, int first, int cols, int heads, float* dots, int i) {
   for (; i + C <= heads; i += C) {
     const float* x[C];
     for (int c = 0; c < C; ++c) x[c] = q + static_cast<int64_t>(i + c) * dim + first;
-    key_kernel<C>(stage.w, x, cols, set1(1.0f), dots + i * 16);
+    key_kernel<C, 1>(stage.w, 0, x, cols, ones, dots + i * 16, 0);
   }
   if constexpr (C > 1) index_heads<fewer(C)>(stage, q, dim, first, cols, heads, dots, i);
 }

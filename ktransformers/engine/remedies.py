@@ -23,6 +23,7 @@ PlanAgain = Callable[[EngineConfig, Hardware], Planned]
 
 _LEAST_CACHE = 512
 _CHUNKS = (2048, 1024, 512)
+_KV_TYPES = {"auto": ("bf16", "int8"), "fp32": ("bf16", "int8"), "bf16": ("int8",)}
 _QUANTS = tuple(name for name in ("q8_0", "q5_k", "q4_k") if name in CPU_QUANT_TYPES)
 
 
@@ -87,6 +88,8 @@ def _trials(planned: Planned, config: EngineConfig, hardware: Hardware) -> Itera
         caches.append((f"--cache_lens {slots}", replace(config, cache_lens=slots)))
         slots //= 2
     yield caches
+    kv_types = _KV_TYPES.get(config.kv_type, ())
+    yield [(f"--kv_type {name}", replace(config, kv_type=name)) for name in kv_types]
     if any(planned.plan.devices[home.device].is_gpu for home in planned.plan.homes):
         smaller = (size for size in _CHUNKS if size < planned.chunk_size)
         yield [(f"--chunk_size {size}", replace(config, chunk_size=size)) for size in smaller]
@@ -146,7 +149,7 @@ def _missing(planned: Planned, devices: tuple[str, ...]) -> int:
 
 def _joined(config: EngineConfig, remedies: Iterable[Remedy]) -> EngineConfig:
     """`config` with what every remedy changes, --no_use_cuda aside, which undoes what the others are for."""
-    names = ("cache_lens", "chunk_size", "cpu_quant", "gpu_memory")
+    names = ("cache_lens", "kv_type", "chunk_size", "cpu_quant", "gpu_memory")
     changed = {
         name: getattr(remedy.config, name)
         for remedy in remedies

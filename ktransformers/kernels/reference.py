@@ -125,7 +125,7 @@ def quantize_kv(rows: Tensor, dtype: torch.dtype, split: int = 0) -> tuple[Tenso
     if dtype.itemsize > 1:
         return rows.to(dtype), None
     codes, scales = [], []
-    for part in rows.split((split, rows.shape[-1] - split), dim=-1) if split else (rows,):
+    for part in (rows[..., :split], rows[..., split:]) if split else (rows,):
         largest = part.abs().amax(-1, keepdim=True)
         most = torch.full_like(largest, 127.0 if dtype is torch.int8 else 448.0)
         is_used, is_finite = (largest >= 2.0**-100) & largest.isfinite(), largest.isfinite()

@@ -16,10 +16,19 @@ from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_reused_prefixes_give_the_tokens_and_logprobs_of_a_fresh_cache(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "kv_type"),
+    [
+        *((name, "auto") for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")),
+        ("gpt_oss", "fp8"),
+        ("deepseek_v3", "int8"),
+    ],
+)
+def test_reused_prefixes_give_the_tokens_and_logprobs_of_a_fresh_cache(
+    model_type: str, kv_type: str, tmp_path: Path
+) -> None:
     path = write_gguf(tiny_model(model_type, seed=6), tmp_path / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
-    engine = build_engine(EngineConfig(gguf_path=path, cache_lens=256, cpu_infer=1))
+    engine = build_engine(EngineConfig(gguf_path=path, cache_lens=256, cpu_infer=1, kv_type=kv_type))
     ids = torch.randint(0, engine.runner.vocab_size, (90,), generator=torch.Generator().manual_seed(2)).tolist()
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=12, logprobs=2, ignore_eos=True)
     warm = Session(engine.runner, chunk_size=16)

@@ -8,6 +8,7 @@ import torch
 
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.forward import ForwardPass
+from ktransformers.engine.kv_types import KvTypes
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.engine.skeleton import build_skeleton, cache_shapes, restore_buffers
 from ktransformers.kernels.cpu import WorkerPool
@@ -22,7 +23,7 @@ from ktransformers.optimize.rules import load_rules
 from tests.support.dict_source import DictSource
 
 
-def runner_of(model: torch.nn.Module, max_len: int = 64, *, strict: bool = True) -> StaticRunner:
+def runner_of(model: torch.nn.Module, max_len: int = 64, *, strict: bool = True, kv_type: str = "auto") -> StaticRunner:
     state = dict(model.state_dict())
     skeleton = build_skeleton(copy.deepcopy(model.config))
     facts = ModelFacts.of(skeleton.config)
@@ -36,7 +37,8 @@ def runner_of(model: torch.nn.Module, max_len: int = 64, *, strict: bool = True)
         strict=strict,
         ignorable=lambda name: name in plan_ties(skeleton),
     )
-    shapes = cache_shapes(skeleton, facts, dict(plan.operators))
+    operators = dict(plan.operators)
+    shapes = KvTypes.of(kv_type, skeleton, operators).applied(cache_shapes(skeleton, facts, operators))
     apply_plan(skeleton, plan)
     restore_buffers(skeleton)
     load_plan(skeleton, plan, source)
@@ -51,7 +53,7 @@ def random_ids(vocab_size: int, length: int, seed: int = 3) -> list[int]:
     return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def fused_runner(model: torch.nn.Module) -> StaticRunner:
-    runner = runner_of(model)
+def fused_runner(model: torch.nn.Module, kv_type: str = "auto") -> StaticRunner:
+    runner = runner_of(model, kv_type=kv_type)
     fuse_layers(runner.model, list(runner.cache.shapes), runner.pool)
     return runner
