@@ -296,15 +296,15 @@ def all_attention():
     call_mla(16, 200, 1)
     call_expanded(128, 256, 512)
     call_expanded(4, 128, 256)
-    all_coded()
+    all_coded((torch.int8, torch.float8_e4m3fn))
 
 
-def all_coded():
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        call_coded(dtype, 32, 4, 128, 2, seqs=2)
-        call_coded(dtype, 32, 4, 128, 600, seqs=4)
-        call_coded_latents(dtype, 128, 2, seqs=2)
-        call_coded_latents(dtype, 16, 200)
+def all_coded(dtypes):
+    """The first type in decode of grouped queries and prefill of latents, the other the other way round."""
+    call_coded(dtypes[0], 32, 4, 128, 2, seqs=2)
+    call_coded(dtypes[1], 32, 4, 128, 600, seqs=4)
+    call_coded_latents(dtypes[1], 128, 2, seqs=2)
+    call_coded_latents(dtypes[0], 16, 200)
 
 
 def few():
@@ -329,6 +329,7 @@ def few():
 
 def some():
     few()
+    all_coded((torch.float8_e4m3fn, torch.int8))
     call_convert(1, 2880, 1)
     call_router(128, 2048, 1, RouterSpec(8))
     call_pair((QuantType.Q4_K, QuantType.Q6_K), (4608, 512), 2048, 2)
