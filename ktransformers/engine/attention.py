@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ktransformers.config import KV_TYPES
+from ktransformers.engine.kv_types import GPU_DTYPES, KV_DTYPES
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import flashinfer
 from ktransformers.kernels.flashinfer import FlashInfer, Shape
@@ -53,7 +55,9 @@ def _asked(operators: Iterable[tuple[str, Operator]]) -> list[tuple[str, KAttent
     return [(k, op) for k, op in operators if isinstance(op, KAttention | KMLAAttention) and op.device.is_gpu]
 
 
-def _why_not(operator: KAttention | KMLAAttention) -> str | None:
+def _why_not(operator: KAttention | KMLAAttention, kv_type: str) -> str | None:
+    if KV_DTYPES.get(kv_type) in GPU_DTYPES:
+        return f"it does not read the scales of --kv_type {kv_type}"
     reason = flashinfer.why_not(operator.device.torch_device)
     if reason is not None:
         return reason
@@ -65,8 +69,8 @@ def _why_not(operator: KAttention | KMLAAttention) -> str | None:
     return flashinfer.why_not_shape(shape)
 
 
-def choose_attention(plan: Plan, backend: str) -> AttentionChoice:
-    """What is to use FlashInfer, as far as can be known before it runs. backend: of EngineConfig.
+def choose_attention(plan: Plan, backend: str, kv_type: str = KV_TYPES[0]) -> AttentionChoice:
+    """What is to use FlashInfer, as far as can be known before it runs. backend, kv_type: of EngineConfig.
 
     Raises ConfigError when `backend` names kernels that some layer, or this machine, cannot use.
     """
@@ -80,7 +84,7 @@ def choose_attention(plan: Plan, backend: str) -> AttentionChoice:
     flash: dict[str, Shape] = {}
     reasons: dict[str, str] = {}  # the first layer with each reason
     for key, operator in asked:
-        reason, shape = _why_not(operator), operator.attention_shape()
+        reason, shape = _why_not(operator, kv_type), operator.attention_shape()
         if reason is None and shape is not None:
             flash[key] = shape
         else:
@@ -106,15 +110,15 @@ def _refusal(reason: str) -> ConfigError:
     )
 
 
-def find_flash(plan: Plan, backend: str, page_size: int) -> dict[str, FlashLayer]:
+def find_flash(plan: Plan, backend: str, page_size: int, kv_type: str = KV_TYPES[0]) -> dict[str, FlashLayer]:
     """FlashInfer for the operators of a loaded model that are to use it and on which it proves right; said once.
 
-    page_size: of the cache. Raises ConfigError when `backend` is "flashinfer" and it fails.
+    page_size, kv_type: of the cache. Raises ConfigError when `backend` is "flashinfer" and it fails.
     """
     asked = _asked(plan.operators.items())
     if not asked:
         return {}
-    choice = choose_attention(plan, backend)
+    choice = choose_attention(plan, backend, kv_type)
     if choice.flash:
         logger.info("trying FlashInfer, which may have to compile kernels first")
     started: dict[str, FlashSteps | str] = {}

@@ -265,7 +265,7 @@ def _build(
         longest, page_size = opened.facts.longest_sequence(num_slots), cache_plan.page_size(num_slots)
         check_page_size(planned.shapes, num_slots, page_size)
         loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)
-        flash = find_flash(plan, config.attention_backend, page_size)
+        flash = find_flash(plan, config.attention_backend, page_size, config.kv_type)
         prefill = open_prefills(plan, planned.streamings, hardware.prefill_tools, cache_plan.max_batch_size)
         attach_plan(plan, longest, {**flash, **prefill, **rotations_of(opened.model, plan)})
         _arrange_layers(loaded)

@@ -26,7 +26,7 @@ KV_DTYPES: dict[str, torch.dtype] = {
 }
 """By the names of --kv_type; "auto" is the type of the rows."""
 
-GPU_DTYPES: frozenset[torch.dtype] = frozenset()
+GPU_DTYPES = frozenset({torch.int8, torch.float8_e4m3fn})
 """What attention on a GPU reads besides the type of its rows."""
 
 

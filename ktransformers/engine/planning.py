@@ -203,7 +203,7 @@ class Planner:
         tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))
         if tables:
             extra["rope table"] = tables
-        flash = choose_attention(plan, opened.config.attention_backend).nbytes(plan)
+        flash = choose_attention(plan, opened.config.attention_backend, opened.config.kv_type).nbytes(plan)
         if flash:
             extra["flashinfer"] = flash
         plan = replace(plan, extra_bytes=extra)

@@ -60,6 +60,13 @@ class InterpretedGpu(Gpu):
             8,
             2 * 8 * 2 * 64,
         ),
+        (attention.Model("codes", 4, 2, 32, 32, kv_type="int8"), attention.Step(2, 1, 70), 140, 140 * 2 * (64 + 8)),
+        (
+            attention.Model("latents", 4, 1, 40, 32, is_latent=True, kv_type="fp8"),
+            attention.Step(1, 1, 70),
+            70,
+            70 * (40 + 8),
+        ),
     ],
 )
 def test_attention(
@@ -70,8 +77,9 @@ def test_attention(
     figure = attention.attention_figure(InterpretedGpu(), model, step, is_checked=True)
     assert figure["error"] < 0.02
     assert figure["gb_per_s"] == pytest.approx(nbytes / 2.0 / 1e3)
-    assert figure["tflop_per_s"] == pytest.approx(2 * 4 * 64 * tokens_seen / 2.0 / 1e6)
-    assert (figure["torch_us"] is None) is bool(model.window)
+    columns = model.dim + model.dim_v
+    assert figure["tflop_per_s"] == pytest.approx(2 * 4 * columns * tokens_seen / 2.0 / 1e6)
+    assert (figure["torch_us"] is None) is (bool(model.window) or model.kv_type != "bf16")
 
 
 @interpreted

@@ -4,7 +4,7 @@ Each figure is the time of one call inside a CUDA graph, which also shows that t
 the call on several sets of inputs in turn, so many that together they exceed the L2 cache, as the layers of a model
 do. GB/s counts the bytes that must move once; TFLOP/s the products of the positions that each row sees. `error` is
 the largest difference from fp32 torch, relative to the largest value. `torch us` is torch's own fused attention on
-contiguous keys and values. The kernels beside attention are in rows.py.
+contiguous keys and values in bf16. The kernels beside attention are in rows.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from torch import Tensor
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error, shown_gpu
 from ktransformers.bench.gpu.rows import row_figures
 from ktransformers.bench.report import Column, Record, Row, Table
+from ktransformers.engine.kv_types import KV_DTYPES
+from ktransformers.kernels.reference import quantize_kv
 from ktransformers.kernels.triton import attention_launch as launch
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.attention_launch import workspace_numel
+from ktransformers.kernels.triton.kv_codes import KvScales
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.runtime import triton
 
@@ -32,7 +35,7 @@ __all__ = ["bench_gpu_attention", "tune_gpu_attention"]
 PAGE = 64
 MAX_LEN = 32768
 _COLUMNS = (
-    Column("name", 24),
+    Column("name", 29),
     Column("seqs", 5),
     Column("rows", 5),
     Column("size", 7),
@@ -57,9 +60,14 @@ class Model:
     window: int = 0
     has_sinks: bool = False
     is_latent: bool = False
+    kv_type: str = "bf16"
+
+    @property
+    def shown(self) -> str:
+        return self.name if self.kv_type == "bf16" else f"{self.name} {self.kv_type}"
 
 
-MODELS = [
+_PLAIN = [
     Model("qwen3-30b-a3b", 32, 4, 128, 128),
     Model("glm-4.5-air", 96, 8, 128, 128),
     Model("qwen2-57b-a14b", 28, 4, 128, 128),
@@ -68,6 +76,7 @@ MODELS = [
     Model("deepseek-v2-lite", 16, 1, 576, 512, is_latent=True),
     Model("deepseek-v3", 128, 1, 576, 512, is_latent=True),
 ]
+MODELS = _PLAIN + [replace(model, kv_type=kv_type) for kv_type in ("int8", "fp8") for model in _PLAIN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,38 @@ STEPS = [Step(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (
 STEPS += [Step(16, 1, 8192)]
 STEPS += [Step(*sizes) for sizes in ((1, 128, 128), (1, 512, 512), (1, 2048, 2048), (1, 2048, 16384), (4, 512, 4096))]
 TUNED = [Step(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (16, 1, 1024), (1, 512, 512), (1, 2048, 4096))]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A cache as --kv_type has it: keys, values [slots, kv_heads, dim], and the scales of codes."""
+
+    keys: Tensor
+    values: Tensor
+    scales: KvScales
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, model: Model) -> Kept:
+        """What is kept of bf16 ones."""
+        dtype = KV_DTYPES[model.kv_type]
+        if dtype == BF16:
+            return cls(keys, values, (None, None))
+        k, k_scales = quantize_kv(keys.float(), dtype, model.dim_v if model.is_latent else 0)
+        if model.is_latent:
+            return cls(k, k[..., : model.dim_v], (k_scales, None))
+        v, v_scales = quantize_kv(values.float(), dtype)
+        return cls(k, v, (k_scales, v_scales))
+
+    def numbers(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some slots, fp32 for codes."""
+        k_scales, v_scales = self.scales
+        if k_scales is None:
+            return self.keys[slots], self.values[slots]
+        keys, parts, rank = self.keys[slots].float(), k_scales[slots], self.values.shape[-1]
+        if v_scales is None:
+            keys = torch.cat((keys[..., :rank] * parts[..., :1], keys[..., rank:] * parts[..., 1:]), dim=-1)
+            return keys, keys[..., :rank]
+        return keys * parts, self.values[slots].float() * v_scales[slots]
 
 
 class Case:
@@ -104,7 +145,7 @@ class Case:
         for _ in range(sets):
             keys = gpu.randn(*shape, model.dim)
             values = keys[..., : model.dim_v] if model.is_latent else gpu.randn(*shape, model.dim_v)
-            self.caches.append((keys, values))
+            self.caches.append(Kept.of(keys, values, model))
         total = num_seqs * rows
         self.q = gpu.randn(total, model.heads, model.dim)
         self.out = torch.empty(total, model.heads, model.dim_v, device=device, dtype=BF16)
@@ -119,21 +160,23 @@ class Case:
 
     def call(self, index: int) -> Tensor:
         """The step on one of the caches, as operators do it."""
-        keys, values = self.caches[index]
+        kept, model = self.caches[index], self.model
         where = (self.table, PAGE, self.seq_ids, self.kv_lens, self.scale)
         workspace = self.workspace if self.rows == 1 else None
-        if self.model.is_latent:
-            return mla_attention(self.q, keys, self.model.dim_v, *where, out=self.out, workspace=workspace)
+        if model.is_latent:
+            given = (self.q, kept.keys, model.dim_v, *where)
+            return mla_attention(*given, out=self.out, workspace=workspace, scales=kept.scales[0])
         return attention(
-            self.q, keys, values, *where, window=self.model.window, sinks=self.sinks, out=self.out, workspace=workspace
-        )
+            self.q, kept.keys, kept.values, *where, window=model.window, sinks=self.sinks, out=self.out,
+            workspace=workspace, scales=kept.scales,
+        )  # fmt: skip
 
     def record(self, index: int) -> launch.Call:
         """The same as arguments of a launch."""
-        keys, values = self.caches[index]
+        kept = self.caches[index]
         return launch.Call(
-            self.q, keys, values, self.table, PAGE, self.seq_ids, self.kv_lens, self.scale, self.out,
-            self.model.window, self.sinks, is_shared=self.model.is_latent,
+            self.q, kept.keys, kept.values, self.table, PAGE, self.seq_ids, self.kv_lens, self.scale, self.out,
+            self.model.window, self.sinks, is_shared=self.model.is_latent, scales=kept.scales,
         )  # fmt: skip
 
     def run(self, index: int, tile: launch.Tile) -> None:
@@ -147,8 +190,8 @@ class Case:
         """Keys and values of one sequence [kv_heads, length, dim]."""
         positions = torch.arange(self.length, device=self.gpu.device)
         slots = self.table[seq].long()[positions // PAGE] * PAGE + positions % PAGE
-        keys, values = self.caches[index]
-        return keys[slots].transpose(0, 1), values[slots].transpose(0, 1)
+        keys, values = self.caches[index].numbers(slots)
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def expected(self, row: int) -> Tensor:
         """One row by fp32 torch, [heads, dim_v]."""
@@ -179,17 +222,19 @@ class Case:
         """Bytes of the keys and values that are read, each once."""
         model = self.model
         positions = min(self.length, model.window + self.rows - 1) if model.window else self.length
-        return 2 * self.num_seqs * positions * model.kv_heads * (model.dim + (0 if model.is_latent else model.dim_v))
+        columns, itemsize = model.dim + (0 if model.is_latent else model.dim_v), KV_DTYPES[model.kv_type].itemsize
+        scales = 4 * 2 if itemsize == 1 else 0
+        return self.num_seqs * positions * model.kv_heads * (itemsize * columns + scales)
 
     def torch_us(self) -> float | None:
         """Torch's attention on the same rows with contiguous keys; None where it has no such thing."""
         model = self.model
-        if model.is_latent or model.window or (self.rows > 1 and self.rows != self.length):
+        if model.is_latent or model.window or model.kv_type != "bf16" or (self.rows > 1 and self.rows != self.length):
             return None
         total = self.num_seqs
         q = self.q.view(total, self.rows, model.heads, model.dim).transpose(1, 2).contiguous()
         keys, values = zip(*(self.gathered(0, seq) for seq in range(total)), strict=True)
-        sets = [(torch.stack(keys), torch.stack(values)) for _ in range(len(self.caches))]
+        sets = [(torch.stack(keys).to(BF16), torch.stack(values).to(BF16)) for _ in range(len(self.caches))]
         sdpa = partial(
             functional.scaled_dot_product_attention, is_causal=self.rows > 1, scale=self.scale, enable_gqa=True
         )
@@ -198,12 +243,12 @@ class Case:
 
 def attention_figure(gpu: Gpu, model: Model, step: Step, is_checked: bool) -> Row:
     """Time of a step, and its error where it is checked."""
-    row_bytes = 2 * model.kv_heads * (model.dim + model.dim_v)
+    row_bytes = KV_DTYPES[model.kv_type].itemsize * model.kv_heads * (model.dim + model.dim_v)
     sets = min(gpu.copies(step.num_seqs * step.length * row_bytes), 64 if step.rows == 1 else 4)
     case = Case(gpu, model, step, sets)
     us = gpu.graph_us([partial(case.call, index) for index in range(sets)])
     return {
-        "name": f"{model.name} {'decode' if step.rows == 1 else 'prefill'}",
+        "name": f"{model.shown} {'decode' if step.rows == 1 else 'prefill'}",
         "seqs": step.num_seqs,
         "rows": step.rows,
         "size": step.length,
@@ -236,17 +281,17 @@ def _tuned(gpu: Gpu, model: Model, step: Step) -> Row:
             times[tile] = gpu.graph_us([partial(case.run, i, tile) for i in range(sets)])
         except triton.runtime.errors.OutOfResources:
             continue
-    print(f"{model.name} {step}: built in {times[default]:.1f} us, {default}")
+    print(f"{model.shown} {step}: built in {times[default]:.1f} us, {default}")
     best = sorted(times, key=times.__getitem__)[:5]
     for tile in best:
         print(f"    {times[tile]:8.1f} us {tile}", flush=True)
-    return {"name": model.name, "us": times[default], "best": {str(tile): times[tile] for tile in best}}
+    return {"name": model.shown, "us": times[default], "best": {str(tile): times[tile] for tile in best}}
 
 
 def tune_gpu_attention(only: str, gpu: Gpu | None = None) -> Record:
     """Try other tiles of attention for the models whose name holds `only`."""
     gpu = gpu or Gpu()
-    facts, models = gpu.facts(), [model for model in MODELS if only in model.name]
+    facts, models = gpu.facts(), [model for model in MODELS if only in model.shown]
     print(shown_gpu(facts))
     return {"machine": facts, "rows": [_tuned(gpu, model, step) for model in models for step in TUNED]}
 
@@ -254,7 +299,7 @@ def tune_gpu_attention(only: str, gpu: Gpu | None = None) -> Record:
 def bench_gpu_attention(only: str, is_checked: bool, gpu: Gpu | None = None) -> Record:
     """Print a table. only: models whose name holds this; "rows" for the other kernels; empty for all."""
     gpu = gpu or Gpu()
-    facts, models = gpu.facts(), [model for model in MODELS if only in model.name]
+    facts, models = gpu.facts(), [model for model in MODELS if only in model.shown]
     print(shown_gpu(facts))
     table = Table(_COLUMNS)
     for model, step in product(models, STEPS):

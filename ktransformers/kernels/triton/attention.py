@@ -12,6 +12,7 @@ from ktransformers.kernels.triton.attention_launch import (
     launch_decode,
     launch_prefill,
 )
+from ktransformers.kernels.triton.kv_codes import KvScales
 
 __all__ = ["attention"]
 
@@ -33,11 +34,14 @@ def attention(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     counters: Tensor | None = None,
+    scales: KvScales = (None, None),
 ) -> Tensor:
     """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in `cpu.attention`.
 
     q, out: fp16, bf16 or fp32; k_cache [slots, Hkv, Dk], v_cache [slots, Hkv, Dv]: one of these types, in which the
-    products are taken (fp32 accumulators). seq_ids, kv_lens: int32 or int64. out: made like q when None.
+    products are taken (fp32 accumulators); or codes, int8 or e4m3, with scales of keys and of values, fp32
+    [slots, Hkv, 1]: then q is bf16 or fp32, and products are taken in its type. seq_ids, kv_lens: int32 or int64. out:
+    made like q when None.
     workspace: fp32 of `workspace_numel`, made when None, at least for one row;
     give it and `out` and nothing is allocated. counters: int32, all 0 before and after; with one for each row and KV
     head, a decode step of few heads per KV head is one launch instead of two. Calls that share a workspace or counters
@@ -50,7 +54,7 @@ def attention(
     result = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
     call = Call(
         q, k_cache, v_cache, block_table, page_size, seq_ids, kv_lens, scale, result, window, sinks, float(softcap),
-        counters=counters, is_chunked=is_chunked,
+        counters=counters, is_chunked=is_chunked, scales=scales,
     )  # fmt: skip
     check_call(call)
     if q.shape[0] == 0:

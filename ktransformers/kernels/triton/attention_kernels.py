@@ -9,6 +9,8 @@ with the running maximum and sum of Milakov and Gimelshein (arXiv 1805.02867) as
             so that 80, 96, 192 or 576 columns cost 80, 96, 192 or 576 and not the next power of two
     COMPUTE the type of the products: the cache's own, but fp32 for bf16 in the interpreter, which cannot multiply it
     SHARED  latent attention: a value is the first DV0 columns of its key and is not loaded again
+    CODES   the cache holds codes of 8 bits (kv_codes.py), which are multiplied as they are, in the queries' type; the
+            scale of a key multiplies its logits, that of a value its probabilities
 
 The cache's strides are constants: Triton takes of an argument only whether it is a multiple of 16, and without knowing
 that 40 is one of 8 it reads keys two bytes at a time, which cannot be prefetched into shared memory.
@@ -19,6 +21,7 @@ alone: what a row gives does not depend on the rows beside it.
 
 from __future__ import annotations
 
+from ktransformers.kernels.triton.kv_codes import widened
 from ktransformers.kernels.triton.matmul import arrive_last
 from ktransformers.kernels.triton.runtime import jit, tl
 
@@ -55,18 +58,26 @@ def _slots(table_ptr, start, positions, keep, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 
 @jit
+def _of_slots(scale_ptr, slots, stride, keep, MASK: tl.constexpr):
+    """Scales [1, BLOCK_N] of some slots; with MASK, 0 where not `keep`."""
+    pointers = scale_ptr + slots * stride
+    return (tl.load(pointers, mask=keep, other=0.0) if MASK else tl.load(pointers))[None, :]
+
+
+@jit
 def _tanh(x):
     small = tl.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2 |x|)
     return tl.where(x < 0.0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
 
 
 @jit
-def _attend(
-    m, total, acc0, acc1, q0, q1, k_ptr, v_ptr, k_slot, v_slot, table_ptr, row_lo, row_hi, start, stop, end,
-    scale, softcap,
+def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
+    m, total, acc0, acc1, q0, q1, k_ptr, v_ptr, ks_ptr, vs_ptr, k_slot, v_slot, ks_slot, vs_slot, table_ptr,
+    row_lo, row_hi, start, stop, end, scale, softcap,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
+    CODES: tl.constexpr,
 ):  # fmt: skip
     """Positions start .. stop - 1 into the running state. MASKED: some rows do not see some of them.
 
@@ -77,11 +88,21 @@ def _attend(
         positions = first + tl.arange(0, BLOCK_N)
         keep = positions < end
         slots = _slots(table_ptr, first, positions, keep, PAGE, BLOCK_N)
-        k0 = _tile(k_ptr, slots, k_slot, keep, 0, DK if DK1 == 0 else DK0, DK0, MASKED).to(COMPUTE)
+        k0 = widened(_tile(k_ptr, slots, k_slot, keep, 0, DK if DK1 == 0 else DK0, DK0, MASKED), COMPUTE)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        if CODES:
+            of_keys = _of_slots(ks_ptr, slots, ks_slot, keep, MASKED)
+            if SHARED:  # what is rotated has a scale of its own
+                s *= of_keys
         if DK1 > 0:
-            k1 = _tile(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED).to(COMPUTE)
-            s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+            k1 = widened(_tile(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED), COMPUTE)
+            if CODES and SHARED:
+                rotated = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+                s += rotated * _of_slots(ks_ptr + 1, slots, ks_slot, keep, MASKED)
+            else:
+                s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+        if CODES and not SHARED:
+            s *= of_keys
         s *= scale
         if HAS_SOFTCAP:
             s = softcap * _tanh(s)
@@ -95,14 +116,16 @@ def _attend(
         p = tl.exp2(s - shift[:, None])
         decay = tl.exp2(m - shift)
         total = total * decay + tl.sum(p, 1)
-        if SHARED:  # noqa: SIM108 (decided while compiling: only one side exists)
+        if SHARED:
             v0 = k0
         else:
-            v0 = _tile(v_ptr, slots, v_slot, keep, 0, DV if DV1 == 0 else DV0, DV0, MASKED).to(COMPUTE)
+            v0 = widened(_tile(v_ptr, slots, v_slot, keep, 0, DV if DV1 == 0 else DV0, DV0, MASKED), COMPUTE)
+        if CODES:
+            p *= of_keys if SHARED else _of_slots(vs_ptr, slots, vs_slot, keep, MASKED)
         p = p.to(v0.dtype)
         acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=PRECISION)
         if DV1 > 0:
-            v1 = _tile(v_ptr, slots, v_slot, keep, DV0, DV, DV1, MASKED).to(COMPUTE)
+            v1 = widened(_tile(v_ptr, slots, v_slot, keep, DV0, DV, DV1, MASKED), COMPUTE)
             acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=PRECISION)
         m = m_new
     return m, total, acc0, acc1
@@ -154,15 +177,16 @@ def _put(pointers, acc0, acc1, keep, DV: tl.constexpr, DV0: tl.constexpr, DV1: t
     do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "lse_ptr", "table_ptr"],
 )
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, acc_ptr, lse_ptr, sink_ptr, out_ptr, counters,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, table_ptr, seq_ptr, len_ptr, acc_ptr, lse_ptr, sink_ptr, out_ptr, counters,
     q_row, q_head, k_slot: tl.constexpr, k_head: tl.constexpr, v_slot: tl.constexpr, v_head: tl.constexpr,
+    ks_slot: tl.constexpr, ks_head: tl.constexpr, vs_slot: tl.constexpr, vs_head: tl.constexpr,
     table_row, out_row, out_head, scale, softcap, window,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
-    FOLDED: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_SINKS: tl.constexpr,
+    CODES: tl.constexpr, FOLDED: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, KV heads * HEAD_BLOCKS, MAX_SPLITS): one split of one row for HEADS heads.
 
@@ -194,10 +218,11 @@ def decode_kernel(
     acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
     row_hi = tl.zeros([BLOCK_M], tl.int32) + length
     table = table_ptr + tl.load(seq_ptr + row).to(tl.int64) * table_row
+    ks_base, vs_base = ks_ptr + kv_head * ks_head, vs_ptr + kv_head * vs_head
     m, total, acc0, acc1 = _attend(
-        m, total, acc0, acc1, q0, q1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_slot, v_slot, table,
-        _oldest(row_hi, window), row_hi, start, stop, length, scale, softcap,
-        DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE,
+        m, total, acc0, acc1, q0, q1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, ks_base, vs_base,
+        k_slot, v_slot, ks_slot, vs_slot, table, _oldest(row_hi, window), row_hi, start, stop, length, scale, softcap,
+        DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES,
     )  # fmt: skip
     slot = (row * NUM_HEADS + heads) * MAX_SPLITS + split
     denominator = tl.where(total == 0.0, 1.0, total)  # nothing but positions before the window
@@ -279,12 +304,12 @@ def reduce_kernel(
 
 @jit
 def _prefill_run(
-    mine, rows, heads, seqs, q_ptr, k_base, v_base, table_ptr, len_ptr, sink_ptr, out_ptr,
-    q_row, q_head, k_slot, v_slot, table_row, out_row, out_head, scale, softcap, window,
+    mine, rows, heads, seqs, q_ptr, k_base, v_base, ks_base, vs_base, table_ptr, len_ptr, sink_ptr, out_ptr,
+    q_row, q_head, k_slot, v_slot, ks_slot, vs_slot, table_row, out_row, out_head, scale, softcap, window,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """The rows of a tile that are `mine`, all of one sequence: attends and writes their results."""
     row_hi = tl.load(len_ptr + rows, mask=mine, other=0).to(tl.int32)
@@ -303,14 +328,14 @@ def _prefill_run(
     else:
         start = shortest // BLOCK_N * BLOCK_N  # before it every row sees every position
         m, total, acc0, acc1 = _attend(
-            m, total, acc0, acc1, q0, q1, k_base, v_base, k_slot, v_slot, table, row_lo, row_hi, 0, start, end,
-            scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, False, False, HAS_SOFTCAP,
-            PRECISION, COMPUTE,
+            m, total, acc0, acc1, q0, q1, k_base, v_base, ks_base, vs_base, k_slot, v_slot, ks_slot, vs_slot, table,
+            row_lo, row_hi, 0, start, end, scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N,
+            False, False, HAS_SOFTCAP, PRECISION, COMPUTE, CODES,
         )  # fmt: skip
     m, total, acc0, acc1 = _attend(
-        m, total, acc0, acc1, q0, q1, k_base, v_base, k_slot, v_slot, table, row_lo, row_hi, start, end, end,
-        scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
-        PRECISION, COMPUTE,
+        m, total, acc0, acc1, q0, q1, k_base, v_base, ks_base, vs_base, k_slot, v_slot, ks_slot, vs_slot, table,
+        row_lo, row_hi, start, end, end, scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N,
+        True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES,
     )  # fmt: skip
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     if HAS_SINKS:
@@ -328,14 +353,15 @@ def _prefill_run(
     do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "table_ptr"],
 )
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, sink_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, table_ptr, seq_ptr, len_ptr, sink_ptr, out_ptr,
     q_row, q_head, k_slot: tl.constexpr, k_head: tl.constexpr, v_slot: tl.constexpr, v_head: tl.constexpr,
+    ks_slot: tl.constexpr, ks_head: tl.constexpr, vs_slot: tl.constexpr, vs_head: tl.constexpr,
     table_row, out_row, out_head, scale, softcap, window, num_rows,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(num_rows, TOKENS), KV heads * HEAD_BLOCKS, SHARES): TOKENS rows of the batch for HEADS heads.
 
@@ -351,12 +377,13 @@ def prefill_kernel(
     mine = (local < TOKENS * HEADS) & (rows < num_rows) & (in_group < GROUP)
     seqs = tl.load(seq_ptr + rows, mask=mine, other=0).to(tl.int32)
     k_base, v_base = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head
+    ks_base, vs_base = ks_ptr + kv_head * ks_head, vs_ptr + kv_head * vs_head
     if SHARES == 1:
         _prefill_run(
-            mine, rows, heads, seqs, q_ptr, k_base, v_base, table_ptr, len_ptr, sink_ptr, out_ptr,
-            q_row, q_head, k_slot, v_slot, table_row, out_row, out_head, scale, softcap, window,
-            DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
-            PRECISION, COMPUTE,
+            mine, rows, heads, seqs, q_ptr, k_base, v_base, ks_base, vs_base, table_ptr, len_ptr, sink_ptr,
+            out_ptr, q_row, q_head, k_slot, v_slot, ks_slot, vs_slot, table_row, out_row, out_head, scale, softcap,
+            window, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
+            PRECISION, COMPUTE, CODES,
         )  # fmt: skip
     else:
         follows = mine & (local >= HEADS)
@@ -365,8 +392,8 @@ def prefill_kernel(
         runs = tl.cumsum(begins.to(tl.int32), 0)
         for run in range(tl.program_id(2), tl.max(runs, 0) + 1, SHARES):
             _prefill_run(
-                mine & (runs == run), rows, heads, seqs, q_ptr, k_base, v_base, table_ptr, len_ptr, sink_ptr, out_ptr,
-                q_row, q_head, k_slot, v_slot, table_row, out_row, out_head, scale, softcap, window,
-                DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
-                PRECISION, COMPUTE,
+                mine & (runs == run), rows, heads, seqs, q_ptr, k_base, v_base, ks_base, vs_base, table_ptr, len_ptr,
+                sink_ptr, out_ptr, q_row, q_head, k_slot, v_slot, ks_slot, vs_slot, table_row, out_row, out_head,
+                scale, softcap, window, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW,
+                HAS_SOFTCAP, HAS_SINKS, PRECISION, COMPUTE, CODES,
             )  # fmt: skip

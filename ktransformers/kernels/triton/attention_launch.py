@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
+from ktransformers.kernels.triton.kv_codes import KvScales, bits_of, check_cache, has_codes
 from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, power_of_two, shared_bytes, tl
 
 __all__ = [
@@ -77,6 +78,8 @@ class Call:
     """int32, all 0 between calls: with them a decode step's splits are weighed in the launch that computes them."""
     is_chunked: bool = False
     """Positions come in chunks of `window`, and a row sees those of its own chunk."""
+    scales: KvScales = (None, None)
+    """Of codes."""
 
     @property
     def signed_window(self) -> int:
@@ -96,9 +99,18 @@ class Call:
         return int(self.v_cache.shape[2])
 
     @property
+    def has_codes(self) -> bool:
+        return has_codes(self.k_cache)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of a number that is multiplied: codes are widened to the queries' type."""
+        return self.q.element_size() if self.has_codes else self.k_cache.element_size()
+
+    @property
     def position_bytes(self) -> int:
-        """Bytes of one position that a tile holds."""
-        return (self.dim_k + (0 if self.is_shared else self.dim_v)) * self.k_cache.element_size()
+        """Bytes of one position that a tile holds, once widened."""
+        return (self.dim_k + (0 if self.is_shared else self.dim_v)) * self.element_bytes
 
 
 def check_call(call: Call) -> None:
@@ -114,6 +126,7 @@ def check_call(call: Call) -> None:
         call.kv_lens,
         call.sinks,
         call.counters,
+        *call.scales,
     )
     if any(tensor is not None and tensor.device != call.q.device for tensor in others):
         raise ValueError(f"all tensors must be on q's device, {call.q.device}")
@@ -121,19 +134,29 @@ def check_call(call: Call) -> None:
 
 def _check_heads(call: Call) -> None:
     q, k, v = call.q, call.k_cache, call.v_cache
-    for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v), ("out", call.out)):
+    for name, tensor in (("q", q), ("out", call.out)) if call.has_codes else _float_tensors(call):
         if tensor.dtype not in _FLOATS:
             raise TypeError(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
         if tensor.dim() != 3 or (tensor.numel() and tensor.stride(2) != 1):
             raise ValueError(f"{name} must have 3 dimensions, the last contiguous, got {list(tensor.shape)}")
     if k.dtype != v.dtype:
         raise TypeError(f"k_cache is {k.dtype} and v_cache {v.dtype}: give one type")
+    if call.has_codes and q.dtype == torch.float16:
+        raise TypeError(f"q of {q.dtype} has no room for values of {k.dtype}: give bf16 or fp32")
+    parts = 2 if call.is_shared else 1
+    check_cache("k_cache", k, call.scales[0], (None, None, None), parts)
+    if not call.is_shared:
+        check_cache("v_cache", v, call.scales[1], (None, None, None))
     if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2]:
         raise ValueError(f"k_cache {list(k.shape)} must fit q {list(q.shape)} and v_cache {list(v.shape)}")
     if k.shape[1] < 1 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads")
     if call.out.shape != (q.shape[0], q.shape[1], v.shape[2]):
         raise ValueError(f"out must have shape {[*q.shape[:2], v.shape[2]]}, got {list(call.out.shape)}")
+
+
+def _float_tensors(call: Call) -> tuple[tuple[str, Tensor], ...]:
+    return ("q", call.q), ("k_cache", call.k_cache), ("v_cache", call.v_cache), ("out", call.out)
 
 
 def _check_numbers(call: Call) -> None:
@@ -205,8 +228,9 @@ def _constants(call: Call) -> dict[str, Any]:
         "GROUP": call.group, "DK": call.dim_k, "DK0": dk0, "DK1": dk1, "DV": call.dim_v, "DV0": dv0, "DV1": dv1,
         "SHARED": call.is_shared, "PAGE": call.page_size, "HAS_WINDOW": call.window > 0,
         "HAS_SOFTCAP": call.softcap > 0,
-        "PRECISION": "tf32x3" if call.k_cache.dtype == torch.float32 else "tf32",
-        "COMPUTE": compute_type(call.k_cache.dtype),
+        "PRECISION": "tf32x3" if call.element_bytes == 4 else "tf32",
+        "COMPUTE": compute_type(call.q.dtype if call.has_codes else call.k_cache.dtype),
+        "CODES": call.has_codes,
     }  # fmt: skip
 
 
@@ -219,7 +243,15 @@ def compute_type(dtype: torch.dtype) -> Any:
 
 def _strides(call: Call) -> tuple[int, ...]:
     q, k, v = call.q, call.k_cache, call.v_cache
-    return (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), call.block_table.stride(0))
+    scales = [0 if of is None else of.stride(i) for of in call.scales for i in (0, 1)]
+    caches = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    return (q.stride(0), q.stride(1), *caches, *scales, call.block_table.stride(0))
+
+
+def _caches(call: Call) -> tuple[Tensor, ...]:
+    """Keys and values, then their scales; without, any tensor takes their places and is not read."""
+    caches = bits_of(call.k_cache), bits_of(call.v_cache)
+    return *caches, *(caches[0] if of is None else of for of in call.scales)
 
 
 def _scales(call: Call) -> tuple[float, float]:
@@ -231,7 +263,7 @@ def _scales(call: Call) -> tuple[float, float]:
 
 def _is_wide(call: Call) -> bool:
     """Whether fp32 keys of latent attention must be multiplied in the smallest tiles."""
-    return call.k_cache.element_size() * call.dim_k > 1280
+    return call.element_bytes * call.dim_k > 1280
 
 
 def _is_aligned(call: Call) -> bool:
@@ -244,7 +276,7 @@ def _is_aligned(call: Call) -> bool:
 def _room(call: Call, block_m: int) -> int:
     """Bytes of shared memory for keys and values beside block_m rows of queries."""
     most = min(shared_bytes(call.q.device) - _SPARE_BYTES, 204800)
-    return most - block_m * call.dim_k * call.k_cache.element_size()
+    return most - block_m * call.dim_k * call.element_bytes
 
 
 def _rows(call: Call, block_m: int) -> int:
@@ -278,7 +310,7 @@ def decode_tile(call: Call) -> Tile:
 
 def prefill_tile(call: Call) -> Tile:
     """64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
-    is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.k_cache.element_size() == 4
+    is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.element_bytes == 4
     block_m = 16 if _is_wide(call) else _rows(call, 64 if is_small else 128)
     return _fit(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
 
@@ -324,7 +356,7 @@ def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> No
     counters, out = call.counters, call.out
     is_folded = counters is not None and _is_foldable(call, constants["HEADS"], num_rows * tiles)
     decode_kernel[(num_rows, tiles, splits)](
-        call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, parts, lse,
+        call.q, *_caches(call), call.block_table, call.seq_ids, call.kv_lens, parts, lse,
         out if call.sinks is None else call.sinks, out, counters if is_folded else call.kv_lens,
         *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.signed_window,
         NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, FOLDED=is_folded,
@@ -359,7 +391,7 @@ def launch_prefill(call: Call, tile: Tile | None = None) -> None:
     shares = 1 if num_seqs == 1 else min(tokens, num_seqs + 1, MAX_SHARES)
     out = call.out
     prefill_kernel[(-(-num_rows // tokens), num_kv_heads * constants["HEAD_BLOCKS"], shares)](
-        call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
+        call.q, *_caches(call), call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
         *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.signed_window, num_rows,
         TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
     )  # fmt: skip

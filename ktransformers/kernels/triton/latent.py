@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.elementwise import check_float
+from ktransformers.kernels.triton.kv_codes import bits_of, check_cache
 from ktransformers.kernels.triton.rope import (
     check_angles,
     check_ids,
     is_cached,
     pair_columns,
+    put_normed,
     rotate_heads,
 )
 from ktransformers.kernels.triton.runtime import jit, power_of_two, tl
@@ -28,36 +30,29 @@ MAX_LATENT_ROWS = 64
 """Rows up to which these kernels are the better choice."""
 
 
-@jit
-def _norm(source, target, weight_ptr, eps, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr, limit):
-    columns = tl.arange(0, WIDTH_P2)
-    mask = columns < limit
-    x = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
-    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    x *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + columns, x.to(target.dtype.element_ty), mask=mask)
-
-
 @jit(do_not_specialize_on_alignment=["slot_ptr"])
 def _norm_kernel(
-    kv_ptr, q_ptr, cache_ptr, q_out_ptr, slot_ptr, cos_ptr, sin_ptr, kv_weight_ptr, q_weight_ptr,
-    kv_row, q_row, cache_slot, q_out_row, num_slots, cos_row, kv_eps, q_eps,
+    kv_ptr, q_ptr, cache_ptr, scale_ptr, q_out_ptr, slot_ptr, cos_ptr, sin_ptr, kv_weight_ptr, q_weight_ptr,
+    kv_row, q_row, cache_slot, scale_slot, q_out_row, num_slots, cos_row, kv_eps, q_eps,
     RANK: tl.constexpr, RANK_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, Q_WIDTH: tl.constexpr,
-    Q_P2: tl.constexpr, INTERLEAVED: tl.constexpr,
+    Q_P2: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, 2 or 1): a row's latent and shared key, or its compressed query."""
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         slot = tl.load(slot_ptr + row).to(tl.int64)
         target, source = cache_ptr + slot * cache_slot, kv_ptr + row * kv_row
-        _norm(source, target, kv_weight_ptr, kv_eps, RANK, RANK_P2, tl.where(is_cached(slot, num_slots), RANK, 0))
+        scales = scale_ptr + slot * scale_slot
+        limit = tl.where(is_cached(slot, num_slots), RANK, 0)
+        put_normed(source, target, kv_weight_ptr, kv_eps, RANK, RANK_P2, limit, scales, HAS_CODES)
         one = tl.arange(0, 1)
         rotate_heads(
             source + RANK, target + RANK, one, one < tl.where(is_cached(slot, num_slots), 1, 0), 0, 0, kv_weight_ptr,
-            kv_eps, cos_ptr, sin_ptr, row * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False,
+            kv_eps, cos_ptr, sin_ptr, row * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False, False,
+            scales + 1, 0, HAS_CODES,
         )  # fmt: skip
     else:
-        _norm(q_ptr + row * q_row, q_out_ptr + row * q_out_row, q_weight_ptr, q_eps, Q_WIDTH, Q_P2, Q_WIDTH)
+        put_normed(q_ptr + row * q_row, q_out_ptr + row * q_out_row, q_weight_ptr, q_eps, Q_WIDTH, Q_P2, Q_WIDTH)
 
 
 def norm_to_cache(
@@ -68,18 +63,20 @@ def norm_to_cache(
     slot_mapping: Tensor,
     query: Tensor | None = None,
     query_norm: tuple[Tensor, float] | None = None,
+    *,
+    scales: Tensor | None = None,
 ) -> Tensor | None:
     """Write each row's latent and shared key to its slot; returns the normalized compressed query, if there is one.
 
     compressed: [T, R + P]. kv_norm, query_norm: weight and epsilon of the RMSNorms of the latent [R] and the query [Q].
     angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. cache: [slots, 1, R + P]. slot_mapping: int32
-    or int64 [T], negative for rows to leave out. query: [T, Q], any row stride.
+    or int64 [T], negative for rows to leave out. query: [T, Q], any row stride. scales: as in `latent_to_cache`.
     """
     cos, sin, is_interleaved = angles
     rows, rank = compressed.shape[0], kv_norm[0].shape[0]
     rotary = compressed.shape[1] - rank
     check_float("compressed", compressed, (None, None))
-    check_float("cache", cache, (None, 1, rank + rotary))
+    check_cache("cache", cache, scales, (None, 1, rank + rotary), parts=2)
     check_angles(cos, sin, None, rows, rotary)
     check_ids("slot_mapping", slot_mapping, rows)
     out, width = None, 16
@@ -93,12 +90,13 @@ def norm_to_cache(
         q, q_out, q_norm = (compressed, compressed, kv_norm) if out is None else (query, out, query_norm)
         assert q is not None
         assert q_norm is not None
+        held = cache if scales is None else scales  # nothing is written to the former as scales
         _norm_kernel[(rows, 1 if out is None else 2)](
-            compressed, q, cache, q_out, slot_mapping, cos, sin, kv_norm[0], q_norm[0],
-            compressed.stride(0), q.stride(0), cache.stride(0), q_out.stride(0), cache.shape[0], cos.stride(0),
-            float(kv_norm[1]), float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
+            compressed, q, bits_of(cache), held, q_out, slot_mapping, cos, sin, kv_norm[0], q_norm[0],
+            compressed.stride(0), q.stride(0), cache.stride(0), held.stride(0), q_out.stride(0), cache.shape[0],
+            cos.stride(0), float(kv_norm[1]), float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
             HALF_P2=power_of_two(rotary // 2), Q_WIDTH=width, Q_P2=power_of_two(width), INTERLEAVED=is_interleaved,
-            num_warps=4,
+            HAS_CODES=scales is not None, num_warps=4,
         )  # fmt: skip
     return out
 

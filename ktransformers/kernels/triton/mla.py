@@ -35,12 +35,14 @@ def mla_attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T rows of absorbed queries over a latent cache; returns [T, Hq, rank].
 
     q: [T, Hq, rank + rope]. cache: [slots, 1, rank + rope]; see `rope.latent_to_cache`. out: [T, Hq, rank], made like q
-    when None. rank must be a power of two of at least 16 (512 in every model known); rope may be 0. workspace: fp32 of
-    `workspace_numel` for one KV head. The others, the two kernels and the errors as in `attention.attention`.
+    when None. rank must be a power of two of at least 16 (512 in every model known); rope may be 0. workspace:
+    fp32 of `workspace_numel` for one KV head. scales: of a cache of codes, fp32 [slots, 1, 2], for latents and what is rotated.
+    The others, the two kernels and the errors as in `attention.attention`.
     """
     if rank < 16 or rank & (rank - 1) or rank > q.shape[-1] or 2 * rank <= q.shape[-1]:
         raise ValueError(f"rank must be the largest power of two within the {q.shape[-1]} columns of q, got {rank}")
@@ -49,7 +51,7 @@ def mla_attention(
     result = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device) if out is None else out
     call = Call(
         q, cache, cache[..., :rank], block_table, page_size, seq_ids, kv_lens, scale, result,
-        window=window, sinks=sinks, softcap=float(softcap), is_shared=True,
+        window=window, sinks=sinks, softcap=float(softcap), is_shared=True, scales=(scales, None),
     )  # fmt: skip
     check_call(call)
     if q.shape[0] == 0:

@@ -16,6 +16,16 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.elementwise import check_float
+from ktransformers.kernels.triton.kv_codes import (
+    KvScales,
+    bits_of,
+    check_cache,
+    factor_and_scale,
+    has_codes,
+    magnitude,
+    put_codes,
+    put_heads,
+)
 from ktransformers.kernels.triton.runtime import jit, power_of_two, tl
 
 __all__ = [
@@ -24,6 +34,7 @@ __all__ = [
     "is_cached",
     "latent_to_cache",
     "pair_columns",
+    "put_normed",
     "rope_to_cache",
     "rotate_heads",
 ]
@@ -53,10 +64,12 @@ def rotate_heads(
     source, target, heads, keep, source_head, target_head, weight_ptr, eps, cos_ptr, sin_ptr, angle_row,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, REST_P2: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_ROTATED: tl.constexpr = False,
+    scale_ptr=None, scale_head=0, HAS_CODES: tl.constexpr = False,
 ):  # fmt: skip
     """Norm and rotation of some heads of one row, from `source` to `target`, where `keep`.
 
     The norm divides by the same either way, for a rotation keeps lengths: NORMS_ROTATED says where its weight comes in.
+    HAS_CODES: `target` gets codes, and `scale_ptr` the scales of the heads.
     """
     pair, first, second, exists = pair_columns(HALF, HALF_P2, INTERLEAVED)
     cos = tl.load(cos_ptr + angle_row + pair, mask=exists, other=0.0).to(tl.float32)
@@ -82,26 +95,38 @@ def rotate_heads(
             b *= of_b
         if DIM > 2 * HALF:
             c *= scale[:, None] * tl.load(weight_ptr + rest, mask=rest < DIM, other=0.0).to(tl.float32)[None, :]
-    element = target.dtype.element_ty
     rotated_a, rotated_b = a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
     if HAS_NORM and NORMS_ROTATED:
         rotated_a *= of_a
         rotated_b *= of_b
-    tl.store(to + pair[None, :], rotated_a.to(element), mask=mask)
-    tl.store(to + (pair + HALF)[None, :], rotated_b.to(element), mask=mask)
-    if DIM > 2 * HALF:
-        tl.store(to + rest[None, :], c.to(element), mask=rest_mask)
+    if HAS_CODES:
+        top = tl.maximum(tl.max(magnitude(rotated_a), 1), tl.max(magnitude(rotated_b), 1))
+        if DIM > 2 * HALF:
+            top = tl.maximum(top, tl.max(magnitude(c), 1))
+        factor, scale = factor_and_scale(top, to)
+        tl.store(scale_ptr + heads * scale_head, scale, mask=keep)
+        put_codes(to + pair[None, :], rotated_a, factor[:, None], mask)
+        put_codes(to + (pair + HALF)[None, :], rotated_b, factor[:, None], mask)
+        if DIM > 2 * HALF:
+            put_codes(to + rest[None, :], c, factor[:, None], rest_mask)
+    else:
+        element = target.dtype.element_ty
+        tl.store(to + pair[None, :], rotated_a.to(element), mask=mask)
+        tl.store(to + (pair + HALF)[None, :], rotated_b.to(element), mask=mask)
+        if DIM > 2 * HALF:
+            tl.store(to + rest[None, :], c.to(element), mask=rest_mask)
 
 
 @jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def _rope_kernel(
     q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr,
-    q_weight_ptr, k_weight_ptr, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
-    k_slot, k_slot_head, v_slot, v_slot_head, num_slots, cos_row, eps,
+    q_weight_ptr, k_weight_ptr, k_scale_ptr, v_scale_ptr,
+    q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
+    k_slot, k_slot_head, v_slot, v_slot_head, ks_slot, ks_head, vs_slot, vs_head, num_slots, cos_row, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, V_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr,
     REST_P2: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_NORM: tl.constexpr,
-    NORMS_ROTATED: tl.constexpr,
+    NORMS_ROTATED: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, Q_PROGRAMS + cdiv(NUM_KV_HEADS, HEADS)): HEADS query heads of a row, or as many keys and values."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -121,12 +146,14 @@ def _rope_kernel(
         rotate_heads(
             k_ptr + row * k_row, k_cache_ptr + slot * k_slot, heads, keep, k_head, k_slot_head, k_weight_ptr,
             eps, cos_ptr, sin_ptr, angle * cos_row, DIM, HALF, HALF_P2, REST_P2, INTERLEAVED, HAS_NORM, NORMS_ROTATED,
+            k_scale_ptr + slot * ks_slot, ks_head, HAS_CODES,
         )  # fmt: skip
         columns = tl.arange(0, V_P2)
         mask = keep[:, None] & (columns < DIM_V)[None, :]
         v = tl.load(v_ptr + row * v_row + heads[:, None] * v_head + columns[None, :], mask=mask, other=0.0)
         target = v_cache_ptr + slot * v_slot + heads[:, None] * v_slot_head + columns[None, :]
-        tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+        scales = v_scale_ptr + slot * vs_slot + heads * vs_head
+        put_heads(target, v.to(tl.float32), mask, scales, keep, HAS_CODES)
 
 
 def check_angles(cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: int, rotary_dim: int) -> None:
@@ -165,6 +192,7 @@ def rope_to_cache(
     norm_weights: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
     norms_rotated: bool = False,
+    scales: KvScales = (None, None),
     q_out: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to their slots; returns the rotated queries [T, Hq, D].
@@ -173,7 +201,8 @@ def rope_to_cache(
     [slots, Hkv, D], v_cache: [slots, Hkv, Dv]. slot_mapping: int32 or int64 [T], negative for rows to leave out.
     cos, sin: see the module. rotary_dim: P, all of D when None; the rest of a head passes through. positions: int32
     or int64 [T]. norm_weights: weights [D] of an RMSNorm of each query and each key head before the rotation (qwen3),
-    or after it (norms_rotated; hunyuan), with `eps`. q_out: made like q when None; must not be q when interleaved.
+    or after it (norms_rotated; hunyuan), with `eps`. scales: of caches of codes, int8 or e4m3, which are written with
+    them; fp32 [slots, Hkv, 1] of keys, and of values. q_out: made like q when None; must not be q when interleaved.
     """
     num_rows, num_heads, dim = q.shape
     num_kv_heads, dim_v = v.shape[1:]
@@ -184,8 +213,10 @@ def rope_to_cache(
     check_float("q", q, (None, None, None))
     check_float("k", k, (num_rows, num_kv_heads, dim))
     check_float("v", v, (num_rows, num_kv_heads, dim_v))
-    check_float("k_cache", k_cache, (None, num_kv_heads, dim))
-    check_float("v_cache", v_cache, (None, num_kv_heads, dim_v))
+    check_cache("k_cache", k_cache, scales[0], (None, num_kv_heads, dim))
+    check_cache("v_cache", v_cache, scales[1], (None, num_kv_heads, dim_v))
+    if has_codes(k_cache) != has_codes(v_cache):
+        raise TypeError(f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: give one type")
     check_float("q_out", out, tuple(q.shape))
     check_angles(cos, sin, positions, num_rows, rotary)
     check_ids("slot_mapping", slot_mapping, num_rows)
@@ -194,27 +225,50 @@ def rope_to_cache(
     if num_rows == 0:
         return out
     q_weight, k_weight = norm_weights or (None, None)
+    # without scales the caches take their places, and nothing is written there
+    k_scales, v_scales = k_cache if scales[0] is None else scales[0], v_cache if scales[1] is None else scales[1]
     q_programs = -(-num_heads // _HEADS_PER_PROGRAM)
     _rope_kernel[(num_rows, q_programs + -(-num_kv_heads // _HEADS_PER_PROGRAM))](
-        q, k, v, out, k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight,
+        q, k, v, out, bits_of(k_cache), bits_of(v_cache), slot_mapping, positions, cos, sin, q_weight, k_weight,
+        k_scales, v_scales,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        k_scales.stride(0), k_scales.stride(1), v_scales.stride(0), v_scales.stride(1),
         min(k_cache.shape[0], v_cache.shape[0]), cos.stride(0), float(eps),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=_HEADS_PER_PROGRAM, Q_PROGRAMS=q_programs,
         DIM=dim, DIM_V=dim_v, V_P2=power_of_two(dim_v), HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2),
         REST_P2=power_of_two(max(1, dim - rotary)), INTERLEAVED=is_interleaved,
         HAS_POSITIONS=positions is not None, HAS_NORM=norm_weights is not None,
-        NORMS_ROTATED=norms_rotated, num_warps=4,
+        NORMS_ROTATED=norms_rotated, HAS_CODES=has_codes(k_cache), num_warps=4,
     )  # fmt: skip
     return out
 
 
+@jit
+def put_normed(
+    source, target, weight_ptr, eps, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr, limit,
+    scale_ptr=None, HAS_CODES: tl.constexpr = False,
+):  # fmt: skip
+    """RMSNorm of one row; limit: WIDTH, or 0 to write nothing. HAS_CODES: `target` gets codes, `scale_ptr` a scale."""
+    columns = tl.arange(0, WIDTH_P2)
+    mask = columns < limit
+    x = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    x *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_CODES:
+        one = tl.arange(0, 1)
+        put_heads((target + columns)[None, :], x[None, :], mask[None, :], scale_ptr + one, one < limit, True)
+    else:
+        tl.store(target + columns, x.to(target.dtype.element_ty), mask=mask)
+
+
 @jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def _latent_kernel(
-    q_ptr, kv_ptr, q_out_ptr, cache_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr, weight_ptr,
-    q_row, q_head, kv_row, out_row, out_head, cache_slot, num_slots, cos_row, eps,
+    q_ptr, kv_ptr, q_out_ptr, cache_ptr, scale_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr, weight_ptr,
+    q_row, q_head, kv_row, out_row, out_head, cache_slot, scale_slot, num_slots, cos_row, eps,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANK_P2: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    HAS_CODES: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, Q_PROGRAMS + 1): the rotary part of HEADS queries of a row, or the row's latent and shared key."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -229,17 +283,16 @@ def _latent_kernel(
         )  # fmt: skip
     else:
         slot = tl.load(slot_ptr + row).to(tl.int64)
-        columns = tl.arange(0, RANK_P2)
-        mask = columns < tl.where(is_cached(slot, num_slots), RANK, 0)
-        x = tl.load(kv_ptr + row * kv_row + columns, mask=mask, other=0.0).to(tl.float32)
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
-        x *= scale * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        target = cache_ptr + slot * cache_slot
-        tl.store(target + columns, x.to(cache_ptr.dtype.element_ty), mask=mask)
+        target, scales = cache_ptr + slot * cache_slot, scale_ptr + slot * scale_slot
         one = heads - Q_PROGRAMS * HEADS
+        keep = one < tl.where(is_cached(slot, num_slots), 1, 0)
+        put_normed(
+            kv_ptr + row * kv_row, target, weight_ptr, eps, RANK, RANK_P2,
+            tl.where(is_cached(slot, num_slots), RANK, 0), scales, HAS_CODES,
+        )  # fmt: skip
         rotate_heads(
-            kv_ptr + row * kv_row + RANK, target + RANK, one, one < tl.where(is_cached(slot, num_slots), 1, 0), 0, 0,
-            weight_ptr, eps, cos_ptr, sin_ptr, angle * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False,
+            kv_ptr + row * kv_row + RANK, target + RANK, one, keep, 0, 0, weight_ptr, eps, cos_ptr, sin_ptr,
+            angle * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False, False, scales + 1, 0, HAS_CODES,
         )  # fmt: skip
 
 
@@ -255,14 +308,16 @@ def latent_to_cache(
     *,
     is_interleaved: bool = True,
     positions: Tensor | None = None,
+    scales: Tensor | None = None,
     q_out: Tensor | None = None,
 ) -> Tensor:
     """What latent attention (MLA) needs before it attends; returns the rotated queries [T, Hq, P].
 
     q_rot: [T, Hq, P], the rotary part of the queries. compressed: [T, R + P], the latent before its norm and the
     shared key. norm_weight: [R]. cache: [slots, 1, R + P]; row t's slot gets the normalized latent, then the rotated
-    key. q_out: [T, Hq, P], made like q_rot when None; a view of the last P columns of the absorbed queries
-    [T, Hq, R + P] saves a copy; must not be q_rot when interleaved. The others as in `rope_to_cache`.
+    key. scales: of a cache of codes, fp32 [slots, 1, 2], for the latent and for the rotated key. q_out: [T, Hq, P],
+    made like q_rot when None; a view of the last P columns of the absorbed queries [T, Hq, R + P] saves a copy; must
+    not be q_rot when interleaved. The others as in `rope_to_cache`.
     """
     num_rows, num_heads, rotary = q_rot.shape
     rank = norm_weight.shape[0]
@@ -270,20 +325,21 @@ def latent_to_cache(
     check_float("q_rot", q_rot, (None, None, None))
     check_float("compressed", compressed, (num_rows, rank + rotary))
     check_float("norm_weight", norm_weight, (rank,))
-    check_float("cache", cache, (None, 1, rank + rotary))
+    check_cache("cache", cache, scales, (None, 1, rank + rotary), parts=2)
     check_float("q_out", out, tuple(q_rot.shape))
     check_angles(cos, sin, positions, num_rows, rotary)
     check_ids("slot_mapping", slot_mapping, num_rows)
     if num_rows == 0:
         return out
+    held = cache if scales is None else scales  # nothing is written to the former as scales
     heads_per_program = 16
     q_programs = -(-num_heads // heads_per_program)
     _latent_kernel[(num_rows, q_programs + 1)](
-        q_rot, compressed, out, cache, slot_mapping, positions, cos, sin, norm_weight,
+        q_rot, compressed, out, bits_of(cache), held, slot_mapping, positions, cos, sin, norm_weight,
         q_rot.stride(0), q_rot.stride(1), compressed.stride(0), out.stride(0), out.stride(1), cache.stride(0),
-        cache.shape[0], cos.stride(0), float(eps),
+        held.stride(0), cache.shape[0], cos.stride(0), float(eps),
         NUM_HEADS=num_heads, HEADS=heads_per_program, Q_PROGRAMS=q_programs, RANK=rank, RANK_P2=power_of_two(rank),
         HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2), INTERLEAVED=is_interleaved,
-        HAS_POSITIONS=positions is not None, num_warps=4,
+        HAS_POSITIONS=positions is not None, HAS_CODES=scales is not None, num_warps=4,
     )  # fmt: skip
     return out

@@ -25,7 +25,7 @@ from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.models.facts import LayerKind
 from ktransformers.operators.attention.block_indexer import BlockIndex
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.gqa_gpu import GqaParts, gqa_forward
+from ktransformers.operators.attention.gqa_gpu import GpuCache, GqaParts, gqa_forward
 from ktransformers.operators.attention.pooled_indexer import ChoiceMask, KPooledIndexer
 from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.base import Site
@@ -86,7 +86,8 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     # [T, heads, D]; keys and values that another layer made may be on that one's device
     rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
     if context.cache.is_on_gpu(layer_idx):
-        return _gpu_attention(rows, keys, values, context, scale, options, selection)[None], None
+        kept = GpuCache.of(context.cache, layer_idx)
+        return _gpu_attention(rows, kept, context, scale, options, selection)[None], None
     scales = context.cache.scales(layer_idx)
     if shape.shares is None:
         for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
@@ -193,7 +194,9 @@ def _attend_to_chosen(
     kv_heads, dim_v = values.shape[1:]
     if len(selection.counts) == num_rows:
         chosen = (query, keys, values, selection.slots, 1, selection.seq_ids, selection.counts, scale)
-        return attention(*chosen) if pool is None else cpu.attention(query.contiguous(), *chosen[1:], pool)
+        if pool is None:
+            return attention(*chosen, scales=scales)
+        return cpu.attention(query.contiguous(), *chosen[1:], pool, scales=scales)
     if len(selection.counts) != num_rows * kv_heads:
         raise UnsupportedError(f"an indexer of {len(selection.counts) // num_rows} heads for {kv_heads} KV heads")
     heads = torch.arange(kv_heads, dtype=torch.int32, device=query.device).repeat(num_rows)
@@ -201,11 +204,9 @@ def _attend_to_chosen(
     rows = query.reshape(num_rows * kv_heads, num_heads // kv_heads, dim)
     caches = keys.view(-1, 1, dim), values.view(-1, 1, dim_v)
     given = (rows, *caches, table, 1, selection.seq_ids, selection.counts, scale)
-    if pool is None:
-        out = attention(*given)
-    else:
-        of_keys, of_values = (None if of is None else of.view(-1, 1, 1) for of in scales)
-        out = cpu.attention(*given, pool, scales=(of_keys, of_values))
+    of_keys, of_values = (None if of is None else of.view(-1, 1, 1) for of in scales)
+    of_slots = (of_keys, of_values)
+    out = attention(*given, scales=of_slots) if pool is None else cpu.attention(*given, pool, scales=of_slots)
     return out.view(num_rows, num_heads, dim_v)
 
 
@@ -216,39 +217,41 @@ def _zero_angle(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _gpu_attention(
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: GpuCache,
     context: ForwardContext,
     scale: float,
     options: dict[str, Any],
     selection: Selection | None,
 ) -> torch.Tensor:
     """`attention_forward` on a GPU: rows are query, key and value [T, heads, D] of any type; returns [T, Hq, D]."""
-    use(keys.device)
+    device = cache.keys.device
+    use(device)
     num_rows = rows[0].shape[0]
-    # One kernel writes the cache and makes queries of the cache's type. What is rotated here is rotated already: by 0.
-    cos, sin = _zero_angle(keys.device)
+    # One kernel writes the cache and makes queries of its rows' type. What is rotated here is rotated already: by 0.
+    cos, sin = _zero_angle(device)
     query = rope_to_cache(
         *rows,
         cos.expand(num_rows, 1),
         sin.expand(num_rows, 1),
-        keys,
-        values,
+        cache.keys,
+        cache.values,
         context.slot_mapping,
         rotary_dim=2,
-        q_out=torch.empty(rows[0].shape, dtype=keys.dtype, device=keys.device),
+        scales=cache.scales,
+        q_out=torch.empty(rows[0].shape, dtype=cache.row_dtype, device=device),
     )
     if selection is not None:
-        return _attend_to_chosen(query, (keys, values), (None, None), selection, scale, None)
+        return _attend_to_chosen(query, (cache.keys, cache.values), cache.scales, selection, scale, None)
     return attention(
         query,
-        keys,
-        values,
+        cache.keys,
+        cache.values,
         context.block_table,
         context.page_size,
         context.seq_ids,
         context.kv_lens,
         scale,
+        scales=cache.scales,
         **options,
     )
 

@@ -10,17 +10,35 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ktransformers.cache.paged import Scales
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.elementwise import gate_heads, rms_norm
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.attention import GqaSpec, NormPlace
 
-__all__ = ["GqaParts", "gqa_forward"]
+__all__ = ["GpuCache", "GqaParts", "gqa_forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCache:
+    """Of one layer: keys and values [slots, Hkv, D], their scales where they are codes, and the type of queries."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: Scales
+    row_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, cache: LayerCache, layer_idx: int) -> GpuCache:
+        """What layer `layer_idx` caches."""
+        keys, values = cache.layer(layer_idx)
+        shape = cache.shape(layer_idx)
+        return cls(keys, values, cache.scales(layer_idx), shape.row_dtype if shape.is_scaled else keys.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +90,24 @@ def gqa_forward(
     context: ForwardContext,
 ) -> torch.Tensor:
     """The module's attention of [1, T, hidden] on its GPU; cos and sin are [1, T, P], of any float type."""
-    keys, values = context.cache.layer(parts.layer_idx)
-    here, spec = context.on(keys.device), parts.spec
+    cache = GpuCache.of(context.cache, parts.layer_idx)
+    here, spec = context.on(cache.keys.device), parts.spec
     parts.device.mark("linear", parts.layer_idx)
     q, k, v = parts.projections(hidden_states[0])
     gate = None
     if spec.has_gate:  # by head: a query, then its gate
         q, gate = q.view(len(q), spec.num_heads, -1).chunk(2, dim=-1)
-    use(keys.device)
+    use(cache.keys.device)
     parts.device.mark("attention")
-    query = _to_cache(parts, (q, k, v), position_embeddings, (keys, values), here.slot_mapping)
+    query = _to_cache(parts, (q, k, v), position_embeddings, cache, here.slot_mapping)
     attend = None if parts.flash is None else parts.flash.of(context)
     if attend is not None:
-        out = attend(query, keys, values)
+        out = attend(query, cache.keys, cache.values)
     else:
         out = attention(
             query,
-            keys,
-            values,
+            cache.keys,
+            cache.values,
             here.block_table,
             here.page_size,
             here.seq_ids,
@@ -99,6 +117,7 @@ def gqa_forward(
             sinks=parts.sinks,
             softcap=spec.softcap,
             counters=parts.device.counters(),
+            scales=cache.scales,
         )
     if gate is not None:
         gate_heads(out, gate, out=out)
@@ -111,7 +130,7 @@ def _to_cache(
     parts: GqaParts,
     flat: tuple[torch.Tensor, ...],
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: GpuCache,
     slots: torch.Tensor,
 ) -> torch.Tensor:
     """Write keys and values, normalized and rotated, to their slots; returns such queries [T, heads, D].
@@ -136,12 +155,14 @@ def _to_cache(
         v,
         cos,
         sin,
-        *cache,
+        cache.keys,
+        cache.values,
         slots,
         rotary_dim=spec.rotary_dim,
         is_interleaved=spec.is_interleaved,
         norm_weights=(weights[0], weights[1]) if weights else None,
         eps=eps,
         norms_rotated=place is NormPlace.ROTATED,
-        q_out=torch.empty(q.shape, dtype=cache[0].dtype, device=cache[0].device),
+        scales=cache.scales,
+        q_out=torch.empty(q.shape, dtype=cache.row_dtype, device=cache.keys.device),
     )

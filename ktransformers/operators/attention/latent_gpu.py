@@ -14,6 +14,7 @@ import torch
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.expanded import expanded_attention
+from ktransformers.kernels.triton.kv_codes import widen_latents
 from ktransformers.kernels.triton.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.rope import latent_to_cache
@@ -42,10 +43,11 @@ class LatentStep:
     """What a step brings to one layer's attention, beside its queries.
 
     compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
-    angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. is_cached: the latents are in the cache.
-    attend: over the cache, None for Triton's kernels. expansion: rows that attend on expanded keys instead, None for
-    none. workspace: values that keys are expanded into, as many as it was chosen for. selection: the positions that
-    rows attend to, None for all. window: most positions that a row sees, 0 for all.
+    angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. scales: of a cache of codes, fp32
+    [slots, 1, 2]. is_cached: the latents are in the cache. attend: over the cache, None for Triton's kernels.
+    expansion: rows that attend on expanded keys instead, None for none. workspace: values that keys are expanded into,
+    as many as it was chosen for. selection: the positions that rows attend to, None for all. window: most positions
+    that a row sees, 0 for all.
     """
 
     compressed: torch.Tensor
@@ -54,6 +56,7 @@ class LatentStep:
     cache: torch.Tensor
     context: ForwardContext
     scale: float
+    scales: torch.Tensor | None = None
     is_cached: bool = False
     attend: Attend | None = None
     expansion: Expansion | None = None
@@ -85,7 +88,8 @@ class GpuLatent:
         """Write a small step's latents to the cache; returns its compressed queries [T, Q] normalized by `norm`."""
         use(step.cache.device)
         slots = step.context.slot_mapping
-        normed = norm_to_cache(step.compressed, step.norm, step.angles, step.cache, slots, query, norm)
+        given = (step.compressed, step.norm, step.angles, step.cache, slots, query, norm)
+        normed = norm_to_cache(*given, scales=step.scales)
         assert normed is not None, "there is a query"
         return normed
 
@@ -96,7 +100,8 @@ class GpuLatent:
             return self._attend_expanded(q, step, step.expansion)
         context, is_small = step.context, self.is_small(step)
         if is_small and not step.is_cached:
-            norm_to_cache(step.compressed, step.norm, step.angles, step.cache, context.slot_mapping)
+            given = (step.compressed, step.norm, step.angles, step.cache, context.slot_mapping)
+            norm_to_cache(*given, scales=step.scales)
         query = absorb(q, self.k_b, step.angles) if is_small else self._absorbed(q, step)
         if step.attend is not None:
             return self._values(step.attend(query, step.cache, step.cache[..., : self.rank]))
@@ -111,8 +116,8 @@ class GpuLatent:
         context, chosen = step.context, step.selection
         if chosen is not None:
             table, seq_ids, kv_lens = chosen.slots, chosen.seq_ids[rows], chosen.counts[rows]
-            places = (table, 1, seq_ids, kv_lens)
-            return mla_attention(query, step.cache, self.rank, *places, step.scale, sinks=step.sinks)
+            given = (query, step.cache, self.rank, table, 1, seq_ids, kv_lens, step.scale)
+            return mla_attention(*given, sinks=step.sinks, scales=step.scales)
         return mla_attention(
             query,
             step.cache,
@@ -124,6 +129,7 @@ class GpuLatent:
             step.scale,
             window=step.window,
             sinks=step.sinks,
+            scales=step.scales,
         )
 
     def _values(self, latent: torch.Tensor) -> torch.Tensor:
@@ -157,6 +163,7 @@ class GpuLatent:
             step.cache,
             step.context.slot_mapping,
             is_interleaved=is_interleaved,
+            scales=step.scales,
             q_out=q_out,
         )
 
@@ -181,12 +188,17 @@ class GpuLatent:
         """The rows of a batch of sequences: some heads' keys and values at a time are expanded, then attended to."""
         assert step.workspace is not None, "an expansion comes with its workspace"
         num_positions, rank, v_dim = batch.num_positions, self.rank, self.v_b.shape[2]
-        room, latents = _Room(step.workspace), step.cache[:, 0]
-        if isinstance(batch.slots, slice):
-            gathered = latents[batch.slots]
+        room, latents, slots = _Room(step.workspace), step.cache[:, 0], batch.slots
+        if step.scales is None and isinstance(slots, slice):
+            gathered = latents[slots]
         else:
             gathered = room.take(num_positions, latents.shape[1])
-            torch.index_select(latents, 0, batch.slots, out=gathered)
+            if isinstance(slots, slice):
+                slots = torch.arange(slots.start, slots.stop, device=latents.device)
+            if step.scales is None:
+                torch.index_select(latents, 0, slots, out=gathered)
+            else:
+                widen_latents(step.cache, step.scales, rank, slots, gathered)
         all_keys = room.take(batch.num_heads, num_positions, self.k_b.shape[1])
         all_values = room.take(batch.num_heads, num_positions, v_dim)
         for first in range(0, q.shape[1], batch.num_heads):

@@ -356,6 +356,7 @@ class KMLAAttention(WrapperOperator):
             self.spec.scale,
             attend=None if self._flash is None or expansion is not None else self._flash.of(forward_context),
             expansion=expansion,
+            scales=context.cache.scales(self.layer_idx)[0],
             window=self.spec.window,
             sinks=self._sinks,
             workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
@@ -380,7 +381,7 @@ class KMLAAttention(WrapperOperator):
         step = replace(step, selection=selection)
         self.device.mark("attention")
         q = self._padded(self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context))
-        out = gpu.attend(q.to(keys.dtype), step)
+        out = gpu.attend(q.to(self.device.dtype), step)
         self.device.mark("linear")
         return self._result(self._output(hidden_states, out, gate), selection)
 

@@ -19,7 +19,7 @@ PRODUCTS = ("_vector_kernel", "_tile_kernel", "_gate_up_vector", "_down_vector",
 RECURRENT = ("conv_kernel", "rows_kernel", "prepare_kernel", "chunks_kernel", "gates_kernel", "selective_kernel")
 GATED = ("_rope_kernel", "_gate_heads_kernel")
 CHOICES = ("_score_kernel", "_pool_kernel")
-ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel")
+ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel", "_widen_kernel")
 
 
 def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:

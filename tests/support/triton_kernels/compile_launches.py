@@ -26,13 +26,14 @@ from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm, gate_heads
 from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
 from ktransformers.kernels.triton.hyper import HyperSpec, collapse
+from ktransformers.kernels.triton.kv_codes import widen_latents
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.pools import pooled, rows_to_cache
 from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
-from ktransformers.kernels.triton.rope import rope_to_cache
+from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
 
@@ -41,6 +42,7 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 9
 TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)
 POINTERS = {
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float32: "*fp32",
@@ -159,6 +161,28 @@ def call_mla(heads, tokens, seqs, pages=64):
     cache, ids = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     q = torch.zeros(tokens, heads, 576, dtype=torch.bfloat16)
     mla_attention(q, cache, 512, torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids, 0.1)
+
+
+def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64):
+    """Keys and values as codes: written, and attended to."""
+    cache, scales = torch.zeros(256, kv_heads, dim, dtype=dtype), torch.zeros(256, kv_heads, 1)
+    q, ids = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
+    k, angles, both = q.new_zeros(tokens, kv_heads, dim), torch.zeros(tokens, dim // 2), (scales, scales)
+    query = rope_to_cache(q, k, k, angles, angles, cache, cache, ids.long(), scales=both)
+    table, counters = torch.zeros(seqs, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    attention(query, cache, cache, table, 256, ids, ids, 0.1, counters=counters, scales=both)
+
+
+def call_coded_latents(dtype, heads, tokens, seqs=1, pages=64, rank=512, rotary=64):
+    """Latents as codes: written by either kernel, attended to, and widened for expanded keys."""
+    cache, scales = torch.zeros(256, 1, rank + rotary, dtype=dtype), torch.zeros(256, 1, 2)
+    q, ids = torch.zeros(tokens, heads, rank + rotary, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
+    rows, angles, slots = q[:, 0].contiguous(), torch.zeros(tokens, rotary // 2), ids.long()
+    norm = rows[0, :rank], 1e-6
+    norm_to_cache(rows, norm, (angles, angles, True), cache, slots, scales=scales)
+    latent_to_cache(q[..., rank:].contiguous(), rows, *norm, angles, angles, cache, slots, scales=scales)
+    mla_attention(q, cache, rank, torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids, 0.1, scales=scales)
+    widen_latents(cache, scales, rank, slots, rows)
 
 
 def call_chosen(heads, tokens, is_summed=True, chosen=32):
@@ -305,6 +329,15 @@ def all_attention():
     call_mla(16, 200, 1)
     call_expanded(128, 256, 512)
     call_expanded(4, 128, 256)
+    all_coded((torch.int8, torch.float8_e4m3fn))
+
+
+def all_coded(dtypes):
+    """The first type in decode of grouped queries and prefill of latents, the other the other way round."""
+    call_coded(dtypes[0], 32, 4, 128, 2, seqs=2)
+    call_coded(dtypes[1], 32, 4, 128, 600, seqs=4)
+    call_coded_latents(dtypes[1], 128, 2, seqs=2)
+    call_coded_latents(dtypes[0], 16, 200)
 
 
 def few():
@@ -331,6 +364,7 @@ def few():
 
 def some():
     few()
+    all_coded((torch.float8_e4m3fn, torch.int8))
     call_convert(1, 2880, 1)
     call_router(128, 2048, 1, RouterSpec(8))
     call_pair((QuantType.Q4_K, QuantType.Q6_K), (4608, 512), 2048, 2)
