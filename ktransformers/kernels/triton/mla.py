@@ -41,8 +41,8 @@ def mla_attention(
 
     q: [T, Hq, rank + rope]. cache: [slots, 1, rank + rope]; see `rope.latent_to_cache`. out: [T, Hq, rank], made like q
     when None. rank must be a power of two of at least 16 (512 in every model known); rope may be 0. workspace:
-    fp32 of `workspace_numel` for one KV head. scales: of a cache of codes, fp32 [slots, 1, 2], for latents and what is rotated.
-    The others, the two kernels and the errors as in `attention.attention`.
+    fp32 of `workspace_numel` for one KV head. scales: of a cache of codes, fp32 [slots, 1, 2], for latents and what is
+    rotated. The others, the two kernels and the errors as in `attention.attention`.
     """
     if rank < 16 or rank & (rank - 1) or rank > q.shape[-1] or 2 * rank <= q.shape[-1]:
         raise ValueError(f"rank must be the largest power of two within the {q.shape[-1]} columns of q, got {rank}")
