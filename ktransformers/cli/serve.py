@@ -145,6 +145,17 @@ def _add_patience_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--responses_store", type=int, default=64, metavar="MIB", help="of answers kept for /v1/responses (%(default)s)"
     )
+    group.add_argument("--max_suspended", type=int, default=64, help="suspended requests at most (%(default)s)")
+    group.add_argument(
+        "--max_keep_seconds",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="most that a stream goes on without its client, where that asks for it; 0: never (%(default)s)",
+    )
+    group.add_argument(
+        "--kept_streams", type=int, default=64, metavar="MIB", help="of such streams, all together (%(default)s)"
+    )
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
     group.add_argument(
@@ -220,6 +231,9 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         max_queue=args.max_queue,
         max_queue_per_key=args.max_queue_per_key,
         responses_store=args.responses_store << 20,
+        max_suspended=args.max_suspended,
+        max_keep_seconds=args.max_keep_seconds,
+        kept_streams=args.kept_streams << 20,
         request_timeout=args.request_timeout,
         drain_seconds=args.drain_seconds,
         ping_seconds=args.ping_seconds,

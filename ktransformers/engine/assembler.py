@@ -75,6 +75,11 @@ class AnswerAssembler:
             embedding=embedding,
         )
 
+    def leave_out(self, seconds: float) -> None:
+        """The answer was suspended for so long, which `hear` does not count as decoding."""
+        if self._first_token_at:
+            self._first_token_at += seconds
+
     def aborted(self) -> TokenEvent:
         """The last event of an answer that ends before it is complete."""
         return TokenEvent(None, self._text.finish()[0], self.stats, finish_reason=FinishReason.ABORT)

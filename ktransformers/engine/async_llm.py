@@ -41,6 +41,7 @@ class _Asked:
 
     read: Callable[[PromptReader], list[int]]
     given: SamplingParams | None
+    request_id: str | None = None
     prompt_ids: list[int] = field(default_factory=list)
     params: SamplingParams | None = None
 
@@ -197,9 +198,14 @@ class AsyncLLM:
         """Most tokens of one prompt and its answer together. Raises EngineError before the model is loaded."""
         return self._require_loaded().batches.config.max_len
 
-    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncAnswer:
-        """The answer to one prompt: `async for` its events, or `await` the whole."""
-        return self._answer(_Asked(lambda reader: reader.ids(prompt), sampling_params))
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncAnswer:
+        """The answer to one prompt: `async for` its events, or `await` the whole.
+
+        request_id: a name of its own for `suspend` and `resume`, until the answer is over.
+        """
+        return self._answer(_Asked(lambda reader: reader.ids(prompt), sampling_params, request_id))
 
     def chat(
         self,
@@ -208,6 +214,7 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         special_tokens_in_content: bool = False,
+        request_id: str | None = None,
         **template_kwargs: Any,
     ) -> AsyncAnswer:
         """The next turn of one conversation (a string is one message of the user). See `generate`, and `LLM.chat`."""
@@ -215,7 +222,18 @@ class AsyncLLM:
         def read(reader: PromptReader) -> list[int]:
             return reader.conversation_ids(messages, tools, template_kwargs, special_tokens_in_content)
 
-        return self._answer(_Asked(read, sampling_params))
+        return self._answer(_Asked(read, sampling_params, request_id))
+
+    async def suspend(self, request_id: str) -> bool:
+        """Set an answer aside, at whatever step it is: it holds no pages, and whoever reads it waits.
+
+        Whether there is such a one, that has begun. See `LLM.suspend`.
+        """
+        return await asyncio.to_thread(self._require_loaded().batches.suspend, request_id)
+
+    async def resume(self, request_id: str) -> bool:
+        """Go on with an answer that is suspended. Whether there was such a one."""
+        return await asyncio.to_thread(self._require_loaded().batches.resume, request_id)
 
     def _answer(self, asked: _Asked) -> AsyncAnswer:
         self._require_open()
@@ -236,7 +254,7 @@ class AsyncLLM:
             except RuntimeError:  # the event loop is closed, and its tasks with it
                 batches.abort([question])
 
-        question = Question(asked.prompt_ids, params, sink)
+        question = Question(asked.prompt_ids, params, sink, asked.request_id)
         try:
             batches.submit([question])
             is_over = False

@@ -4,6 +4,7 @@
     submit([question, ...]) ─────> scheduler.add ── schedule ── execute ── commit ─┐
     sink(event | error)    <────── AnswerAssembler.hear <── news of each request ──┘
     abort([question, ...])  ─────> scheduler.finish: its pages are free before the next step
+    suspend, resume(name)   ─────> scheduler.suspend, resume: the same
 
 Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a reader
 (Ctrl-C, a cancelled task) never meets a half-done step. Does not know prompts as text, nor event loops.
@@ -24,7 +25,7 @@ from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules
 from ktransformers.engine.profiled import model_meta
-from ktransformers.errors import EngineError, KTransformersError
+from ktransformers.errors import ConfigError, EngineError, KTransformersError
 from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.profiling.recorder import open_recorder
 from ktransformers.scheduler.config import SchedulerConfig
@@ -47,21 +48,23 @@ _CLOSED = "this model is closed: make a new LLM, or keep the `with` block open f
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """One prompt on its way. params.seed is set. request_id is given by the loop."""
+    """One prompt on its way. params.seed is set. request_id is given by the loop. name: what its asker calls it."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     sink: Sink
+    name: str | None = None
     request_id: str = ""
 
 
 @dataclass(slots=True)
 class _Reader:
-    """began: when its first step was planned."""
+    """began: when its first step was planned, or the first one after it was suspended. suspended_at: seconds."""
 
     sink: Sink
     assembler: AnswerAssembler
     began: float | None = None
+    suspended_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,22 @@ class _Abort:
 
 
 @dataclass(slots=True)
+class _Turn:
+    """Suspends or resumes a request. answer: whether it is there, and for a resume suspended."""
+
+    request_id: str
+    is_resume: bool
+    answer: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
+
+
+@dataclass(slots=True)
 class _Look:
     """Asks for the scheduler's figures."""
 
     answer: queue.SimpleQueue[SchedulerStats] = field(default_factory=queue.SimpleQueue)
 
 
-_Command = _Add | _Abort | _Look | None  # None: stop
+_Command = _Add | _Abort | _Turn | _Look | None  # None: stop
 
 
 class _Profile:
@@ -130,6 +142,7 @@ class BatchLoop:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._readers: dict[str, _Reader] = {}
         self._ids = itertools.count()
+        self._names: dict[str, Question] = {}  # of questions that have one and are not through
         self._lock = threading.Lock()  # between a submit and a close: nobody is left waiting for a thread that is gone
         self._is_closed = False
         started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -199,16 +212,47 @@ class BatchLoop:
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 
     def submit(self, questions: Sequence[Question]) -> None:
-        """Answer these, which `check` has passed. They are queued together. Raises EngineError when closed."""
+        """Answer these, which `check` has passed. They are queued together.
+
+        Who submits must `abort` them in the end, over or not. Raises EngineError when closed, ConfigError for a name
+        that is in use.
+        """
+        with self._lock:
+            for question in questions:
+                if question.name is not None and self._names.setdefault(question.name, question) is not question:
+                    raise ConfigError(f"request_id {question.name!r} is in use: name each request differently")
         for question in questions:
             question.request_id = f"r{next(self._ids)}"
         self._post(_Add(tuple(questions)))
 
     def abort(self, questions: Sequence[Question]) -> None:
-        """End these with ABORT, which their sinks hear. Answers that are over are left alone."""
+        """End these with ABORT, which their sinks hear. Answers that are over are left alone. Their names are free."""
         with self._lock:
+            for question in questions:
+                if question.name is not None and self._names.get(question.name) is question:
+                    del self._names[question.name]
             if not self._is_closed:
                 self._inbox.put(_Abort([question.request_id for question in questions]))
+
+    def suspend(self, name: str) -> bool:
+        """Set the question of this name aside before the next step: it holds no pages until `resume`.
+
+        Whether it is there. Raises EngineError when closed.
+        """
+        return self._turn(name, is_resume=False)
+
+    def resume(self, name: str) -> bool:
+        """Go on with a question that is suspended. Whether there was such a one. Raises EngineError when closed."""
+        return self._turn(name, is_resume=True)
+
+    def _turn(self, name: str, is_resume: bool) -> bool:
+        with self._lock:
+            question = self._names.get(name)
+        if question is None:
+            return False
+        turn = _Turn(question.request_id, is_resume)
+        self._post(turn)
+        return turn.answer.get()
 
     def stats(self) -> SchedulerStats:
         """The scheduler's figures between two steps. Raises EngineError when closed."""
@@ -216,7 +260,7 @@ class BatchLoop:
         self._post(look)
         return look.answer.get()
 
-    def _post(self, command: _Add | _Look) -> None:
+    def _post(self, command: _Add | _Turn | _Look) -> None:
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSED)
@@ -253,6 +297,8 @@ class BatchLoop:
                 case _Add(questions):
                     for question in questions:
                         question.sink(lost)
+                case _Turn(_, _, turned):
+                    turned.put(False)
                 case _Look(answer):
                     answer.put(self._scheduler.stats())
         if self._profile is not None:
@@ -263,14 +309,14 @@ class BatchLoop:
         """Take in commands; wait for one when there is nothing else to do. False when told to stop."""
         while True:
             try:
-                command = self._inbox.get(block=not self._scheduler.has_requests)
+                command = self._inbox.get(block=not self._scheduler.has_work)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             self._obey(command)
 
-    def _obey(self, command: _Add | _Abort | _Look) -> None:
+    def _obey(self, command: _Add | _Abort | _Turn | _Look) -> None:
         match command:
             case _Add(questions):
                 for question in questions:
@@ -281,8 +327,26 @@ class BatchLoop:
                     if update is not None:
                         self._note_end(update)
                         self._tell(update)
+            case _Turn():
+                command.answer.put(self._obey_turn(command))
             case _Look(answer):
                 answer.put(self._scheduler.stats())
+
+    def _obey_turn(self, turn: _Turn) -> bool:
+        reader = self._readers.get(turn.request_id)
+        if reader is None:
+            return False
+        now = time.perf_counter()
+        if turn.is_resume:
+            if not self._scheduler.resume(turn.request_id):
+                return False
+            assert reader.suspended_at is not None
+            reader.assembler.leave_out(now - reader.suspended_at)
+            reader.suspended_at = None
+            return True
+        if not self._scheduler.is_suspended(turn.request_id):
+            reader.suspended_at, reader.began = now, None
+        return self._scheduler.suspend(turn.request_id)
 
     def _add(self, question: Question) -> None:
         name, params = question.request_id, question.params

@@ -4,6 +4,9 @@ Knows a runner (ids and positions in, logits out), a sampler and a tokenizer. Do
 
     positions   0 ........ cached_len ........ prompt_len ........ prompt_len + n
                 already in the cache | prefill, in chunks | decode: token n is sampled for this position
+
+An answer may be left before any forward and taken up later. Then all its tokens are a prompt: what the cache has lost
+of them is computed again, and the sampler and the text go on where they were.
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["GenerateConfig", "PrefillProgress", "SequenceRunner", "prefill_and_generate"]
+__all__ = [
+    "Answer",
+    "Control",
+    "GenerateConfig",
+    "PrefillProgress",
+    "SequenceRunner",
+    "begin_answer",
+    "prefill_and_generate",
+]
 
 PrefillProgress = Callable[[int, int], None]
 """Is told how many of the prompt's tokens are computed, and how many have to be: those that were not cached."""
@@ -67,111 +78,6 @@ class SequenceRunner(Protocol):
         ...
 
 
-class _Answer:
-    """The state of one call of prefill_and_generate."""
-
-    def __init__(
-        self,
-        runner: SequenceRunner,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        end: AnswerEnd,
-        assembler: AnswerAssembler,
-        mask: TokenMask | None = None,
-        eos_token_ids: Sequence[int] = (),
-        profile: AnswerProfile | None = None,
-    ):
-        self.profile = profile or AnswerProfile(ProfileSlot(), "", len(prompt_ids), assembler.stats.cached_len)
-        self.runner, self.prompt_ids, self.params, self.end, self.assembler = runner, prompt_ids, params, end, assembler
-        self.stats = assembler.stats
-        self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size, mask, eos_token_ids=eos_token_ids)
-        self.sampler.begin()
-        self._pooled = None if params.pooling is None else Pooled(params.pooling)
-
-    def prefill(
-        self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None
-    ) -> torch.Tensor | None:
-        """Compute the prompt from cached_len on; logits [1, V] of its last token, or None when stopped in between."""
-        logits, total, cached_len = None, len(self.prompt_ids), self.stats.cached_len
-        if self.params.prompt_logprobs is not None:
-            chunk_size = min(chunk_size, PROMPT_LOGPROB_ROWS)
-        for start in range(cached_len, total, chunk_size):
-            if is_stopped():
-                return None
-            if on_prefill is not None:
-                on_prefill(start - cached_len, total - cached_len)
-            began = time.perf_counter()
-            chunk = self.prompt_ids[start : start + chunk_size]
-            is_last = start + len(chunk) == total
-            keep = range(len(chunk)) if self.params.prompt_logprobs is not None else [len(chunk) - 1] if is_last else []
-            self.profile.begin(len(chunk), is_prefill=True, is_sampled=is_last)
-            logits = self._run_chunk(chunk, start, keep)
-            self._score(logits, start)
-            if not is_last:
-                self.profile.end_chunk()
-            self.stats.prefill_seconds += time.perf_counter() - began
-        return None if logits is None else logits[-1:]
-
-    def _run_chunk(self, chunk: list[int], start: int, keep: Sequence[int]) -> torch.Tensor:
-        if self._pooled is None:
-            return self.runner.forward(chunk, start, keep)
-        with self.runner.tap.watch() as seen:
-            logits = self.runner.forward(chunk, start, keep)
-        self._pooled.add(seen[-1])  # the runner may have computed again what came before
-        return logits
-
-    def _score(self, logits: torch.Tensor, start: int) -> None:
-        """logits [N, V] of positions start, start + 1, ...: each tells how likely the prompt token after it was."""
-        if self.params.prompt_logprobs is not None:
-            followers = self.prompt_ids[start + 1 : start + 1 + len(logits)]
-            self.assembler.score(
-                start + 1, token_logprobs(logits[: len(followers)], followers, self.params.prompt_logprobs)
-            )
-
-    def decode(self, token_id: int) -> torch.Tensor:
-        began = time.perf_counter()
-        self.profile.begin(1, is_prefill=False, is_sampled=True)
-        logits = self.runner.forward([token_id], len(self.prompt_ids) + self.stats.completion_len - 1, [0])
-        self.stats.decode_seconds += time.perf_counter() - began
-        return logits
-
-    def step(self, logits: torch.Tensor) -> TokenEvent:
-        """Sample the next token and say what it means for the answer."""
-        began, stats = time.perf_counter(), self.stats
-        self.profile.sampling()
-        position = len(self.prompt_ids) + stats.completion_len
-        (sampled,) = sample_batch(logits, [self.sampler], [position])
-        token_id = sampled.token_id
-        self.sampler.commit(token_id)
-        self.sampler.begin()
-        self.profile.end_token(token_id, stats.completion_len)
-        if stats.completion_len:
-            stats.decode_seconds += time.perf_counter() - began
-        else:
-            stats.prefill_seconds += time.perf_counter() - began
-        embedding = None if self._pooled is None or stats.completion_len else self._pooled.vector()
-        reason = self.end.reason(token_id, stats.completion_len + 1)
-        return self.assembler.token(token_id, sampled.logprobs, reason, embedding)
-
-    def run(
-        self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None
-    ) -> Iterator[TokenEvent]:
-        reason = FinishReason.ABORT  # of an answer that is stopped, closed or fails
-        try:
-            logits = self.prefill(chunk_size, is_stopped, on_prefill)
-            while logits is not None:
-                event = self.step(logits)
-                reason = event.finish_reason or reason
-                yield event
-                if event.finish_reason is not None:
-                    return
-                assert event.token_id is not None
-                logits = None if is_stopped() else self.decode(event.token_id)
-            yield self.assembler.aborted()
-        finally:
-            self.profile.ended(reason)
-
-
 @dataclass(frozen=True, slots=True)
 class GenerateConfig:
     """What all answers of a model share.
@@ -189,23 +95,177 @@ class GenerateConfig:
             raise ConfigError(f"chunk_size must be at least 1, got {self.chunk_size}")
 
 
-def prefill_and_generate(
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """How somebody else ends an answer or sets it aside. Asked before every forward; should_stop comes first.
+
+    should_stop: it ends with ABORT. should_suspend: it is left as it is, without an event, and may be run again.
+    on_prefill: see PrefillProgress.
+    """
+
+    should_stop: Callable[[], bool] = _never
+    should_suspend: Callable[[], bool] = _never
+    on_prefill: PrefillProgress | None = None
+
+
+class Answer:
+    """One answer and what it depends on, but for keys and values: while it is suspended others may use the runner.
+
+    token_ids: the prompt, then the answer so far. stats: the object that every event carries. is_suspended: its last
+    `run` was left; the next one goes on with the same tokens. Made by `begin_answer`.
+    """
+
+    def __init__(
+        self,
+        runner: SequenceRunner,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        config: GenerateConfig,
+        end: AnswerEnd,
+        mask: TokenMask | None,
+        profile: AnswerProfile,
+    ):
+        self.token_ids, self.params, self.is_suspended = list(prompt_ids), params, False
+        self.assembler = AnswerAssembler(config.tokenizer, params, len(prompt_ids))
+        self.stats = self.assembler.stats
+        self._runner, self._chunk_size, self._end, self._profile = runner, config.chunk_size, end, profile
+        self._sampler = RequestSampler(
+            params, self.token_ids.copy(), runner.vocab_size, mask, eos_token_ids=config.eos_token_ids
+        )
+        self._sampler.begin()
+        self._pooled: Pooled | None = None
+        self._has_begun = False
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether every token has to be computed for it: logits and hidden states are not cached."""
+        pooling = self.params.pooling
+        return self.params.prompt_logprobs is not None or (pooling is not None and pooling.needs_all)
+
+    def _must_leave(self, control: Control) -> bool:
+        if control.should_stop():
+            return True
+        self.is_suspended = control.should_suspend()
+        return self.is_suspended
+
+    def _prefill(self, cached_len: int, control: Control) -> torch.Tensor | None:
+        """Compute the known tokens from cached_len on; logits [1, V] of the last one, None when stopped in between."""
+        logits, chunk_size, total = None, self._chunk_size, len(self.token_ids)
+        if self.params.prompt_logprobs is not None:
+            chunk_size = min(chunk_size, PROMPT_LOGPROB_ROWS)
+        for start in range(cached_len, total, chunk_size):
+            if self._must_leave(control):
+                return None
+            if control.on_prefill is not None:
+                control.on_prefill(start - cached_len, total - cached_len)
+            began = time.perf_counter()
+            chunk = self.token_ids[start : start + chunk_size]
+            is_last = start + len(chunk) == total
+            keep = range(len(chunk)) if self.params.prompt_logprobs is not None else [len(chunk) - 1] if is_last else []
+            self._profile.begin(len(chunk), is_prefill=True, is_sampled=is_last)
+            logits = self._run_chunk(chunk, start, keep)
+            self._score(logits, start)
+            if not is_last:
+                self._profile.end_chunk()
+            self._add_seconds(began)
+        return None if logits is None else logits[-1:]
+
+    def _add_seconds(self, began: float) -> None:
+        seconds = time.perf_counter() - began
+        if self.stats.completion_len:
+            self.stats.decode_seconds += seconds
+        else:
+            self.stats.prefill_seconds += seconds
+
+    def _run_chunk(self, chunk: list[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        if self._pooled is None:
+            return self._runner.forward(chunk, start, keep)
+        with self._runner.tap.watch() as seen:
+            logits = self._runner.forward(chunk, start, keep)
+        self._pooled.add(seen[-1])  # the runner may have computed again what came before
+        return logits
+
+    def _score(self, logits: torch.Tensor, start: int) -> None:
+        """logits [N, V] of positions start, start + 1, ...: each tells how likely the prompt token after it was."""
+        if self.params.prompt_logprobs is not None:
+            followers = self.token_ids[start + 1 : min(start + 1 + len(logits), self.stats.prompt_len)]
+            self.assembler.score(
+                start + 1, token_logprobs(logits[: len(followers)], followers, self.params.prompt_logprobs)
+            )
+
+    def _decode(self) -> torch.Tensor:
+        began, position = time.perf_counter(), len(self.token_ids) - 1
+        self._profile.begin(1, is_prefill=False, is_sampled=True)
+        logits = self._runner.forward(self.token_ids[position:], position, [0])
+        self._add_seconds(began)
+        return logits
+
+    def _step(self, logits: torch.Tensor) -> TokenEvent:
+        """Sample the next token and say what it means for the answer."""
+        began, stats = time.perf_counter(), self.stats
+        self._profile.sampling()
+        (sampled,) = sample_batch(logits, [self._sampler], [len(self.token_ids)])
+        token_id = sampled.token_id
+        self.token_ids.append(token_id)
+        self._sampler.commit(token_id)
+        self._sampler.begin()
+        self._profile.end_token(token_id, stats.completion_len)
+        self._add_seconds(began)
+        embedding = None if self._pooled is None or stats.completion_len else self._pooled.vector()
+        reason = self._end.reason(token_id, stats.completion_len + 1)
+        return self.assembler.token(token_id, sampled.logprobs, reason, embedding)
+
+    def run(self, cached_len: int, control: Control) -> Iterator[TokenEvent]:
+        """The events of the tokens to come, until the answer ends or is suspended.
+
+        cached_len: leading token_ids whose keys and values the runner holds; the last one is always computed. Raises
+        ValueError for another number.
+        """
+        if not 0 <= cached_len < len(self.token_ids):
+            raise ValueError(f"cached_len {cached_len} must leave at least one of {len(self.token_ids)} to compute")
+        if cached_len and self.params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
+        if not self._has_begun:
+            self._has_begun, self.stats.cached_len, self._profile.cached_len = True, cached_len, cached_len
+        return self._events(cached_len, control)
+
+    def _events(self, cached_len: int, control: Control) -> Iterator[TokenEvent]:
+        reason = FinishReason.ABORT  # of an answer that is stopped, closed or fails
+        self.is_suspended = False
+        if self.params.pooling is not None and not self.stats.completion_len:
+            self._pooled = Pooled(self.params.pooling)
+        try:
+            logits = self._prefill(cached_len, control)
+            while logits is not None:
+                event = self._step(logits)
+                reason = event.finish_reason or reason
+                yield event
+                if event.finish_reason is not None:
+                    return
+                logits = None if self._must_leave(control) else self._decode()
+            if not self.is_suspended:
+                yield self.assembler.aborted()
+        finally:
+            if not self.is_suspended:
+                self._profile.ended(reason)
+
+
+def begin_answer(
     runner: SequenceRunner,
     prompt_ids: Sequence[int],
     params: SamplingParams,
     config: GenerateConfig,
-    *,
-    cached_len: int = 0,
-    should_stop: Callable[[], bool] | None = None,
-    on_prefill: PrefillProgress | None = None,
     profile: tuple[ProfileSlot, str] | None = None,
-) -> Iterator[TokenEvent]:
-    """Generate the answer to prompt_ids, one event per token. The last event carries the finish reason.
+) -> Answer:
+    """The answer to prompt_ids, of which nothing is computed yet.
 
-    cached_len: leading prompt tokens whose keys and values `runner` already holds. params.stop_token_ids end the answer
-    as its end tokens do; neither kind has text. should_stop is asked before every forward; when it says yes the answer
-    ends with ABORT. on_prefill is called before every forward of the prompt. profile: where a recorder may be found
-    before every forward, and what the answer is called there. max_tokens counts at most up to the end of the cache.
+    params.stop_token_ids end the answer as its end tokens do; neither kind has text. profile: where a recorder may be
+    found before every forward, and what the answer is called there. max_tokens counts at most up to the end of the
+    cache.
 
     Checks before any work: raises ConfigError for an empty prompt or ids outside of the vocabulary, ContextLengthError
     when the prompt leaves no room for an answer.
@@ -219,12 +279,7 @@ def prefill_and_generate(
         is_models_limit=runner.is_models_limit,
     ).check(prompt_ids, params)
     prompt_len = len(prompt_ids)
-    if not 0 <= cached_len < prompt_len:
-        raise ValueError(f"cached_len {cached_len} must leave at least one of {prompt_len} prompt tokens to compute")
-    if cached_len and params.prompt_logprobs is not None:
-        raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
     end = AnswerEnd.of(params, config.eos_token_ids, runner.max_len - prompt_len)
-    assembler = AnswerAssembler(tokenizer, params, prompt_len, cached_len)
     mask = None
     if tokenizer is not None:
         grammars = tokenizer.grammars(runner.vocab_size, config.eos_token_ids)
@@ -232,6 +287,23 @@ def prefill_and_generate(
         mask = mask_of(grammars, params)
     elif params.constraint is not None or params.reasoning is not None:
         raise ConfigError("constraint and reasoning are about text: they need a tokenizer")
-    profiled = None if profile is None else AnswerProfile(*profile, prompt_len, cached_len)
-    answer = _Answer(runner, list(prompt_ids), params, end, assembler, mask, config.eos_token_ids, profiled)
-    return answer.run(config.chunk_size, should_stop or (lambda: False), on_prefill)
+    slot, name = profile or (ProfileSlot(), "")
+    return Answer(runner, prompt_ids, params, config, end, mask, AnswerProfile(slot, name, prompt_len, 0))
+
+
+def prefill_and_generate(
+    runner: SequenceRunner,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    config: GenerateConfig,
+    *,
+    cached_len: int = 0,
+    should_stop: Callable[[], bool] = _never,
+    on_prefill: PrefillProgress | None = None,
+) -> Iterator[TokenEvent]:
+    """Generate the answer to prompt_ids, one event per token. The last event carries the finish reason.
+
+    See `begin_answer`, whose errors this raises before any work, Answer.run, and Control.
+    """
+    control = Control(should_stop, on_prefill=on_prefill)
+    return begin_answer(runner, prompt_ids, params, config).run(cached_len, control)

@@ -47,7 +47,16 @@ _STOP_POLL_SECONDS = 0.05
 
 _CLOSED = "this LLM is closed: make a new one, or keep the `with` block open for as long as it is used"
 
+_CANNOT_SUSPEND = (
+    "this LLM answers one prompt at a time, on its caller's thread: stop reading and go on later; "
+    "only an LLM that answers many prompts at once suspends them"
+)
+
 _Events = queue.SimpleQueue[TokenEvent | EngineError]
+
+
+def _ignore(said: TokenEvent | EngineError) -> None:
+    """The sink of a question that is not submitted yet."""
 
 
 class LLM:
@@ -165,6 +174,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         should_stop: Callable[[], bool] | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
+        request_id: str | None = None,
     ) -> Iterator[TokenEvent]:
         """The answer to one prompt, token by token. Raises ConfigError and ContextLengthError before any work.
 
@@ -172,17 +182,38 @@ class LLM:
         iterator that is closed or dropped, without an event. Several may be open at once.
         on_prefill: told before every chunk of the prompt how many tokens are computed, and how many have to be; only
         over an engine that has a session.
+        request_id: a name of its own for `suspend` and `resume`, until the iterator has ended or is closed.
         """
         self._require_open()
         ids, params = self._reader.ids(prompt), self._reader.params(sampling_params)
         if self._batches is None:
+            if request_id is not None:
+                raise UnsupportedError(_CANNOT_SUSPEND)
             return self.session.generate(ids, params, should_stop, on_prefill)
         if on_prefill is not None:
             raise UnsupportedError(
                 "on_prefill needs LLM.from_engine(build_engine(config)), which answers one at a time"
             )
         self._batches.check(ids, params)
-        return self._events(self._batches, ids, params, should_stop)
+        return self._events(self._batches, Question(ids, params, _ignore, request_id), should_stop)
+
+    def suspend(self, request_id: str) -> bool:
+        """Set the `stream` of this name aside, at whatever step it is: it holds no pages, and its iterator waits.
+
+        Whether there is such a one. May be called on any thread, between two events of the iterator too; the tokens
+        that come after `resume` are those that would have come. UnsupportedError over an engine that has a session.
+        """
+        return self._require_batches().suspend(request_id)
+
+    def resume(self, request_id: str) -> bool:
+        """Go on with a `stream` that is suspended. Whether there was such a one. See `suspend`."""
+        return self._require_batches().resume(request_id)
+
+    def _require_batches(self) -> BatchLoop:
+        self._require_open()
+        if self._batches is None:
+            raise UnsupportedError(_CANNOT_SUSPEND)
+        return self._batches
 
     def generate(
         self,
@@ -231,11 +262,11 @@ class LLM:
         return _answer_batch(self._batches, each)
 
     def _events(
-        self, batches: BatchLoop, ids: list[int], params: SamplingParams, should_stop: Callable[[], bool] | None
+        self, batches: BatchLoop, question: Question, should_stop: Callable[[], bool] | None
     ) -> Iterator[TokenEvent]:
         """A method, so that the LLM is not closed while its last user iterates."""
         events: _Events = queue.SimpleQueue()
-        question = Question(ids, params, events.put)
+        question.sink = events.put
         try:
             batches.submit([question])
             while True:

@@ -14,7 +14,14 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
-from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
+from ktransformers.engine.generate import (
+    Answer,
+    Control,
+    GenerateConfig,
+    PrefillProgress,
+    SequenceRunner,
+    begin_answer,
+)
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.profiled import ProfileSlot
 from ktransformers.models.facts import ModelFacts
@@ -165,24 +172,27 @@ class Session:
         on_prefill: PrefillProgress | None = None,
         name: str | None = None,
     ) -> Iterator[TokenEvent]:
-        """See prefill_and_generate, whose errors this raises too, before any work. name: of the answer in profiles."""
+        """See Control, and `begin_answer`, whose errors this raises too, before any work. name: in profiles."""
         self._stop_running()
-        # The last prompt token is always computed: its logits are not in the cache. Nor are those of the others.
-        shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
-        pools_all = params.pooling is not None and params.pooling.needs_all
-        if params.prompt_logprobs is not None or pools_all or not self._has_prefix_cache:
+        control = Control(should_stop or (lambda: False), on_prefill=on_prefill)
+        return self.run(self.begin(prompt_ids, params, name), control)
+
+    def begin(self, prompt_ids: Sequence[int], params: SamplingParams, name: str | None = None) -> Answer:
+        """An answer to be `run`. See begin_answer. name: of the answer in profiles."""
+        profile = (self.profile, f"r{next(self._names)}" if name is None else name)
+        return begin_answer(self._runner, prompt_ids, params, self._config, profile)
+
+    def run(self, answer: Answer, control: Control) -> Iterator[TokenEvent]:
+        """The events of an answer, up to its end or until it is suspended; in that case it may be run again.
+
+        Others may be run in between: what they left of its keys and values is used, the rest is computed again.
+        """
+        self._stop_running()
+        # The last token is always computed: its logits are not in the cache. Nor are those of the others.
+        shared = min(common_prefix_len(self._runner.token_ids, answer.token_ids), len(answer.token_ids) - 1)
+        if answer.needs_all or not self._has_prefix_cache:
             shared = 0
-        shared = self._runner.resume_len(shared)
-        self._running = prefill_and_generate(
-            self._runner,
-            prompt_ids,
-            params,
-            self._config,
-            cached_len=shared,
-            should_stop=should_stop,
-            on_prefill=on_prefill,
-            profile=(self.profile, f"r{next(self._names)}" if name is None else name),
-        )
+        self._running = answer.run(self._runner.resume_len(shared), control)
         return self._running
 
     def _stop_running(self) -> None:

@@ -183,7 +183,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """For metrics. The first five are of this moment, the others count from the start.
+    """For metrics. The first five and num_suspended are of this moment, the others count from the start.
 
     num_used_pages: held by running sequences. num_idle_pages: held by nobody, kept for prefix hits, free when needed.
     prefix_query_len, prefix_hit_len: prompt tokens looked up at first admissions, and those found.
@@ -199,3 +199,4 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_engine_losses: int
     prefix_query_len: int
     prefix_hit_len: int
+    num_suspended: int = 0

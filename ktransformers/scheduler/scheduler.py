@@ -1,13 +1,16 @@
 """Decides what the engine runs next, and what its results mean. Owns the truth about every request, in ids and counts.
 
     add ─> waiting ── schedule: admitted ──> running ── commit: end token, limit ──> gone
-              ^                                 │  └──── finish, abort, expire ────> gone (from waiting too)
-              └── out of pages, engine_lost ────┘
+              ^                                 │  └──── finish, abort, expire ────> gone (from anywhere)
+              ├── out of pages, engine_lost ────┤
+              └── resume ── suspended <─────────┴── suspend (from waiting too)
 
 A step takes, within chunk_size tokens and in the order of rank (priority, then arrival): first one token of every
 decode, so that streams do not stall; then prefill chunks of running sequences; then waiting sequences, while there are
 seats and pages. The queue is strict: nobody overtakes the head that waits for pages, so that no prompt is too long to
 get its turn.
+
+A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
 
 Answers to one prompt compute it once: the first is let in, and the others wait until its pages are full.
 
@@ -21,7 +24,7 @@ results count only for runs that still exist:
     while a step is in flight       its result for that request
     finished by the step before     dropped (it ran one token too many)
     aborted, expired                dropped
-    preempted                       dropped; the token is sampled again, the same, in the next run
+    preempted, suspended            dropped; the token is sampled again, the same, in the next run
     engine lost                     dropped by step id
 
 Models with recurrent layers have states beside pages: a run has a slot of its own, and begins from a snapshot of one
@@ -96,6 +99,7 @@ class Scheduler:
         self._requests: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
+        self._suspended: dict[str, Sequence] = {}
         self._in_flight: deque[_Step] = deque()
         self._ended: list[int] = []  # runs that the engine does not know yet to be over
         self._deadlines: dict[str, float] = {}
@@ -149,9 +153,39 @@ class Scheduler:
         """When `expire` will have something to do."""
         return min(self._deadlines.values(), default=None)
 
+    def suspend(self, request_id: str) -> bool:
+        """Take a request out of its step and its queue, until `resume`: its pages are free at once.
+
+        Its deadline goes on. True also for one that is suspended already; False when there is no such request.
+        """
+        seq = self._requests.get(request_id)
+        if seq is None:
+            return False
+        if request_id not in self._suspended:
+            self._put_aside(seq)
+            self._suspended[request_id] = seq
+        return True
+
+    def resume(self, request_id: str) -> bool:
+        """Let a suspended request wait for its turn again, in its old rank. False when there is no such one."""
+        seq = self._suspended.pop(request_id, None)
+        if seq is None:
+            return False
+        bisect.insort(self._waiting, seq, key=_rank)
+        return True
+
+    def is_suspended(self, request_id: str) -> bool:
+        """Whether it is here and suspended."""
+        return request_id in self._suspended
+
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests that are not suspended."""
+        return len(self._requests) > len(self._suspended)
 
     def in_flight_ids(self, step_id: int | None = None) -> list[str]:
         """Requests with a row in the step in flight of this id, or in any; those that have left excepted."""
@@ -168,6 +202,11 @@ class Scheduler:
     def _remove(self, seq: Sequence) -> None:
         del self._requests[seq.request_id]
         self._deadlines.pop(seq.request_id, None)
+        if self._suspended.pop(seq.request_id, None) is None:
+            self._put_aside(seq)
+
+    def _put_aside(self, seq: Sequence) -> None:
+        """Out of the queue that it is in."""
         if seq.run is None:
             del self._waiting[bisect.bisect_left(self._waiting, seq.rank, key=_rank)]
         else:
@@ -289,6 +328,11 @@ class Scheduler:
         return num_reserved
 
     def _preempt(self, seq: Sequence) -> None:
+        """Take its pages for a sequence before it. What is computed of it is lost, but for what the tree still has.
+
+        Whoever can keep pages elsewhere has to copy them here, before they are released; scheduler/preemption.py says
+        when that pays.
+        """
         assert seq.run is not None
         logger.debug("preempting %s at %d tokens", seq.request_id, seq.known_len)
         self._stop_run(seq, seq.run)
@@ -368,6 +412,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            num_suspended=len(self._suspended),
             num_pages=self.config.num_pages,
             num_used_pages=self.config.num_pages - num_available,
             num_idle_pages=self._pages.num_idle,
@@ -384,11 +429,12 @@ class Scheduler:
             assert all(a.rank < b.rank for a, b in itertools.pairwise(queue)), "a queue is out of order"
         assert len(self._running) <= self.config.max_running, "more running than seats"
         assert len(self._in_flight) <= MAX_IN_FLIGHT, "too many steps in flight"
-        here = {seq.request_id: seq for seq in (*self._waiting, *self._running)}
+        here = {seq.request_id: seq for seq in (*self._waiting, *self._running, *self._suspended.values())}
         assert here == self._requests, "a lost request"
-        assert len(here) == len(self._waiting) + len(self._running), "a request in two queues"
+        assert len(here) == len(self._waiting) + len(self._running) + len(self._suspended), "a request in two places"
         assert self._deadlines.keys() <= here.keys(), "a deadline without a request"
         assert all(seq.run is None for seq in self._waiting), "a waiting sequence runs"
+        assert all(seq.run is None for seq in self._suspended.values()), "a suspended sequence runs"
         self._pages.check_integrity(self._running)
         pending = [row.run for step in self._in_flight for row in step.rows if row.is_sampled]
         for seq in self._running:

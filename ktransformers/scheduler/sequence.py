@@ -48,7 +48,7 @@ class Run:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request that is waiting (run is None) or running. params.seed is set."""
+    """A request that is waiting or suspended (run is None) or running. params.seed is set."""
 
     request: Request
     arrival: int

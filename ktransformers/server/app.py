@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
-from ktransformers.server.api import front, health, helpers, profile, status, tokens, web
+from ktransformers.server.api import front, health, helpers, profile, requests, status, tokens, web
 from ktransformers.server.api.anthropic import errors as anthropic_errors
 from ktransformers.server.api.anthropic import messages
 from ktransformers.server.api.ollama import answers as ollama_answers
@@ -95,7 +95,7 @@ def create_app(backend: Backend, config: ServerConfig, traces: TraceSink | None 
     metrics = Metrics(backend, config.model_names[0])
     service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics, traces)
     app.state.service = service
-    for module in (chat, completions, embeddings, models, tokens, status, profile, health, helpers, front):
+    for module in (chat, completions, embeddings, models, tokens, requests, status, profile, health, helpers, front):
         app.include_router(module.router)
     for router in (
         messages.router,

@@ -40,6 +40,8 @@ class ServerConfig:
     one prompt. max_queue_per_key: of those that wait and are computed, how many may be for one API key.
     max_connections: open at once; None: as many as the limit on open files leaves room for.
     responses_store: bytes of answers kept for /v1/responses, 0 for none.
+    max_suspended: requests that may be suspended at once. max_keep_seconds: most that a stream may go on without its
+    client, where that asks for it; 0: never. kept_streams: bytes of all streams that are kept for that.
     drain_seconds: how long running answers may take after SIGTERM.
     otlp_traces_endpoint: address that OpenTelemetry spans are sent to; None: there are none.
     ping_seconds: a stream that has had nothing to say for so long says that it lives; 0: never.
@@ -69,6 +71,9 @@ class ServerConfig:
     max_connections: int | None = None
     max_body: int = 32 << 20
     responses_store: int = 64 << 20
+    max_suspended: int = 64
+    max_keep_seconds: float = 3600.0
+    kept_streams: int = 64 << 20
     request_timeout: float | None = None
     drain_seconds: float = 30.0
     ping_seconds: float = 15.0
@@ -91,6 +96,15 @@ class ServerConfig:
             (
                 0 <= self.responses_store < 1 << 50,
                 f"--responses_store must be between 0 and {(1 << 30) - 1}, got {self.responses_store >> 20}",
+            ),
+            (0 <= self.max_suspended < 1 << 31, f"--max_suspended must be at least 0, got {self.max_suspended}"),
+            (
+                0 <= self.max_keep_seconds <= 7 * 24 * 3600,
+                f"--max_keep_seconds must be between 0 and {7 * 24 * 3600}, got {self.max_keep_seconds}",
+            ),
+            (
+                0 <= self.kept_streams < 1 << 50,
+                f"--kept_streams must be between 0 and {(1 << 30) - 1}, got {self.kept_streams >> 20}",
             ),
             (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
             (0 <= self.ping_seconds < _INF, f"--ping_seconds must be at least 0, got {self.ping_seconds}"),

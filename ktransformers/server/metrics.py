@@ -44,6 +44,7 @@ class _BackendCollector(Collector):
         stats = self._backend.stats()
         yield self._gauge("vllm:num_requests_running", "Requests that are computed now.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait to be computed.", stats.num_waiting)
+        yield self._gauge("ktransformers:num_requests_suspended", "Requests that are set aside.", stats.num_suspended)
         yield self._gauge("vllm:kv_cache_usage_perc", "K/V cache in use; 1 is all of it.", stats.cache_usage)
         if isinstance(stats, BalanceStats):
             yield from self._of_processes(stats)

@@ -86,7 +86,8 @@ def without_quotes(message: str) -> str:
 
 
 def _reasons(tally: Tally) -> str:
-    return ", ".join(dict.fromkeys(reason or "cut off" for reason in tally.finish_reasons))
+    left = "goes on" if tally.goes_on else "cut off"
+    return ", ".join(dict.fromkeys(reason or left for reason in tally.finish_reasons))
 
 
 def _described(notes: _Notes) -> str:

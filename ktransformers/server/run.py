@@ -313,6 +313,9 @@ def _tool_format(tokenizer: Tokenizer, asked: str) -> str:
 
 
 async def _drain(service: Service, received: asyncio.Queue[int]) -> None:
+    num_suspended = service.ongoing.end_suspended()
+    if num_suspended:
+        logger.info("stopping: %d suspended requests are ended", num_suspended)
     num_active, seconds = service.admission.num_active, service.config.drain_seconds
     if num_active:
         logger.info("stopping: %d requests may finish within %g s; a second signal ends them", num_active, seconds)

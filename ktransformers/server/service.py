@@ -20,6 +20,7 @@ from ktransformers.server.config import ServerConfig
 from ktransformers.server.fields import LoggedNames, is_unwanted, note_ignored
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.metrics import Metrics
+from ktransformers.server.ongoing import OngoingRequests
 from ktransformers.server.recent import RecentRequests, SpeedMeter
 from ktransformers.server.traces import TraceSink
 from ktransformers.server.workers import TextWorkers
@@ -47,6 +48,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     workers: TextWorkers = field(default_factory=TextWorkers)
     recent: RecentRequests = field(default_factory=RecentRequests)
+    ongoing: OngoingRequests = field(init=False)
     speed: SpeedMeter = field(init=False)
     _json_limits: JsonLimits | None = None
     _logged: set[str] = field(default_factory=set)  # names of models, each said once
@@ -54,6 +56,7 @@ class Service:
     _has_said_most: bool = False
 
     def __post_init__(self) -> None:
+        self.ongoing = OngoingRequests(self.backend, self.config.max_suspended, self.config.kept_streams)
         self.speed = SpeedMeter(self.backend, self.metrics.counts, limit_gbps=measured_gbps())
 
     @property

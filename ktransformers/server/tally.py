@@ -17,6 +17,7 @@ class Tally:
 
     def __init__(self, requests: Sequence[GenerationRequest], n: int, metrics: Metrics):
         self.requests = requests
+        self.goes_on = False  # without its client, when that has left
         self.error = ""  # the class of what ended the answers before they were complete
         self._stats: list[GenerationStats | None] = [None] * len(requests)
         self._n, self._metrics = n, metrics
@@ -63,6 +64,11 @@ class Tally:
                     time.perf_counter() - self._began,
                 )
         self._open.clear()
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of all prompts, each counted once; known from the beginning."""
+        return sum(len(request.prompt_ids) for request in self.requests[:: self._n])
 
     @property
     def num_answers(self) -> int:

@@ -19,6 +19,7 @@ from ktransformers.engine.outputs import PromptReader
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError
 from ktransformers.scheduler.records import SchedulerStats, StepPlan, StepResult
+from tests.support.stepping import Stepping
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -44,6 +45,28 @@ def stats(llm: AsyncLLM) -> SchedulerStats:
 
 def params(i: int) -> SamplingParams:
     return SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=10 + 3 * i, logprobs=1, ignore_eos=True)
+
+
+def test_an_answer_is_suspended_while_its_reader_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = llm.generate(PROMPTS[0], params(5))[0]
+    steps = Stepping(monkeypatch, 4)
+
+    async def ask() -> None:
+        async with AsyncLLM(DEMO, **OPTIONS) as served:
+            assert not await served.suspend("r")
+            got: list[int | None] = []
+            async for event in served.generate(PROMPTS[0], params(5), request_id="r"):
+                got.append(event.token_id)
+                if len(got) == 3:
+                    assert await served.suspend("r")
+                    steps.go_on()
+                    assert stats(served).num_used_pages == 0
+                    assert (await served.chat("Hello", params(1), request_id="s")).token_ids
+                    assert not await served.suspend("s"), "it is over"
+                    assert await served.resume("r")
+            assert tuple(got) == wanted.token_ids
+
+    asyncio.run(ask())
 
 
 def test_answers_are_those_of_llm(llm: LLM) -> None:

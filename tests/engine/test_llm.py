@@ -27,10 +27,13 @@ from ktransformers.engine.outputs import Prompt, RequestOutput
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, UnsupportedError
 from ktransformers.scheduler.records import StepPlan, StepResult
 from tests.support.demo import DEMO_CHECKPOINT
+from tests.support.stepping import Stepping
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)  # until the cache is full
+
+PROMPTS_BESIDE: list[Prompt] = [[5 + i] * 200 for i in range(5)]
 
 Case = tuple[Prompt, SamplingParams]
 
@@ -246,6 +249,54 @@ def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
 
 
 # --- threads and interrupts ------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_suspended_and_resumed(llm: LLM, alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = replace(GREEDY, ignore_eos=True)
+    expected = alone.generate("Once upon a time", params)[0].token_ids
+    steps = Stepping(monkeypatch, 3)
+    events = llm.stream("Once upon a time", params, request_id="mine")
+    assert not llm.suspend("mine"), "it has not begun"
+    got = [next(events).token_id]
+    assert not llm.resume("mine")
+    assert llm.suspend("mine")
+    assert llm.suspend("mine")
+    assert not llm.suspend("another")
+    steps.go_on()
+    stats = batches(llm).stats()
+    assert (stats.num_running, stats.num_suspended, stats.num_used_pages) == (0, 1, 0)
+    with pytest.raises(ConfigError, match="'mine' is in use"):
+        next(llm.stream("Hello", GREEDY, request_id="mine"))
+    llm.generate(PROMPTS_BESIDE, GREEDY)  # others are served, from its pages if need be
+    assert batches(llm).stats().num_suspended == 1
+    assert llm.resume("mine")
+    got += [event.token_id for event in events]
+    assert tuple(got) == expected
+    assert not llm.suspend("mine")
+    list(llm.stream("Hello", GREEDY, request_id="mine"))  # the name is free again
+
+
+def test_a_suspended_stream_can_be_left_and_closing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Stepping(monkeypatch, 6)
+    with LLM(DEMO, cpu_infer=1, cache_lens=256) as made:
+        left, kept = (made.stream("Hello", ENDLESS, request_id=name) for name in ("left", "kept"))
+        for events, name in ((left, "left"), (kept, "kept")):
+            next(events)
+            assert made.suspend(name)
+        left.close()  # type: ignore[attr-defined]
+        assert batches(made).stats().num_suspended == 1
+    with pytest.raises(EngineError, match="was closed while it was answering"):
+        list(kept)
+
+
+def test_an_engine_of_one_sequence_suspends_nothing(alone: LLM) -> None:
+    for call in (
+        lambda: alone.suspend("r"),
+        lambda: alone.resume("r"),
+        lambda: alone.stream("Hello", request_id="r"),
+    ):
+        with pytest.raises(UnsupportedError, match="one prompt at a time"):
+            call()
 
 
 def test_threads_share_the_model(llm: LLM, alone: LLM) -> None:

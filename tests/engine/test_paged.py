@@ -166,6 +166,19 @@ def test_preemption_aborts_and_lost_engines(pair: Pair) -> None:
     assert stats.num_used_pages == 0
 
 
+def test_suspended_and_resumed_whatever_happens(pair: Pair) -> None:
+    """In every kind of sampling, of two priorities, short of pages, with engines that die."""
+    config = scheduler_config(pair.paged, num_pages=24, max_batch_size=8, chunk_size=16)
+    loop, cases, rng = PagedLoop(config, lambda: pair.executor(24)), {}, random.Random(5)
+    for at, case in enumerate(mixed_cases(pair.paged.model.vocab_size, 10, 40, seed=6)):
+        cases[loop.add(*case, priority=at % 2)] = case
+    loop.disturb(rng)
+    check(pair, loop, cases)
+    stats = loop.scheduler.stats()
+    assert stats.num_engine_losses > 0
+    assert stats.num_used_pages == 0
+
+
 def test_a_prefix_hit_is_bit_exact_and_salted(pair: Pair) -> None:
     loop = PagedLoop(scheduler_config(pair.paged), pair.executor)
     case = (list(range(3, 43)), SamplingParams(seed=1, max_tokens=9, logprobs=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.forward import ForwardPass
+from ktransformers.engine.generate import Control
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.session import Session
@@ -166,6 +168,18 @@ def test_another_engine_goes_on_where_one_died(made: Made) -> None:
         assert loop.answers[name].token_ids == alone(made, prompt, 70)
 
 
+def test_suspended_and_resumed_whatever_happens(made: Made) -> None:
+    prompts = [some_ids(20 + 13 * i, seed=i) for i in range(8)]
+    loop, names = paged_loop(made, num_pages=40, max_batch_size=4), []
+    for at, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=12 + 10 * (at % 3), ignore_eos=True, temperature=0.0)
+        names.append(loop.add(prompt, params, priority=at % 2))
+    loop.disturb(random.Random(4))
+    for at, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        assert loop.answers[name].token_ids == alone(made, prompt, 12 + 10 * (at % 3))
+    assert loop.scheduler.stats().num_engine_losses > 0
+
+
 # One sequence.
 
 
@@ -197,6 +211,19 @@ def test_a_turn_runs_only_what_is_new(made: Made) -> None:
         history += [*answer, *some_ids(20, seed=turn)]  # type: ignore[list-item]
     prompt, answer = answers[-1]
     assert answer == alone(made, prompt, 40)
+
+
+def test_an_answer_is_left_and_taken_up_after_another_conversation(made: Made) -> None:
+    prompt, params = some_ids(130), SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+    session, events, rounds = Session(made.engine.runner, chunk_size=64), [], itertools.count(4)
+    answer = session.begin(prompt, params)
+    while not events or events[-1].finish_reason is None:
+        forwards, most = itertools.count(), next(rounds)
+        control = Control(should_suspend=lambda f=forwards, n=most: next(f) >= n)
+        events += session.run(answer, control)
+        list(session.generate(some_ids(70, seed=2), replace(params, max_tokens=2)))
+    assert next(rounds) > 6
+    assert [event.token_id for event in events] == alone(made, prompt, 20)
 
 
 def test_a_question_asked_again_begins_before_its_answer(made: Made) -> None:

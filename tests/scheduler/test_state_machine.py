@@ -108,6 +108,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.loop.preempt(self._pick(data))
         self.loop.scheduler.check_integrity()
 
+    @precondition(lambda self: self.loop.requests)
+    @rule(data=st.data())
+    def suspend(self, data: st.DataObject) -> None:
+        self.loop.suspend(self._pick(data))
+
+    @precondition(lambda self: self.loop.requests)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        self.loop.resume(self._pick(data))
+
     @rule(seconds=st.sampled_from([1.0, 3.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.now += seconds
@@ -133,6 +143,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
             return
+        self.loop.drain()
+        stats = self.loop.scheduler.stats()
+        assert stats.num_suspended == len(self.loop.requests) - len(self.loop.last)
+        assert stats.num_used_pages == 0, "what is suspended holds pages"
+        for request_id in self.loop.requests:
+            self.loop.resume(request_id)
         self.loop.drain()
         self.loop.check_answers()
         assert self.loop.last.keys() == self.loop.requests.keys()

@@ -53,7 +53,7 @@ def test_status() -> None:
 
     status = asyncio.run(test())
     assert (status["model"], status["backend"], status["state"]) == ("demo", "fake", "ready")
-    assert status["queue"] == {"running": 2, "waiting": 1, "max_running": 1, "max_waiting": 9}
+    assert status["queue"] == {"running": 2, "waiting": 1, "suspended": 0, "max_running": 1, "max_waiting": 9}
     assert status["kv"] == {"used_tokens": 256, "total_tokens": 640}
     assert status["prefix"] == {"hits": 40, "queries": 100}
     assert status["speed"]["prefill_tps"] > 0

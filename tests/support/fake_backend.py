@@ -14,12 +14,13 @@ MODEL = ModelInfo(Tokenizer(None), 64, 100, (2,), SamplingParams(temperature=0),
 
 
 class FakeBackend(Backend):
-    """Answers every prompt with three tokens. `now` is what stats() says."""
+    """Answers every prompt with three tokens. `now` is what stats() says. ended: what `end` was asked."""
 
     name: ClassVar[str] = "fake"
 
     def __init__(self, is_loaded: bool = True):
         self.is_loaded, self.now = is_loaded, BackendStats(0, 0)
+        self.ended: list[str] = []
 
     async def start(self, progress: Progress | None = None) -> None:
         self.is_loaded = True
@@ -46,6 +47,9 @@ class FakeBackend(Backend):
         for index in range(3):
             stats.completion_len = index + 1
             yield TokenEvent(5, "", stats, finish_reason=FinishReason.LENGTH if index == 2 else None)
+
+    def end(self, request_id: str) -> None:
+        self.ended.append(request_id)
 
     async def close(self) -> None:
         self.is_loaded = False

@@ -228,6 +228,24 @@ class Loop:
         self.scheduler._preempt(seq)
         return True
 
+    def suspend(self, request_id: str) -> bool:
+        """Whether it is suspended now. It then holds nothing."""
+        was_here = self.scheduler.suspend(request_id)
+        assert was_here == (request_id not in self.last)
+        assert self.scheduler.is_suspended(request_id) == was_here
+        if was_here:
+            assert self.scheduler._requests[request_id].run is None
+        self.scheduler.check_integrity()
+        return was_here
+
+    def resume(self, request_id: str) -> bool:
+        """Whether it was suspended."""
+        was_suspended = self.scheduler.is_suspended(request_id)
+        assert self.scheduler.resume(request_id) == was_suspended
+        assert not self.scheduler.is_suspended(request_id)
+        self.scheduler.check_integrity()
+        return was_suspended
+
     def crash(self) -> None:
         self.scheduler.engine_lost()
         self.scheduler.check_integrity()
@@ -235,8 +253,8 @@ class Loop:
         self.engine = FakeEngine(self.config, self.salt_of)
 
     def drain(self, depth: int = 2) -> None:
-        """Run until nothing is left, with `depth` steps in flight."""
-        while self.scheduler.has_requests or self.results:
+        """Run until nothing is left but what is suspended, with `depth` steps in flight."""
+        while self.scheduler.has_work or self.results:
             while len(self.results) < depth and self.schedule() is not None:
                 pass
             assert self.results, "requests are here, nothing is in flight, and nothing is planned"

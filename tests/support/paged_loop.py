@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -70,7 +71,7 @@ class PagedLoop:
             self.results.append(self.executor.execute(sent))
             self.num_steps += 1
         if not self.results:
-            assert not self.scheduler.has_requests, "requests wait and nothing is planned"
+            assert not self.scheduler.has_work, "requests wait and nothing is planned"
             return False
         result = msgspec.msgpack.decode(msgspec.msgpack.encode(self.results.popleft()), type=StepResult)
         for update in self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs):
@@ -89,6 +90,19 @@ class PagedLoop:
         self.scheduler.engine_lost()
         self.scheduler.check_integrity()
         self.executor = self._make()
+
+    def disturb(self, rng: random.Random) -> None:
+        """Run to the end, while requests are suspended and resumed at any step, and now and then the engine dies."""
+        while names := [name for name, answer in self.answers.items() if answer.last is None]:
+            self.step()
+            name, kind = rng.choice(names), rng.randrange(50)
+            if kind < 10:
+                self.scheduler.suspend(name)
+            elif kind < 25:
+                self.scheduler.resume(name)
+            elif kind < 27:
+                self.crash()
+            self.scheduler.check_integrity()
 
     def drain(self) -> None:
         while self.step():

@@ -15,12 +15,14 @@ from starlette.responses import Response
 from ktransformers.errors import KTransformersError
 from ktransformers.server.answers.events import AnswerStep
 from ktransformers.server.answers.job import Job, prepare
+from ktransformers.server.answers.kept import attached, check_media_type, keep_seconds, keep_writing
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
-from ktransformers.server.api_paths import USE_KEY
+from ktransformers.server.api_paths import SCOPE_KEY, USE_KEY
 from ktransformers.server.bodies import body_size
 from ktransformers.server.fields import note_ignored
 from ktransformers.server.keys import KeyUse
-from ktransformers.server.request_log import note_request
+from ktransformers.server.ongoing import Ongoing
+from ktransformers.server.request_log import note_request, request_id_of
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import EventStream, unless_disconnected
@@ -76,6 +78,7 @@ async def respond(
     response begins.
     """
     service, key = service_of(request), request.scope.get(USE_KEY)
+    seconds = keep_seconds(request, service.config, is_streamed)
     size = await body_size(request) + more_bytes
     service.admission.enter(service.backend.max_running, num_answers, key)
     leave = partial(service.admission.leave, num_answers, key)
@@ -85,17 +88,44 @@ async def respond(
         note_request(request, job.answering(is_streamed))
         note_ignored(request.scope, job.ignored)
         writer = writer_of(job)
-        if is_streamed:
-            config = service.config
-            response = EventStream(
-                _stream(job, writer), writer.media_type, config.send_timeout, leave, writer.ping, config.ping_seconds
-            )
-            is_streaming = True
-            return response
-        return await unless_disconnected(request, _whole(job, writer))
+        if seconds is not None:
+            check_media_type(writer.media_type)
+        one = _ongoing(request, job)
+        if not is_streamed:
+            return await unless_disconnected(request, _whole(job, writer, one))
+        is_streaming = True
+        if seconds is None:
+            return _streamed(job, writer, one, leave)
+        service.ongoing.add(one)
+        log = service.ongoing.keep(one, seconds, writer.media_type, writer.ping)
+        keep_writing(service.ongoing, one, _stream(job, writer, one), log, leave)
+        return attached(service, one, 0)
     finally:
         if not is_streaming:
             leave()
+
+
+def _ongoing(request: Request, job: Job) -> Ongoing:
+    return Ongoing(
+        id=request_id_of(request),
+        answer_id=job.id,
+        key=str(request.scope.get(SCOPE_KEY, "")),
+        generation_ids=[generation.request_id for generation in job.requests],
+        tally=job.tally,
+    )
+
+
+def _streamed(job: Job, writer: Writer, one: Ongoing, leave: Callable[[], None]) -> Response:
+    """A stream that ends with its connection."""
+    service, config = job.service, job.service.config
+    service.ongoing.add(one)
+
+    def end() -> None:
+        service.ongoing.ended(one)
+        leave()
+
+    parts = _stream(job, writer, one)
+    return EventStream(parts, writer.media_type, config.send_timeout, end, writer.ping, config.ping_seconds)
 
 
 def _prioritized(asked: _Asked, service: Service, key: KeyUse | None) -> _Asked:
@@ -105,19 +135,32 @@ def _prioritized(asked: _Asked, service: Service, key: KeyUse | None) -> _Asked:
     return replace(asked, priority=key.priority(asked.priority))
 
 
-async def _whole(job: Job, writer: Writer) -> Response:
+async def _steps(job: Job, one: Ongoing) -> AsyncGenerator[AnswerStep, None]:
     async with aclosing(job.steps()) as steps:
         async for step in steps:
-            writer.keep(step)
+            if one.is_suspended:  # perhaps before its answers had begun
+                job.service.ongoing.apply(one)
+            yield step
+
+
+async def _whole(job: Job, writer: Writer, one: Ongoing) -> Response:
+    ongoing = job.service.ongoing
+    ongoing.add(one)
+    try:
+        async with aclosing(_steps(job, one)) as steps:
+            async for step in steps:
+                writer.keep(step)
+    finally:
+        ongoing.ended(one)
     return ApiResponse(writer.body())
 
 
-async def _stream(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
+async def _stream(job: Job, writer: Writer, one: Ongoing) -> AsyncGenerator[bytes, None]:
     failed = None
     try:
         for part in writer.begin():
             yield part
-        async with aclosing(job.steps()) as steps:
+        async with aclosing(_steps(job, one)) as steps:
             async for step in steps:
                 for part in writer.write(step):
                     yield part

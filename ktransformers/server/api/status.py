@@ -55,6 +55,7 @@ def _status(service: Service) -> dict[str, Any]:
         "queue": {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
+            "suspended": stats.num_suspended,
             "max_running": service.backend.max_running,
             "max_waiting": service.config.max_queue,
         },

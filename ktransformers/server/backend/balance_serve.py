@@ -25,22 +25,25 @@ from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.hidden import embedding_form
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.engine.outputs import default_sampling_params
-from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
+from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, counts_in
 from ktransformers.server.backend.balance_stats import BalanceStats
-from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
+from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.timeline import Chunk
 from ktransformers.server.balance.messages import (
     Add,
+    Command,
     EngineFacts,
     EngineTotals,
     Finish,
     News,
     ProfileOff,
     ProfileOn,
+    Resume,
+    Suspend,
     Traces,
 )
 from ktransformers.server.balance.restarts import Clock
@@ -52,21 +55,32 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """One answer on its way to its reader."""
+    """One answer on its way to its reader. suspended_at: seconds; None: it is not suspended."""
 
     def __init__(self, request: GenerationRequest, model: ModelInfo, buffer: EventBuffer):
         self.buffer, self.timeline, self._request = buffer, request.timeline, request
+        self.suspended_at: float | None = None
         self._assembler = AnswerAssembler(model.tokenizer, request.params, len(request.prompt_ids))
 
     @property
     def stats(self) -> GenerationStats:
         return self._assembler.stats
 
+    def abort(self) -> None:
+        """Its reader hears that this is the end."""
+        self.buffer.put(self._assembler.aborted())
+        self.buffer.end()
+
+    def resume(self) -> None:
+        """The time since it was suspended does not count as decoding."""
+        assert self.suspended_at is not None
+        self._assembler.leave_out(time.perf_counter() - self.suspended_at)
+        self.suspended_at = None
+
     def hear(self, update: RequestUpdate, prefill_seconds: float | None) -> bool:
         """Turn news of the scheduler into an event. True when a stop string was found: the scheduler must be told."""
         if update.is_expired:
-            seconds = self._request.timeout
-            self.buffer.fail(DeadlineError(f"the answer was not complete within the {seconds} s that it was given"))
+            self.buffer.fail(deadline_error(self._request, is_suspended=self.suspended_at is not None))
             return False
         try:
             event = self._assembler.hear(update, prefill_seconds)
@@ -86,6 +100,7 @@ class BalanceServeBackend(Backend):
 
     name: ClassVar[str] = "balance_serve"
     has_priorities: ClassVar[bool] = True
+    can_suspend: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -175,6 +190,7 @@ class BalanceServeBackend(Backend):
         return BalanceStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_suspended=stats.num_suspended,
             cache_usage=stats.num_used_pages / stats.num_pages,
             cache_len=facts.num_pages * facts.page_size,
             scheduler=stats,
@@ -200,6 +216,33 @@ class BalanceServeBackend(Backend):
         finally:
             if self._streams.pop(request.request_id, None) is not None and self._lost is None:
                 supervisor.send_soon(Finish(request.request_id, FinishReason.ABORT))
+
+    @override
+    def suspend(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.suspended_at is None:
+            stream.suspended_at = time.perf_counter()
+            self._tell(Suspend(request_id))
+
+    @override
+    def resume(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.suspended_at is not None:
+            stream.resume()
+            self._tell(Resume(request_id))
+
+    @override
+    def end(self, request_id: str) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.abort()
+            self._tell(Finish(request_id, FinishReason.ABORT))
+
+    def _tell(self, command: Command) -> None:
+        """What the scheduler is to hear behind the requests that it has not been told of yet."""
+        if self._outbox:
+            self._send_all()
+        self.supervisor.send_soon(command)
 
     def _send_soon(self, request: GenerationRequest) -> None:
         """Hand a request to the scheduler together with the others of this turn of the event loop."""
@@ -250,8 +293,7 @@ class BalanceServeBackend(Backend):
     @override
     async def close(self) -> None:
         for stream in self._streams.values():
-            stream.buffer.put(TokenEvent(None, "", stream.stats, finish_reason=FinishReason.ABORT))
-            stream.buffer.end()
+            stream.abort()
         self._streams.clear()
         if self._watching is not None:
             self._watching.cancel()

@@ -17,13 +17,13 @@ from typing import ClassVar
 from ktransformers.core import EmbeddingForm, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.constraints import check_rules
-from ktransformers.errors import KTransformersError, UnsupportedError
+from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.server.backend.profiler import Profiler
 from ktransformers.server.backend.timeline import Timeline
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo"]
+__all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo", "deadline_error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,20 @@ class BackendStats:
     num_waiting: int
     cache_usage: float = 0.0
     cache_len: int = 0
+    num_suspended: int = field(default=0, kw_only=True)
 
 
 class Backend(ABC):
     """See the module's docstring. All methods are called on one event loop.
 
     has_priorities: whether GenerationRequest.priority changes the order of service.
+    can_suspend: whether `suspend` works; else no_suspension says why not.
     """
 
     name: ClassVar[str]
     has_priorities: ClassVar[bool] = False
+    can_suspend: ClassVar[bool] = False
+    no_suspension: ClassVar[str] = "this backend does not suspend requests"
 
     @abstractmethod
     async def start(self, progress: Progress | None = None) -> None:
@@ -147,6 +151,25 @@ class Backend(ABC):
         at the point of the stream where it happens.
         """
 
+    def suspend(self, request_id: str) -> None:
+        """Set a generation aside that is open, at whatever step it is, until `resume`. Its time goes on.
+
+        It then needs nothing of the engine; the tokens afterwards are those that would have come. Tokens that were on
+        their way still come. Does nothing for one that is suspended, has ended, or never came. Only with can_suspend.
+        """
+        raise UnsupportedError(self.no_suspension)
+
+    def resume(self, request_id: str) -> None:
+        """Go on with a generation that is suspended, in the order that it had. Does nothing for others."""
+        raise UnsupportedError(self.no_suspension)
+
+    @abstractmethod
+    def end(self, request_id: str) -> None:
+        """End a generation that is open, suspended or not: its reader gets a last event with ABORT.
+
+        Does nothing for one that has ended or never came.
+        """
+
     async def lost(self) -> KTransformersError:
         """Returns when the backend cannot go on although nobody closed it, with the reason. By default never."""
         never: asyncio.Future[KTransformersError] = asyncio.get_running_loop().create_future()
@@ -155,3 +178,10 @@ class Backend(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End everything that runs and free the model. Safe to call twice."""
+
+
+def deadline_error(request: GenerationRequest, *, is_suspended: bool = False) -> DeadlineError:
+    """The time of an answer is over."""
+    what = "was suspended when the" if is_suspended else "was not complete within the"
+    end = " were over: resume it sooner, or give it more time (timeout)" if is_suspended else ""
+    return DeadlineError(f"the answer {what} {request.timeout} s that it was given{end}")

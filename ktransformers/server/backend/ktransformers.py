@@ -20,6 +20,7 @@ class KTransformersBackend(SingleBackend):
     """Reuses the longest prefix that a prompt shares with the request before it."""
 
     name: ClassVar[str] = "ktransformers"
+    can_suspend: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None):
         super().__init__(profile)

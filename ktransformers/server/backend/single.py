@@ -1,5 +1,9 @@
 """Backends that compute one answer at a time: a lock that waiting requests take in the order of their arrival, and one
 worker thread that the model runs on. Knows a Session, not what computes it.
+
+    generate ── its turn comes ──> runs on the worker ── end ──> gone
+       ^                              │
+       └── resume ── suspended <──────┘ suspend: the lock is another one's
 """
 
 from __future__ import annotations
@@ -11,19 +15,21 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from typing_extensions import override
 
 from ktransformers import __version__
-from ktransformers.core import Progress, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, Progress, TokenEvent
+from ktransformers.engine.generate import Answer, Control
 from ktransformers.engine.hidden import embedding_form
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.engine.session import Session, SessionEngine
-from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
+from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError, UnsupportedError
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.profiling.recorder import Runtime
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
+from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import EventBuffer
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.timeline import ChunkClock
@@ -68,6 +74,38 @@ class Loaded:
         return cls(model, session, close, profiled)
 
 
+class _Asked:
+    """A generation that is open. Its flags are set on the event loop and read on the worker thread.
+
+    answer: what has become of it, once it has had a turn. stop: nobody wants more of it.
+    """
+
+    def __init__(self, request: GenerationRequest):
+        self.request, self.stop = request, threading.Event()
+        self.answer: Answer | None = None
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self.is_suspended = False
+
+    def suspend(self) -> None:
+        """Before its next step."""
+        self.is_suspended = True
+        self._may_run.clear()
+
+    def resume(self) -> None:
+        """Its turn may come."""
+        self.is_suspended = False
+        self._may_run.set()
+
+    async def until_resumed(self, deadline: float | None) -> None:
+        """Raises DeadlineError."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._may_run.wait()
+        except TimeoutError:
+            raise deadline_error(self.request, is_suspended=True) from None
+
+
 class SingleBackend(Backend):
     """A subclass says how the model is loaded; that runs on the worker thread too."""
 
@@ -79,7 +117,8 @@ class SingleBackend(Backend):
         self._loaded: Loaded | None = None  # the same, once requests may come
         self._num_waiting = 0
         self._is_closed = False
-        self._running: set[threading.Event] = set()  # set one to stop its answer
+        self._asked: dict[str, _Asked] = {}
+        self._running: set[_Asked] = set()
         self._cache_salt = ""  # of the request whose keys and values are in the cache
 
     @abstractmethod
@@ -130,10 +169,11 @@ class SingleBackend(Backend):
     @override
     def stats(self) -> BackendStats:
         if self._loaded is None:
-            return BackendStats(num_running=len(self._running), num_waiting=self._num_waiting)
+            return BackendStats(len(self._running), self._num_waiting)
         session = self._loaded.session
         used = len(session.cached_ids) / session.max_len
-        return BackendStats(len(self._running), self._num_waiting, used, session.max_len)
+        num_suspended = sum(asked.is_suspended and asked not in self._running for asked in self._asked.values())
+        return BackendStats(len(self._running), self._num_waiting, used, session.max_len, num_suspended=num_suspended)
 
     def _require(self) -> Loaded:
         if self._loaded is None:
@@ -141,26 +181,76 @@ class SingleBackend(Backend):
         return self._loaded
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See Backend. The generator holds the lock while it is open."""
+        """See Backend. It has the lock while the worker computes it, whatever its reader does."""
         loaded, loop = self._require(), asyncio.get_running_loop()
         deadline = None if request.timeout is None else loop.time() + request.timeout
-        await self._take_turn(deadline)
+        if request.request_id in self._asked:
+            raise ValueError(f"request id {request.request_id} is in use")
+        asked = self._asked[request.request_id] = _Asked(request)
+        is_over = False
+        try:
+            while not is_over:
+                await asked.until_resumed(deadline)
+                await self._take_turn(deadline)
+                if asked.stop.is_set() or asked.is_suspended:  # meanwhile
+                    self._lock.release()
+                    if asked.stop.is_set():
+                        yield _aborted(asked)
+                        return
+                    continue
+                async with aclosing(self._turn(loaded.session, asked, deadline)) as events:
+                    async for event in events:
+                        is_over = event.finish_reason is not None
+                        yield event
+        finally:
+            del self._asked[request.request_id]
+
+    async def _turn(self, session: Session, asked: _Asked, deadline: float | None) -> AsyncGenerator[TokenEvent, None]:
+        """The events until the answer ends or is suspended. The lock is held until the worker is through."""
+        loop, request = asyncio.get_running_loop(), asked.request
         if request.timeline is not None:
             request.timeline.begin(time.monotonic())
-        stop, buffer = threading.Event(), EventBuffer(loop)
-        timer = None if deadline is None else loop.call_at(deadline, buffer.fail, _deadline_error(request))
-        self._running.add(stop)
+        buffer = EventBuffer(loop)
+        timer = None if deadline is None else loop.call_at(deadline, buffer.fail, deadline_error(request))
+        self._running.add(asked)
+        loop.run_in_executor(self._worker, self._run, session, asked, buffer).add_done_callback(
+            lambda _: self._end_turn(asked)
+        )
+        is_left = True
         try:
-            loop.run_in_executor(self._worker, self._run, loaded.session, request, buffer, stop)
             async for event in buffer:
                 yield event
+            is_left = False
         finally:
-            # The worker may be in a step still. The next request's run queues up behind it, on the same thread.
-            stop.set()
-            self._running.discard(stop)
-            self._lock.release()
+            if is_left:
+                asked.stop.set()  # before its next step
             if timer is not None:
                 timer.cancel()
+
+    def _end_turn(self, asked: _Asked) -> None:
+        self._running.discard(asked)
+        self._lock.release()
+
+    @override
+    def suspend(self, request_id: str) -> None:
+        if not self.can_suspend:
+            raise UnsupportedError(self.no_suspension)
+        asked = self._asked.get(request_id)
+        if asked is not None:
+            asked.suspend()
+
+    @override
+    def resume(self, request_id: str) -> None:
+        asked = self._asked.get(request_id)
+        if asked is not None:
+            asked.resume()
+
+    @override
+    def end(self, request_id: str) -> None:
+        asked = self._asked.get(request_id)
+        if asked is not None:
+            asked.stop.set()
+            asked.resume()  # to hear that this is the end
 
     async def _take_turn(self, deadline: float | None) -> None:
         self._num_waiting += 1
@@ -172,21 +262,19 @@ class SingleBackend(Backend):
         finally:
             self._num_waiting -= 1
 
-    def _run(self, session: Session, request: GenerationRequest, buffer: EventBuffer, stop: threading.Event) -> None:
-        """Generate one answer, on the worker thread."""
+    def _run(self, session: Session, asked: _Asked, buffer: EventBuffer) -> None:
+        """Generate one answer until it ends or is suspended, on the worker thread."""
+        request = asked.request
         try:
             if request.cache_salt != self._cache_salt:
                 session.clear()
                 self._cache_salt = request.cache_salt
+            if asked.answer is None:
+                asked.answer = session.begin(request.prompt_ids, request.params, request.request_id)
             timeline = request.timeline
-            clock = None if timeline is None else ChunkClock(timeline, len(request.prompt_ids))
-            for event in session.generate(
-                request.prompt_ids,
-                request.params,
-                lambda: stop.is_set() or buffer.is_closed,
-                name=request.request_id,
-                on_prefill=clock,
-            ):
+            clock = None if timeline is None else ChunkClock(timeline, len(asked.answer.token_ids))
+            control = Control(lambda: asked.stop.is_set() or buffer.is_closed, lambda: asked.is_suspended, clock)
+            for event in session.run(asked.answer, control):
                 if clock is not None and event.token_id is not None:
                     clock.finish()
                 buffer.put(event)
@@ -200,8 +288,8 @@ class SingleBackend(Backend):
     @override
     async def close(self) -> None:
         self._is_closed = True
-        for stop in self._running:
-            stop.set()
+        for request_id in self._asked:
+            self.end(request_id)
         await self._profiler.close(self._end_worker)
         if self._opened is not None:
             self._opened.close()
@@ -211,5 +299,8 @@ class SingleBackend(Backend):
         await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
 
 
-def _deadline_error(request: GenerationRequest) -> DeadlineError:
-    return DeadlineError(f"the answer was not complete within the {request.timeout} s that the request gave it")
+def _aborted(asked: _Asked) -> TokenEvent:
+    """The last event of an answer that is ended while it waits or is suspended."""
+    if asked.answer is not None:
+        return asked.answer.assembler.aborted()
+    return TokenEvent(None, "", GenerationStats(len(asked.request.prompt_ids)), finish_reason=FinishReason.ABORT)

@@ -19,6 +19,10 @@ class TransformersBackend(SingleBackend):
     """The same routes, sampling and limits as the `ktransformers` backend, on transformers' own modules and cache."""
 
     name: ClassVar[str] = "transformers"
+    no_suspension: ClassVar[str] = (
+        "the transformers backend does not suspend requests: what it would compute again depends, in the last bits, on "
+        "how many tokens are computed at once; balance_serve and ktransformers do"
+    )
 
     def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None):
         super().__init__(profile)

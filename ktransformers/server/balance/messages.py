@@ -33,7 +33,9 @@ __all__ = [
     "News",
     "ProfileOff",
     "ProfileOn",
+    "Resume",
     "SchedulerOptions",
+    "Suspend",
     "Traces",
     "decode",
     "encode",
@@ -111,6 +113,18 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     completion_len: int | None = None
 
 
+class Suspend(msgspec.Struct, frozen=True, tag=True):
+    """The request gives its pages back and waits for Resume. Its deadline goes on."""
+
+    request_id: str
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """A request that is suspended goes on. Those that are not, or have ended, are left alone."""
+
+    request_id: str
+
+
 class EngineUp(msgspec.Struct, frozen=True, tag=True):
     """An engine of this epoch has loaded. The scheduler binds both endpoints, the engine connects."""
 
@@ -135,7 +149,7 @@ class ProfileOff(msgspec.Struct, frozen=True, tag=True):
     """They do not any more."""
 
 
-Command = Add | Finish | EngineUp | EngineDown | ProfileOn | ProfileOff
+Command = Add | Finish | Suspend | Resume | EngineUp | EngineDown | ProfileOn | ProfileOff
 
 EngineWork = StepPlan | ProfileOn | ProfileOff
 """What the scheduler sends an engine, which does it in this order."""

@@ -43,7 +43,9 @@ from ktransformers.server.balance.messages import (
     News,
     ProfileOff,
     ProfileOn,
+    Resume,
     SchedulerOptions,
+    Suspend,
     decode,
     encode,
 )
@@ -189,6 +191,8 @@ class SchedulerProcess:
                 update = self.scheduler.finish(request_id, reason)
                 if update is not None:
                     self._ended(update, completion_len)
+            case Suspend() | Resume():
+                self._set_aside(command)
             case EngineUp():
                 self._link = EngineLink(self._context, command)
                 self._poller.register(self._link.results, zmq.POLLIN)
@@ -200,6 +204,12 @@ class SchedulerProcess:
                 self._record(command)
             case ProfileOff():
                 self._record(None)
+
+    def _set_aside(self, command: Suspend | Resume) -> None:
+        if isinstance(command, Resume):
+            self.scheduler.resume(command.request_id)
+        elif self.scheduler.suspend(command.request_id):
+            self._began.pop(command.request_id, None)  # the time until it goes on is no prefill
 
     def _record(self, command: ProfileOn | None) -> None:
         """Begin a profile, or end the one there is; the engine does so before its next step."""
@@ -313,6 +323,7 @@ class SchedulerProcess:
     def _isolate(self) -> None:
         """Requests one at a time while one of them is suspected; all at once again when it is cleared or has left."""
         suspects = [name for name, strikes in self._strikes.items() if len(strikes) >= ISOLATING_STRIKES]
+        suspects = [name for name in suspects if not self.scheduler.is_suspended(name)]
         limit = 1 if suspects else None
         if limit != self.scheduler.max_admitted:
             if suspects:

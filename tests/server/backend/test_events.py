@@ -34,6 +34,7 @@ class FakeBackend(SingleBackend):
     """A fake model that waits at `gate` before every forward."""
 
     name = "fake"
+    can_suspend = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,9 +100,8 @@ def test_requests_take_turns_in_the_order_of_their_arrival() -> None:
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert order == [0, 1, 3]
         assert isinstance(answers[2], asyncio.CancelledError)
-        alone = Session(FakeRunner(ngram_logits(VOCAB), VOCAB, 64), chunk_size=8)
         for number in (0, 1, 3):
-            assert answers[number] == [e.token_id for e in alone.generate([number, 2, 3], request().params)]
+            assert answers[number] == alone(number, request().params)
         await backend.close()
 
     asyncio.run(main())
@@ -119,6 +119,87 @@ def test_deadlines_count_from_the_arrival() -> None:
         backend.gate.set()
         assert (await collect(backend, request(2)))[-1].finish_reason is FinishReason.LENGTH
         await backend.close()
+
+    asyncio.run(main())
+
+
+def alone(number: int, params: SamplingParams) -> list[int | None]:
+    session = Session(FakeRunner(ngram_logits(VOCAB), VOCAB, 64), chunk_size=8)
+    return [event.token_id for event in session.generate([number, 2, 3], params)]
+
+
+def test_a_suspended_answer_lets_others_through_and_goes_on_exactly() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        await backend.start()
+        long = SamplingParams(temperature=0, max_tokens=40)
+        first = asyncio.create_task(collect(backend, request(0, params=long)))
+        second = asyncio.create_task(collect(backend, request(1)))
+        third = asyncio.create_task(collect(backend, request(2)))
+        while backend.stats().num_waiting < 2:
+            await asyncio.sleep(0)
+        backend.suspend("0")  # in its prefill
+        backend.suspend("2")  # while it waits
+        backend.suspend("nobody")
+        backend.gate.set()
+        assert [event.token_id for event in await second] == alone(1, request().params)
+        while backend.stats().num_running or backend.stats().num_waiting:
+            await asyncio.sleep(0)
+        assert backend.stats().num_suspended == 2
+        assert not first.done()
+        assert not third.done()
+        backend.resume("0")
+        backend.resume("nobody")
+        assert [event.token_id for event in await first] == alone(0, long)
+        assert not third.done()
+        backend.resume("2")
+        assert [event.token_id for event in await third] == alone(2, request().params)
+        await backend.close()
+
+    asyncio.run(main())
+
+
+def test_suspended_again_and_again() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        backend.gate.set()
+        await backend.start()
+        long, got = SamplingParams(temperature=0, max_tokens=40), list[int | None]()
+        async with aclosing(backend.generate(request(0, params=long))) as events:
+            async for one in events:
+                got.append(one.token_id)
+                backend.suspend("0")
+                await collect(backend, request(len(got)))  # has the cache, if the other one's step was not its last
+                backend.resume("0")
+        assert got == alone(0, long)
+        assert backend.stats().num_suspended == 0
+        await backend.close()
+
+    asyncio.run(main())
+
+
+def test_time_and_the_end_do_not_wait_for_what_is_suspended() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        backend.gate.set()
+        await backend.start()
+        timed = asyncio.create_task(collect(backend, request(0, timeout=0.02)))
+        await asyncio.sleep(0)
+        backend.suspend("0")
+        with pytest.raises(DeadlineError, match=r"was suspended when the 0\.02 s"):
+            await timed
+        left = asyncio.create_task(collect(backend, request(1)))
+        closed = asyncio.create_task(collect(backend, request(2)))
+        await asyncio.sleep(0)
+        backend.suspend("1")
+        backend.suspend("2")
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert (await collect(backend, request(3)))[-1].finish_reason is FinishReason.LENGTH
+        with pytest.raises(ValueError, match="in use"):
+            await collect(backend, request(2))
+        await backend.close()
+        assert (await closed)[-1].finish_reason is FinishReason.ABORT
 
     asyncio.run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -86,6 +87,57 @@ def test_many_requests_at_once_get_the_answers_they_get_alone() -> None:
             assert stats.scheduler.num_preemptions > 0
             assert stats.engine.num_steps > 0
             assert made.model.max_len == 200
+
+    run(work)
+
+
+def test_suspended_requests_go_on_with_the_answers_they_get_alone() -> None:
+    """Suspended and resumed in the very turn in which they come, too; half of them are through when an engine dies."""
+
+    async def work() -> None:
+        rng = random.Random(2)
+        async with backend(cache_lens=200) as made:  # few pages
+            requests = [request(number, params={"max_tokens": rng.randint(1, 40)}) for number in range(24)]
+            streams = [asyncio.create_task(collect(made, asked)) for asked in requests]
+            for asked in requests[::3]:
+                await asyncio.sleep(0)
+                made.suspend(asked.request_id)
+            for turn in range(60):
+                await asyncio.sleep(0.001)
+                made.suspend(rng.choice(requests).request_id)
+                made.resume(rng.choice(requests).request_id)
+                if turn == 30:
+                    pid = made.supervisor.engine_pid
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+            for asked in requests:
+                made.suspend(asked.request_id)
+            await until(lambda: made.stats().num_running + made.stats().num_waiting == 0)
+            assert made.stats().num_suspended > 0
+            assert made.stats().cache_usage == 0.0
+            for asked in requests:
+                made.resume(asked.request_id)
+            for stream, asked in zip(streams, requests, strict=True):
+                check(await stream, asked)
+
+    run(work)
+
+
+def test_a_suspended_request_ends_when_its_time_is_over_its_reader_leaves_or_the_service_stops() -> None:
+    async def work() -> None:
+        async with backend("load_slow") as made:
+            asked = [request(number, params={"max_tokens": 400, "ignore_eos": True}) for number in (1, 3)]
+            timed = request(5, timeout=0.05)
+            streams = [asyncio.create_task(collect(made, one)) for one in (*asked, timed)]
+            await asyncio.sleep(0)
+            for one in (*asked, timed):
+                made.suspend(one.request_id)
+            with pytest.raises(DeadlineError, match=r"was suspended when the 0\.05 s"):
+                await streams[2]
+            await until(lambda: made.stats().num_suspended == 2)
+            streams[0].cancel()
+            await until(lambda: made.stats().num_suspended == 1)
+        assert (await streams[1])[-1].finish_reason is FinishReason.ABORT
 
     run(work)
 

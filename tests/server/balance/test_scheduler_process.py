@@ -17,7 +17,9 @@ from ktransformers.server.balance.messages import (
     EngineUp,
     Finish,
     News,
+    Resume,
     SchedulerOptions,
+    Suspend,
     encode,
 )
 from ktransformers.server.balance.messages import decode as decoded
@@ -120,6 +122,20 @@ def test_an_expired_suspect_takes_its_strikes_with_it(around: Around, caplog: py
         around.answer(around.step())
     assert around.process.scheduler.stats().num_running == 3
     assert "no request is suspected any more" in caplog.text
+
+
+def test_a_suspended_suspect_keeps_nobody_waiting(around: Around) -> None:
+    around.engine(0)
+    around.tell(Add(make_request("suspect", (1, 2))))
+    around.die(0)
+    around.die(1)
+    around.tell(Suspend("suspect"), *(Add(make_request(f"good{i}", (3, 4), 9)) for i in range(3)))
+    assert around.process.scheduler.max_admitted is None
+    for _ in range(3):  # two steps of the suspect are with the engine
+        around.answer(around.step())
+    assert around.process.scheduler.stats().num_running == 3
+    around.tell(Resume("suspect"), Resume("nobody"), Suspend("nobody"))
+    assert around.process.scheduler.max_admitted == 1
 
 
 def test_deaths_of_a_request_that_was_found_are_explained(around: Around) -> None:

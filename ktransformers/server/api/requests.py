@@ -1,0 +1,84 @@
+"""/v1/requests: the requests that are in, and what a client may do with its own: suspend, resume, re-attach, end."""
+
+from __future__ import annotations
+
+import re
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ktransformers.errors import ConfigError, ConflictError, NotReadyError
+from ktransformers.server.answers.kept import KEEP_HEADER, attached
+from ktransformers.server.api_paths import SCOPE_KEY
+from ktransformers.server.ongoing import Ongoing
+from ktransformers.server.responses import ApiResponse
+from ktransformers.server.service import Service, service_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+_EVENT_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
+_UNCACHED = {"Cache-Control": "no-store"}
+
+
+def _key_of(request: Request) -> str:
+    return str(request.scope.get(SCOPE_KEY, ""))
+
+
+def _asked(request: Request, id: str) -> tuple[Service, Ongoing]:
+    service = service_of(request)
+    return service, service.ongoing.get(_key_of(request), id)
+
+
+@router.get("/v1/requests")
+async def list_requests(request: Request) -> Response:
+    """The requests of this API key that are in, or whose streams are kept, the oldest first. No texts."""
+    found = service_of(request).ongoing.of_key(_key_of(request))
+    return ApiResponse({"object": "list", "data": [one.described() for one in found]}, headers=_UNCACHED)
+
+
+@router.post("/v1/requests/{id:path}/suspend")
+async def suspend_request(id: str, request: Request) -> Response:
+    """Set it aside, at whatever step it is: it takes nothing of the cache until it is resumed."""
+    service, one = _asked(request, id)
+    if service.admission.is_draining:
+        raise NotReadyError("the server is shutting down: nothing is suspended any more")
+    service.ongoing.suspend(one)
+    return ApiResponse(one.described())
+
+
+@router.post("/v1/requests/{id:path}/resume")
+async def resume_request(id: str, request: Request) -> Response:
+    """Go on with it, with the tokens that it would have had."""
+    service, one = _asked(request, id)
+    service.ongoing.resume(one)
+    return ApiResponse(one.described())
+
+
+@router.get("/v1/requests/{id:path}/stream")
+async def attach_to_request(id: str, request: Request) -> Response:
+    """Its stream, from the event behind Last-Event-ID on, or from the first. For those sent with x-kt-keep."""
+    service, one = _asked(request, id)
+    if one.stream is None:
+        raise ConflictError(f"the stream of this request is not kept: send {KEEP_HEADER}: SECONDS with the request")
+    last_seen = _last_seen(request)
+    one.stream.log.check(last_seen)
+    return attached(service, one, last_seen)
+
+
+@router.delete("/v1/requests/{id:path}")
+async def end_request(id: str, request: Request) -> Response:
+    """End it, and forget its stream. Whoever reads that hears that the answer was aborted."""
+    service, one = _asked(request, id)
+    service.ongoing.end(one)
+    return ApiResponse({"id": id, "object": "request", "deleted": True})
+
+
+def _last_seen(request: Request) -> int:
+    given = request.headers.getlist("last-event-id")
+    if not given:
+        return 0
+    if len(given) > 1 or not _EVENT_ID.fullmatch(given[0]):
+        raise ConfigError("Last-Event-ID must be the id of an event of this stream, a whole number")
+    return int(given[0])
