@@ -103,8 +103,8 @@ class ServerConfig:
                 f"--max_keep_seconds must be between 0 and {7 * 24 * 3600}, got {self.max_keep_seconds}",
             ),
             (
-                0 <= self.kept_streams < 1 << 50,
-                f"--kept_streams must be between 0 and {(1 << 30) - 1}, got {self.kept_streams >> 20}",
+                1 << 20 <= self.kept_streams < 1 << 50,
+                f"--kept_streams must be between 1 and {(1 << 30) - 1}, got {self.kept_streams >> 20}",
             ),
             (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
             (0 <= self.ping_seconds < _INF, f"--ping_seconds must be at least 0, got {self.ping_seconds}"),

@@ -67,6 +67,9 @@ class CountingBackend(Backend):
         await self.gate.wait()
         yield TokenEvent(5, "x", GenerationStats(len(request.prompt_ids), 0, 1), finish_reason=FinishReason.LENGTH)
 
+    def end(self, request_id: str) -> None:
+        """Nobody asks for it."""
+
     async def close(self) -> None:
         """Nothing to free."""
 

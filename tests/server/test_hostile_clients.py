@@ -297,6 +297,9 @@ class EndlessBackend(Backend):
         finally:
             self.closed.set()
 
+    def end(self, request_id: str) -> None:
+        """Nobody asks for it."""
+
     async def close(self) -> None:
         """Nothing to free."""
 
