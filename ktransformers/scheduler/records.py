@@ -43,6 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: a smaller number is served earlier, as in vLLM; equal ones by arrival.
     deadline: seconds on the clock whose time `Scheduler.expire` is given; None: no limit.
     cache_salt: requests share pages only with requests of the same salt.
+    answer_ids: the answer so far, of a request that another scheduler had before; cached_len: what that one said of it.
     params.stop is not looked at: stop strings need text, so the API process finds them and calls `Scheduler.finish`.
     """
 
@@ -52,6 +53,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    answer_ids: Sequence[int] = ()
+    cached_len: int | None = None
 
 
 class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,10 +27,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.server.activity import LoadSummary, duration, farewell, watch_loading
+from ktransformers.server.answers.again import take_up
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
+from ktransformers.server.journal.journal import Journal
 from ktransformers.server.service import Service
 from ktransformers.server.streaming import ABORT_KEY
 from ktransformers.tokenizer import Tokenizer
@@ -238,7 +240,9 @@ async def _serve(
     app = create_app(backend, config, traces)
     service: Service = app.state.service
     server = _Server(_uvicorn_config(app, config))
+    journal = None if config.state_dir is None else Journal(config.state_dir)
     listener = _bind(config)
+    service.ongoing.journal, service.ongoing.is_restoring = journal, journal is not None
     began = time.monotonic()
     async with _signals() as received:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -250,6 +254,8 @@ async def _serve(
             if loading.done():
                 loading.result()  # raises what went wrong
                 await asyncio.to_thread(lambda: service.json_limits)  # looks at the whole vocabulary
+                if journal is not None:
+                    await take_up(app, service, journal)
                 _announce(service, listener, time.monotonic() - began)
                 losing = asyncio.create_task(backend.lost())
                 await asyncio.wait((stopping, serving, losing), return_when=asyncio.FIRST_COMPLETED)
@@ -265,9 +271,13 @@ async def _serve(
             for task in (stopping, loading, summing_up):
                 task.cancel()
             await asyncio.gather(stopping, loading, summing_up, return_exceptions=True)
+            if journal is not None:
+                journal.stop()  # what is cut off now, the next server goes on with
             await backend.close()
             app.state.service.workers.close()
             await asyncio.gather(serving, return_exceptions=True)
+            if journal is not None:
+                journal.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
             listener.close()
