@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -36,6 +37,7 @@ AGAIN_KEY = "ktransformers.again"
 """Where a request that is asked again has its Again."""
 
 _LEAST_SECONDS = 0.001
+_GOES_ON = 204
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def without_reader(service: Service, one: Ongoing) -> Response:
     """Its client has until now not come back: the time that the stream is kept for begins."""
     service.ongoing.attach(one)
     service.ongoing.detach(one)
-    return Response(status_code=204)
+    return Response(status_code=_GOES_ON)
 
 
 async def take_up(app: FastAPI, service: Service, journal: Journal) -> None:
@@ -177,6 +179,8 @@ async def _ask_again(app: FastAPI, kept: Kept, keys: MutableMapping[str, str]) -
         return {"type": "http.request", "body": opened.body, "more_body": False}
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        pass
+        if message["type"] == "http.response.start" and message["status"] != _GOES_ON:
+            raise ConfigError(f"{opened.path} answers with {message['status']} now")
 
-    await app.router(scope, receive, send)  # not through what is in front of routes: it was let in before
+    route = AsyncExitStackMiddleware(app.router)  # what else is in front of routes let it in before
+    await route(scope, receive, send)

@@ -58,7 +58,7 @@ def _nonce(number: int) -> bytes:
 
 
 def contents_of(data: bytes, key: bytes, fingerprint: bytes) -> Contents:
-    """What is in a file with these bytes. Raises WrongJournalError for one of another version, model, or damaged head."""
+    """What is in a file with these bytes. Raises WrongJournalError for another version or model, or a damaged head."""
     if len(data) < _FILE_HEAD and _MAGIC.startswith(data[: len(_MAGIC)]):
         return Contents((), 0, len(data))  # killed while it began
     head = data[: _FILE_HEAD - _CRC.size]

@@ -1,4 +1,4 @@
-"""What the journal says: msgspec structs as msgpack. Replaying any of its records, in order, gives requests to go on with.
+"""What the journal says: msgspec structs as msgpack. Any of its records, in order, give requests to go on with.
 
     Opened ── (Tokens | Noted)* ── Closed          of one request; those of others stand between them
 
