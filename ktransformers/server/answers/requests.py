@@ -46,9 +46,9 @@ def count_answers(num_prompts: int, n: int) -> int:
     return num_prompts * n
 
 
-def derived_id(prefix: str, of: str, number: int) -> str:
+def derived_id(prefix: str, of: str, number: int, joint: str = "-") -> str:
     """An id that nothing else has, always the same for number so-and-so of what has the id `of`."""
-    return f"{prefix}-{hashlib.blake2b(f'{of}/{number}'.encode(), digest_size=16).hexdigest()}"
+    return f"{prefix}{joint}{hashlib.blake2b(f'{of}/{number}'.encode(), digest_size=16).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

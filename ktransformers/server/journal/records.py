@@ -78,7 +78,8 @@ def encoded(record: Record) -> bytes:
 
 def decoded(payload: bytes) -> Record:
     """Raises msgspec.MsgspecError for what another version wrote."""
-    return _decoder.decode(payload)
+    record: Record = _decoder.decode(payload)
+    return record
 
 
 @dataclass(slots=True)
