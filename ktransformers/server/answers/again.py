@@ -52,11 +52,10 @@ class Again:
         if len(job.requests) != len(opened.generations):
             raise ConfigError(f"it had {len(opened.generations)} answers, and has {len(job.requests)} now")
         timeout = None if opened.deadline is None else max(opened.deadline - time.time(), _LEAST_SECONDS)
-        prompts = [tuple(prompt) for prompt in opened.prompts]  # answers to one prompt hold the same object
         job.requests = [
             replace(
                 request,
-                prompt_ids=prompts[generation.prompt],
+                prompt_ids=opened.prompts[generation.prompt],
                 params=generation.params,
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
@@ -97,7 +96,7 @@ def write_down(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing,
 
 
 def _opened(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing) -> Opened:
-    prompts = list({id(request.prompt_ids): request.prompt_ids for request in job.requests}.values())
+    prompts = tuple({id(request.prompt_ids): request.prompt_ids for request in job.requests}.values())
     places = {id(prompt): place for place, prompt in enumerate(prompts)}
     timeout, stream = job.requests[0].timeout, one.stream
     assert stream is not None
@@ -111,10 +110,10 @@ def _opened(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing) ->
         created=job.created,
         deadline=None if timeout is None else time.time() + timeout,
         prompts=prompts,
-        generations=[
+        generations=tuple(
             Generation(places[id(request.prompt_ids)], request.params, request.priority, request.cache_salt)
             for request in job.requests
-        ],
+        ),
     )
 
 

@@ -7,7 +7,7 @@ A record that is missing costs time, not truth: tokens behind a gap are not take
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,8 +41,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="op
     keep_seconds: float
     created: int
     deadline: float | None
-    prompts: Sequence[Sequence[int]]
-    generations: Sequence[Generation]
+    prompts: tuple[tuple[int, ...], ...]
+    generations: tuple[Generation, ...]
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
@@ -50,7 +50,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
 
     id: str
     first: int
-    tokens: Sequence[PastToken]
+    tokens: tuple[PastToken, ...]
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, tag="note"):
