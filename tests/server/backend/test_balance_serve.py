@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -154,6 +155,65 @@ def test_embeddings_are_those_of_the_single_engine(balanced: ServerProcess, clie
         for _ in range(2):
             got = [one.embedding for one in other.embeddings.create(model="demo", input=texts).data]
             assert got == expected
+
+
+def numbered(lines: Iterator[str], most: int) -> list[tuple[int, str]]:
+    """(id, text) of the first events of a kept stream, [DONE] included."""
+    found, number = list[tuple[int, str]](), 0
+    for line in lines:
+        if line.startswith("id: "):
+            number = int(line[4:])
+        elif line.startswith("data: "):
+            found.append((number, line[6:] if line == "data: [DONE]" else json.loads(line[6:])["choices"][0]["text"]))
+            if len(found) == most:
+                break
+    return found
+
+
+def test_a_stream_is_left_suspended_and_taken_up_again(balanced: ServerProcess) -> None:
+    asked = {"prompt": [5, 6, 7], "max_tokens": 600, "ignore_eos": True, "temperature": 1, "seed": 3, "stream": True}
+    kept, mine = {"x-kt-keep": "60", "x-request-id": "left"}, f"{balanced.url}/v1/requests/left"
+    with httpx.Client(timeout=60) as client:
+        with client.stream("POST", f"{balanced.url}/v1/completions", json=asked, headers=kept) as response:
+            events = numbered(response.iter_lines(), 5)
+        assert client.post(f"{mine}/suspend").json()["state"] == "suspended"
+        wait_until(lambda: metrics(balanced)["ktransformers:num_requests_suspended"] == 1.0)
+        seen = metrics(balanced)
+        assert (seen["vllm:num_requests_running"], seen["vllm:kv_cache_usage_perc"]) == (0.0, 0.0)
+        assert client.post(f"{mine}/resume").json()["state"] == "running"
+        with client.stream("GET", f"{mine}/stream", headers={"last-event-id": str(events[-1][0])}) as response:
+            events += numbered(response.iter_lines(), 2000)
+        assert [number for number, _ in events] == list(range(1, len(events) + 1))
+        assert client.delete(mine).status_code == 200
+        body = client.post(f"{balanced.url}/v1/completions", json=asked | {"stream": False}).json()
+        assert "".join(text for _, text in events) == body["choices"][0]["text"] + "[DONE]"
+
+
+def test_official_clients_read_streams_with_ids(balanced: ServerProcess) -> None:
+    headers, question = {"x-kt-keep": "5"}, "What is 17 + 25?"
+    with openai.OpenAI(base_url=f"{balanced.url}/v1", api_key="none", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 20}
+        whole = client.chat.completions.create(messages=[{"role": "user", "content": question}], **asked)
+        chunks = client.chat.completions.create(
+            messages=[{"role": "user", "content": question}], stream=True, extra_headers=headers, **asked
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == whole.choices[0].message.content
+        events = client.responses.create(
+            model="demo", input=question, temperature=0, max_output_tokens=20, stream=True, extra_headers=headers
+        )
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    with (
+        anthropic.Anthropic(base_url=balanced.url, api_key="none", max_retries=0) as served,
+        served.messages.stream(
+            model="demo",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=20,
+            extra_body={"temperature": 0},
+            extra_headers=headers,
+        ) as stream,
+    ):
+        assert "".join(stream.text_stream) == text
 
 
 def test_a_prompt_that_can_never_fit_is_a_400_at_once(balanced: ServerProcess) -> None:

@@ -126,14 +126,17 @@ def test_suspended_requests_go_on_with_the_answers_they_get_alone() -> None:
 def test_a_suspended_request_ends_when_its_time_is_over_its_reader_leaves_or_the_service_stops() -> None:
     async def work() -> None:
         async with backend("load_slow") as made:
-            asked = [request(number, params={"max_tokens": 400, "ignore_eos": True}) for number in (1, 3)]
+            asked = [request(number, params={"max_tokens": 400, "ignore_eos": True}) for number in (1, 3, 7)]
             timed = request(5, timeout=0.05)
             streams = [asyncio.create_task(collect(made, one)) for one in (*asked, timed)]
             await asyncio.sleep(0)
             for one in (*asked, timed):
                 made.suspend(one.request_id)
             with pytest.raises(DeadlineError, match=r"was suspended when the 0\.05 s"):
-                await streams[2]
+                await streams[3]
+            made.end("r7")
+            made.end("nobody")
+            assert (await streams[2])[-1].finish_reason is FinishReason.ABORT
             await until(lambda: made.stats().num_suspended == 2)
             streams[0].cancel()
             await until(lambda: made.stats().num_suspended == 1)
