@@ -15,15 +15,13 @@ def test_it_goes_on_with_the_tokens_it_would_have_had(num_past: int) -> None:
     request = make_request("r", PROMPT, 10, ignore_eos=True)
     whole = answer_alone(request, make_config())
     loop = Loop(make_config())
-    loop.scheduler.add(
-        msgspec.structs.replace(request, answer_ids=whole[:num_past], cached_len=12 if num_past else None)
-    )
+    loop.add(msgspec.structs.replace(request, answer_ids=whole[:num_past], cached_len=12 if num_past else None))
     updates = []
     while (plan := loop.scheduler.schedule()) is not None:
         results = loop.engine.run(plan)
         updates += loop.scheduler.commit(plan.step_id, results)
         loop.scheduler.check_integrity()
-    assert [update.token_id for update in updates] == list(whole[num_past:])
+    assert [update.token_id for update in updates] == whole[num_past:]
     assert [update.completion_len for update in updates] == list(range(num_past + 1, 11))
     assert {update.cached_len for update in updates} == {12 if num_past else 0}
     assert not loop.scheduler.has_requests
