@@ -183,11 +183,6 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--cpu_memory_size_GB is not supported; --cache_lens sets the tokens that the cache holds"
         )
     if args.backend_type != "balance_serve":
-        if args.state_dir is not None:
-            raise UnsupportedError(
-                f"--state_dir needs --backend_type balance_serve: the {args.backend_type} backend cannot go on with an "
-                "answer that another process has begun"
-            )
         for flag in _BALANCE_FLAGS:
             if getattr(args, flag) is not None:
                 _log.warning(

@@ -17,6 +17,7 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import h11
@@ -25,7 +26,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ktransformers.core import Progress
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.server.activity import LoadSummary, duration, farewell, watch_loading
 from ktransformers.server.answers.again import take_up
 from ktransformers.server.app import create_app
@@ -233,6 +234,16 @@ def _open_traces(endpoint: str) -> OtlpTraces:
     return OtlpTraces.to(endpoint)
 
 
+def _journal(folder: Path | None, backend: Backend) -> Journal | None:
+    """Raises ConfigError before the model loads when another server has the folder, say."""
+    if folder is not None and not backend.can_go_on:
+        raise UnsupportedError(
+            f"--state_dir needs --backend_type balance_serve: the {backend.name} backend cannot go on with an answer "
+            "that another process has begun"
+        )
+    return None if folder is None else Journal(folder)
+
+
 async def _serve(
     backend: Backend, config: ServerConfig, loading_bar: LoadingBar, traces: OtlpTraces | None = None
 ) -> None:
@@ -240,7 +251,7 @@ async def _serve(
     app = create_app(backend, config, traces)
     service: Service = app.state.service
     server = _Server(_uvicorn_config(app, config))
-    journal = None if config.state_dir is None else Journal(config.state_dir)
+    journal = _journal(config.state_dir, backend)
     listener = _bind(config)
     service.ongoing.journal, service.ongoing.is_restoring = journal, journal is not None
     began = time.monotonic()

@@ -13,7 +13,7 @@ PROMPT = [1 + i % 6 for i in range(30)]
 @pytest.mark.parametrize("num_past", range(10))
 def test_it_goes_on_with_the_tokens_it_would_have_had(num_past: int) -> None:
     request = make_request("r", PROMPT, 10, ignore_eos=True)
-    whole = answer_alone(request, make_config())
+    whole, _ = answer_alone(request, make_config())
     loop = Loop(make_config())
     loop.add(msgspec.structs.replace(request, answer_ids=whole[:num_past], cached_len=12 if num_past else None))
     updates = []
