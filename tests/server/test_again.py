@@ -127,6 +127,11 @@ async def read_all(connection: Connection) -> bytes:
     return data
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
 async def begun(folder: Path, num_tokens: int = 5, **more: Any) -> tuple[bytes, Server]:
     """A server that has told the first tokens of a stream."""
     server = await Server(folder, **more.pop("config", {})).start()
@@ -271,6 +276,27 @@ def test_time_goes_on_while_no_server_runs(tmp_path: Path, monkeypatch: pytest.M
         assert b"deadline_exceeded" in data
         await server.die()
         assert list((await Server(tmp_path).start()).service.ongoing) == []
+
+    run(work)
+
+
+def test_stop_strings_are_those_of_the_request(tmp_path: Path) -> None:
+    """The server dies in the middle of what becomes one."""
+
+    async def work() -> None:
+        server = await Server(tmp_path).start()
+        server.backend.allow(5)
+        connection = await server.complete(body={"stop": ["hij"]}).begun()
+        assert connection.status == 200
+        await until(lambda: server.backend.permits.locked())
+        await server.die()
+        server = await Server(tmp_path).start()
+        server.backend.allow(NUM_TOKENS)
+        data = (await read_all(await server.open("GET", "/v1/requests/mine/stream").begun())).decode()
+        assert "".join(re.findall(r'"text":"(.+?)"', data)) == "efg"
+        assert '"finish_reason":"stop"' in data
+        assert server.backend.pasts == [5]
+        await server.die()
 
     run(work)
 

@@ -56,7 +56,7 @@ class Again:
             replace(
                 request,
                 prompt_ids=opened.prompts[generation.prompt],
-                params=generation.params,
+                params=replace(generation.params, stop=request.params.stop),
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 timeout=timeout,
@@ -111,7 +111,9 @@ def _opened(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing) ->
         deadline=None if timeout is None else time.time() + timeout,
         prompts=prompts,
         generations=tuple(
-            Generation(places[id(request.prompt_ids)], request.params, request.priority, request.cache_salt)
+            Generation(
+                places[id(request.prompt_ids)], replace(request.params, stop=()), request.priority, request.cache_salt
+            )
             for request in job.requests
         ),
     )

@@ -10,6 +10,7 @@ the journal with a line in the log, and nothing else: what was to be written dow
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -46,6 +47,7 @@ logger = logging.getLogger("ktransformers.server")
 MAX_TRIES = 3
 """Starts of a server that a request may see without getting any further: it may be what ends them."""
 
+_FORGETS = "From now on nothing is written down: this server forgets its requests when it is killed"
 _SYNC_SECONDS = 0.05
 _MIN_COMPACTED = 1 << 20
 """Bytes: smaller files are not worth rewriting."""
@@ -171,6 +173,8 @@ class Journal:
         for thread in self._threads:
             thread.join()
         if self._threads:
+            with contextlib.suppress(OSError):
+                self._file.sync()
             self._file.close()
         self._threads.clear()
         if self._lock >= 0:
@@ -230,14 +234,11 @@ class Journal:
                 if is_end:
                     return
         except OSError as error:
-            self._has_failed = True
-            logger.error(
-                "--state_dir %s: %s. From now on nothing is written down: this server forgets its requests when it "
-                "is killed",
-                self._folder,
-                reason_of(error),
-            )
-            self._loop.call_soon_threadsafe(self._wrote, 0)
+            logger.error("--state_dir %s: %s. %s", self._folder, reason_of(error), _FORGETS)
+        except Exception:
+            logger.exception("--state_dir %s: %s", self._folder, _FORGETS)
+        self._has_failed = True
+        self._loop.call_soon_threadsafe(self._wrote, 0)  # whoever waits goes on
 
     def _append(self, records: Sequence[Record]) -> None:
         payloads = []

@@ -18,7 +18,9 @@ __all__ = ["Closed", "Generation", "JournalState", "Kept", "Noted", "Opened", "R
 
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
-    """One answer of a request. prompt: index into Opened.prompts. params: with its seed."""
+    """One answer of a request. prompt: index into Opened.prompts. params: with its seed, without stop strings:
+    the body has them.
+    """
 
     prompt: int
     params: SamplingParams
