@@ -36,6 +36,7 @@ from ktransformers.server.journal.records import (
     Kept,
     Noted,
     Opened,
+    Record,
     Tokens,
     decoded,
     encoded,
@@ -125,7 +126,12 @@ def test_nothing_is_written_down_once_it_has_stopped(tmp_path: Path) -> None:
 
 
 def test_tokens_behind_a_gap_are_not_taken() -> None:
-    records = [opened(), Tokens("a", 0, (token(0),)), Tokens("a", 2, (token(2),)), Tokens("a", 1, (token(1),))]
+    records: list[Record] = [
+        opened(),
+        Tokens("a", 0, (token(0),)),
+        Tokens("a", 2, (token(2),)),
+        Tokens("a", 1, (token(1),)),
+    ]
     state = state_after([encoded(record) for record in records])
     assert state.kept["a"].tokens == [token(0), token(1)]
     lost = state_after([encoded(record) for record in (*records[1:], Noted("a", True), Closed("a"))])
@@ -268,7 +274,12 @@ def test_a_past_token_is_what_its_event_was_made_of(
 
 
 def test_tokens_that_come_together_are_one_record() -> None:
-    records = [opened(), Tokens("a", 3, (token(3),)), Tokens("a", 4, (token(4),)), Tokens("b", 0, (token(0),))]
+    records: list[Record] = [
+        opened(),
+        Tokens("a", 3, (token(3),)),
+        Tokens("a", 4, (token(4),)),
+        Tokens("b", 0, (token(0),)),
+    ]
     records += [Closed("b"), Tokens("a", 5, (token(5),))]
     assert module._joined(records) == [
         opened(),
