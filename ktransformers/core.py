@@ -25,6 +25,7 @@ __all__ = [
     "ConstraintKind",
     "FinishReason",
     "GenerationStats",
+    "PastToken",
     "Phase",
     "Progress",
     "Reasoning",
@@ -430,3 +431,27 @@ class TokenEvent:
     stop: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     embedding: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PastToken:
+    """A token of an answer that another process has begun: what its event was made of.
+
+    index: of the answer, among those of its request. cached_len: of its prompt. reason: as AnswerEnd knows it.
+    """
+
+    index: int
+    token_id: int
+    cached_len: int
+    logprobs: TokenLogprobs | None = None
+    reason: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @classmethod
+    def of(cls, index: int, event: TokenEvent) -> PastToken | None:
+        """None for an event without a token. A stop string is found again when the text is made again."""
+        if event.token_id is None:
+            return None
+        # Where the limit fell on the token that completed a stop string, that was looked for before and behind it.
+        reason = FinishReason.LENGTH if isinstance(event.stop, str) else event.finish_reason
+        return cls(index, event.token_id, event.stats.cached_len, event.logprobs, reason, event.prompt_logprobs)

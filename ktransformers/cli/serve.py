@@ -163,6 +163,12 @@ def _add_patience_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kept_streams", type=int, default=64, metavar="MIB", help="of such streams, all together (%(default)s)"
     )
+    group.add_argument(
+        "--state_dir",
+        type=user_path,
+        metavar="DIR",
+        help="balance_serve: folder for a journal of kept streams, which go on after a crash or a restart",
+    )
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
     group.add_argument(
@@ -240,6 +246,7 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         max_suspended=args.max_suspended,
         max_keep_seconds=args.max_keep_seconds,
         kept_streams=args.kept_streams << 20,
+        state_dir=args.state_dir,
         request_timeout=args.request_timeout,
         drain_seconds=args.drain_seconds,
         ping_seconds=args.ping_seconds,

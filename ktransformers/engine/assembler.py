@@ -38,7 +38,7 @@ class AnswerAssembler:
             self._prompt_logprobs = [None] * prompt_len
         self._first_token_at = 0.0
 
-    def score(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+    def score(self, start: int, entries: Sequence[TokenLogprobs | None]) -> None:
         """Log probabilities of the prompt's tokens from `start` on; all of them come before the first token."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs[start : start + len(entries)] = entries

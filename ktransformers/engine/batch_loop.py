@@ -440,7 +440,8 @@ class BatchLoop:
     def _step(self) -> None:
         plan = self._scheduler.schedule()
         if plan is None:
-            assert not self._scheduler.has_requests, "requests wait and nothing is planned"
+            stats = self._scheduler.stats()
+            assert not stats.num_running + stats.num_waiting, "requests wait and nothing is planned"
             return  # nothing was left to copy
         if self._profile is not None:
             self._profile.tracker.planned(plan)

@@ -142,7 +142,10 @@ class Scheduler:
             params=params,
             end=AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len),
             token_ids=[*request.prompt_ids, *request.answer_ids],
+            cached_len=request.cached_len,
         )
+        if seq.known_len >= seq.limit_len:
+            raise ValueError(f"request {request.request_id!r} has its answer already: {seq.completion_len} tokens")
         self._requests[request.request_id] = seq
         if request.deadline is not None:
             self._deadlines[request.request_id] = request.deadline

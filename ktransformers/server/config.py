@@ -42,6 +42,7 @@ class ServerConfig:
     responses_store: bytes of answers kept for /v1/responses, 0 for none.
     max_suspended: requests that may be suspended at once. max_keep_seconds: most that a stream may go on without its
     client, where that asks for it; 0: never. kept_streams: bytes of all streams that are kept for that.
+    state_dir: folder with the journal of kept streams, which the next server goes on with; None: it knows nothing.
     drain_seconds: how long running answers may take after SIGTERM.
     otlp_traces_endpoint: address that OpenTelemetry spans are sent to; None: there are none.
     ping_seconds: a stream that has had nothing to say for so long says that it lives; 0: never.
@@ -74,6 +75,7 @@ class ServerConfig:
     max_suspended: int = 64
     max_keep_seconds: float = 3600.0
     kept_streams: int = 64 << 20
+    state_dir: Path | None = None
     request_timeout: float | None = None
     drain_seconds: float = 30.0
     ping_seconds: float = 15.0
@@ -111,6 +113,10 @@ class ServerConfig:
             (
                 self.request_timeout is None or 0 < self.request_timeout < _INF,
                 f"--request_timeout must be positive, got {self.request_timeout}",
+            ),
+            (
+                self.state_dir is None or self.max_keep_seconds > 0,
+                "--state_dir is about streams that are kept, and --max_keep_seconds 0 keeps none",
             ),
             (
                 (self.ssl_keyfile is None) == (self.ssl_certfile is None),

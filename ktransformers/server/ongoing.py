@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktransformers.errors import ConflictError, QueueFullError, UnknownIdError, UnsupportedError
+from ktransformers.errors import ConflictError, NotReadyError, QueueFullError, UnknownIdError, UnsupportedError
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.event_log import EventLog, LogBudget
+from ktransformers.server.journal.journal import Journal
 from ktransformers.server.tally import Tally
 
 __all__ = ["KeptStream", "Ongoing", "OngoingRequests"]
@@ -42,7 +43,11 @@ class KeptStream:
 
 @dataclass(slots=True, eq=False)
 class Ongoing:
-    """One request. key: which API key it came with. generation_ids: of its answers, at the backend."""
+    """One request. key: which API key it came with. generation_ids: of its answers, at the backend.
+
+    is_journaled: the next server goes on with it. is_again: this one does, with what another has begun. is_set_aside:
+    the next one shall, and nothing more is told here.
+    """
 
     id: str
     answer_id: str
@@ -52,6 +57,9 @@ class Ongoing:
     stream: KeptStream | None = None
     is_suspended: bool = False
     is_ended: bool = False
+    is_journaled: bool = False
+    is_again: bool = False
+    is_set_aside: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -90,26 +98,31 @@ class Ongoing:
 class OngoingRequests:
     """max_suspended: requests that may be suspended at once. kept_bytes: of all kept streams.
 
-    tasks: those that write kept streams.
+    tasks: those that write kept streams. journal: where they are written down. is_restoring: those of the server
+    before are not all here yet.
     """
 
     def __init__(self, backend: Backend, max_suspended: int, kept_bytes: int):
         self._backend, self._max_suspended = backend, max_suspended
         self._budget = LogBudget(kept_bytes)
         self.tasks: set[asyncio.Task[None]] = set()
+        self.journal: Journal | None = None
+        self.is_restoring = False
         self._requests: dict[str, Ongoing] = {}  # by answer_id, the oldest first
 
     def __iter__(self) -> Iterator[Ongoing]:
         return iter(self._requests.values())
 
     def of_key(self, key: str) -> list[Ongoing]:
-        """Those that came with this key, the oldest first."""
+        """Those that came with this key, the oldest first. Raises NotReadyError while some may be missing."""
+        if self.is_restoring:
+            raise NotReadyError("the requests from before the server's restart are not all back: try again in a moment")
         return [one for one in self if one.key == key]
 
     def get(self, key: str, id: str) -> Ongoing:
         """By either id. Raises UnknownIdError, and ConflictError for an id that clients have chosen twice."""
         named = self._requests.get(id)
-        if named is not None and named.key == key:
+        if named is not None and named.key == key and not self.is_restoring:
             return named
         found = [one for one in self.of_key(key) if one.id == id]
         if not found:
@@ -127,6 +140,8 @@ class OngoingRequests:
     def ended(self, one: Ongoing) -> None:
         """Its answers are complete, or nobody waits for them any more. Its stream may be kept still."""
         one.is_ended, one.is_suspended = True, False
+        if one.tally.error and self.journal is not None and one.is_journaled:
+            self.journal.closed(one.answer_id)  # the next server would get into the same, or be too late
         if one.stream is None or one.stream.is_given_up:
             self._forget(one)
         ended = [other for other in self if other.is_ended]
@@ -134,7 +149,9 @@ class OngoingRequests:
             self._forget(other)
 
     def _forget(self, one: Ongoing) -> None:
-        self._requests.pop(one.answer_id, None)
+        known = self._requests.pop(one.answer_id, None)
+        if known is not None and one.is_journaled and self.journal is not None:
+            self.journal.closed(one.answer_id)
         if one.stream is not None:
             self._budget.forget(one.stream.log)
             if one.stream.timer is not None:
@@ -155,6 +172,7 @@ class OngoingRequests:
                 f"{num_suspended} requests are suspended, and no more may be (--max_suspended): resume or end one"
             )
         one.is_suspended = True
+        self._write_down(one)
         self.apply(one)
 
     def apply(self, one: Ongoing) -> None:
@@ -167,6 +185,7 @@ class OngoingRequests:
         self._require_open(one)
         if one.is_suspended:
             one.is_suspended = False
+            self._write_down(one)
             for generation_id in one.generation_ids:
                 self._backend.resume(generation_id)
 
@@ -180,11 +199,20 @@ class OngoingRequests:
             self._backend.end(generation_id)
 
     def end_suspended(self) -> int:
-        """End those that are suspended, and say how many there were."""
+        """End those that are suspended, and say how many there were. Those in the journal are the next server's."""
         suspended = [one for one in self if one.is_suspended]
         for one in suspended:
-            self.end(one)
-        return len(suspended)
+            if one.is_journaled:
+                one.is_set_aside = True
+                for generation_id in one.generation_ids:
+                    self._backend.end(generation_id)
+            else:
+                self.end(one)
+        return sum(not one.is_set_aside for one in suspended)
+
+    def _write_down(self, one: Ongoing) -> None:
+        if one.is_journaled and self.journal is not None:
+            self.journal.suspended(one.answer_id, one.is_suspended)
 
     def _require_open(self, one: Ongoing) -> None:
         if one.is_ended:

@@ -29,7 +29,7 @@ from ktransformers.server.recent import PastRequest, RecentRequests
 from ktransformers.server.tally import Tally
 from ktransformers.server.traces import Answering, Outcome, TraceSink, span_of
 
-__all__ = ["RequestLog", "note_key", "note_reason", "note_request", "request_id_of", "without_quotes"]
+__all__ = ["RequestLog", "note_id", "note_key", "note_reason", "note_request", "request_id_of", "without_quotes"]
 
 logger = logging.getLogger("ktransformers.server")
 
@@ -59,6 +59,11 @@ def _notes(scope: MutableMapping[str, Any]) -> _Notes:
 def request_id_of(request: Request) -> str:
     """The id under which the log shows this request."""
     return _notes(request.scope).request_id
+
+
+def note_id(scope: MutableMapping[str, Any], request_id: str) -> None:
+    """Say under which id it is known, for one that is asked again without RequestLog in front."""
+    _notes(scope).request_id = request_id
 
 
 def note_request(request: Request, answering: Answering) -> None:

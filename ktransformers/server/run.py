@@ -17,6 +17,7 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import h11
@@ -25,12 +26,14 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ktransformers.core import Progress
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.server.activity import LoadSummary, duration, farewell, watch_loading
+from ktransformers.server.answers.again import take_up
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
+from ktransformers.server.journal.journal import Journal
 from ktransformers.server.service import Service
 from ktransformers.server.streaming import ABORT_KEY
 from ktransformers.tokenizer import Tokenizer
@@ -231,6 +234,16 @@ def _open_traces(endpoint: str) -> OtlpTraces:
     return OtlpTraces.to(endpoint)
 
 
+def _journal(folder: Path | None, backend: Backend) -> Journal | None:
+    """Raises ConfigError before the model loads when another server has the folder, say."""
+    if folder is not None and not backend.can_go_on:
+        raise UnsupportedError(
+            f"--state_dir needs --backend_type balance_serve: the {backend.name} backend cannot go on with an answer "
+            "that another process has begun"
+        )
+    return None if folder is None else Journal(folder)
+
+
 async def _serve(
     backend: Backend, config: ServerConfig, loading_bar: LoadingBar, traces: OtlpTraces | None = None
 ) -> None:
@@ -238,7 +251,9 @@ async def _serve(
     app = create_app(backend, config, traces)
     service: Service = app.state.service
     server = _Server(_uvicorn_config(app, config))
+    journal = _journal(config.state_dir, backend)
     listener = _bind(config)
+    service.ongoing.journal, service.ongoing.is_restoring = journal, journal is not None
     began = time.monotonic()
     async with _signals() as received:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -250,6 +265,8 @@ async def _serve(
             if loading.done():
                 loading.result()  # raises what went wrong
                 await asyncio.to_thread(lambda: service.json_limits)  # looks at the whole vocabulary
+                if journal is not None:
+                    await take_up(app, service, journal)
                 _announce(service, listener, time.monotonic() - began)
                 losing = asyncio.create_task(backend.lost())
                 await asyncio.wait((stopping, serving, losing), return_when=asyncio.FIRST_COMPLETED)
@@ -265,9 +282,13 @@ async def _serve(
             for task in (stopping, loading, summing_up):
                 task.cancel()
             await asyncio.gather(stopping, loading, summing_up, return_exceptions=True)
+            if journal is not None:
+                journal.stop()  # what is cut off now, the next server goes on with
             await backend.close()
             app.state.service.workers.close()
             await asyncio.gather(serving, return_exceptions=True)
+            if journal is not None:
+                journal.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
             listener.close()

@@ -357,8 +357,9 @@ class Loop:
         while self.scheduler.has_work or self.results:
             while len(self.results) < depth and self.schedule() is not None:
                 pass
-            if not self.results and not self.scheduler.has_requests:
-                break
+            stats = self.scheduler.stats()
+            if not self.results and not stats.num_running + stats.num_waiting:
+                break  # tiers have work, which waits for others
             assert self.results, "requests are here, nothing is in flight, and nothing is planned"
             self.commit()
 

@@ -18,7 +18,7 @@ from ktransformers.server.answers.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from ktransformers.server.answers.requests import new_id
+from ktransformers.server.answers.requests import derived_id, new_id
 from ktransformers.tokenizer.answer_parser import AnswerParser
 from ktransformers.tokenizer.tools import (
     ArgumentsPiece,
@@ -70,10 +70,13 @@ class Choice(ABC):
 
 
 class ChatChoice(Choice):
-    """Splits its text into reasoning, text and tool calls, as `parser` tells them apart."""
+    """Splits its text into reasoning, text and tool calls, as `parser` tells them apart.
 
-    def __init__(self, parser: AnswerParser):
-        self._parser = parser
+    id: of the answer, which the ids of its calls are made of: told again, it has the same ones.
+    """
+
+    def __init__(self, parser: AnswerParser, id: str = ""):
+        self._parser, self._id = parser, id or new_id("answer")
         self._num_calls = 0
 
     def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
@@ -90,7 +93,7 @@ class ChatChoice(Choice):
                 return ReasoningDelta(text)
             case CallStarted(name):
                 self._num_calls += 1
-                return ToolCallStarted(index + 1, new_id("call"), name)
+                return ToolCallStarted(index + 1, derived_id("call", self._id, index + 1), name)
             case ArgumentsPiece(text):
                 return ToolArgumentsDelta(index, text)
             case CallEnded():

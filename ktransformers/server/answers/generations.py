@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Container, Sequence
+from collections.abc import AsyncGenerator, Container, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -21,11 +21,12 @@ class _Failed:
 
 
 async def run_generations(
-    backend: Backend, requests: Sequence[GenerationRequest], ended: Container[int] = ()
+    backend: Backend, requests: Sequence[GenerationRequest], ended: Container[int] = (), order: Iterable[int] = ()
 ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
     """(index of the request, event) as they come. The first error of any of them ends all.
 
     ended: looked at after each event, indices of those that the reader wants no more of.
+    order: whose events come first, one each: those of tokens that the requests have in their past.
 
     Close it (`aclosing`) to stop what still runs.
     """
@@ -37,9 +38,13 @@ async def run_generations(
                     return
         return
     queue: asyncio.Queue[tuple[int, TokenEvent | None] | _Failed] = asyncio.Queue(_MAX_MERGED)
-    tasks = [asyncio.create_task(_pump(backend, request, i, queue, ended)) for i, request in enumerate(requests)]
-    num_open = len(tasks)
+    generations = [backend.generate(request) for request in requests]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for index in order:
+            yield index, await anext(generations[index])
+        tasks += [asyncio.create_task(_pump(events, i, queue, ended)) for i, events in enumerate(generations)]
+        num_open = len(tasks)
         while num_open:
             item = await queue.get()
             if isinstance(item, _Failed):
@@ -53,17 +58,20 @@ async def run_generations(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for events in generations:
+            await events.aclose()
 
 
 async def _pump(
-    backend: Backend,
-    request: GenerationRequest,
+    generation: AsyncGenerator[TokenEvent, None],
     index: int,
     queue: asyncio.Queue[tuple[int, TokenEvent | None] | _Failed],
     ended: Container[int],
 ) -> None:
     try:
-        async with aclosing(backend.generate(request)) as events:
+        async with aclosing(generation) as events:
+            if index in ended:
+                await events.aclose()  # nothing is computed for it
             async for event in events:
                 if index in ended:
                     break

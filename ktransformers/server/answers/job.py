@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ktransformers.core import GenerationStats, SamplingParams
+from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.sampler import draw_seed
 from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
@@ -45,7 +45,8 @@ class Job:
     """A checked request, ready to run. model: the name for the answer. created: seconds since 1970.
 
     choices[i] turns the tokens of requests[i] into events; n answers to each prompt are neighbours. ignored: fields of
-    the request that have no effect on this model.
+    the request that have no effect on this model. hear: told of each event of an answer, and whose it is, by index.
+    order: of the events that requests have in their past, whose they are.
     """
 
     service: Service
@@ -58,6 +59,8 @@ class Job:
     created: int
     operation: Operation
     ignored: tuple[str, ...] = ()
+    hear: Callable[[int, TokenEvent], None] | None = None
+    order: Sequence[int] = ()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -76,8 +79,11 @@ class Job:
         """The answers, side by side. The first error of any of them ends all: raises KTransformersError."""
         ended: set[int] = set()
         try:
-            async with aclosing(run_generations(self.service.backend, self.requests, ended)) as events:
+            made_by = run_generations(self.service.backend, self.requests, ended, self.order)
+            async with aclosing(made_by) as events:
                 async for index, event in events:
+                    if self.hear is not None:
+                        self.hear(index, event)
                     self.tally.note(index, event)
                     made = self.choices[index].feed(event)
                     if made and isinstance(made[-1], AnswerFinished):
@@ -142,7 +148,7 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
     schemas = {tool.name: tool.parameters for tool in tools} if tools else None
     inside = asked.conversation.continues_reasoning
     parsers = (tokenizer.answer_parser(prompt_ids, schemas, continues_reasoning=inside) for _ in range(asked.n))
-    choices: list[Choice] = [ChatChoice(parser) for parser in parsers]
+    choices: list[Choice] = [ChatChoice(parser, f"{asked.id}-{index}") for index, parser in enumerate(parsers)]
     if asked.tool_choice.max_calls is not None and not asked.tool_choice.is_required:  # whose grammar says it
         choices = [OneCall(choice) for choice in choices]
     return [prompt_ids], choices

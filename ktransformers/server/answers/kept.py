@@ -70,8 +70,11 @@ async def _write(ongoing: OngoingRequests, one: Ongoing, parts: AsyncGenerator[b
     try:
         async with aclosing(parts):
             async for part in parts:
+                if one.is_set_aside or not await _is_written(ongoing, one):
+                    break  # the next server tells it
                 log.append(part)
-    except Exception:
+    except Exception as error:
+        one.tally.error = type(error).__name__
         logger.exception("the stream of request %s failed", one.answer_id)
     finally:
         one.tally.goes_on = False
@@ -82,6 +85,11 @@ async def _write(ongoing: OngoingRequests, one: Ongoing, parts: AsyncGenerator[b
             reasons = ", ".join(dict.fromkeys(reason or "cut off" for reason in one.tally.finish_reasons))
             tokens = one.tally.total.completion_len
             logger.info("%s ended without its client: %d tokens, %s", one.answer_id, tokens, reasons)
+
+
+async def _is_written(ongoing: OngoingRequests, one: Ongoing) -> bool:
+    """Whether what led to an event is in the journal, before it is told: a client has seen nothing that gets lost."""
+    return not one.is_journaled or ongoing.journal is None or await ongoing.journal.written()
 
 
 def attached(service: Service, one: Ongoing, last_seen: int) -> EventStream:

@@ -5,6 +5,7 @@ body of a dialect ── its adapter ──> ChatRequest | TextRequest ── pr
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ __all__ = [
     "Tool",
     "ToolChoice",
     "count_answers",
+    "derived_id",
     "new_id",
 ]
 
@@ -42,6 +44,11 @@ def count_answers(num_prompts: int, n: int) -> int:
     if num_prompts * n > MAX_ANSWERS:
         raise ConfigError(f"{num_prompts} prompts times n {n} are more than {MAX_ANSWERS} answers in one request")
     return num_prompts * n
+
+
+def derived_id(prefix: str, of: str, number: int, joint: str = "-") -> str:
+    """An id that nothing else has, always the same for number so-and-so of what has the id `of`."""
+    return f"{prefix}{joint}{hashlib.blake2b(f'{of}/{number}'.encode(), digest_size=16).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

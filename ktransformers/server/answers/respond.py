@@ -13,6 +13,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ktransformers.errors import KTransformersError
+from ktransformers.server.answers.again import AGAIN_KEY, Again, without_reader, write_down
 from ktransformers.server.answers.events import AnswerStep
 from ktransformers.server.answers.job import Job, prepare
 from ktransformers.server.answers.kept import attached, check_media_type, keep_seconds, keep_writing
@@ -83,8 +84,9 @@ async def respond(
     service.admission.enter(service.backend.max_running, num_answers, key)
     leave = partial(service.admission.leave, num_answers, key)
     is_streaming = False
+    again: Again | None = request.scope.get(AGAIN_KEY)
     try:
-        job = await service.workers.run(size, lambda: prepare(service, _prioritized(read(), service, key)))
+        job = await service.workers.run(size, lambda: _prepared(service, _prioritized(read(), service, key), again))
         note_request(request, job.answering(is_streamed))
         note_ignored(request.scope, job.ignored)
         writer = writer_of(job)
@@ -98,11 +100,23 @@ async def respond(
             return _streamed(job, writer, one, leave)
         service.ongoing.add(one)
         log = service.ongoing.keep(one, seconds, writer.media_type, writer.ping)
+        if service.ongoing.journal is not None:
+            write_down(service.ongoing.journal, request.scope["path"], await request.body(), job, one, again)
         keep_writing(service.ongoing, one, _stream(job, writer, one), log, leave)
+        if again is not None:
+            return without_reader(service, one)
         return attached(service, one, 0)
     finally:
         if not is_streaming:
             leave()
+
+
+def _prepared(service: Service, asked: _Asked, again: Again | None) -> Job:
+    if again is None:
+        return prepare(service, asked)
+    job = prepare(service, replace(asked, id=again.kept.opened.id))
+    again.restore(job)
+    return job
 
 
 def _ongoing(request: Request, job: Job) -> Ongoing:

@@ -63,7 +63,7 @@ async def attach_to_request(id: str, request: Request) -> Response:
     if one.stream is None:
         raise ConflictError(f"the stream of this request is not kept: send {KEEP_HEADER}: SECONDS with the request")
     last_seen = _last_seen(request)
-    one.stream.log.check(last_seen)
+    one.stream.log.check(last_seen, one.is_again)
     return attached(service, one, last_seen)
 
 

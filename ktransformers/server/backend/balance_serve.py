@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ktransformers import __version__
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, PastToken, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.hidden import embedding_form
@@ -31,6 +31,7 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
+from ktransformers.server.backend.model_digest import model_digest
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.timeline import Chunk
 from ktransformers.server.balance.messages import (
@@ -54,6 +55,10 @@ __all__ = ["BalanceServeBackend"]
 logger = logging.getLogger(__name__)
 
 
+_AGAIN_AT_ONCE = 64
+"""Events of past tokens that are told without letting others have the event loop."""
+
+
 class _Stream:
     """One answer on its way to its reader. suspended_at: seconds; None: it is not suspended."""
 
@@ -65,6 +70,13 @@ class _Stream:
     @property
     def stats(self) -> GenerationStats:
         return self._assembler.stats
+
+    def again(self, past: PastToken) -> TokenEvent:
+        """The event of a token that another process has told of."""
+        self._assembler.stats.cached_len = past.cached_len
+        if past.prompt_logprobs is not None:
+            self._assembler.score(0, past.prompt_logprobs)
+        return self._assembler.token(past.token_id, past.logprobs, past.reason)
 
     def abort(self) -> None:
         """Its reader hears that this is the end."""
@@ -101,6 +113,7 @@ class BalanceServeBackend(Backend):
     name: ClassVar[str] = "balance_serve"
     has_priorities: ClassVar[bool] = True
     can_suspend: ClassVar[bool] = True
+    can_go_on: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -124,7 +137,7 @@ class BalanceServeBackend(Backend):
 
     @override
     async def start(self, progress: Progress | None = None) -> None:
-        described, files = await asyncio.to_thread(_described, self._config.engine)
+        described, files, digest = await asyncio.to_thread(_described, self._config.engine)
         self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
         engine = self._config.engine
@@ -132,7 +145,7 @@ class BalanceServeBackend(Backend):
         self._facts = facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
         await self._profiler.begin()  # before any request is let in
-        self._model = replace(_model_info(described, facts), embeddings=embeddings)
+        self._model = replace(_model_info(described, facts), embeddings=embeddings, digest=digest)
 
     @override
     @property
@@ -210,6 +223,14 @@ class BalanceServeBackend(Backend):
         stream = _Stream(request, model, EventBuffer(asyncio.get_running_loop(), self._max_unread))
         self._streams[request.request_id] = stream
         try:
+            for at, past in enumerate(request.past):
+                if not at % _AGAIN_AT_ONCE:
+                    await asyncio.sleep(0)
+                event = stream.again(past)
+                yield event
+                if event.finish_reason is not None:
+                    del self._streams[request.request_id]  # the scheduler is not told of it
+                    return
             self._send_soon(request)
             async for event in stream.buffer:
                 yield event
@@ -323,11 +344,12 @@ def _commands(requests: Sequence[GenerationRequest]) -> Iterator[Add]:
         yield Add(_record(first), twins)
 
 
-def _described(config: EngineConfig) -> tuple[ModelDescription, tuple[Path, ...]]:
-    """The model, and the files of its weights."""
+def _described(config: EngineConfig) -> tuple[ModelDescription, tuple[Path, ...], bytes]:
+    """The model, the files of its weights, and their digest."""
     check_tokenizer(config)
     opened = open_model(config)
-    return describe_model(opened), opened.files
+    settings = (config.cpu_quant, config.cpu_prefill, config.cpu_bf16, config.sparse_attention)
+    return describe_model(opened), opened.files, model_digest(opened.files, opened.hf_config.to_dict(), settings)
 
 
 def _record(request: GenerationRequest) -> Request:
@@ -338,6 +360,8 @@ def _record(request: GenerationRequest) -> Request:
         priority=request.priority,
         deadline=None if request.timeout is None else time.monotonic() + request.timeout,
         cache_salt=request.cache_salt,
+        answer_ids=[past.token_id for past in request.past],
+        cached_len=request.past[-1].cached_len if request.past else None,
     )
 
 

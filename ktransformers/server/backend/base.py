@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ktransformers.core import EmbeddingForm, Progress, SamplingParams, TokenEvent
+from ktransformers.core import EmbeddingForm, PastToken, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.constraints import check_rules
 from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
@@ -33,7 +33,8 @@ class ModelInfo:
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
     name in the model's config.json, if any. embeddings: how they are made.
-    card: sizes and names for people.
+    card: sizes and names for people. digest: 32 bytes that other weights or settings of their arithmetic do not have;
+    empty where nobody asks.
     """
 
     tokenizer: Tokenizer
@@ -46,6 +47,7 @@ class ModelInfo:
     is_models_limit: bool = False
     embeddings: EmbeddingForm = field(default_factory=EmbeddingForm)
     card: ModelCard = field(default_factory=ModelCard)
+    digest: bytes = b""
 
     @property
     def limits(self) -> Limits:
@@ -66,7 +68,8 @@ class GenerationRequest:
 
     params.seed is always set. priority: a smaller number is served earlier. timeout: seconds from now on, None: no
     limit. cache_salt: requests share cached prefixes only with requests of the same salt. timeline: where the backend
-    notes times; None: nobody wants them.
+    notes times; None: nobody wants them. past: the answer so far, of one that another process has begun: its events
+    come first, as they came there. Only with can_go_on.
     """
 
     request_id: str
@@ -76,6 +79,7 @@ class GenerationRequest:
     timeout: float | None = None
     cache_salt: str = ""
     timeline: Timeline | None = None
+    past: Sequence[PastToken] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,13 @@ class Backend(ABC):
     """See the module's docstring. All methods are called on one event loop.
 
     has_priorities: whether GenerationRequest.priority changes the order of service.
-    can_suspend: whether `suspend` works; else no_suspension says why not.
+    can_suspend: whether `suspend` works; else no_suspension says why not. can_go_on: see GenerationRequest.past.
     """
 
     name: ClassVar[str]
     has_priorities: ClassVar[bool] = False
     can_suspend: ClassVar[bool] = False
+    can_go_on: ClassVar[bool] = False
     no_suspension: ClassVar[str] = "this backend does not suspend requests"
 
     @abstractmethod

@@ -23,8 +23,8 @@ from ktransformers.server.answers.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
+from ktransformers.server.answers.requests import derived_id
 from ktransformers.server.api.openai.responses.items import sealed
-from ktransformers.server.api.openai.responses.read import made_id
 from ktransformers.server.api.openai.responses.tools import Callable, custom_text
 
 __all__ = ["Fields", "Output", "OutputOptions"]
@@ -38,7 +38,10 @@ class OutputOptions:
     """callables: the client's tools by the names that the model knows. has_summary: reasoning is shown as a summary.
 
     has_sealed: with encrypted_content. max_calls: None for any number. logprobs: of a token, None when not wanted.
+    answer_id: what the ids of items are made of, so that an answer that is told again has the same ones.
     """
+
+    answer_id: str
 
     callables: Mapping[str, Callable] = field(default_factory=dict)
     has_summary: bool = False
@@ -48,10 +51,10 @@ class OutputOptions:
 
 
 class _Item(ABC):
-    """index: of the item in the output."""
+    """index: of the item in the output. id: set when it begins."""
 
     def __init__(self, index: int, prefix: str):
-        self.index, self.id = index, made_id(prefix)
+        self.index, self.prefix, self.id = index, prefix, ""
         self._pieces: list[str] = []
 
     @property
@@ -263,6 +266,7 @@ class Output:
     def _begin(self, item: _Item) -> Iterator[Fields]:
         yield from self._end("completed")
         self._open = item
+        item.id = derived_id(item.prefix, self._options.answer_id, item.index, "_")
         yield from item.begin()
 
     def _end(self, status: str) -> Iterator[Fields]:

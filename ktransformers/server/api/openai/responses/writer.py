@@ -28,10 +28,12 @@ class ResponsesWriter(Writer):
     """keep_response: is given what later requests may refer to, once the answer is complete."""
 
     def __init__(self, job: Job, exchange: Exchange, keep_response: Callable[[KeptResponse], None] | None):
+        exchange.id = job.id  # another one where the request is asked again
         self._job, self._exchange, self._keep_response = job, exchange, keep_response
         body = exchange.body
         self._output = Output(
             OutputOptions(
+                answer_id=job.id,
                 callables=exchange.tools.callables,
                 has_summary=body.summary is not None,
                 has_sealed=exchange.wants_sealed,

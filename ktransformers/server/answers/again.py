@@ -1,0 +1,187 @@
+"""Requests that go on in another process: what is written down of them, and how they are asked again from that.
+
+A request is read and prepared anew from its body, with the id, the prompt and the parameters that it had; its tokens
+so far are then told again, so that parsers and writers are where they were and every event has the bytes that it had.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ktransformers.core import PastToken, TokenEvent
+from ktransformers.errors import ConfigError, KTransformersError
+from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.kept import KEEP_HEADER
+from ktransformers.server.api_paths import SCOPE_KEY
+from ktransformers.server.journal.journal import MAX_TRIES, Journal
+from ktransformers.server.journal.records import Generation, Kept, Opened
+from ktransformers.server.ongoing import Ongoing
+from ktransformers.server.request_log import note_id, without_quotes
+from ktransformers.server.service import Service
+
+__all__ = ["AGAIN_KEY", "Again", "take_up", "without_reader", "write_down"]
+
+logger = logging.getLogger("ktransformers.server")
+
+AGAIN_KEY = "ktransformers.again"
+"""Where a request that is asked again has its Again."""
+
+_LEAST_SECONDS = 0.001
+_GOES_ON = 204
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A request that the journal knows."""
+
+    kept: Kept
+
+    def restore(self, job: Job) -> None:
+        """Make the job what it was. Raises ConfigError when the request makes another number of answers now."""
+        opened = self.kept.opened
+        if len(job.requests) != len(opened.generations):
+            raise ConfigError(f"it had {len(opened.generations)} answers, and has {len(job.requests)} now")
+        timeout = None if opened.deadline is None else max(opened.deadline - time.time(), _LEAST_SECONDS)
+        job.requests = [
+            replace(
+                request,
+                prompt_ids=opened.prompts[generation.prompt],
+                params=replace(generation.params, stop=request.params.stop),
+                priority=generation.priority,
+                cache_salt=generation.cache_salt,
+                timeout=timeout,
+                past=[token for token in self.kept.tokens if token.index == index],
+            )
+            for index, (request, generation) in enumerate(zip(job.requests, opened.generations, strict=True))
+        ]
+        job.order = [token.index for token in self.kept.tokens]
+        job.tally.requests, job.created = job.requests, opened.created
+
+
+class _Recorder:
+    """Writes the tokens of one request down, but for those that were written down before."""
+
+    def __init__(self, journal: Journal, id: str, num_past: int):
+        self._journal, self._id, self._num_past, self._num_told = journal, id, num_past, 0
+
+    def __call__(self, index: int, event: TokenEvent) -> None:
+        token = PastToken.of(index, event)
+        if token is None:
+            return
+        if self._num_told >= self._num_past:
+            self._journal.note(self._id, self._num_told, token)
+        self._num_told += 1
+
+
+def write_down(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing, again: Again | None) -> None:
+    """From now on the journal knows this request, and its tokens."""
+    one.is_journaled, num_past = True, 0
+    if again is None:
+        journal.opened(_opened(journal, path, body, job, one))
+    else:
+        kept, num_past = again.kept, len(again.kept.tokens)
+        one.is_again, one.is_suspended, one.created = True, kept.is_suspended, kept.opened.created
+        journal.suspended(one.answer_id, kept.is_suspended, kept.num_tries + 1)
+    job.hear = _Recorder(journal, job.id, num_past)
+
+
+def _opened(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing) -> Opened:
+    prompts = tuple({id(request.prompt_ids): request.prompt_ids for request in job.requests}.values())
+    places = {id(prompt): place for place, prompt in enumerate(prompts)}
+    timeout, stream = job.requests[0].timeout, one.stream
+    assert stream is not None
+    return Opened(
+        id=job.id,
+        request_id=one.id,
+        key=journal.digest_of(_api_key(job.service, one.key)),
+        path=path,
+        body=body,
+        keep_seconds=stream.seconds,
+        created=job.created,
+        deadline=None if timeout is None else time.time() + timeout,
+        prompts=prompts,
+        generations=tuple(
+            Generation(
+                places[id(request.prompt_ids)], replace(request.params, stop=()), request.priority, request.cache_salt
+            )
+            for request in job.requests
+        ),
+    )
+
+
+def _api_key(service: Service, key: str) -> str:
+    """The key that a request came with. key: as ApiKeys names it, its place among them."""
+    return service.config.api_keys[int(key)] if key else ""
+
+
+def without_reader(service: Service, one: Ongoing) -> Response:
+    """Its client has until now not come back: the time that the stream is kept for begins."""
+    service.ongoing.attach(one)
+    service.ongoing.detach(one)
+    return Response(status_code=_GOES_ON)
+
+
+async def take_up(app: FastAPI, service: Service, journal: Journal) -> None:
+    """Go on with what the server before had in its journal. One that cannot go on is forgotten, with a line in the log.
+
+    The model is loaded; nothing else has been asked yet.
+    """
+    kept = journal.begin(service.model.digest)
+    keys = {journal.digest_of(key): str(place) for place, key in enumerate(service.config.api_keys)}
+    keys.setdefault("", "")
+    num_taken = 0
+    for one in kept:
+        try:
+            await _ask_again(app, one, keys)
+            num_taken += 1
+        except (KTransformersError, HTTPException, RequestValidationError) as error:
+            reason = without_quotes(str(error)) if isinstance(error, KTransformersError) else type(error).__name__
+            logger.warning("%s cannot go on after the restart: %s", one.opened.id, reason)
+            journal.closed(one.opened.id)
+    service.ongoing.is_restoring = False
+    if kept:
+        logger.info("%d requests go on where they were before the restart, %d do not", num_taken, len(kept) - num_taken)
+
+
+async def _ask_again(app: FastAPI, kept: Kept, keys: MutableMapping[str, str]) -> None:
+    opened = kept.opened
+    if kept.num_tries >= MAX_TRIES:
+        raise ConfigError(f"{MAX_TRIES} starts of the server ended before it had another token")
+    if opened.key not in keys:
+        raise ConfigError("the API key that it came with is not one any more, or there were none")
+    headers = {"content-type": "application/json", KEEP_HEADER: f"{opened.keep_seconds:g}"}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": opened.path,
+        "raw_path": opened.path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "app": app,
+        SCOPE_KEY: keys[opened.key],
+        AGAIN_KEY: Again(kept),
+    }
+    note_id(scope, opened.request_id)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": opened.body, "more_body": False}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start" and message["status"] != _GOES_ON:
+            raise ConfigError(f"{opened.path} answers with {message['status']} now")
+
+    route = AsyncExitStackMiddleware(app.router)  # what else is in front of routes let it in before
+    await route(scope, receive, send)

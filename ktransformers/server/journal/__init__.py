@@ -1,0 +1,6 @@
+"""What a server that is killed has to know again: which requests with kept streams ran, and how far they were.
+
+    event loop ── records ──> Journal ── a thread ──> JournalFile
+
+records.py says what is in it, file.py how it lies there.
+"""

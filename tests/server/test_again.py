@@ -1,0 +1,325 @@
+"""Requests that go on in the next server: the real app twice over one folder, and who is not taken up."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from ktransformers.core import FinishReason, SamplingParams, TokenEvent
+from ktransformers.engine.assembler import AnswerAssembler
+from ktransformers.errors import UnsupportedError
+from ktransformers.server.answers.again import take_up
+from ktransformers.server.app import create_app
+from ktransformers.server.backend.base import GenerationRequest, ModelInfo, deadline_error
+from ktransformers.server.config import ServerConfig
+from ktransformers.server.journal.journal import MAX_TRIES, Journal
+from ktransformers.server.run import _drain, _journal
+from ktransformers.server.service import Service
+from tests.support.asgi_client import Connection
+from tests.support.fake_backend import FakeBackend
+from tests.support.fake_runner import byte_tokenizer
+
+KEEP = {"x-kt-keep": "60", "x-request-id": "mine"}
+NUM_TOKENS = 12
+TOKENIZER = byte_tokenizer()
+LETTERS = TOKENIZER.encode("abcdefghijklmnopqrstuvwxyz")
+
+
+class GoingBackend(FakeBackend):
+    """Token i of an answer is a letter of its seed and i; each takes a permit. pasts: lengths that it goes on from."""
+
+    can_go_on = True
+    can_suspend = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permits = asyncio.Semaphore(0)
+        self.pasts: list[int] = []
+        self.timeouts: list[float | None] = []
+        self.suspended: set[str] = set()
+
+    @property
+    def model(self) -> ModelInfo:
+        return ModelInfo(TOKENIZER, 256, TOKENIZER.vocab_size, (), SamplingParams(), None, "going", digest=b"d" * 32)
+
+    def allow(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self.permits.release()
+
+    def suspend(self, request_id: str) -> None:
+        self.suspended.add(request_id)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        self.pasts.append(len(request.past))
+        self.timeouts.append(request.timeout)
+        assembler = AnswerAssembler(TOKENIZER, request.params, len(request.prompt_ids))
+        for past in request.past:
+            yield assembler.token(past.token_id, past.logprobs, past.reason)
+        if request.timeout is not None and request.timeout < 1:
+            raise deadline_error(request)
+        for number in range(len(request.past), NUM_TOKENS):
+            await self.permits.acquire()
+            if request.request_id in self.ended:
+                yield assembler.aborted()
+                return
+            token = LETTERS[((request.params.seed or 0) + number) % len(LETTERS)]
+            yield assembler.token(token, None, FinishReason.LENGTH if number == NUM_TOKENS - 1 else None)
+
+    def end(self, request_id: str) -> None:
+        super().end(request_id)
+        self.permits.release()
+
+
+class Server:
+    """One life of a server on a folder."""
+
+    def __init__(self, folder: Path, **config: Any):
+        self.backend = GoingBackend()
+        self.app: FastAPI = create_app(self.backend, ServerConfig(model_names=("m",), **config))
+        self.service: Service = self.app.state.service
+        self.journal = Journal(folder)
+        self.service.ongoing.journal, self.service.ongoing.is_restoring = self.journal, True
+
+    async def start(self) -> Server:
+        await take_up(self.app, self.service, self.journal)
+        return self
+
+    def open(self, method: str, path: str, body: Any = None, **headers: str) -> Connection:
+        return Connection(self.app, method, path, body, {name.replace("_", "-"): headers[name] for name in headers})
+
+    def complete(self, **more: Any) -> Connection:
+        body = {"prompt": "abc", "stream": True, "max_tokens": NUM_TOKENS, "seed": 4} | more.pop("body", {})
+        return self.open("POST", "/v1/completions", body, **KEEP, **more)
+
+    async def die(self) -> None:
+        """As by SIGKILL: what is written is there, nobody says goodbye."""
+        await self.journal.written()
+        self.journal.close()
+        for task in self.service.ongoing.tasks:
+            task.cancel()
+        await asyncio.gather(*self.service.ongoing.tasks, return_exceptions=True)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await work()
+
+    asyncio.run(limited())
+
+
+async def read(connection: Connection, num_parts: int) -> bytes:
+    await connection.begun()
+    return b"".join([await connection.part() or b"" for _ in range(num_parts)])
+
+
+async def read_all(connection: Connection) -> bytes:
+    data = b""
+    while part := await connection.part():
+        data += part
+    return data
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def begun(folder: Path, num_tokens: int = 5, **more: Any) -> tuple[bytes, Server]:
+    """A server that has told the first tokens of a stream."""
+    server = await Server(folder, **more.pop("config", {})).start()
+    server.backend.allow(num_tokens)
+    return await read(server.complete(**more), num_tokens), server
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, NUM_TOKENS + 1])
+def test_a_stream_goes_on_in_the_next_server(tmp_path: Path, num_tokens: int) -> None:
+    async def work() -> None:
+        first, server = await begun(tmp_path, num_tokens)
+        await server.die()
+        for seen in (num_tokens, num_tokens + 1):  # the second time it is killed a token later
+            server = await Server(tmp_path).start()
+            connection = server.open("GET", "/v1/requests/mine/stream")
+            if seen == num_tokens:
+                server.backend.allow(1)
+                assert (await read(connection, min(seen + 1, NUM_TOKENS + 1))).startswith(first)
+                await server.die()
+        server.backend.allow(NUM_TOKENS)
+        whole = await read_all(await connection.begun())
+        assert server.backend.pasts == [min(num_tokens + 1, NUM_TOKENS)]
+        assert whole.startswith(first)
+        assert "".join(re.findall(r'"text":"(.)"', whole.decode())) == "efghijklmnop"
+        assert whole.endswith(b"data: [DONE]\n\n")
+        rest = server.open("GET", "/v1/requests/mine/stream", last_event_id=str(num_tokens))
+        assert first + await read_all(await rest.begun()) == whole
+        await server.die()
+
+    run(work)
+
+
+def test_an_event_that_is_told_again_is_waited_for(tmp_path: Path) -> None:
+    """After a power loss a client may have seen more than the journal has."""
+
+    async def work() -> None:
+        _, server = await begun(tmp_path, 3)
+        await server.die()
+        server = await Server(tmp_path).start()
+        server.backend.allow(NUM_TOKENS)
+        connection = await server.open("GET", "/v1/requests/mine/stream", last_event_id="8").begun()
+        assert connection.status == 200
+        assert (await read_all(connection)).startswith(b"id: 9\n")
+        late = await server.open("GET", "/v1/requests/mine/stream", last_event_id="99").begun()
+        assert late.status == 400
+        await server.die()
+
+    run(work)
+
+
+def test_those_that_were_ended_are_not_taken_up(tmp_path: Path) -> None:
+    async def work() -> None:
+        _, server = await begun(tmp_path)
+        assert (await server.open("DELETE", "/v1/requests/mine").begun()).status == 200
+        await server.die()
+        server = await Server(tmp_path).start()
+        assert server.backend.pasts == []
+        await server.die()
+
+    run(work)
+
+
+def test_nobody_hears_that_a_request_is_gone_before_all_are_back(tmp_path: Path) -> None:
+    async def work() -> None:
+        server = Server(tmp_path)
+        for path in ("/v1/requests", "/v1/requests/mine/stream"):
+            assert (await server.open("GET", path).begun()).status == 503
+        await server.start()
+        assert (await server.open("GET", "/v1/requests/mine/stream").begun()).status == 404
+        await server.die()
+
+    run(work)
+
+
+def test_a_request_belongs_to_its_api_key_wherever_that_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        more: dict[str, Any] = {"config": {"api_keys": ("one", "two")}, "authorization": "Bearer two"}
+        _, server = await begun(tmp_path, **more)
+        await server.die()
+        server = await Server(tmp_path, api_keys=("two", "three")).start()
+        for key, status in (("two", 200), ("three", 404)):
+            answer = await server.open("GET", "/v1/requests/mine/stream", authorization=f"Bearer {key}").begun()
+            assert answer.status == status
+        await server.die()
+        server = await Server(tmp_path, api_keys=("one", "three")).start()
+        assert server.backend.pasts == []
+        await server.die()
+
+    run(work)
+    assert "the API key that it came with is not one any more" in caplog.text
+    assert "two" not in caplog.text
+
+
+def test_a_request_that_may_end_servers_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        _, server = await begun(tmp_path)
+        await server.die()
+        for start in range(MAX_TRIES + 1):
+            server = await Server(tmp_path).start()
+            assert len(list(server.service.ongoing)) == (start < MAX_TRIES)
+            await server.die()
+        assert "3 starts of the server ended before it had another token" in caplog.text
+        server = await Server(tmp_path).start()
+        assert list(server.service.ongoing) == []
+        await server.die()
+
+    run(work)
+
+
+def test_one_that_is_refused_now_is_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        _, server = await begun(tmp_path, body={"never_heard_of": 1})
+        await server.die()
+        server = await Server(tmp_path, is_strict_on_fields=True).start()
+        assert list(server.service.ongoing) == []
+        assert server.service.admission.num_active == 0
+        await server.die()
+
+    run(work)
+    assert "cannot go on after the restart" in caplog.text
+
+
+def test_time_goes_on_while_no_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        _, server = await begun(tmp_path, body={"timeout": 100})
+        await server.die()
+        now = [50.0]
+        wall = time.time
+        monkeypatch.setattr("time.time", lambda: wall() + now[0])
+        server = await Server(tmp_path).start()
+        connection = server.open("GET", "/v1/requests/mine/stream")
+        await read(connection, 5)
+        (timeout,) = server.backend.timeouts
+        assert timeout is not None
+        assert 0 < timeout <= 50
+        await server.die()
+        now[0] = 200.0
+        server = await Server(tmp_path).start()
+        data = await read_all(await server.open("GET", "/v1/requests/mine/stream").begun())
+        assert b"deadline_exceeded" in data
+        await server.die()
+        assert list((await Server(tmp_path).start()).service.ongoing) == []
+
+    run(work)
+
+
+def test_stop_strings_are_those_of_the_request(tmp_path: Path) -> None:
+    """The server dies in the middle of what becomes one."""
+
+    async def work() -> None:
+        server = await Server(tmp_path).start()
+        server.backend.allow(5)
+        connection = await server.complete(body={"stop": ["hij"]}).begun()
+        assert connection.status == 200
+        await until(lambda: server.backend.permits.locked())
+        await server.die()
+        server = await Server(tmp_path).start()
+        server.backend.allow(NUM_TOKENS)
+        data = (await read_all(await server.open("GET", "/v1/requests/mine/stream").begun())).decode()
+        assert "".join(re.findall(r'"text":"([^"]*)"', data)) == "efg"
+        assert '"finish_reason":"stop"' in data
+        assert server.backend.pasts == [5]
+        await server.die()
+
+    run(work)
+
+
+def test_suspended_ones_wait_for_the_next_server(tmp_path: Path) -> None:
+    async def work() -> None:
+        first, server = await begun(tmp_path)
+        assert (await server.open("POST", "/v1/requests/mine/suspend").begun()).status == 200
+        await _drain(server.service, asyncio.Queue())
+        assert server.service.admission.num_active == 0
+        await server.die()
+        server = await Server(tmp_path).start()
+        connection = server.open("GET", "/v1/requests/mine/stream")
+        assert await read(connection, 5) == first  # and no abort behind it
+        (one,) = server.service.ongoing
+        assert one.state == "suspended"
+        assert server.backend.suspended == {one.answer_id}
+        await server.die()
+
+    run(work)
+
+
+def test_a_backend_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--backend_type balance_serve"):
+        _journal(tmp_path, FakeBackend())
+    assert _journal(None, FakeBackend()) is None
