@@ -44,8 +44,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: a smaller number is served earlier, as in vLLM; equal ones by arrival.
     deadline: seconds on the clock whose time `Scheduler.expire` is given; None: no limit.
     cache_salt: requests share pages only with requests of the same salt.
-    answer_ids: of an answer that was begun before, its tokens so far: the first new one comes behind them. cached_len: of
-        one that another scheduler had before, what that one said of it.
+    answer_ids: of an answer that was begun before, its tokens so far: the first new one comes behind them.
+    cached_len: of a request that another scheduler had before, what that one said of it.
     params.stop is not looked at: stop strings need text, so the API process finds them and calls `Scheduler.finish`.
     """
 
