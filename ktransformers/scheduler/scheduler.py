@@ -358,11 +358,7 @@ class Scheduler:
         return num_reserved
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take its pages for a sequence before it. What is computed of it is lost, but for what the tree still has.
-
-        Whoever can keep pages elsewhere has to copy them here, before they are released; scheduler/preemption.py says
-        when that pays.
-        """
+        """Take its pages for a sequence before it. What is computed of it is lost, but for what the tree and tiers have."""
         assert seq.run is not None
         logger.debug("preempting %s at %d tokens", seq.request_id, seq.known_len)
         self._stop_run(seq, seq.run)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ktransformers.scheduler.preemption import is_worth_saving
 from tests.support.fake_engine import Loop, answer_alone, make_config, make_request
 
 PROMPT = [1 + i % 6 for i in range(30)]
@@ -155,21 +154,3 @@ def test_50_requests_whatever_happens(rng: random.Random, num_states: int) -> No
     assert {name: len(loop.answers[name]) for name in names} == {
         name: len(answer_alone(loop.requests[name], loop.config)[0]) for name in names
     }
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "copy_rate", "num_tokens", "prefill_rate", "is_worth"),
-    [
-        (1 << 20, 1e9, 100, 100.0, True),  # 2 ms there and back, against 1 s
-        (10 << 30, 1e9, 100, 100.0, False),  # 21 s, against 1 s
-        (500, 1000.0, 100, 100.0, False),  # 1 s against 1 s: no gain
-        (499, 1000.0, 100, 100.0, True),
-        (1, 0.0, 100, 100.0, False),  # no rate is known yet
-        (1, 1e9, 100, 0.0, False),
-        (0, 1e9, 0, 100.0, False),  # the tree has it all
-    ],
-)
-def test_pages_are_saved_where_that_is_cheaper(
-    num_bytes: int, copy_rate: float, num_tokens: int, prefill_rate: float, is_worth: bool
-) -> None:
-    assert is_worth_saving(num_bytes, copy_rate, num_tokens, prefill_rate) is is_worth
