@@ -358,7 +358,7 @@ class Scheduler:
         return num_reserved
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take its pages for a sequence before it. What is computed of it is lost, but for what the tree and tiers have."""
+        """Take its pages for a sequence before it. What the tree and tiers have of it is not lost."""
         assert seq.run is not None
         logger.debug("preempting %s at %d tokens", seq.request_id, seq.known_len)
         self._stop_run(seq, seq.run)
