@@ -112,7 +112,7 @@ def _hopeless(outlook: Outlook, remedies: Remedies) -> list[str]:
     missing, summary = sum(shortfall(outlook.plan).values()) - remedies.saves, outlook.summary
     flags = ", ".join(remedy.flag for remedy in remedies.each)
     what = (
-        f"{flags}: not enough, {shown_size(missing)} are missing then"
+        f"{flags}: still {shown_size(missing)} missing"
         if flags
         else (f"no flag helps: {shown_size(missing)} of memory are missing")
     )
