@@ -140,9 +140,10 @@ def test_remedies_that_suffice_together_only() -> None:
     assert outlook.remedies is not None
     each = tuple(one for one in outlook.remedies.each if not one.is_enough)
     lines = screen(replace(outlook, remedies=replace(outlook.remedies, each=each)), RATES)
-    assert lines[:4] == [
+    assert lines[:5] == [
         "does not fit: 16.4 GiB needed on cuda:0, 14.2 GiB free",
         "  --cache_lens 512 saves 1.0 GiB",
+        "  --kv_type int8 saves 0.8 GiB",
         "  --chunk_size 512 saves 2.0 GiB",
         "  together they save 3.1 GiB: it fits then",
     ]

@@ -76,7 +76,11 @@ def test_nothing_helps_where_the_weights_alone_are_too_large() -> None:
     ("flags", "gpus", "wanted"),
     [
         ({"use_cuda": True}, (1.5,), {"--cache_lens 1024", "--no_use_cuda"}),
-        ({"use_cuda": True, "gpu_memory": 2.0}, (24.0,), {"--cache_lens 2048", "--gpu_memory 0", "--no_use_cuda"}),
+        (
+            {"use_cuda": True, "gpu_memory": 2.0},
+            (24.0,),
+            {"--cache_lens 2048", "--kv_type int8", "--gpu_memory 0", "--no_use_cuda"},
+        ),
         ({"use_cuda": True, "chunk_size": 16384, "cache_lens": 512}, (2.0,), {"--chunk_size 2048", "--no_use_cuda"}),
     ],
 )

@@ -120,11 +120,6 @@ def test_a_window_that_only_the_mask_knows_is_refused(tmp_path: Path) -> None:
     ("model_type", "values", "reason"),
     [
         ("diffllama", {}, "calls attention 2 times"),
-        (
-            "jetmoe",
-            {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
-            r"its first step fails in model\.layers\.0\.\S+ \(JetMoe\w+\) with ",
-        ),
     ],
 )
 def test_what_cannot_run_is_refused_while_loading(
