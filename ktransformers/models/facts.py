@@ -264,7 +264,8 @@ def _layers(
         heads = (0,) * num_layers
     elif not any(heads):
         raise absurd("num_attention_heads", 0)
-    kv_heads = config.numbers(num_layers, "num_key_value_heads") or heads
+    one = (1,) * num_layers if config.raw("multi_query") is True else None  # GPT-BigCode: all heads share one
+    kv_heads = one or config.numbers(num_layers, "num_key_value_heads") or heads
     none = (0,) * num_layers
     given, values = config.numbers(num_layers, "head_dim") or none, config.numbers(num_layers, "v_head_dim") or none
     hidden, windows = config.number("hidden_size"), config.numbers(num_layers, "sliding_window", most=MAX_POSITIONS)
