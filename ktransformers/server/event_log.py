@@ -10,7 +10,6 @@ it the API key that holds most loses its oldest events. Used on the event loop o
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncGenerator
@@ -22,7 +21,6 @@ __all__ = ["EventLog", "LogBudget"]
 logger = logging.getLogger(__name__)
 
 _OVERHEAD = 64  # bytes of an event beside its own, roughly
-_PIECE = 1 << 16  # bytes of events that are sent together
 
 
 class LogBudget:
@@ -103,31 +101,16 @@ class EventLog:
             )
 
     async def after(self, last_seen: int) -> AsyncGenerator[bytes, None]:
-        """The events behind this one, numbered, as they come, to the end: several in one piece where they wait already.
-
-        See `check`.
-        """
+        """The events behind this one, numbered, as they come, to the end. See `check`."""
         while True:
             while last_seen < self.last:
                 if last_seen + 1 < self.first:
                     logger.warning("a reader of a kept stream is too slow: what it has not read is dropped")
                     return
-                parts = self._numbered(last_seen)
-                last_seen += len(parts)
-                yield b"".join(parts)
-                await asyncio.sleep(0)  # a reader who leaves is noticed between two pieces
+                event = self._events[last_seen + 1 - self.first]
+                last_seen += 1
+                yield b"id: %d\n%b" % (last_seen, event)
             if self.is_ended:
                 return
             self._changed.clear()
             await self._changed.wait()
-
-    def _numbered(self, last_seen: int) -> list[bytes]:
-        """The next events behind this one, as many as make a piece."""
-        parts: list[bytes] = []
-        size = 0
-        for event in itertools.islice(self._events, last_seen + 1 - self.first, None):
-            parts.append(b"id: %d\n%b" % (last_seen + 1 + len(parts), event))
-            size += len(event)
-            if size >= _PIECE:
-                break
-        return parts
