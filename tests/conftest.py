@@ -6,8 +6,9 @@ Triton interprets its kernels where there is no GPU: decided when a kernel is de
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -40,6 +41,16 @@ def random_cases(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
     """random_cases(few, many): how many to take; many under --exhaustive, or what --random_cases says."""
     option, is_exhaustive = request.config.getoption("--random_cases"), request.config.getoption("--exhaustive")
     return lambda few, many: option or (many if is_exhaustive else few)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Commands set up the logging of the whole process; later tests must not notice."""
+    logger = logging.getLogger("ktransformers")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,8 @@ import pytest
 
 from tests.support import fake_chat
 from tests.support.fake_chat import Chat
-from tests.support.logs import logging_as_it_was
 
-__all__ = ["chat", "logging_as_it_was", "own_state_folder"]
+__all__ = ["chat", "own_state_folder"]
 
 
 @pytest.fixture(autouse=True)

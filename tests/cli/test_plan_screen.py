@@ -111,7 +111,7 @@ def test_what_does_not_fit_says_what_would_help() -> None:
     lines = screen(outlook_of("deepseek-v2-lite", 8.0), RATES)
     assert lines[:3] == [
         "does not fit: 11.2 GiB needed, 8.0 GiB free",
-        "  --cache_lens 512, --kv_type int8: not enough, 2.7 GiB are missing then",
+        "  --cache_lens 512, --kv_type int8: still 2.7 GiB missing",
         "  a file of at most 4.1 bits per weight would fit; this one has 5.9",
     ]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import ktransformers.engine.builder  # noqa: F401 - what it takes from others must not be a fake of a test here
-from ktransformers.cli import plan as plan_module
 from ktransformers.cli.options import ArgumentParser
 from ktransformers.cli.plan import add_parser, plan_config
 from ktransformers.config import EngineConfig
@@ -44,7 +43,6 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[Eng
         monkeypatch.setattr("ktransformers.engine.opened.open_model", open_model)
         monkeypatch.setattr("ktransformers.engine.planning.detect_machine", lambda: machine)
         monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
-        monkeypatch.setattr(plan_module, "set_up_logging", lambda level: None)  # it would outlive the test
         return seen
 
     return install
@@ -124,7 +122,6 @@ def test_a_shape_needs_no_files(capsys: pytest.CaptureFixture[str], monkeypatch:
         "ktransformers.engine.planning.detect_machine", lambda: Machine(64 << 30, 64 << 30, {"cpu": 64 << 30})
     )
     monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
-    monkeypatch.setattr(plan_module, "set_up_logging", lambda level: None)
     args = parse("--synthetic", "gpt-oss-20b")
     assert args.run(args) == 0
     assert "gpt-oss-20b (gpt_oss, 24 layers, 4 of 32 experts a token)" in capsys.readouterr().out

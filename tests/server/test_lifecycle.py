@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,6 @@ from tests.support.server_process import ServerProcess
 ENDLESS = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SHORT = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 20, "temperature": 0}
 FLAGS = ("--backend_type", "ktransformers", "--cache_lens", "2048")
-
-
-@pytest.fixture
-def kept_logging() -> Iterator[None]:
-    """The command sets up logging for its process, which here is that of all tests."""
-    logger = logging.getLogger("ktransformers")
-    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
 
 
 CHAT = "/v1/chat/completions"
@@ -184,7 +172,6 @@ def test_cors_is_off_unless_asked_for() -> None:
         (("--gguf_path", __file__), "error: "),
     ],
 )
-@pytest.mark.usefixtures("kept_logging")
 def test_wrong_flags_are_one_message(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(["--log_level", "error", *flags])
