@@ -171,7 +171,7 @@ def _shrunk(given: PretrainedConfig, widths: Mapping[str, int], is_text: bool) -
     cls, defaults = type(given), given.to_dict()
     settable = {name for name in {*defaults, *given.attribute_map} if _is_settable(cls, name)}
     values: dict[str, Any] = {}
-    for name in settable & _WIDTH_OF.keys():
+    for name in sorted(settable & _WIDTH_OF.keys()):  # two of them may be one field
         width, default = widths[_WIDTH_OF[name]], defaults.get(name)
         if _WIDTH_OF[name] != "head_dim" or default != 0:  # heads without such a part
             is_list = isinstance(default, list) and 0 < len(default) < _LAYERS  # of something else than layers
