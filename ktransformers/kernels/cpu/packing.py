@@ -18,10 +18,12 @@ from ktransformers.kernels.types import Fp8Matrix, OwnType, PackedTensor, QuantT
 __all__ = [
     "PACKED_TYPES",
     "can_pack",
+    "copy_parts",
     "empty_bytes",
     "pack",
     "pack_all",
     "pack_fp8",
+    "pack_times",
     "packed_nbytes",
     "page_out",
     "transcode_blocks",
@@ -121,6 +123,24 @@ def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
     if pool.num_nodes == 1:
         pages.advise_huge_pages(data)
     return data
+
+
+def copy_parts(parts: Sequence[Tensor], pool: WorkerPool, out: Tensor) -> Tensor:
+    """uint8 `parts` side by side in `out` [bytes], which is returned. Those of mapped files are read from the file.
+
+    Parts are contiguous, and none of them in `out`. RuntimeError when a file cannot be read.
+    """
+    for index, part in enumerate(parts):
+        check_tensor(f"parts[{index}]", part, (None,) * part.dim(), torch.uint8)
+    check_tensor("out", out, (sum(part.numel() for part in parts),), torch.uint8)
+    extension.copy_parts(pool.handle, [(part.data_ptr(), part.numel()) for part in parts], out.data_ptr())
+    return out
+
+
+def pack_times() -> tuple[float, float]:
+    """Seconds that all threads of this process took so far to read what was packed or copied, and to pack it."""
+    read, packed = extension.pack_times()
+    return read / 1e9, packed / 1e9
 
 
 def page_out(*weights: RawTensor | Fp8Matrix) -> None:

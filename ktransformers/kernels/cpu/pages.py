@@ -27,11 +27,24 @@ _mappings: dict[int, int] = {}
 """Address and bytes of every file that is mapped."""
 
 
-def note_mapping(data: Tensor, owner: object) -> None:
-    """Say that the storage of `data` is a file mapped read-only, for as long as `owner` lives."""
+def note_mapping(data: Tensor, owner: object, fd: int) -> None:
+    """Say that the storage of `data` is the open file `fd` mapped read-only, for as long as `owner` lives.
+
+    What is packed or copied is read from the file then, not through the map. Raises OSError when the system has no
+    descriptor left, of which the file keeps one.
+    """
     start = data.untyped_storage().data_ptr()
+    try:
+        extension.note_file(start, data.untyped_storage().nbytes(), fd)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
     _mappings[start] = data.untyped_storage().nbytes()
-    weakref.finalize(owner, _mappings.pop, start, None)
+    weakref.finalize(owner, _forget, start)
+
+
+def _forget(start: int) -> None:
+    _mappings.pop(start, None)
+    extension.forget_file(start)
 
 
 def _is_mapped(data: Tensor) -> bool:
