@@ -1,21 +1,21 @@
 """How fast a model's files are loaded, beside what the machine can do.
 
-The files are in the system's cache (warm), or taken out of it before each run (cold). A run builds an engine and lets go
-of it; its seconds are those of `load_plan`: reading, transcoding, packing, uploading, nothing else.
+The files are in the system's cache (warm), or taken out of it before each run (cold). A run builds an engine and lets
+go of it; its seconds are those of `load_plan`: reading, transcoding, packing, uploading, nothing else.
 
-    read      out of the files, by the threads that pack; seconds of a thread over their number
-    pack      into tiles, into new memory that the system clears; likewise
-    upload    to a GPU, without what it reads
-    transcode types without a kernel
-    other     what is left: Python, threads without work
+    read       out of the files, by the threads that pack: seconds of all of them over their number
+    pack       into tiles, into new memory that the system clears; likewise
+    upload     to a GPU, without what it reads
+    transcode  types without a kernel
+    other      what is left: Python, threads without work
 
 Then the limits, with as many threads:
 
-    disk      reading the files when they are not in the system's cache
-    cache     reading them when they are, into the same little memory again
-    copy      from the files' maps to memory that is there already
-    fresh     the same to new memory, as loading does: the system clears pages, and a virtual machine may have to ask its
-              host for them first, which can cost more than all the rest
+    disk       reading the files when they are not in the system's cache
+    cache      reading them when they are, into the same little memory again
+    copy       from the files' maps to memory that is there already
+    fresh      the same to new memory, as loading does: the system clears pages, and a virtual machine may have to ask
+               its host for them first, which can cost more than all the rest
 
 Memory that was just let go of is often new without being fresh, so the first run on an idle machine is the slowest.
 """
@@ -128,7 +128,8 @@ def _watched(threads: int, loads: list[_Load]) -> Iterator[None]:
         seconds, (read, pack) = time.perf_counter() - began, cpu.pack_times()
         shared = {label: waits[label] - waits[f"{label} read"] / threads for label in ("upload", "transcode")}
         times = (read - before[0]) / threads, (pack - before[1]) / threads
-        loads.append(_Load(seconds, shared, *times, ram_peak(), ram_now()))
+        stays = ram_now()
+        loads.append(_Load(seconds, shared, *times, max(ram_peak(), stays), stays))  # the system counts both roughly
 
     with ExitStack() as stack:
         for owner, name, label in (

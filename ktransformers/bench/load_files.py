@@ -114,7 +114,7 @@ def _gguf_tensors(shape: FileShape) -> Iterator[tuple[str, QuantType, tuple[int,
 
 
 def write_safetensors(folder: Path, shape: FileShape, is_fp8: bool) -> None:
-    """One tensor for each expert's matrix, as Qwen publishes them. is_fp8: matrices of layers, with scales of blocks."""
+    """A tensor for each expert's matrix, as Qwen publishes them. is_fp8: matrices of layers, with scales of blocks."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -154,9 +154,7 @@ def _bf16(bits: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     return (words & -0x7C01 | 0x3800).view(torch.bfloat16).reshape(size)
 
 
-def _layer(
-    shape: FileShape, key: str, generator: torch.Generator, is_fp8: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _layer(shape: FileShape, key: str, generator: torch.Generator, is_fp8: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of every parameter of a layer."""
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     for name, size in (

@@ -74,11 +74,14 @@ def pack_all(
 
     out: uint8 [count * packed_nbytes(...)]. Much faster than one by one where there are many threads.
     """
-    qtype, (rows, cols) = weights[0].qtype, weights[0].shape
-    for index, weight in enumerate(weights):
-        _check_packable(f"weights[{index}]", weight, pool)
-        if weight.qtype is not qtype or weight.shape != (rows, cols):
+    qtype, shape = weights[0].qtype, weights[0].shape
+    _check_packable("weights[0]", weights[0], pool)
+    for index, weight in enumerate(weights):  # of a model with many small experts this is most of what Python does
+        if weight.qtype is not qtype or weight.shape != shape:
             raise ValueError(f"weights[{index}] is {weight.qtype.name} {list(weight.shape)}, weights[0] is not")
+        if not (weight.data if isinstance(weight, RawTensor) else weight.values).is_cpu:
+            _check_packable(f"weights[{index}]", weight, pool)
+    rows, cols = shape
     size = packed_nbytes(qtype, rows, cols)
     data = empty_bytes(len(weights) * size, pool) if out is None else out
     check_tensor("out", data, (len(weights) * size,), torch.uint8)
@@ -88,8 +91,7 @@ def pack_all(
     else:
         addresses = [w.data.data_ptr() for w in weights if isinstance(w, RawTensor)]
         extension.pack(pool.handle, addresses, int(qtype), rows, cols, data.data_ptr())
-    parts = (data[index * size : (index + 1) * size] for index in range(len(weights)))
-    return [PackedTensor(part, qtype, (rows, cols)) for part in parts]
+    return [PackedTensor(part, qtype, (rows, cols)) for part in data.view(len(weights), size).unbind(0)]
 
 
 def _check_packable(name: str, weight: RawTensor | Fp8Matrix, pool: WorkerPool) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeGuard
 
-import torch
-
 from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
@@ -138,7 +136,8 @@ def _projection(
     if not _is_packed(weights[0], pool, products.takes_bf16):
         kept = weights if isinstance(weights, list) else weights[:]  # of what is made on demand
         return _copied_all(kept, pool) if is_pinned else kept
-    return [replace(made, wants_bf16=products.wants_bf16) for made in _packed_all(weights, pool)]
+    made = _packed_all(weights, pool)
+    return [replace(one, wants_bf16=True) for one in made] if products.wants_bf16 else made
 
 
 def pack_experts(
