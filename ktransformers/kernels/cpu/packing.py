@@ -147,7 +147,9 @@ def pack_times() -> tuple[float, float]:
 
 def page_out(*weights: RawTensor | Fp8Matrix) -> None:
     """Give the memory under weights that were read back to the system, if they lie in a file: see `pages.page_out`."""
-    pages.page_out(weight.values if isinstance(weight, Fp8Matrix) else weight.data for weight in weights)
+    fp8 = [weight for weight in weights if isinstance(weight, Fp8Matrix)]
+    raw = [weight.data for weight in weights if isinstance(weight, RawTensor)]
+    pages.page_out([*raw, *(weight.values for weight in fp8), *(weight.scales for weight in fp8)])
 
 
 def transcode_blocks(rows: Tensor, qtype: QuantType, out: Tensor) -> None:

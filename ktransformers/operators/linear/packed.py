@@ -91,6 +91,8 @@ def pack_matrix(
     rows, cols = weight.shape
     data = cpu.empty_bytes(cpu.packed_nbytes(weight.qtype, rows, cols), pool)
     cpu.pack_all([weight], pool, data)
+    if isinstance(weight, Fp8Matrix):
+        cpu.page_out(weight)  # scales were read through the map
     return PackedTensor(data, weight.qtype, (rows, cols), products.wants_bf16)
 
 
@@ -114,6 +116,7 @@ def _packed_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[Packe
     for first in range(0, len(weights), at_once):
         some = [weight for weight in weights[first : first + at_once] if isinstance(weight, RawTensor | Fp8Matrix)]
         made += cpu.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
+        cpu.page_out(*(weight for weight in some if isinstance(weight, Fp8Matrix)))  # scales were read through the map
     assert len(made) == len(weights), "all experts of a projection share one type"
     return made
 
