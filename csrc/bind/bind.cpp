@@ -145,6 +145,9 @@ void bind_linear(nb::module_& m) {
       "note_file", [](Address data, int64_t bytes, int fd) { kt::note_file(at<const uint8_t>(data), bytes, fd); },
       nb::arg("data"), nb::arg("bytes"), nb::arg("fd"));
   m.def("forget_file", [](Address data) { kt::forget_file(at<const uint8_t>(data)); }, nb::arg("data"));
+  m.def(
+      "drop_cached", [](Address data, int64_t bytes) { kt::drop_cached(at<const uint8_t>(data), bytes); },
+      nb::arg("data"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_times", [] {
     const kt::PackTimes times = kt::pack_times();
     return std::pair(times.read_ns, times.pack_ns);

@@ -74,4 +74,13 @@ const uint8_t* read_once(const uint8_t* data, int64_t bytes, uint8_t* room) {
   return room;
 }
 
+void drop_cached(const uint8_t* data, int64_t bytes) {
+#if defined(POSIX_FADV_DONTNEED)
+  const Place place = place_of(data, 1);  // the last page may end behind the file
+  if (place.fd >= 0) static_cast<void>(posix_fadvise(place.fd, place.offset, bytes, POSIX_FADV_DONTNEED));
+#else
+  static_cast<void>(data), static_cast<void>(bytes);
+#endif
+}
+
 }  // namespace kt

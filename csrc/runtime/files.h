@@ -15,4 +15,8 @@ void forget_file(const uint8_t* data);
 // std::runtime_error for a file that cannot be read, or that has become shorter.
 const uint8_t* read_once(const uint8_t* data, int64_t bytes, uint8_t* room);
 
+// Takes the `bytes` from `data` on out of the system's cache, if they are of a file: a hint. Pages that are mapped
+// stay.
+void drop_cached(const uint8_t* data, int64_t bytes);
+
 }  // namespace kt

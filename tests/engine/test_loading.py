@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,6 +15,11 @@ import pytest
 from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.bench.load_files import FileFormat, FileShape, write_files
+from ktransformers.config import EngineConfig
+from ktransformers.engine import builder
+from ktransformers.optimize import apply
+from ktransformers.weights.read_ahead import ReadAhead
+from tests.support.mapped_memory import cached_bytes, settled
 
 LAYERS, HIDDEN, EXPERTS, WIDTH, VOCAB = 12, 512, 16, 256, 8192
 
@@ -123,3 +130,30 @@ def test_large_matrices_are_in_memory_once(kind: FileFormat, flag: str, tmp_path
     found = measured(write_files(tmp_path, shape, kind), flag)
     assert 0.95 * found["planned"] < found["held"]
     assert found["peak"] < 1.1 * found["held"]
+
+
+@linux_only
+@pytest.mark.parametrize("share", [0.0, 1e6])
+def test_files_stay_in_the_systems_cache_where_ram_holds_them_too(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(apply, "_CACHE_SHARE", share)
+    monkeypatch.setattr(apply, "ReadAhead", partial(ReadAhead, distance=-(1 << 40)))  # it may be late
+    shape = FileShape(layers=1, hidden=512, experts=32, width=512, heads=4, vocab=512)
+    path = settled(write_files(tmp_path, shape, "gguf"))
+    inner, cached = builder.load_plan, list[int]()
+
+    def load_plan(*args: Any) -> None:
+        inner(*args)
+        cached.append(cached_bytes(path))  # what identifies the model is read later
+
+    monkeypatch.setattr(builder, "load_plan", load_plan)
+    with caplog.at_level("INFO"):
+        builder.build_engine(EngineConfig(gguf_path=path, cpu_infer=1, cache_lens=64)).close()
+    said = "what is loaded leaves the system's cache" in caplog.text
+    if share:
+        assert not said
+        assert cached[0] >= path.stat().st_size
+    else:
+        assert said
+        assert cached[0] < path.stat().st_size / 2  # a system drops whole runs of pages only

@@ -20,6 +20,7 @@ __all__ = [
     "can_pack",
     "copy_parts",
     "empty_bytes",
+    "let_go",
     "pack",
     "pack_all",
     "pack_fp8",
@@ -143,6 +144,15 @@ def pack_times() -> tuple[float, float]:
     """Seconds that all threads of this process took so far to read what was packed or copied, and to pack it."""
     read, packed = extension.pack_times()
     return read / 1e9, packed / 1e9
+
+
+def let_go(weights: Sequence[RawTensor | Fp8Matrix]) -> None:
+    """`page_out` of weights that were packed or copied, where that left something behind.
+
+    That is scales of FP8 matrices, which are read through the map, and all where files leave the system's cache.
+    """
+    if pages.is_cache_dropped() or any(isinstance(weight, Fp8Matrix) for weight in weights[:1]):
+        page_out(*weights)
 
 
 def page_out(*weights: RawTensor | Fp8Matrix) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.relay import FP8_COLUMNS, READ_TYPES, GpuLayout, layout_nbytes, relay
@@ -93,6 +94,7 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool)
         if layout == GpuLayout.PLANES:
             some = relay(some, raw[0].qtype, rows, cols)
         data[first : first + step] = some.view(-1, nbytes)
+    cpu.let_go([*fp8, *raw])
     return ExpertMatrices(data, qtype, rows, cols, layout)
 
 

@@ -147,5 +147,6 @@ def gpu_matrix(
         cpu.page_out(weight)
         return made
     data, layout = relaid(weight, device, pool), gpu_layout(weight.qtype, rows, cols)
+    cpu.let_go([weight])
     bias = None if bias is None else bias.to(device.torch_device)
     return QuantizedMatrix(device, data, weight.qtype, rows, cols, layout, bias)

@@ -91,8 +91,7 @@ def pack_matrix(
     rows, cols = weight.shape
     data = cpu.empty_bytes(cpu.packed_nbytes(weight.qtype, rows, cols), pool)
     cpu.pack_all([weight], pool, data)
-    if isinstance(weight, Fp8Matrix):
-        cpu.page_out(weight)  # scales were read through the map
+    cpu.let_go([weight])
     return PackedTensor(data, weight.qtype, (rows, cols), products.wants_bf16)
 
 
@@ -116,7 +115,7 @@ def _packed_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[Packe
     for first in range(0, len(weights), at_once):
         some = [weight for weight in weights[first : first + at_once] if isinstance(weight, RawTensor | Fp8Matrix)]
         made += cpu.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
-        cpu.page_out(*(weight for weight in some if isinstance(weight, Fp8Matrix)))  # scales were read through the map
+        cpu.let_go(some)
     assert len(made) == len(weights), "all experts of a projection share one type"
     return made
 
@@ -127,6 +126,7 @@ def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[E
     assert len(raw) == len(weights), "FP8 matrices are packed"
     nbytes = [weight.nbytes for weight in raw]
     buffer = cpu.copy_parts([weight.data for weight in raw], pool, cpu.empty_bytes(sum(nbytes), pool))
+    cpu.let_go(raw)
     return [replace(weight, data=data) for weight, data in zip(raw, buffer.split(nbytes), strict=True)]
 
 

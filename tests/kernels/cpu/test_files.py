@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from ktransformers.kernels import cpu
-from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool, pages
 from ktransformers.kernels.types import Fp8Matrix, PackedTensor, QuantType, RawTensor, row_bytes
 from ktransformers.weights.mapped_file import map_file
+from tests.support.mapped_memory import cached_bytes, mapped_bytes, settled
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about this process")
 
@@ -27,17 +28,6 @@ def random_file(path: Path, nbytes: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     path.write_bytes(torch.randint(0, 120, (nbytes,), dtype=torch.uint8, generator=generator).numpy().tobytes())
     return map_file(path)
-
-
-def memory_of(path: Path) -> int:
-    """Bytes of the file's map that are in this process's memory."""
-    total, is_ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            is_ours = line.endswith(str(path))
-        elif is_ours and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 def open_files(path: Path) -> int:
@@ -63,9 +53,9 @@ def test_what_is_packed_does_not_pass_through_the_map(
     pool, path = WorkerPool(num_threads), tmp_path / "weights"
     data = random_file(path, NBYTES + 777)[777:]  # tensors of a file begin anywhere
     made = pack(data, pool)
-    assert memory_of(path) == 0
+    assert mapped_bytes(path) == 0
     assert torch.equal(made.data, pack(data.clone(), pool).data)
-    assert memory_of(path) >= NBYTES  # the copy to compare with did
+    assert mapped_bytes(path) >= NBYTES  # the copy to compare with did
     pool.close()
 
 
@@ -77,7 +67,7 @@ def test_parts_are_copied_side_by_side(tmp_path: Path) -> None:
     parts = [two[5:2_000_005], ours, one[:0], one[2_999_999:], one, ours.view(10, 10)]
     out = torch.zeros(sum(part.numel() for part in parts), dtype=torch.uint8)
     assert cpu.copy_parts(parts, pool, out) is out
-    assert [memory_of(path) for path in paths] == [0, 0]
+    assert [mapped_bytes(path) for path in paths] == [0, 0]
     assert torch.equal(out, torch.cat([part.reshape(-1) for part in parts]))
     with pytest.raises(ValueError, match="out must have shape"):
         cpu.copy_parts(parts, pool, out[1:])
@@ -112,4 +102,21 @@ def test_times_grow_with_what_is_packed() -> None:
     pack_raw(torch.zeros(NBYTES, dtype=torch.uint8), pool)
     assert cpu.pack_times()[0] >= before[0]
     assert cpu.pack_times()[1] > before[1]
+    pool.close()
+
+
+@linux_only
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_what_was_packed_leaves_the_systems_cache_where_that_is_short(is_dropped: bool, tmp_path: Path) -> None:
+    pool, path = WorkerPool(2), tmp_path / "weights"
+    whole = random_file(path, NBYTES + 1000)
+    settled(path)
+    raw = RawTensor(whole[1000:], QuantType.Q8_0, (ROWS, COLS))
+    with pages.without_cache(is_dropped):
+        assert pages.is_cache_dropped() == is_dropped
+        cpu.pack(raw, pool)
+        cpu.let_go([raw])
+    assert not pages.is_cache_dropped()
+    assert cached_bytes(path) == (2 if is_dropped else -(-whole.numel() // pages.PAGE)) * pages.PAGE
+    assert int(whole[1000]) < 120  # it can still be read
     pool.close()
