@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -49,9 +49,10 @@ from ktransformers.operators.linear import matrix
 from ktransformers.weights import transcode
 from ktransformers.weights.mapped_file import map_file
 
-__all__ = ["CacheState", "LoadWork", "bench_load"]
+__all__ = ["CACHE_STATES", "CacheState", "LoadWork", "bench_load"]
 
-CacheState = Literal["cold", "warm"]
+CacheState = Literal["warm", "cold"]
+CACHE_STATES: tuple[CacheState, ...] = get_args(CacheState)
 
 LIMIT_BYTES = 4 << 30
 """Of the files, at most, by which a limit is measured."""
@@ -116,7 +117,7 @@ def _timed(seconds: dict[str, float], label: str, inner: Callable[..., Any]) -> 
 def _watched(threads: int, loads: list[_Load]) -> Iterator[None]:
     """While this is open, each `load_plan` is noted."""
     waits: dict[str, float] = defaultdict(float)
-    inner = builder.load_plan
+    inner: Callable[..., None] = getattr(builder, "load_plan")  # noqa: B009 (the builder's own name for it)
 
     def load_plan(*args: Any, **kwargs: Any) -> None:
         reset_ram_peak()
@@ -240,8 +241,9 @@ def bench_load(work: LoadWork) -> Record:
         return _measure(named, work)
     with tempfile.TemporaryDirectory() as folder:
         path = write_files(Path(folder), work.shape, work.kind)
-        written = {"gguf_path": path} if work.kind == "gguf" else {"model_path": path}
-        return _measure(path, replace(work, config=replace(work.config, **written)))
+        is_gguf = work.kind == "gguf"
+        config = replace(work.config, gguf_path=path) if is_gguf else replace(work.config, model_path=path)
+        return _measure(path, replace(work, config=config))
 
 
 def _files(named: Path) -> list[Path]:

@@ -422,10 +422,10 @@ def _load(args: argparse.Namespace) -> int:
     config = replace(engine_config(args), cpu_infer=args.threads or physical_cores(), cache_lens=256)
     if config.gguf_path is not None or config.model_path is not None:
         config = config.resolved()
-    from ktransformers.bench.load import LoadWork, bench_load
+    from ktransformers.bench.load import CACHE_STATES, LoadWork, bench_load
     from ktransformers.bench.load_files import FileShape
 
-    states = ("warm", "cold") if args.cache == "both" else (args.cache,)
+    states = [state for state in CACHE_STATES if args.cache in (state, "both")]
     work = LoadWork(config, FileShape(args.layers), args.format, args.runs, states)
     return print_record("load", args.json, partial(bench_load, work))
 

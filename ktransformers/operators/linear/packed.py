@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeGuard
 
+import torch
+
 from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
@@ -127,7 +129,7 @@ def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[E
     nbytes = [weight.nbytes for weight in raw]
     buffer = cpu.copy_parts([weight.data for weight in raw], pool, cpu.empty_bytes(sum(nbytes), pool))
     cpu.let_go(raw)
-    return [replace(weight, data=data) for weight, data in zip(raw, buffer.split(nbytes), strict=True)]
+    return [replace(weight, data=data) for weight, data in zip(raw, torch.split(buffer, nbytes), strict=True)]
 
 
 def _projection(
