@@ -23,6 +23,7 @@
 #include "ops/stream.h"
 #include "ops/transcode.h"
 #include "runtime/allocations.h"
+#include "runtime/files.h"
 #include "runtime/pages.h"
 #include "tiers/isa.h"
 
@@ -140,6 +141,25 @@ void bind_linear(nb::module_& m) {
   m.def(
       "read_ahead", [](Address data, int64_t bytes) { kt::read_ahead(at<const uint8_t>(data), bytes); },
       nb::arg("data"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "note_file", [](Address data, int64_t bytes, int fd) { kt::note_file(at<const uint8_t>(data), bytes, fd); },
+      nb::arg("data"), nb::arg("bytes"), nb::arg("fd"));
+  m.def("forget_file", [](Address data) { kt::forget_file(at<const uint8_t>(data)); }, nb::arg("data"));
+  m.def(
+      "drop_cached", [](Address data, int64_t bytes) { kt::drop_cached(at<const uint8_t>(data), bytes); },
+      nb::arg("data"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("pack_times", [] {
+    const kt::PackTimes times = kt::pack_times();
+    return std::pair(times.read_ns, times.pack_ns);
+  });
+  m.def(
+      "copy_parts",
+      [](kt::WorkerPool& pool, const std::vector<std::pair<Address, int64_t>>& parts, Address out) {
+        std::vector<kt::Bytes> views;
+        for (const auto& part : parts) views.push_back({at<const uint8_t>(part.first), part.second});
+        kt::copy_parts(pool, views.data(), static_cast<int64_t>(views.size()), at<uint8_t>(out));
+      },
+      nb::arg("pool"), nb::arg("parts"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
   m.def("trim_heap", &kt::trim_heap, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "batched_linear",

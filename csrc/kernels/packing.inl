@@ -4,27 +4,45 @@ namespace {
 
 inline void pack_pair(uint8_t* out, int sub, int r, uint8_t value) { out[sub / 2 * 32 + 2 * r + sub % 2] = value; }
 
-// 64 steps of unpacked weights into lines; plain loops over bytes, which compilers turn into vectors.
+// Bytes of a line, 8 at a time: words without a carry from one byte to the next, which compilers turn into vectors.
+inline uint64_t load_word(const uint8_t* p) {
+  uint64_t word;
+  std::memcpy(&word, p, 8);
+  return word;
+}
+inline void store_word(uint8_t* p, uint64_t word) { std::memcpy(p, &word, 8); }
+constexpr uint64_t all_bytes(uint64_t byte) { return byte * 0x0101010101010101u; }
+
+// out: `bytes` whose low nibbles are those of `low`, whose high ones those of `high`, which have nothing above them.
+inline void join_nibbles(const uint8_t* low, const uint8_t* high, int bytes, uint8_t* out) {
+  for (int i = 0; i < bytes; i += 8)
+    store_word(out + i, (load_word(low + i) & all_bytes(15)) | (load_word(high + i) & all_bytes(15)) << 4);
+}
+
+// A line of what COUNT steps, STRIDE bytes apart, have above their nibbles, BITS of each, from the lowest up.
+template <int COUNT, int BITS, int STRIDE> inline void join_upper(const uint8_t* steps, uint8_t* out) {
+  for (int i = 0; i < 64; i += 8) {
+    uint64_t word = 0;
+    for (int j = 0; j < COUNT; ++j)
+      word |= (load_word(steps + STRIDE * j + i) >> 4 & all_bytes((1 << BITS) - 1)) << (BITS * j);
+    store_word(out + i, word);
+  }
+}
+
+// 64 steps of unpacked weights into lines.
 template <class P> void pack_steps(const uint8_t* steps, uint8_t* out) {
-  for (int step = 0; step < 64; ++step) {
-    const int g = step / 16, at = step % 16, shift = at < 8 ? 0 : 4;
-    const uint8_t* q = steps + 64 * step;
-    uint8_t* line = out + P::lines + 64 * (8 * g + at % 8);
-    for (int i = 0; i < 64; ++i) line[i] = static_cast<uint8_t>(line[i] | (q[i] & 15) << shift);
-    if constexpr (std::is_same_v<P, PackedQ5K>) {
-      uint8_t* bits = out + P::bits + 128 * g + 64 * (at / 8);
-      for (int i = 0; i < 64; ++i) bits[i] = static_cast<uint8_t>(bits[i] | (q[i] >> 4) << (at % 8));
-    }
-    if constexpr (std::is_same_v<P, PackedQ6K>) {
-      uint8_t* bits = out + P::bits + 256 * g + 64 * (at % 4);
-      for (int i = 0; i < 64; ++i) bits[i] = static_cast<uint8_t>(bits[i] | (q[i] >> 4) << (at / 4 * 2));
-    }
+  for (int g = 0; g < 4; ++g) {
+    const uint8_t* q = steps + 1024 * g;
+    join_nibbles(q, q + 512, 512, out + P::lines + 512 * g);
+    if constexpr (std::is_same_v<P, PackedQ5K>)
+      for (int half = 0; half < 2; ++half) join_upper<8, 1, 64>(q + 512 * half, out + P::bits + 128 * g + 64 * half);
+    if constexpr (std::is_same_v<P, PackedQ6K>)
+      for (int i = 0; i < 4; ++i) join_upper<4, 2, 256>(q + 64 * i, out + P::bits + 256 * g + 64 * i);
   }
 }
 
 template <class P> void pack_block256(const uint8_t* const* rows, int64_t b, uint8_t* out, uint8_t* head) {
   using F = typename P::F;
-  std::memset(out, 0, P::bytes);
   alignas(64) uint8_t unpacked[16][kTileCols], steps[kTileCols * 16];
   for (int r = 0; r < 16; ++r) unpack256<F>(rows[r] + b * F::bytes, unpacked[r]);
   interleave(unpacked, kTileCols, steps);
@@ -81,7 +99,7 @@ template <class P> void pack_tile32(const uint8_t* const* rows, int64_t k, uint8
       if constexpr (P::bytes == 512)
         std::memcpy(lines, q, 512);
       else
-        for (int j = 0; j < 256; ++j) lines[j] = static_cast<uint8_t>(q[j] | q[256 + j] << 4);
+        join_nibbles(q, q + 256, 256, lines);
     }
   }
 }

@@ -2,11 +2,14 @@
 #include "ops/weights.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "ops/tiles.h"
-#include "runtime/pages.h"
+#include "runtime/files.h"
 #include "tiers/isa.h"
 
 namespace kt {
@@ -78,20 +81,35 @@ bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t co
 
 namespace {
 
-constexpr int64_t kPackTask = 512 << 10;  // bytes that a task reads: enough to pay for a system call
+constexpr int64_t kPackTask =
+    256 << 10;  // bytes that a task reads: enough to pay for a system call, and a cache holds it
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kAloneOnPages = 4 * kHugePage;  // bytes of output per thread from which on few pages have two writers
 
-// Calls task(matrix, first tile, tiles) for groups of tiles of `count` equal matrices. A node's tasks are neighbours,
-// and so is what a thread writes, matrices being side by side: the thread that writes a page first decides on which
-// node it lies, and threads that meet in a huge page that is not there yet would each take one and clear it.
-template <class Task>
-void for_tiles(WorkerPool::Session& session, int64_t count, int64_t tiles, int64_t read_bytes, const Task& task) {
-  const TileTasks tasks(tiles, std::max<int64_t>(1, kPackTask / std::max<int64_t>(read_bytes, 1)), count,
-                        session.num_nodes());
-  session.run_on_nodes(tasks.ends, [&](int64_t i) {
+std::atomic<int64_t> g_read_ns{0}, g_pack_ns{0};
+
+// Calls task(matrix, first row, rows, their bytes) for groups of tiles of `count` equal matrices in rows of
+// `row_bytes`, which begin at start(matrix). A node's tasks are neighbours, and so is what a thread writes, matrices
+// being side by side: the thread that writes a page first decides on which node it lies, and threads that meet in a
+// huge page that is not there yet would each take one and clear it. Rows of files are read by the thread that re-lays
+// them, just before.
+template <class Start, class Task>
+void for_tiles(WorkerPool::Session& session, int64_t count, int64_t rows, int64_t row_bytes, const Start& start,
+               const Task& task) {
+  const int64_t tile_bytes = std::max<int64_t>(kTileRows * row_bytes, 1),
+                group = std::max<int64_t>(1, kPackTask / tile_bytes);
+  const TileTasks tasks((rows + kTileRows - 1) / kTileRows, group, count, session.num_nodes());
+  uint8_t* room = session.scratch<uint8_t>(session.num_threads() * group * tile_bytes);
+  session.run_on_nodes(tasks.ends, [&](int64_t i, int thread) {
     const TileTasks::Task at = tasks.at(i);
-    task(at.chunk, at.tile, at.count);
+    const int64_t first = at.tile * kTileRows, some = std::min<int64_t>(at.count * kTileRows, rows - first),
+                  began = steady_ns();
+    const uint8_t* data =
+        read_once(start(at.chunk) + first * row_bytes, some * row_bytes, room + thread * group * tile_bytes);
+    const int64_t is_read = steady_ns();
+    task(at.chunk, first, some, data);
+    g_read_ns.fetch_add(is_read - began, std::memory_order_relaxed);
+    g_pack_ns.fetch_add(steady_ns() - is_read, std::memory_order_relaxed);
   });
 }
 
@@ -108,21 +126,25 @@ void touch_pages(WorkerPool::Session& session, uint8_t* out, int64_t bytes) {
 
 }  // namespace
 
+PackTimes pack_times() { return {g_read_ns.load(), g_pack_ns.load()}; }
+
 void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weights, int64_t count, uint8_t* out) {
   const int64_t tile_bytes = packed_tile_bytes(like.type, like.cols), tiles = (like.rows + kTileRows - 1) / kTileRows;
   WorkerPool::Session session(pool);
   touch_pages(session, out, count * tiles * tile_bytes);
-  for_tiles(session, count, tiles, kTileRows * like.row_bytes, [&](int64_t matrix, int64_t first, int64_t n) {
-    WeightView weight = like;
-    weight.data = weights[matrix];
-    const int64_t row = first * kTileRows;
-    map_pages(weight.data + row * weight.row_bytes, std::min(n * kTileRows, weight.rows - row) * weight.row_bytes);
-    const uint8_t* rows[kTileRows];
-    for (int64_t tile = first; tile < first + n; ++tile) {
-      point_rows(weight, tile * kTileRows, rows);
-      session.kernels().pack_tile(weight.type, rows, weight.cols, out + (matrix * tiles + tile) * tile_bytes);
-    }
-  });
+  for_tiles(
+      session, count, like.rows, like.row_bytes, [&](int64_t matrix) { return weights[matrix]; },
+      [&](int64_t matrix, int64_t first, int64_t rows, const uint8_t* data) {
+        WeightView some = like;
+        some.data = data;
+        some.rows = rows;
+        const uint8_t* pointers[kTileRows];
+        for (int64_t row = 0; row < rows; row += kTileRows) {
+          point_rows(some, row, pointers);
+          session.kernels().pack_tile(like.type, pointers, like.cols,
+                                      out + (matrix * tiles + (first + row) / kTileRows) * tile_bytes);
+        }
+      });
 }
 
 void pack_fp8(WorkerPool& pool, const Fp8View* weights, int64_t count, int64_t rows, int64_t cols, uint8_t* out) {
@@ -130,17 +152,41 @@ void pack_fp8(WorkerPool& pool, const Fp8View* weights, int64_t count, int64_t r
   const int64_t blocks = (cols + kFp8Block - 1) / kFp8Block, tiles = (rows + kTileRows - 1) / kTileRows;
   WorkerPool::Session session(pool);
   touch_pages(session, out, count * tiles * like.tile_bytes);
-  for_tiles(session, count, tiles, kTileRows * cols, [&](int64_t matrix, int64_t first, int64_t n) {
-    WeightView view = like;
-    view.data = weights[matrix].codes;
-    const int64_t row = first * kTileRows;
-    map_pages(view.data + row * cols, std::min(n * kTileRows, rows - row) * cols);
-    const uint8_t* pointers[kTileRows];
-    for (int64_t tile = first; tile < first + n; ++tile) {
-      point_rows(view, tile * kTileRows, pointers);
-      session.kernels().pack_fp8_tile(pointers, weights[matrix].scales + tile * kTileRows / kFp8Block * blocks, cols,
-                                      out + (matrix * tiles + tile) * view.tile_bytes);
+  for_tiles(
+      session, count, rows, cols, [&](int64_t matrix) { return weights[matrix].codes; },
+      [&](int64_t matrix, int64_t first, int64_t num_rows, const uint8_t* data) {
+        WeightView some = like;
+        some.data = data;
+        some.rows = num_rows;
+        const uint8_t* pointers[kTileRows];
+        for (int64_t row = 0; row < num_rows; row += kTileRows) {
+          point_rows(some, row, pointers);
+          session.kernels().pack_fp8_tile(pointers, weights[matrix].scales + (first + row) / kFp8Block * blocks, cols,
+                                          out + (matrix * tiles + (first + row) / kTileRows) * like.tile_bytes);
+        }
+      });
+}
+
+void copy_parts(WorkerPool& pool, const Bytes* parts, int64_t count, uint8_t* out) {
+  struct Piece {
+    const uint8_t* data;
+    int64_t bytes, at;
+  };
+  std::vector<Piece> pieces;
+  int64_t at = 0;
+  for (int64_t part = 0; part < count; ++part)
+    for (int64_t first = 0; first < parts[part].bytes; first += kPackTask) {
+      const int64_t bytes = std::min(kPackTask, parts[part].bytes - first);
+      pieces.push_back({parts[part].data + first, bytes, at});
+      at += bytes;
     }
+  WorkerPool::Session session(pool);
+  session.run(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
+    const Piece& piece = pieces[static_cast<size_t>(i)];
+    const int64_t began = steady_ns();
+    if (read_once(piece.data, piece.bytes, out + piece.at) == piece.data)
+      std::memcpy(out + piece.at, piece.data, static_cast<size_t>(piece.bytes));
+    g_read_ns.fetch_add(steady_ns() - began, std::memory_order_relaxed);
   });
 }
 

@@ -59,6 +59,18 @@ struct Fp8View {
 // Re-lays `count` of them, side by side into `out`.
 void pack_fp8(WorkerPool& pool, const Fp8View* weights, int64_t count, int64_t rows, int64_t cols, uint8_t* out);
 
+struct Bytes {
+  const uint8_t* data;
+  int64_t bytes;
+};
+
+// Copies `count` parts side by side into `out`, which no part is in. Those of files are read from there, as in `pack`.
+void copy_parts(WorkerPool& pool, const Bytes* parts, int64_t count, uint8_t* out);
+
+// Nanoseconds that threads of all pools took so far to read what they packed or copied, and to pack it.
+struct PackTimes { int64_t read_ns, pack_ns; };
+PackTimes pack_times();
+
 // Points at rows first .. first + 15; lanes past the end repeat the last row.
 void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows);
 

@@ -4,10 +4,6 @@
 
 namespace kt {
 
-// Enters the pages under `data` into this process's page table in one go, rather than by a fault every few of them.
-// Reads from the file what is not in memory yet.
-void map_pages(const uint8_t* data, int64_t bytes);
-
 // Has the file's pages under `data` read by and by, without waiting for them.
 void read_ahead(const uint8_t* data, int64_t bytes);
 

@@ -20,6 +20,7 @@ __all__ = [
     "describe_machine",
     "machine_facts",
     "measured_machine",
+    "ram_now",
     "ram_peak",
     "reset_ram_peak",
     "reset_vram_peak",
@@ -92,9 +93,18 @@ def reset_ram_peak() -> bool:
 
 def ram_peak() -> int:
     """Most bytes of RAM that this process has held, mapped files included."""
+    return _ram("VmHWM:")
+
+
+def ram_now() -> int:
+    """Bytes of RAM that this process holds, mapped files included; where the system does not say, the most it held."""
+    return _ram("VmRSS:")
+
+
+def _ram(line_of: str) -> int:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(line_of))
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if platform.system() == "Darwin" else peak * 1024

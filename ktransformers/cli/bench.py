@@ -48,6 +48,7 @@ MODEL_PEERS = ("llama.cpp",)
 PEERS = ("kt-kernel", "llama.cpp")
 FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
 TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "fp8", "bf16")
+LOAD_FORMATS = ("gguf", "bf16", "fp8")
 BACKENDS = ("balance_serve", "ktransformers", "transformers")
 OPERATIONS = ("linear", "attention", "delta_scan", "rms_norm")
 SHAPE_NAMES = (
@@ -62,7 +63,7 @@ def add_parser(subparsers: Kinds) -> None:
         "bench", has_settings=False, help="measure this machine", description="Measure this machine."
     )
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for add in (_add_model, _add_offline, _add_prediction, _add_serving, _add_speed, _add_soak, _add_loading):
+    for add in (_add_model, _add_offline, _add_prediction, _add_serving, _add_speed, _add_soak, _add_load):
         add(kinds)
     for add in (_add_kernels, _add_fidelity, _add_operations, _add_sampling, _add_scheduler, _add_profiling):
         add(kinds)
@@ -161,15 +162,20 @@ def _add_soak(kinds: Kinds) -> None:
     group.add_argument("--kill_every", type=float, default=0.0, help=text)
 
 
-def _add_loading(kinds: Kinds) -> None:
-    text = "Loads a GGUF, or a file of random weights in Qwen3-30B's shape, some times: seconds of each phase, beside "
-    text += "what a plain copy takes."
-    parser, group = kind(kinds, "loading", "how fast a file is loaded", text, _loading)
+def _add_load(kinds: Kinds) -> None:
+    text = "Loads a model, or files of random weights in Qwen3-30B's shape, some times: seconds, GB/s and what takes "
+    text += "them, beside what the disk and a plain copy reach."
+    parser, group = kind(kinds, "load", "how fast a model is loaded", text, _load)
     add_model_argument(parser)
-    group.add_argument("--gguf_path", type=user_path, help="a GGUF file; without it and MODEL, one is written")
-    group.add_argument("--layers", type=int, default=8, help="of the file that is written, 0.4 GB each (%(default)s)")
+    group.add_argument("--gguf_path", type=user_path, help="a GGUF file; without it and MODEL, files are written")
+    group.add_argument("--model_path", type=user_path, help="folder of safetensors, or with config.json for a GGUF")
+    text = "what is written: Q4_K_M, or safetensors with a tensor for each expert's matrix (%(default)s)"
+    group.add_argument("--format", choices=LOAD_FORMATS, default=LOAD_FORMATS[0], help=text)
+    text = "of what is written, 0.4 GB each in gguf, 1.2 in bf16, 0.6 in fp8 (%(default)s)"
+    group.add_argument("--layers", type=int, default=8, help=text)
     group.add_argument("--runs", type=int, default=3, help="how often (%(default)s)")
-    group.add_argument("--cold", action="store_true", help="take the file out of the system's cache before each run")
+    text = "whether the system has the files in its cache, before each run (%(default)s)"
+    group.add_argument("--cache", choices=("warm", "cold", "both"), default="both", help=text)
     add_threads(group)
 
 
@@ -409,17 +415,19 @@ def _soak(args: argparse.Namespace) -> int:
     return print_record("soak", args.json, partial(bench_soak, work))
 
 
-def _loading(args: argparse.Namespace) -> int:
+def _load(args: argparse.Namespace) -> int:
     set_up_logging("warning")
     check_between(args, layers=1000, runs=1000)
     check_threads(args)
-    config = engine_config(args)
-    is_written = config.gguf_path is None and config.model_path is None
-    path = None if is_written else gguf_file(config)
-    from ktransformers.bench.loading import FileShape, LoadingWork, bench_loading
+    config = replace(engine_config(args), cpu_infer=args.threads or physical_cores(), cache_lens=256)
+    if config.gguf_path is not None or config.model_path is not None:
+        config = config.resolved()
+    from ktransformers.bench.load import CACHE_STATES, LoadWork, bench_load
+    from ktransformers.bench.load_files import FileShape
 
-    work = LoadingWork(path, FileShape(args.layers), args.threads or physical_cores(), args.runs, args.cold)
-    return print_record("loading", args.json, partial(bench_loading, work))
+    states = [state for state in CACHE_STATES if args.cache in (state, "both")]
+    work = LoadWork(config, FileShape(args.layers), args.format, args.runs, states)
+    return print_record("load", args.json, partial(bench_load, work))
 
 
 def _operations(args: argparse.Namespace) -> int:

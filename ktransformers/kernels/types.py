@@ -77,13 +77,13 @@ def row_bytes(qtype: QuantType, cols: int) -> int:
 
     Raises ValueError when `cols` is negative or no multiple of the block size.
     """
-    size = block_size(qtype)
+    size, nbytes = GGML_QUANT_SIZES[qtype]
     if cols < 0 or cols % size != 0:
         raise ValueError(
             f"a row of {cols} elements cannot be {qtype.name}: its blocks hold {size}; "
             f"use a type with smaller blocks (Q8_0 holds 32, F16 and BF16 any width)"
         )
-    return cols // size * type_size(qtype)
+    return int(cols // size * nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,10 @@ class RawTensor:
             raise ValueError(f"RawTensor.data must be 1-D and contiguous, got shape {tuple(self.data.shape)}")
         if not self.shape or any(size < 0 for size in self.shape):
             raise ValueError(f"RawTensor.shape must name at least one dimension, all >= 0, got {self.shape}")
-        if self.data.numel() != self.nbytes:
+        nbytes = self.nbytes
+        if self.data.numel() != nbytes:
             raise ValueError(
-                f"{self.qtype.name} tensor of shape {self.shape} needs {self.nbytes} bytes, got {self.data.numel()}"
+                f"{self.qtype.name} tensor of shape {self.shape} needs {nbytes} bytes, got {self.data.numel()}"
             )
 
     @classmethod
@@ -158,6 +159,13 @@ class RawTensor:
             raise IndexError(f"rows {start}:{stop} are not inside a tensor of {self.rows} rows")
         size = self.row_bytes
         return RawTensor(self.data[start * size : stop * size], self.qtype, (stop - start, self.cols))
+
+    def unbind(self) -> list[RawTensor]:
+        """Views of all leading indices, as `select` makes them. Raises IndexError for less than two dimensions."""
+        if len(self.shape) < 2:
+            raise IndexError("unbind() needs a tensor of at least two dimensions")
+        parts = self.data.view(self.shape[0], self.nbytes // max(self.shape[0], 1)).unbind(0)
+        return [RawTensor(part, self.qtype, self.shape[1:]) for part in parts]
 
     def select(self, index: int) -> RawTensor:
         """View of leading index `index` (shape loses its first dimension). Raises IndexError out of range."""

@@ -7,21 +7,29 @@ parent, whether or not that parent is replaced too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.cpu.pages import trim_heap
+from ktransformers.file_kinds import size_of
+from ktransformers.kernels.cpu.pages import trim_heap, without_cache
 from ktransformers.operators.base import Operator, Site, expect_shape
 from ktransformers.operators.wrapper import DenseState
+from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan, PlanEntry
 from ktransformers.optimize.tied import TiedSource
 from ktransformers.weights.read_ahead import ReadAhead
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["apply_plan", "attach_plan", "load_plan"]
+
+logger = logging.getLogger(__name__)
+
+_CACHE_SHARE = 0.9
+"""Of RAM: what files in the system's cache and weights may take together."""
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
@@ -52,7 +60,8 @@ def load_plan(
     source = TiedSource(source, plan.tied)
     nbytes_loaded = 0
     stored = {entry.key: _stored_bytes(entry, source) for entry in plan.entries}
-    with ReadAhead([part for entry in plan.entries for part in stored[entry.key]]) as ahead:
+    parts = [part for entry in plan.entries for part in stored[entry.key]]
+    with without_cache(_is_tight(plan, parts)), ReadAhead(parts) as ahead:
         for entry in plan.entries:
             if entry.key in plan.operators:
                 plan.operators[entry.key].fill(source)
@@ -85,6 +94,19 @@ def _stored_bytes(entry: PlanEntry, source: WeightSource) -> list[torch.Tensor]:
     """What the entry reads from mapped files, in the order of the files, as far as is known."""
     parts = [source.stored_bytes(name) for name in entry.stored_names]
     return sorted((part for part in parts if part is not None), key=torch.Tensor.data_ptr)
+
+
+def _is_tight(plan: Plan, parts: Sequence[torch.Tensor]) -> bool:
+    """Whether RAM cannot hold the files in the system's cache and the weights beside them."""
+    stored, resident = sum(part.nbytes for part in parts), plan.weight_bytes.get("cpu", 0)
+    total = detect_machine(gpus=dict).ram_bytes
+    if stored + resident <= _CACHE_SHARE * total:
+        return False
+    logger.info(
+        "%s of files and %s of weights are more than RAM of %s holds: what is loaded leaves the system's cache",
+        *(size_of(nbytes) for nbytes in (stored, resident, total)),
+    )
+    return True
 
 
 def _load_kept(plan: Plan, key: str, source: WeightSource) -> None:

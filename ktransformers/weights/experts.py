@@ -48,6 +48,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CHUNK_WEIGHTS = 1 << 16  # what one worker holds in fp32 at a time
+_COPIED_COLS = 64
 
 FLOAT_DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _QUANTIZABLE_STORED = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
@@ -200,8 +201,18 @@ def load_matrices(matrices: Sequence[ExpertMatrix], target: WeightType) -> Seque
     return out
 
 
+def _copy_strided(values: torch.Tensor, out: torch.Tensor) -> None:
+    """values [rows, cols] of any strides into contiguous `out`, in columns that fill lines of a cache on both sides."""
+    step = max(values.shape[1], 1) if values.stride(1) == 1 else _COPIED_COLS
+    for start in range(0, values.shape[1], step):
+        out[:, start : start + step] = values[:, start : start + step]
+
+
 def _convert(matrix: ExpertMatrix, out: RawTensor) -> None:
     rows, cols = matrix.shape
+    if isinstance(matrix, FloatMatrix) and FLOAT_DTYPES.get(out.qtype) is matrix.values.dtype:
+        _copy_strided(matrix.values, out.data.view(matrix.values.dtype).view(rows, cols))
+        return
     step = max(1, CHUNK_WEIGHTS // max(cols, 1))
     for start in range(0, rows, step):
         stop = min(start + step, rows)

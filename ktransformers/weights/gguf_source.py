@@ -41,11 +41,14 @@ class _Projection:
     is_merged: bool = True
     first_row: int = 0
 
-    def pick(self, load: Callable[[str], RawTensor], expert: int) -> RawTensor:
-        """The matrix [rows, cols] of one expert."""
+    def matrices(self, load: Callable[[str], RawTensor]) -> list[RawTensor]:
+        """The matrix [rows, cols] of each expert."""
         if not self.is_merged:
-            return load(self.stored[expert])
-        return load(self.stored[0]).select(expert).rows_slice(self.first_row, self.first_row + self.shape[1])
+            return [load(name) for name in self.stored]
+        experts, rows = load(self.stored[0]).unbind(), self.shape[1]
+        if experts[0].rows == rows:
+            return experts
+        return [expert.rows_slice(self.first_row, self.first_row + rows) for expert in experts]
 
 
 class GGUFSource:
@@ -165,7 +168,7 @@ class GGUFSource:
         loaded: dict[str, Sequence[RawTensor | Fp8Matrix]] = {}
         for part, projection in projections.items():
             target = getattr(info, part).resident_type
-            picked = [projection.pick(self._model.raw, expert) for expert in range(layout.num_experts)]
+            picked = projection.matrices(self._model.raw)
             if resident_type(picked[0].qtype, projection.stored[0]) is not picked[0].qtype:
                 loaded[part] = Transcoded(picked, projection.stored[0])
             else:

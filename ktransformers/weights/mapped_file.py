@@ -28,14 +28,14 @@ def map_file(path: Path) -> torch.Tensor:
             if size == 0:
                 raise FormatError(f"{path} {wrong_start(b'')}")
             mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            with warnings.catch_warnings():
+                # torch has no read-only tensors and warns of this one. A private writable mapping would silence it, but
+                # the kernel counts such a mapping against memory and refuses files larger than RAM.
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                data = torch.frombuffer(mapping, dtype=torch.uint8)
+            note_mapping(data, mapping, file.fileno())
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
-    with warnings.catch_warnings():
-        # torch has no read-only tensors and warns of this one. A private writable mapping would silence it, but the
-        # kernel counts such a mapping against memory and refuses files larger than RAM.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        data = torch.frombuffer(mapping, dtype=torch.uint8)
-    note_mapping(data, mapping)
     return data
 
 

@@ -17,7 +17,7 @@ import torch
 from ktransformers.bench import serving, soak
 from ktransformers.bench.client import Client, RequestError
 from ktransformers.bench.kv_fidelity import divergences
-from ktransformers.bench.loading import FileShape, write_model
+from ktransformers.bench.load_files import FileFormat, FileShape, write_files
 from ktransformers.bench.report import Column, Table
 from ktransformers.bench.server_process import ServerProcess
 from ktransformers.cli import main
@@ -113,17 +113,23 @@ def test_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 sequences, 9 steps" in text
 
 
-def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_model(path, TINY_FILE)
-    text, record = bench(capsys, "loading", str(path), "--threads", "1", "--runs", "2")
-    assert record["file_gb"] == path.stat().st_size / 1e9
+@pytest.mark.parametrize(("kind", "cache"), [("gguf", "both"), ("bf16", "warm"), ("fp8", "warm")])
+def test_load(kind: FileFormat, cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_files(tmp_path, TINY_FILE, kind)
+    text, record = bench(capsys, "load", str(path), "--threads", "1", "--runs", "1", "--cache", cache)
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    assert record["file_gb"] == sum(file.stat().st_size for file in files) / 1e9
+    states = ["warm", "cold"] if cache == "both" else [cache]
+    assert [(run["cache"], run["run"]) for run in record["runs"]] == [(state, 1) for state in states]
     for run in record["runs"]:
-        phases = dict(run["phases"])
-        assert run["seconds"] == phases.pop("load") == pytest.approx(sum(phases.values()))
-        assert phases["re-lay"] > 0
-    assert set(record["limits_gb_per_s"]) == {"fresh", "copy"}
-    assert "tiny.gguf" in text
+        phases = run["phases"]
+        assert run["seconds"] == pytest.approx(sum(phases.values()))
+        assert min(phases["read"], phases["pack"]) > 0
+        assert phases["upload"] == phases["transcode"] == 0
+        assert run["peak_gb"] >= run["stays_gb"]
+    assert set(record["limits_gb_per_s"]) - {"disk"} == {"cache", "fresh", "copy"}
+    assert ("disk" in record["limits_gb_per_s"]) == ("cold" in states)
+    assert path.name in text
 
 
 def test_serving(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +239,8 @@ def test_a_server_that_does_not_start_says_why() -> None:
         (["operations", "--size", "300"], "--size must be a multiple of 256"),
         (["sampling", "--vocab", "0"], "--vocab must be at least 1"),
         (["scheduler", "--steps", "1"], "--steps must be at least 2"),
-        (["loading", "--runs", "0"], "--runs must be at least 1"),
-        (["loading", "."], "name it as MODEL or with --gguf_path"),
+        (["load", "--runs", "0"], "--runs must be at least 1"),
+        (["load", "/no/such/model"], "/no/such/model"),
         (["serving", "--concurrency", "0"], "--concurrency must be positive numbers"),
         (["serving", "--max_tokens", "0"], "--max_tokens must be at least 1"),
         (["soak", "--seconds", "nan"], "--seconds must be at least 0"),

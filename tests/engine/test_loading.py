@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QuantType
+
+from ktransformers.bench.load_files import FileFormat, FileShape, write_files
+from ktransformers.config import EngineConfig
+from ktransformers.engine import builder
+from ktransformers.optimize import apply
+from ktransformers.weights.read_ahead import ReadAhead
+from tests.support.mapped_memory import cached_bytes, settled
 
 LAYERS, HIDDEN, EXPERTS, WIDTH, VOCAB = 12, 512, 16, 256, 8192
 
@@ -34,7 +43,7 @@ def measured(model, plan, source, *rest):
                  tensors=len(list(source.stored_names())))
 
 builder.load_plan = measured
-engine = builder.build_engine(EngineConfig(gguf_path=Path(sys.argv[1]), cpu_infer=2, cache_lens=64))
+engine = builder.build_engine(EngineConfig(**{sys.argv[2]: Path(sys.argv[1])}, cpu_infer=2, cache_lens=64))
 print(json.dumps(found))
 engine.close()
 """
@@ -90,15 +99,61 @@ def write_model(path: Path, qtype: QuantType) -> None:
     writer.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about memory")
+def measured(path: Path, flag: str) -> dict[str, int]:
+    """What MEASURE finds."""
+    command = [sys.executable, "-c", MEASURE, str(path), flag]
+    found: dict[str, int] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about memory")
+
+
+@linux_only
 @pytest.mark.parametrize("qtype", [QuantType.Q5_0, QuantType.Q3_K], ids=lambda qtype: qtype.name)
 def test_transcoded_weights_hold_what_was_planned(qtype: QuantType, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_model(path, qtype)
-    command = [sys.executable, "-c", MEASURE, str(path)]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = measured(path, "gguf_path")
     # Two pages at the edges of a tensor in the file, two at those of its re-laid form; objects of Python and stacks.
     margin = found["tensors"] * 4 * 4096 + (8 << 20)
     assert found["planned"] > 4 * margin
     assert 0.9 * found["planned"] < found["held"] < found["planned"] + margin
     assert found["peak"] < 1.1 * found["planned"] + margin
+
+
+@linux_only
+@pytest.mark.parametrize(("kind", "flag"), [("gguf", "gguf_path"), ("fp8", "model_path")])
+def test_large_matrices_are_in_memory_once(kind: FileFormat, flag: str, tmp_path: Path) -> None:
+    """Tensors of 20 to 30 MB, any of which would be seen if it were there twice, in a model of 70 or 100."""
+    shape = FileShape(layers=1, hidden=1024, experts=32, width=1024, heads=8, vocab=1024)
+    found = measured(write_files(tmp_path, shape, kind), flag)
+    assert 0.95 * found["planned"] < found["held"]
+    assert found["peak"] < 1.1 * found["held"]
+
+
+@linux_only
+@pytest.mark.parametrize("share", [0.0, 1e6])
+def test_files_stay_in_the_systems_cache_where_ram_holds_them_too(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(apply, "_CACHE_SHARE", share)
+    monkeypatch.setattr(apply, "ReadAhead", partial(ReadAhead, distance=-(1 << 40)))  # it may be late
+    shape = FileShape(layers=1, hidden=512, experts=32, width=512, heads=4, vocab=512)
+    path = settled(write_files(tmp_path, shape, "gguf"))
+    inner, cached = builder.load_plan, list[int]()
+
+    def load_plan(*args: Any) -> None:
+        inner(*args)
+        cached.append(cached_bytes(path))  # what identifies the model is read later
+
+    monkeypatch.setattr(builder, "load_plan", load_plan)
+    with caplog.at_level("INFO"):
+        builder.build_engine(EngineConfig(gguf_path=path, cpu_infer=1, cache_lens=64)).close()
+    said = "what is loaded leaves the system's cache" in caplog.text
+    if share:
+        assert not said
+        assert cached[0] >= path.stat().st_size
+    else:
+        assert said
+        assert cached[0] < path.stat().st_size / 2  # a system drops whole runs of pages only

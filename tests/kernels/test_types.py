@@ -23,6 +23,10 @@ def test_views_share_memory_and_know_their_place():
     second = raw.select(1)
     assert second.shape == (3, 32)
     assert second.data.data_ptr() == data.data_ptr() + 3 * 34
+    for one, other in zip(raw.unbind(), (raw.select(i) for i in range(4)), strict=True):
+        assert (one.data.data_ptr(), one.shape) == (other.data.data_ptr(), other.shape)
+    with pytest.raises(IndexError, match="two dimensions"):
+        RawTensor(data[:34], QuantType.Q8_0, (32,)).unbind()
     assert raw.rows_slice(2, 5).data.data_ptr() == data.data_ptr() + 2 * 34
     assert raw.rows_slice(2, 5).shape == (3, 32)
     assert raw.reshape((12, 32)).shape == (12, 32)

@@ -18,10 +18,13 @@ from ktransformers.kernels.types import Fp8Matrix, OwnType, PackedTensor, QuantT
 __all__ = [
     "PACKED_TYPES",
     "can_pack",
+    "copy_parts",
     "empty_bytes",
+    "let_go",
     "pack",
     "pack_all",
     "pack_fp8",
+    "pack_times",
     "packed_nbytes",
     "page_out",
     "transcode_blocks",
@@ -72,11 +75,14 @@ def pack_all(
 
     out: uint8 [count * packed_nbytes(...)]. Much faster than one by one where there are many threads.
     """
-    qtype, (rows, cols) = weights[0].qtype, weights[0].shape
-    for index, weight in enumerate(weights):
-        _check_packable(f"weights[{index}]", weight, pool)
-        if weight.qtype is not qtype or weight.shape != (rows, cols):
+    qtype, shape = weights[0].qtype, weights[0].shape
+    _check_packable("weights[0]", weights[0], pool)
+    for index, weight in enumerate(weights):  # of a model with many small experts this is most of what Python does
+        if weight.qtype is not qtype or weight.shape != shape:
             raise ValueError(f"weights[{index}] is {weight.qtype.name} {list(weight.shape)}, weights[0] is not")
+        if not (weight.data if isinstance(weight, RawTensor) else weight.values).is_cpu:
+            _check_packable(f"weights[{index}]", weight, pool)
+    rows, cols = shape
     size = packed_nbytes(qtype, rows, cols)
     data = empty_bytes(len(weights) * size, pool) if out is None else out
     check_tensor("out", data, (len(weights) * size,), torch.uint8)
@@ -86,8 +92,7 @@ def pack_all(
     else:
         addresses = [w.data.data_ptr() for w in weights if isinstance(w, RawTensor)]
         extension.pack(pool.handle, addresses, int(qtype), rows, cols, data.data_ptr())
-    parts = (data[index * size : (index + 1) * size] for index in range(len(weights)))
-    return [PackedTensor(part, qtype, (rows, cols)) for part in parts]
+    return [PackedTensor(part, qtype, (rows, cols)) for part in data.view(len(weights), size).unbind(0)]
 
 
 def _check_packable(name: str, weight: RawTensor | Fp8Matrix, pool: WorkerPool) -> None:
@@ -123,9 +128,38 @@ def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
     return data
 
 
+def copy_parts(parts: Sequence[Tensor], pool: WorkerPool, out: Tensor) -> Tensor:
+    """uint8 `parts` side by side in `out` [bytes], which is returned. Those of mapped files are read from the file.
+
+    Parts are contiguous, and none of them in `out`. RuntimeError when a file cannot be read.
+    """
+    for index, part in enumerate(parts):
+        check_tensor(f"parts[{index}]", part, (None,) * part.dim(), torch.uint8)
+    check_tensor("out", out, (sum(part.numel() for part in parts),), torch.uint8)
+    extension.copy_parts(pool.handle, [(part.data_ptr(), part.numel()) for part in parts], out.data_ptr())
+    return out
+
+
+def pack_times() -> tuple[float, float]:
+    """Seconds that all threads of this process took so far to read what was packed or copied, and to pack it."""
+    read, packed = extension.pack_times()
+    return read / 1e9, packed / 1e9
+
+
+def let_go(weights: Sequence[RawTensor | Fp8Matrix]) -> None:
+    """`page_out` of weights that were packed or copied, where that left something behind.
+
+    That is scales of FP8 matrices, which are read through the map, and all where files leave the system's cache.
+    """
+    if pages.is_cache_dropped() or any(isinstance(weight, Fp8Matrix) for weight in weights[:1]):
+        page_out(*weights)
+
+
 def page_out(*weights: RawTensor | Fp8Matrix) -> None:
     """Give the memory under weights that were read back to the system, if they lie in a file: see `pages.page_out`."""
-    pages.page_out(weight.values if isinstance(weight, Fp8Matrix) else weight.data for weight in weights)
+    fp8 = [weight for weight in weights if isinstance(weight, Fp8Matrix)]
+    raw = [weight.data for weight in weights if isinstance(weight, RawTensor)]
+    pages.page_out([*raw, *(weight.values for weight in fp8), *(weight.scales for weight in fp8)])
 
 
 def transcode_blocks(rows: Tensor, qtype: QuantType, out: Tensor) -> None:

@@ -9,13 +9,24 @@ import ctypes
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import Tensor
 
 from ktransformers.kernels.extension import extension
 
-__all__ = ["PAGE", "advise_huge_pages", "note_mapping", "page_out", "read_ahead", "trim_heap"]
+__all__ = [
+    "PAGE",
+    "advise_huge_pages",
+    "is_cache_dropped",
+    "note_mapping",
+    "page_out",
+    "read_ahead",
+    "trim_heap",
+    "without_cache",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +34,30 @@ PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 
+_drops_cache: ContextVar[bool] = ContextVar("drops_cache", default=False)
+
 _mappings: dict[int, int] = {}
 """Address and bytes of every file that is mapped."""
 
 
-def note_mapping(data: Tensor, owner: object) -> None:
-    """Say that the storage of `data` is a file mapped read-only, for as long as `owner` lives."""
+def note_mapping(data: Tensor, owner: object, fd: int) -> None:
+    """Say that the storage of `data` is the open file `fd` mapped read-only, for as long as `owner` lives.
+
+    What is packed or copied is read from the file then, not through the map. Raises OSError when the system has no
+    descriptor left, of which the file keeps one.
+    """
     start = data.untyped_storage().data_ptr()
+    try:
+        extension.note_file(start, data.untyped_storage().nbytes(), fd)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
     _mappings[start] = data.untyped_storage().nbytes()
-    weakref.finalize(owner, _mappings.pop, start, None)
+    weakref.finalize(owner, _forget, start)
+
+
+def _forget(start: int) -> None:
+    _mappings.pop(start, None)
+    extension.forget_file(start)
 
 
 def _is_mapped(data: Tensor) -> bool:
@@ -59,11 +85,30 @@ def advise_huge_pages(data: Tensor) -> None:
     _advise(-(-start // _HUGE_PAGE) * _HUGE_PAGE, (start + data.numel()) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
 
 
+@contextmanager
+def without_cache(is_dropped: bool = True) -> Iterator[None]:
+    """While it is open, what this thread pages out leaves the system's cache too, if is_dropped.
+
+    For weights that RAM cannot hold beside their file: short of memory, the system would rather let go of parts of the
+    file that are still to be read, for what was read twice looks as if it were needed again.
+    """
+    before = _drops_cache.set(is_dropped)
+    try:
+        yield
+    finally:
+        _drops_cache.reset(before)
+
+
+def is_cache_dropped() -> bool:
+    """Whether `without_cache` holds here."""
+    return _drops_cache.get()
+
+
 def page_out(parts: Iterable[Tensor]) -> None:
     """Take the pages under views of mapped files out of this process's memory, for they are not needed any more.
 
-    They stay readable, and in the system's cache of the file as long as it has room: the next start finds them there.
-    Tensors that are in no file are left alone.
+    They stay readable, and in the system's cache of the file as long as it has room, so that the next start finds them
+    there; see `without_cache`. Tensors that are in no file are left alone.
     """
     ranges = sorted(
         (part.data_ptr() // PAGE * PAGE, -(-(part.data_ptr() + part.nbytes) // PAGE) * PAGE)
@@ -75,6 +120,8 @@ def page_out(parts: Iterable[Tensor]) -> None:
         while ranges and ranges[0][0] <= end:
             end = max(end, ranges.pop(0)[1])
         _advise(first, end, _MADV_DONTNEED)
+        if is_cache_dropped() and end - first > 2 * PAGE:  # small neighbours in the first and last page are needed yet
+            extension.drop_cached(first + PAGE, end - first - 2 * PAGE)
 
 
 def read_ahead(part: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.relay import FP8_COLUMNS, READ_TYPES, GpuLayout, layout_nbytes, relay
 from ktransformers.kernels.types import (
@@ -25,6 +26,7 @@ from ktransformers.kernels.types import (
 )
 from ktransformers.operators.device import Device
 from ktransformers.operators.linear.matrix import gpu_layout, relaid
+from ktransformers.operators.linear.upload import upload
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
 __all__ = ["GpuExperts", "bias_nbytes", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
@@ -74,8 +76,8 @@ def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
     return total
 
 
-def _matrices(weights: Sequence[ExpertWeight], device: Device) -> ExpertMatrices:
-    """One projection of all experts on the device. The pages of the file are given back."""
+def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool) -> ExpertMatrices:
+    """One projection of all experts on the device."""
     fp8 = [weight for weight in weights if isinstance(weight, Fp8Matrix)]
     raw = [weight for weight in weights if isinstance(weight, RawTensor)]
     assert len(weights) in (len(fp8), len(raw)), "experts of one type, in rows as their file has them"
@@ -84,14 +86,15 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device) -> ExpertMatrices
     nbytes = layout_nbytes(qtype, rows, cols, layout)
     data = torch.empty(len(weights), nbytes, dtype=torch.uint8, device=device.torch_device)
     for slot, weight in enumerate(fp8):
-        data[slot] = relaid(weight, device)
+        data[slot] = relaid(weight, device, pool)
     step = max(_AT_ONCE // weights[0].nbytes, 1)
     for first in range(0, len(raw), step):
-        some = torch.stack([one.data for one in raw[first : first + step]]).to(device.torch_device)
+        parts = [one.data for one in raw[first : first + step]]
+        some = upload(parts, device.torch_device, pool).view(len(parts), -1)
         if layout == GpuLayout.PLANES:
             some = relay(some, raw[0].qtype, rows, cols)
         data[first : first + step] = some.view(-1, nbytes)
-    cpu.page_out(*fp8, *raw)
+    cpu.let_go([*fp8, *raw])
     return ExpertMatrices(data, qtype, rows, cols, layout)
 
 
@@ -106,10 +109,10 @@ class GpuExperts:
     between: Between
 
     @classmethod
-    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: Device) -> GpuExperts:
+    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: Device, pool: WorkerPool) -> GpuExperts:
         """Bring one layer's experts to a GPU."""
         assert weights.gate is not None
-        gate, up, down = (_matrices(part, device) for part in (weights.gate, weights.up, weights.down))
+        gate, up, down = (_matrices(part, device, pool) for part in (weights.gate, weights.up, weights.down))
         return cls(device, gate, up, down, Between.of(weights, activation, device.torch_device))
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -222,14 +222,14 @@ class KTransformersExperts(Operator):
     @override
     def load(self, source: WeightSource) -> None:
         weights, norm = source.experts(self.key, self.layout, self.config.cpu_quant), self._norm_state()
+        pool = self.config.require_pool()
         if norm is not None:
             norm.load(source)
         if self.device.is_gpu:
             assert self.activation is not None, "the constructor refuses such experts"
-            self._gpu = GpuExperts.of(weights, self.activation, self.device)
+            self._gpu = GpuExperts.of(weights, self.activation, self.device, pool)
             self.config.expert_stats.watch_gpu(self._usage())
             return
-        pool = self.config.require_pool()
         is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
         is_pinned = is_streamed and self.streamed_nbytes(source) is not None
         self._weights = pack_experts(weights, pool, self.products, is_pinned=is_pinned)

@@ -25,6 +25,7 @@ from ktransformers.kernels.triton.relay import (
 )
 from ktransformers.kernels.types import Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 from ktransformers.operators.device import Device
+from ktransformers.operators.linear.upload import upload
 
 __all__ = [
     "DenseMatrix",
@@ -115,7 +116,10 @@ def gpu_layout(qtype: WeightType, rows: int, cols: int) -> GpuLayout:
 def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.Tensor:
     """`weight` on `device` in its type, with the weight's shape; widened on the CPU piece by piece."""
     if weight.qtype in _FLOATS:
-        return weight.data.view(_FLOATS[weight.qtype]).view(weight.shape).to(device.torch_device, device.dtype)
+        dtype = _FLOATS[weight.qtype]
+        if dtype == device.dtype:
+            return upload([weight.data], device.torch_device, pool).view(dtype).view(weight.shape)
+        return weight.data.view(dtype).view(weight.shape).to(device.torch_device, device.dtype)
     out = torch.empty(weight.rows, weight.cols, dtype=device.dtype, device=device.torch_device)
     step, flat = max(_PIECE // weight.cols, 1), weight.reshape((weight.rows, weight.cols))
     for start in range(0, weight.rows, step):
@@ -124,24 +128,25 @@ def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.T
     return out.view(weight.shape)
 
 
-def relaid(weight: RawTensor | Fp8Matrix, device: Device) -> torch.Tensor:
+def relaid(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> torch.Tensor:
     """The bytes of a matrix [N, K] on the device, in the layout that `gpu_layout` says."""
     if isinstance(weight, Fp8Matrix):
-        return relay_fp8(weight.to(device.torch_device))
-    data = weight.data.to(device.torch_device)
+        values = upload([weight.values], device.torch_device, pool).view(weight.shape)
+        return relay_fp8(Fp8Matrix(values, weight.scales.to(device.torch_device)))
+    data = upload([weight.data], device.torch_device, pool)
     return relay(data, weight.qtype, *weight.shape) if can_relay(weight.qtype, *weight.shape) else data
 
 
 def gpu_matrix(
     weight: RawTensor | Fp8Matrix, bias: torch.Tensor | None, device: Device, pool: WorkerPool, is_dense_wanted: bool
 ) -> GpuMatrix:
-    """Bring a matrix [N, K] to a GPU. The pages of the file it was read from are given back."""
+    """Bring a matrix [N, K] to a GPU. Pages of a file that were read through its map are given back."""
     rows, cols = weight.shape
     if isinstance(weight, RawTensor) and not stays_quantized(weight.qtype, is_dense_wanted):
         made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.take(bias))
         cpu.page_out(weight)
         return made
-    data, layout = relaid(weight, device), gpu_layout(weight.qtype, rows, cols)
-    cpu.page_out(weight)
+    data, layout = relaid(weight, device, pool), gpu_layout(weight.qtype, rows, cols)
+    cpu.let_go([weight])
     bias = None if bias is None else bias.to(device.torch_device)
     return QuantizedMatrix(device, data, weight.qtype, rows, cols, layout, bias)

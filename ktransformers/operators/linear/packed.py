@@ -1,8 +1,8 @@
 """Weights in the form that the native kernels read fastest, made once while loading.
 
 A matrix that cpu.can_pack allows is packed (cpu.pack): quantized ones, and BF16 where it is to be multiplied in
-bf16; so is an FP8 one (cpu.pack_fp8). Everything else stays as it is. The pages of the file that were read are given
-back, so that memory holds each weight once.
+bf16; so is an FP8 one (cpu.pack_fp8). Everything else stays as it is. What is packed is read from the file a piece at a
+time, so that memory holds each weight once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.packing import TILE_ROWS
 from ktransformers.kernels.types import (
-    FP8_BLOCK,
     ExpertWeight,
     ExpertWeights,
     Fp8Matrix,
@@ -37,7 +35,7 @@ __all__ = ["CpuProducts", "pack_experts", "pack_matrix", "resident_nbytes"]
 _PRECISE = re.compile(r"(^|\.)(\w*attn|\w*attention|gate|router)(\.|$)")
 """Names of attention and routers, and of what is in them."""
 _PIECE = 32 << 20
-"""Bytes of weights that are in memory twice while they are packed, or, where that is more, _SHARE for each thread."""
+"""Bytes of weights made on demand that are in memory twice, or, where that is more, _SHARE for each thread."""
 _SHARE = 8 << 20
 
 
@@ -94,12 +92,8 @@ def pack_matrix(
         return weight
     rows, cols = weight.shape
     data = cpu.empty_bytes(cpu.packed_nbytes(weight.qtype, rows, cols), pool)
-    unit = FP8_BLOCK if isinstance(weight, Fp8Matrix) else TILE_ROWS
-    step = max(_PIECE // max(weight.nbytes // max(rows, 1), 1) // unit, 1) * unit
-    for start in range(0, rows, step):  # piece by piece: an LM head of its own is a good part of a small model
-        stop = min(start + step, rows)
-        first = cpu.packed_nbytes(weight.qtype, start, cols)
-        _pack(weight.rows_slice(start, stop), pool, data[first : cpu.packed_nbytes(weight.qtype, stop, cols)])
+    cpu.pack_all([weight], pool, data)
+    cpu.let_go([weight])
     return PackedTensor(data, weight.qtype, (rows, cols), products.wants_bf16)
 
 
@@ -111,38 +105,31 @@ def _is_packed(weight: ExpertWeight, pool: WorkerPool, takes_bf16: bool) -> Type
     return isinstance(weight, Fp8Matrix)
 
 
-def _pack(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -> PackedTensor:
-    made = cpu.pack_fp8(weight, pool, out) if isinstance(weight, Fp8Matrix) else cpu.pack(weight, pool, out)
-    cpu.page_out(weight)
-    return made
-
-
 def _packed_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[PackedTensor]:
-    """All side by side in one buffer, several at a time."""
+    """All side by side in one buffer: in one job, but several at a time where they are made on demand."""
     rows, cols = weights[0].shape
     nbytes = cpu.packed_nbytes(weights[0].qtype, rows, cols)
     buffer = cpu.empty_bytes(len(weights) * nbytes, pool)
-    at_once = max(max(_PIECE, _SHARE * pool.num_threads) // max(weights[0].nbytes, 1), 1)
+    at_once = len(weights)
+    if not isinstance(weights, list):
+        at_once = max(max(_PIECE, _SHARE * pool.num_threads) // max(weights[0].nbytes, 1), 1)
     made = list[PackedTensor]()
     for first in range(0, len(weights), at_once):
-        some = [weight for weight in weights[first : first + at_once] if _is_packed(weight, pool, takes_bf16=True)]
+        some = [weight for weight in weights[first : first + at_once] if isinstance(weight, RawTensor | Fp8Matrix)]
         made += cpu.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
-        cpu.page_out(*some)
+        cpu.let_go(some)
     assert len(made) == len(weights), "all experts of a projection share one type"
     return made
 
 
 def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[ExpertWeight]:
     """One projection of all experts as they are, side by side in one buffer."""
-    buffer = cpu.empty_bytes(sum(weight.nbytes for weight in weights), pool)
-    made, at = list[ExpertWeight](), 0
-    for weight in weights:
-        assert isinstance(weight, RawTensor)
-        data = buffer[at : at + weight.nbytes].copy_(weight.data)
-        made.append(replace(weight, data=data))
-        cpu.page_out(weight)
-        at += weight.nbytes
-    return made
+    raw = [weight for weight in weights if isinstance(weight, RawTensor)]
+    assert len(raw) == len(weights), "FP8 matrices are packed"
+    nbytes = [weight.nbytes for weight in raw]
+    buffer = cpu.copy_parts([weight.data for weight in raw], pool, cpu.empty_bytes(sum(nbytes), pool))
+    cpu.let_go(raw)
+    return [replace(weight, data=data) for weight, data in zip(raw, torch.split(buffer, nbytes), strict=True)]
 
 
 def _projection(
@@ -154,7 +141,8 @@ def _projection(
     if not _is_packed(weights[0], pool, products.takes_bf16):
         kept = weights if isinstance(weights, list) else weights[:]  # of what is made on demand
         return _copied_all(kept, pool) if is_pinned else kept
-    return [replace(made, wants_bf16=products.wants_bf16) for made in _packed_all(weights, pool)]
+    made = _packed_all(weights, pool)
+    return [replace(one, wants_bf16=True) for one in made] if products.wants_bf16 else made
 
 
 def pack_experts(

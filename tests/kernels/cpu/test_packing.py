@@ -95,3 +95,50 @@ def test_unlike_matrices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weights\[1\] is Q8_0 \[16, 64\], weights\[0\] is not"):
         cpu.pack_all([first, random_blocks(QuantType.Q8_0, 16, 64, 1)], pool)
     pool.close()
+
+
+def steps_of(codes: Bytes) -> Bytes:
+    """Codes [16, 256] as lines of 4 columns of 16 rows: [64, 64]."""
+    return codes.reshape(16, 64, 4).transpose(1, 0, 2).reshape(64, 64)
+
+
+def codes_of_256(block: Bytes, qtype: QuantType) -> Bytes:
+    """The 256 codes of each of 16 blocks, as ggml has them: two runs of 32 columns in the same bytes."""
+    if qtype is QuantType.Q6_K:
+        halves = []
+        for half in range(2):
+            low, upper = block[:, 64 * half : 64 * half + 64], block[:, 128 + 32 * half : 160 + 32 * half]
+            nibbles = [low[:, :32] & 15, low[:, 32:] & 15, low[:, :32] >> 4, low[:, 32:] >> 4]
+            halves += [nibbles[part] | (upper >> 2 * part & 3) << 4 for part in range(4)]
+        return np.concatenate(halves, axis=1)
+    first = {QuantType.Q4_K: 16, QuantType.Q5_K: 48}[qtype]
+    parts = []
+    for part in range(8):
+        nibbles = block[:, first + 32 * (part // 2) : first + 32 + 32 * (part // 2)] >> 4 * (part % 2) & 15
+        fifth = block[:, 16:48] >> part & 1 if qtype is QuantType.Q5_K else np.zeros_like(nibbles)
+        parts.append(nibbles | fifth << 4)
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("isa", [*cpu.available_isas(), Isa.AMX_EMULATED])
+@pytest.mark.parametrize("qtype", [QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K])
+def test_lines_of_256_lie_as_they_are_described(isa: Isa, qtype: QuantType) -> None:
+    pool, weight = WorkerPool(1, isa), random_blocks(qtype, 16, 256, 5)
+    made = cpu.pack(weight, pool).data.numpy()
+    steps = steps_of(codes_of_256(weight.data.numpy().reshape(16, -1), qtype))
+    head, scales = (64, 256) if qtype is QuantType.Q6_K else (0, 320)
+    lines, upper = made[head + scales : head + scales + 2048].reshape(32, 64), made[head + scales + 2048 :]
+    for g in range(4):
+        for i in range(8):
+            low, high = steps[16 * g + i], steps[16 * g + 8 + i]
+            assert np.array_equal(lines[8 * g + i], low & 15 | (high & 15) << 4)
+        if qtype is QuantType.Q5_K:
+            for half in range(2):
+                want = sum((steps[16 * g + 8 * half + i] >> 4) << i for i in range(8))
+                assert np.array_equal(upper.reshape(8, 64)[2 * g + half], want)
+        if qtype is QuantType.Q6_K:
+            for i in range(4):
+                want = sum((steps[16 * g + 4 * j + i] >> 4) << 2 * j for j in range(4))
+                assert np.array_equal(upper.reshape(16, 64)[4 * g + i], want)
+    assert len(upper) == {QuantType.Q4_K: 0, QuantType.Q5_K: 512, QuantType.Q6_K: 1024}[qtype]
+    pool.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
 import os
 import sys
 from pathlib import Path
@@ -14,30 +12,11 @@ import torch
 
 from ktransformers.kernels.cpu import pages
 from ktransformers.weights.mapped_file import map_file
+from tests.support.mapped_memory import cached_bytes, mapped_bytes
 
 NBYTES = 8 << 20
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about pages")
-
-
-def rss_of_mapping(path: Path) -> int:
-    """Bytes of the file's mapping that are in this process's memory."""
-    total, is_ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            is_ours = line.endswith(str(path))
-        elif is_ours and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
-
-
-def cached_bytes(path: Path) -> int:
-    """Bytes of the file in the system's cache: mincore()."""
-    with path.open("rb") as file:
-        data = torch.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
-    states = (ctypes.c_ubyte * (data.numel() // pages.PAGE))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel()), states) == 0
-    return sum(state & 1 for state in states) * pages.PAGE
 
 
 @pytest.fixture
@@ -54,10 +33,10 @@ def file(tmp_path: Path) -> Path:
 def test_what_was_read_leaves_the_process_and_stays_in_the_cache(file: Path) -> None:
     data = map_file(file)
     want = int(data.to(torch.int64).sum())
-    assert rss_of_mapping(file) == NBYTES
+    assert mapped_bytes(file) == NBYTES
     halves = data[: NBYTES // 2], data[NBYTES // 2 :]
     pages.page_out(halves)
-    assert rss_of_mapping(file) == 0
+    assert mapped_bytes(file) == 0
     assert cached_bytes(file) == NBYTES
     assert int(data.to(torch.int64).sum()) == want
 
