@@ -140,6 +140,12 @@ void bind_linear(nb::module_& m) {
   m.def(
       "read_ahead", [](Address data, int64_t bytes) { kt::read_ahead(at<const uint8_t>(data), bytes); },
       nb::arg("data"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "set_grid",
+      [](int type, const nb::bytes& values) {
+        kt::set_grid(type, reinterpret_cast<const uint8_t*>(values.c_str()), values.size());
+      },
+      nb::arg("type"), nb::arg("values"));
   m.def("trim_heap", &kt::trim_heap, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "batched_linear",
