@@ -36,6 +36,8 @@ _IQ1_M = 29
 # ggml type numbers of gate, up and down.
 _TYPES = {"q4_k_m": (12, 12, 14), "q4_k": (12,) * 3, "q5_k": (13,) * 3, "q6_k": (14,) * 3, "q8_0": (8,) * 3}
 _TYPES |= {"q4_0": (2,) * 3, "iq4_xs": (23,) * 3, "mxfp4": (39,) * 3, "bf16": (30,) * 3}
+_TYPES |= {"iq2_xxs": (16,) * 3, "iq2_xs": (17,) * 3, "iq3_xxs": (18,) * 3, "iq1_s": (19,) * 3, "iq3_s": (21,) * 3}
+_TYPES |= {"iq2_s": (22,) * 3, "iq1_m": (29,) * 3}
 _CPU_DEVICE = 0
 _LOG_ERROR = 4
 

@@ -1,4 +1,4 @@
-"""The tables that codes of IQ1, IQ2 and IQ3 stand for, from the gguf package to the extension (csrc/runtime/grids.h)."""
+"""Hands over the tables that codes of IQ1, IQ2 and IQ3 stand for, from the gguf package to csrc/runtime/grids.h."""
 
 from __future__ import annotations
 
