@@ -122,13 +122,13 @@ struct FormatIQ1M {
   }
 };
 
-inline const uint64_t* grid_of(FormatIQ2XXS) { return grid_tables.iq2_xxs; }
-inline const uint64_t* grid_of(FormatIQ2XS) { return grid_tables.iq2_xs; }
-inline const uint64_t* grid_of(FormatIQ2S) { return grid_tables.iq2_s; }
-inline const uint32_t* grid_of(FormatIQ3XXS) { return grid_tables.iq3_xxs; }
-inline const uint32_t* grid_of(FormatIQ3S) { return grid_tables.iq3_s; }
-inline const uint64_t* grid_of(FormatIQ1S) { return grid_tables.iq1; }
-inline const uint64_t* grid_of(FormatIQ1M) { return grid_tables.iq1; }
+inline const auto& grid_of(FormatIQ2XXS) { return grid_tables.iq2_xxs; }
+inline const auto& grid_of(FormatIQ2XS) { return grid_tables.iq2_xs; }
+inline const auto& grid_of(FormatIQ2S) { return grid_tables.iq2_s; }
+inline const auto& grid_of(FormatIQ3XXS) { return grid_tables.iq3_xxs; }
+inline const auto& grid_of(FormatIQ3S) { return grid_tables.iq3_s; }
+inline const auto& grid_of(FormatIQ1S) { return grid_tables.iq1; }
+inline const auto& grid_of(FormatIQ1M) { return grid_tables.iq1; }
 
 // What differs between the types beside their layout: columns of a code, sub-blocks, what d is multiplied with.
 struct GridSpec {
@@ -153,7 +153,7 @@ template <class F> void dequantize_grid_row(const uint8_t* row, int64_t k, float
     const float d = half_to_float(block.d) * spec.factor;
     for (int i = 0; i < 256; ++i) {
       uint8_t values[8];
-      std::memcpy(values, &grid_of(F{})[block.codes[i / spec.cols]], spec.cols);
+      std::memcpy(values, &grid_of(F{}).entries[block.codes[i / spec.cols]], spec.cols);
       int value = static_cast<int8_t>(values[i % spec.cols]);
       if (spec.has_delta)
         value += 1 - 2 * block.deltas[i / 8];

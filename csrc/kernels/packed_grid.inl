@@ -3,9 +3,8 @@
 // gemm.inl, with q the signed value of the grid, 2 s + 1 for the scale and d times a power of two: all exact.
 //
 // A block has 8 parts of 32 columns, one line of codes (IQ3: two) each and, but for IQ1, one of signs; what does not
-// fill bytes stands behind them. Bytes 16 j + r of a line of codes are code j of row r, bytes 4 r + j of a line of
-// signs the signs of columns 8 j .. 8 j + 7 of row r. Where a file has 7 of 8 signs, the last bit of such a byte holds
-// something else.
+// fill bytes stands behind them. Byte 4 r + j of a line of codes is code j of row r, of a line of signs it is the signs
+// of columns 8 j .. 8 j + 7. Where a file has 7 of 8 signs, the last bit of such a byte holds something else.
 //
 //   IQ2_XXS  parts (codes, signs); scale: 4 last bits of a row's signs                            66 B a row and block
 //   IQ2_XS   parts (codes, signs); upper bits of codes: last bits of signs; scales                74 B
@@ -19,7 +18,7 @@
 // Scales: bytes of 16 rows, for sub-blocks 2 s (lower 4 bits) and 2 s + 1.
 //
 // A block is looked up once, into lines of int8, which all tokens of the call read from the first-level cache. Codes go
-// through integer registers: eight bytes an access are no slower than gathers.
+// through integer registers, which is no slower than gathers, or through permutations (grid_vbmi.inl).
 
 namespace {
 
@@ -84,18 +83,22 @@ template <class P> inline wb grid_upper(const uint8_t* p, int s, int m) {
   return bits_from(load_wb(at + 64 * (s / 2)), s % 2 * 4, 7);
 }
 
+// 64 codes, 4 of each row, to lines of entries of 16 rows.
 template <class Entry, class Index> inline void look_up(const Entry* grid, const Index* codes, uint8_t* out) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 64; ++i) {
-    size_t code = codes[i];
-    asm("" : "+r"(code));  // keeps compilers from gathers
-    std::memcpy(out + i * sizeof(Entry), grid + code, sizeof(Entry));
-  }
+  constexpr int bytes = static_cast<int>(sizeof(Entry));
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      size_t code = codes[4 * r + j];
+      asm("" : "+r"(code));  // keeps compilers from gathers
+      std::memcpy(out + (16 * j + r) * bytes, grid + code, sizeof(Entry));
+    }
 }
 
 // Values of part s, unsigned or 8 times those of IQ1: entries of 16 rows, code by code.
 template <class P> inline void look_up_part(const uint8_t* p, int s, uint8_t* w) {
-  const auto* grid = grid_of(typename P::Format{});
+  const auto* grid = grid_of(typename P::Format{}).entries;
   for (int m = 0; m < P::code_bytes / 64; ++m) {
     const uint8_t* codes = p + P::part_bytes * s + 64 * m;
     uint8_t* out = w + 256 * m;
@@ -136,10 +139,8 @@ struct DeltaTable {
 };
 template <uint8_t FLIP> constexpr DeltaTable kDelta{FLIP};
 
-// Lines 2 J and 2 J + 1 of part: looked up before, now with signs (or delta) and `FLIP`. x: see grid_signs.
-template <class P, uint8_t FLIP, int J> inline void finish_lines(wb x, uint8_t* w) {
-  wb first = load_wb(w + 128 * J), second = load_wb(w + 128 * J + 64);
-  if constexpr (P::spec.cols == 8) split_pairs(first, second, &first, &second);
+// Lines 2 J and 2 J + 1 of a part as they were looked up, now with signs (or delta) and `FLIP`. x: see grid_signs.
+template <class P, uint8_t FLIP, int J> inline void finish_lines(wb x, wb first, wb second, uint8_t* w) {
   if constexpr (P::spec.has_delta) {
     const wb delta = lookup16(spread_byte<(P::scales == GridScales::Nibble ? 3 : J)>(x), kDelta<FLIP>.v);
     first = add_bytes(first, delta);
@@ -184,12 +185,13 @@ template <class P> inline void store_grid_scales(const uint8_t* p, int s, int32_
 }
 
 // Part s of a block as 8 lines of int8 with `FLIP`; to be called after look_up_part.
-template <class P, uint8_t FLIP> inline void finish_part(const uint8_t* p, int s, uint8_t* w) {
-  const wb x = grid_signs<P>(p, s);
-  finish_lines<P, FLIP, 0>(x, w);
-  finish_lines<P, FLIP, 1>(x, w);
-  finish_lines<P, FLIP, 2>(x, w);
-  finish_lines<P, FLIP, 3>(x, w);
+template <class P, uint8_t FLIP, int J = 0> inline void finish_part(const uint8_t* p, int s, uint8_t* w) {
+  if constexpr (J < 4) {
+    wb first = load_wb(w + 128 * J), second = load_wb(w + 128 * J + 64);
+    if constexpr (P::spec.cols == 8) split_pairs(first, second, &first, &second);
+    finish_lines<P, FLIP, J>(grid_signs<P>(p, s), first, second, w);
+    finish_part<P, FLIP, J + 1>(p, s, w);
+  }
 }
 
 struct GridStage {
@@ -197,12 +199,26 @@ struct GridStage {
   alignas(64) int32_t sc[16 * 16];        // [sub-block][row]
 };
 
+template <class P> inline void prefetch_part(const uint8_t* p, int s) {
+  constexpr int lines = static_cast<int>(P::bytes / 64);
+  for (int l = lines * s / 8; l < lines * (s + 1) / 8; ++l) prefetch_line(p + kAheadPacked + 64 * l);
+}
+
+}  // namespace
+
+#if defined(__AVX512BW__)
+#include "kernels/grid_vbmi.inl"
+#endif
+
+namespace {
+
 // All parts are looked up before the first is finished, which reads in wide loads what was stored in narrow ones.
 template <class P, uint8_t FLIP, bool IN_STREAM = true> inline void stage_grid(const uint8_t* p, GridStage& st) {
-  [[maybe_unused]] constexpr int lines = static_cast<int>(P::bytes / 64);
+#if defined(__AVX512BW__)
+  if (kHasVbmi) return stage_grid_vbmi<P, FLIP, IN_STREAM>(p, st);
+#endif
   for (int s = 0; s < 8; ++s) {
-    if constexpr (IN_STREAM)
-      for (int l = lines * s / 8; l < lines * (s + 1) / 8; ++l) prefetch_line(p + kAheadPacked + 64 * l);
+    if constexpr (IN_STREAM) prefetch_part<P>(p, s);
     look_up_part<P>(p, s, st.w + 512 * s);
   }
   for (int s = 0; s < 8; ++s) {
@@ -272,11 +288,11 @@ void packed_grid_tile(const TileArgs& a) {
 // Codes of part s: bytes, and what is above them.
 template <class P> void pack_grid_codes(const GridBlock* rows, int s, uint8_t* out) {
   constexpr int codes = 32 / P::spec.cols;
+  uint8_t *part = out + P::part_bytes * s, *above = out + P::upper_at;
   for (int i = 0; i < 16 * codes; ++i) {
-    const int code = rows[i % 16].codes[codes * s + i / 16], upper = code >> 8;
-    uint8_t *part = out + P::part_bytes * s, *above = out + P::upper_at;
-    part[i] = static_cast<uint8_t>(code & 255);
+    const int code = rows[i % 64 / 4].codes[codes * s + i / 64 * 4 + i % 4], upper = code >> 8;
     const auto place = [upper](uint8_t& byte, int shift) { byte = static_cast<uint8_t>(byte | upper << shift); };
+    part[i] = static_cast<uint8_t>(code & 255);
     if constexpr (P::upper == GridUpper::LastSign) place(part[64 + i], 7);
     if constexpr (P::upper == GridUpper::Two) place(above[64 * (s / 4) + i], s % 4 * 2);
     if constexpr (P::upper == GridUpper::One) place(above[i], s);

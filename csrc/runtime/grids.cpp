@@ -2,6 +2,7 @@
 #include "runtime/grids.h"
 
 #include <cstring>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -13,9 +14,26 @@ GridTables grid_tables = {};
 
 namespace {
 
-template <class Table> void fill(Table& table, const uint8_t* values, size_t bytes) {
-  if (bytes != sizeof table) throw std::invalid_argument("a grid of " + std::to_string(bytes) + " bytes");
-  std::memcpy(&table, values, bytes);
+template <class Entry, int SIZE> void fill(Grid<Entry, SIZE>& grid, const uint8_t* values, size_t bytes) {
+  constexpr int cols = sizeof(Entry), half = cols / 2, bits = 8 / half;
+  if (bytes != sizeof grid.entries) throw std::invalid_argument("a grid of " + std::to_string(bytes) + " bytes");
+  const std::set<uint8_t> known(values, values + bytes);
+  if (known.size() > 1u << bits)
+    throw std::invalid_argument("a grid of " + std::to_string(known.size()) + " different values");
+  uint8_t number_of[256] = {}, count = 0;
+  std::memset(grid.values, 0, sizeof grid.values);
+  for (const uint8_t value : known) {
+    for (int i = count; i < 64; i += 1 << bits) grid.values[i] = value;
+    number_of[value] = count++;
+  }
+  for (int n = 0; n < SIZE; ++n) {
+    grid.low[n] = grid.high[n] = 0;
+    for (int c = 0; c < cols; ++c) {
+      uint8_t& byte = c < half ? grid.low[n] : grid.high[n];
+      byte = static_cast<uint8_t>(byte | number_of[values[n * cols + c]] << (c % half * bits));
+    }
+  }
+  std::memcpy(grid.entries, values, bytes);
 }
 
 }  // namespace
