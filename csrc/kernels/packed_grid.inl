@@ -229,8 +229,8 @@ template <class P, uint8_t FLIP, bool IN_STREAM = true> inline void stage_grid(c
 
 // ---- products ----
 
-template <class P, int C> void grid_tokens(const TileArgs& a, const GridStage& st, vf d, int64_t b, int t) {
-  constexpr int subs = P::spec.subs, steps = 64 / subs;
+template <int SUBS, int C> void grid_tokens(const TileArgs& a, const GridStage& st, vf d, int64_t b, int t) {
+  constexpr int steps = 64 / SUBS;
   for (; t + C <= a.num_tokens; t += C) {
     const int8_t* y[C];
     const int16_t* sums[C];
@@ -239,10 +239,10 @@ template <class P, int C> void grid_tokens(const TileArgs& a, const GridStage& s
     for (int c = 0; c < C; ++c) {
       const int64_t row = token_row(a, t + c);
       y[c] = a.act.q + row * a.act.ldq + 256 * b;
-      sums[c] = a.act.sums + row * a.act.lds + kSumsPerSuper * b + (subs == 8 ? 16 : 0);
+      sums[c] = a.act.sums + row * a.act.lds + kSumsPerSuper * b + (SUBS == 8 ? 16 : 0);
       total[c] = set1i(0);
     }
-    for (int s = 0; s < subs; ++s) {
+    for (int s = 0; s < SUBS; ++s) {
       vi isum[C];
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c][s]);
@@ -262,7 +262,7 @@ template <class P, int C> void grid_tokens(const TileArgs& a, const GridStage& s
       store(a.acc + (t + c) * 16, add(load(a.acc + (t + c) * 16), mul(mul(d, da), to_float(total[c]))));
     }
   }
-  if constexpr (C > 1) grid_tokens<P, fewer(C)>(a, st, d, b, t);
+  if constexpr (C > 1) grid_tokens<SUBS, fewer(C)>(a, st, d, b, t);
 }
 
 template <class P> inline vf grid_d(const uint8_t* tile, int64_t b) {
@@ -275,7 +275,7 @@ template <class P> void grid_tile(const TileArgs& a) {
   GridStage st;
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
     stage_grid<P, kSignFlip>(p, st);
-    grid_tokens<P, kQuantTokens>(a, st, grid_d<P>(a.packed, b), b, 0);
+    grid_tokens<P::spec.subs, kQuantTokens>(a, st, grid_d<P>(a.packed, b), b, 0);
   }
 }
 
@@ -352,7 +352,7 @@ void grid_rows_tile(const TileArgs& a) {
       pack_grid_tile<P>(rows, 256, room);
       GridStage st;
       stage_grid<P, kSignFlip, false>(room + kHeadAlign, st);
-      grid_tokens<P, kQuantTokens>(a, st, grid_d<P>(room, 0), b, 0);
+      grid_tokens<P::spec.subs, kQuantTokens>(a, st, grid_d<P>(room, 0), b, 0);
     }
   });
 }
