@@ -160,6 +160,11 @@ void bind_linear(nb::module_& m) {
         kt::copy_parts(pool, views.data(), static_cast<int64_t>(views.size()), at<uint8_t>(out));
       },
       nb::arg("pool"), nb::arg("parts"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+      "set_grid",
+      [](int type, const nb::bytes& values) {
+        kt::set_grid(type, reinterpret_cast<const uint8_t*>(values.c_str()), values.size());
+      },
+      nb::arg("type"), nb::arg("values"));
   m.def("trim_heap", &kt::trim_heap, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "batched_linear",

@@ -4,7 +4,7 @@
 // A line of packed.inl is a row of a weight tile as it stands. What a tile cannot do is to scale the products of a
 // sub-block, so scales are multiplied into the weights, which then take two planes of bytes:
 //   Q4_K, Q5_K   sc = 8 a + b with a, b < 8:   sum sc q y = 8 sum (a q) y + sum (b q) y,   a q and b q at most 217
-//   Q6_K, IQ4_XS the 16 bits of sc q, q with its offset, upper half signed:   sum sc q y = 256 sum hi y + sum lo y
+//   others       the 16 bits of sc q, q with its offset, upper half signed:   sum sc q y = 256 sum hi y + sum lo y
 // Blocks of 32 have one scale each: their sums leave the registers after every block.
 
 namespace {
@@ -167,10 +167,31 @@ template <class P> inline void split_group(const uint8_t* p, int g, TilePlanes& 
   }
 }
 
+// Of a type with a grid.
+template <class P> inline void split_grid(const uint8_t* p, TilePlanes& planes) {
+  constexpr int steps = 64 / P::spec.subs;
+  GridStage st;
+  stage_grid<P, 0x80>(p, st);
+  for (int s = 0; s < P::spec.subs; ++s) {
+    const vi scale = both_halves(loadi(st.sc + 16 * s));
+    for (int i = steps * s; i < steps * (s + 1); ++i) {
+      wb low, high;
+      split_products(load_wb(st.w + 64 * i), 128, scale, &low, &high);
+      store_wb(planes.low + 64 * i, low);
+      store_wb(planes.high + 64 * i, high);
+    }
+  }
+}
+
 template <class P>
 inline void split_planes(const uint8_t* packed, const uint8_t* p, int64_t b, TilePlanes& planes, TileScales& scales) {
-  for (int g = 0; g < 4; ++g) split_group<P>(p, g, planes);
-  store(scales.d, P::F::has_min ? load_f16(p) : block_d(packed, b));
+  if constexpr (kHasGrid<P>) {
+    split_grid<P>(p, planes);
+    store(scales.d, grid_d<P>(packed, b));
+  } else {
+    for (int g = 0; g < 4; ++g) split_group<P>(p, g, planes);
+    store(scales.d, P::F::has_min ? load_f16(p) : block_d(packed, b));
+  }
   if constexpr (P::F::has_min) {
     store(scales.dmin, load_f16(p + 32));
     for (int j = 0; j < 4; ++j) storei(scales.m + 16 * j, load_minima<P>(p, j));
@@ -365,7 +386,7 @@ void amx_packed_tiles(const TileArgs* a, int count) {
     case QType::Q8_0: return amx32_tiles<PackedQ8_0>(a, count);
     case QType::Q4_0: return amx32_tiles<PackedQ4_0>(a, count);
     case QType::MXFP4: return amx32_tiles<PackedMXFP4>(a, count);
-    default: return;  // make_packed refuses the others
+    default: return with_grid(a->type, [&](auto form) { amx256_tiles<decltype(form)>(a, count); });
   }
 }
 

@@ -125,6 +125,28 @@ template <class P> struct Steps32 {
   }
 };
 
+// A step is a part of a block of a type with a grid.
+template <class P> struct StepsGrid {
+  static constexpr bool is_direct = false;
+  static constexpr int64_t step_bytes = P::bytes / 8;
+  static int64_t head(int64_t k) { return head_bytes(k / 256); }
+
+  static void unpack(const uint8_t* packed, int64_t k, int64_t step, uint16_t* out) {
+    const int s = static_cast<int>(step % 8);
+    const uint8_t* p = packed + head(k) + step / 8 * P::bytes;
+    alignas(64) uint8_t w[512];
+    alignas(64) int32_t scales[2 * 16];
+    look_up_part<P>(p, s, w);
+    finish_part<P, 0x80>(p, s, w);
+    store_grid_scales<P>(p, s, scales);
+    const vf d = mul(grid_d<P>(packed, step / 8), set1(kBeforeCut));
+    for (int i = 0; i < 8; ++i) {
+      const int32_t* scale = scales + (P::spec.subs == 16 ? i / 4 * 16 : 0);
+      store_bytes(load_wb(w + 64 * i), of_bytes(mul(d, to_float(loadi(scale))), zero(), 128.0f), out + 64 * i);
+    }
+  }
+};
+
 struct StepsFp8 {
   static constexpr bool is_direct = false;
   static constexpr int64_t step_bytes = 16 * kBf16Cols;
@@ -187,7 +209,7 @@ template <class Task> inline void with_steps(QType type, const Task& task) {
     case QType::Q4_0: return task(Steps32<PackedQ4_0>{});
     case QType::MXFP4: return task(Steps32<PackedMXFP4>{});
     case QType::F8_E4M3: return task(StepsFp8{});
-    default: return;  // make_packed refuses the others
+    default: return with_grid(type, [&](auto form) { task(StepsGrid<decltype(form)>{}); });
   }
 }
 

@@ -16,6 +16,7 @@
 // (4) Q6_K, for every super-block of 256, with sub-blocks s of 16:
 //       isum = sum_s sc[s] sum_k (q[k] - 32) a[k];        acc = acc + (d * da) * float(isum)
 // (5) MXFP4 as (2), IQ4_XS as (4) with sub-blocks of 32, q the value in the format's table (no offset).
+// (6) IQ2, IQ3 and IQ1 as (4), with q as packed_grid.inl says.
 // Integer sums cannot overflow: |isum| <= 256 * 127 * 128 * 63 in (4).
 
 namespace {
@@ -441,6 +442,7 @@ template <class F> void q256_tile(const TileArgs& a) {
 
 // Formats that are computed with in re-laid form only, see packed.inl.
 void relaid_tile(const TileArgs& a);
+void grid_rows_tile(const TileArgs& a);  // packed_grid.inl
 
 void tile(const TileArgs& a) {
   for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
@@ -456,6 +458,7 @@ void tile(const TileArgs& a) {
     case QType::IQ4_XS:
     case QType::MXFP4: return relaid_tile(a);
     case QType::F8_E4M3: return;  // make_weight refuses it
+    default: return grid_rows_tile(a);
   }
 }
 

@@ -16,7 +16,7 @@
 // Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
 // Upper bits: line 4 g + i (i < 4) holds those of steps 16 g + i, + 4, + 8, + 12, two bits each, from the lowest up.
 // Scales and minima: byte pairs of sub-blocks 2 j, 2 j + 1 of each row, 32 bytes for every j.
-// FP8 has a form and an arithmetic of its own: fp8.inl.
+// FP8 has a form and an arithmetic of its own: fp8.inl. Types with grids: packed_grid.inl.
 
 namespace {
 
@@ -435,7 +435,8 @@ template <class P> void packed32_tile(const TileArgs& a) {
   packed32_many<P>(a);
 }
 
-void fp8_tile(const TileArgs& a);  // fp8.inl
+void fp8_tile(const TileArgs& a);          // fp8.inl
+void packed_grid_tile(const TileArgs& a);  // packed_grid.inl
 
 // Adds to a.acc.
 void packed_tile(const TileArgs& a) {
@@ -448,7 +449,7 @@ void packed_tile(const TileArgs& a) {
     case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
     case QType::IQ4_XS: return in_few_parts<FewSigned>(a);
     case QType::F8_E4M3: return fp8_tile(a);
-    default: return;  // make_packed refuses the others
+    default: return packed_grid_tile(a);  // make_packed refuses the others
   }
 }
 

@@ -123,7 +123,7 @@ void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) 
     case QType::IQ4_XS: return pack_tile256<PackedIQ4XS>(rows, k, out);
     case QType::MXFP4: return pack_tile32<PackedMXFP4>(rows, k, out);
     case QType::BF16: return pack_bf16(rows, k, out);
-    default: return;
+    default: return pack_grid(type, rows, k, out);
   }
 }
 

@@ -141,6 +141,7 @@ template <QType TYPE> void dequantize_float(const uint8_t* row, int64_t k, float
 }
 
 void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
+  if (dequantize_grid(type, row, k, out)) return;
   switch (type) {
     case QType::F32: return dequantize_float<QType::F32>(row, k, out);
     case QType::F16: return dequantize_float<QType::F16>(row, k, out);

@@ -47,6 +47,13 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
     case QType::Q6_K: return head + blocks * 3328;
     case QType::IQ4_XS: return head + blocks * 2176;
     case QType::MXFP4: return (blocks * 16 + 63) / 64 * 64 + blocks * 256;
+    case QType::IQ2_XXS: return head + blocks * 1024;
+    case QType::IQ2_XS: return head + blocks * 1152;
+    case QType::IQ2_S: return head + blocks * 1280;
+    case QType::IQ3_XXS: return head + blocks * 1536;
+    case QType::IQ3_S: return head + blocks * 1728;
+    case QType::IQ1_S: return head + blocks * 768;
+    case QType::IQ1_M: return head + blocks * 896;
     case QType::BF16:
       if (cols % kBf16Cols != 0)
         throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "runtime/grids.h"
 #include "runtime/recurrent.h"
 
 namespace kt {
@@ -20,7 +21,14 @@ enum class QType : int32_t {
   Q4_K = 12,
   Q5_K = 13,
   Q6_K = 14,
+  IQ2_XXS = 16,
+  IQ2_XS = 17,
+  IQ3_XXS = 18,
+  IQ1_S = 19,
+  IQ3_S = 21,
+  IQ2_S = 22,
   IQ4_XS = 23,
+  IQ1_M = 29,
   BF16 = 30,
   MXFP4 = 39,
   F8_E4M3 = 1000

@@ -223,6 +223,47 @@ inline wb lookup16(wb x, const uint8_t* table) {
   const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(t, x.a), _mm256_shuffle_epi8(t, x.b)};
 }
+// ---- for types with a grid, see kernels/packed_grid.inl ----
+inline vi lanes_of(wb x) { return {x.a, x.b}; }
+inline wb xor_bytes(wb x, wb y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+inline wb add_bytes(wb x, wb y) { return {_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; }
+inline wb bits_from(wb x, int shift, int mask) {
+  const __m128i count = _mm_cvtsi32_si128(shift);
+  return {andb(_mm256_srl_epi16(x.a, count), mask), andb(_mm256_srl_epi16(x.b, count), mask)};
+}
+inline void store_pairs_half(__m128i low, __m128i high, uint16_t* out) {
+  const __m256i above = _mm256_slli_epi16(_mm256_cvtepu8_epi16(high), 8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_or_si256(_mm256_cvtepu8_epi16(low), above));
+}
+inline void store_pairs_of_bytes(wb low, wb high, uint16_t* out) {
+  store_pairs_half(_mm256_castsi256_si128(low.a), _mm256_castsi256_si128(high.a), out);
+  store_pairs_half(_mm256_extracti128_si256(low.a, 1), _mm256_extracti128_si256(high.a, 1), out + 16);
+  store_pairs_half(_mm256_castsi256_si128(low.b), _mm256_castsi256_si128(high.b), out + 32);
+  store_pairs_half(_mm256_extracti128_si256(low.b, 1), _mm256_extracti128_si256(high.b, 1), out + 48);
+}
+template <int WHICH> inline __m256i words_of(wb x) {
+  const __m256 mixed = _mm256_shuffle_ps(_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b), WHICH == 0 ? 0x88 : 0xdd);
+  return _mm256_permute4x64_epi64(_mm256_castps_si256(mixed), 0xd8);
+}
+inline void split_pairs(wb x, wb y, wb* even, wb* odd) {
+  *even = {words_of<0>(x), words_of<0>(y)};
+  *odd = {words_of<1>(x), words_of<1>(y)};
+}
+template <int J> inline wb spread_byte(wb x) {
+  const __m128i pattern =
+      _mm_add_epi8(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12), _mm_set1_epi8(J));
+  const __m256i both = _mm256_broadcastsi128_si256(pattern);
+  return {_mm256_shuffle_epi8(x.a, both), _mm256_shuffle_epi8(x.b, both)};
+}
+inline __m256i negate_half(__m256i x, __m256i signs, __m256i bits) {
+  const __m256i minus = _mm256_cmpeq_epi8(_mm256_and_si256(signs, bits), bits);
+  return _mm256_sub_epi8(_mm256_xor_si256(x, minus), minus);
+}
+template <int BIT, uint8_t FLIP> inline wb negate_bytes(wb x, wb signs) {
+  static_assert(FLIP == 0, "this tier multiplies signed weights");
+  const __m256i bits = _mm256_set1_epi32(0x08040201 << BIT);
+  return {negate_half(x.a, signs.a, bits), negate_half(x.b, signs.b, bits)};
+}
 inline __m256i broadcast4(const void* p) {
   int32_t word;
   std::memcpy(&word, p, 4);

@@ -176,6 +176,36 @@ inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
 inline wb lookup16(wb x, const uint8_t* table) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x.v)};
 }
+// ---- for types with a grid, see kernels/packed_grid.inl ----
+inline vi lanes_of(wb x) { return {x.v}; }
+inline wb xor_bytes(wb x, wb y) { return {_mm512_xor_si512(x.v, y.v)}; }
+inline wb add_bytes(wb x, wb y) { return {_mm512_add_epi8(x.v, y.v)}; }
+inline wb bits_from(wb x, int shift, int mask) {
+  return {and_bytes(_mm512_srl_epi16(x.v, _mm_cvtsi32_si128(shift)), mask)};
+}
+inline void store_pairs_of_bytes(wb low, wb high, uint16_t* out) {
+  const __m512i first = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(low.v)),
+                second = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(low.v, 1)),
+                above = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(high.v)),
+                above_second = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(high.v, 1));
+  _mm512_storeu_si512(out, _mm512_or_si512(first, _mm512_slli_epi16(above, 8)));
+  _mm512_storeu_si512(out + 32, _mm512_or_si512(second, _mm512_slli_epi16(above_second, 8)));
+}
+inline void split_pairs(wb x, wb y, wb* even, wb* odd) {
+  const __m512i first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even->v = _mm512_permutex2var_epi32(x.v, first, y.v);
+  odd->v = _mm512_permutex2var_epi32(x.v, _mm512_or_si512(first, _mm512_set1_epi32(1)), y.v);
+}
+template <int J> inline wb spread_byte(wb x) {
+  const __m128i pattern =
+      _mm_add_epi8(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12), _mm_set1_epi8(J));
+  return {_mm512_shuffle_epi8(x.v, _mm512_broadcast_i32x4(pattern))};
+}
+template <int BIT, uint8_t FLIP> inline wb negate_bytes(wb x, wb signs) {
+  const __mmask64 minus = _mm512_test_epi8_mask(signs.v, _mm512_set1_epi32(0x08040201 << BIT));
+  const __m512i value = FLIP == 0 ? x.v : _mm512_xor_si512(x.v, _mm512_set1_epi8(static_cast<char>(FLIP)));
+  return {_mm512_mask_sub_epi8(value, minus, _mm512_setzero_si512(), value)};  // 128 - x is -(128 + x)
+}
 inline __m512i broadcast4(const void* p) {
   int32_t word;
   std::memcpy(&word, p, 4);

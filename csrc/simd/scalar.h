@@ -219,6 +219,43 @@ inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
 }
 // Bytes 0 .. 15 to what a table of 16 bytes holds for them.
 inline wb lookup16(wb x, const uint8_t* table) { for (uint8_t& b : x.v) b = table[b]; return x; }
+// ---- for types with a grid, see kernels/packed_grid.inl ----
+inline vi lanes_of(wb x) { vi r; std::memcpy(r.v, x.v, 64); return r; }
+inline wb xor_bytes(wb x, wb y) { for (int i = 0; i < 64; ++i) x.v[i] ^= y.v[i]; return x; }
+inline wb add_bytes(wb x, wb y) {
+  for (int i = 0; i < 64; ++i) x.v[i] = static_cast<uint8_t>(x.v[i] + y.v[i]);
+  return x;
+}
+// Bits from `shift` on of every byte; the mask ends before bit 8 - shift.
+inline wb bits_from(wb x, int shift, int mask) {
+  for (uint8_t& b : x.v) b = static_cast<uint8_t>(b >> shift & mask);
+  return x;
+}
+// out[i] = low[i] | high[i] << 8
+inline void store_pairs_of_bytes(wb low, wb high, uint16_t* out) {
+  for (int i = 0; i < 64; ++i) out[i] = static_cast<uint16_t>(low.v[i] | high.v[i] << 8);
+}
+// The words of both with even, and with odd numbers.
+inline void split_pairs(wb x, wb y, wb* even, wb* odd) {
+  wb words[2];
+  for (int i = 0; i < 32; ++i) std::memcpy(words[i % 2].v + i / 2 * 4, (i < 16 ? x : y).v + i % 16 * 4, 4);
+  *even = words[0];
+  *odd = words[1];
+}
+// Byte J of every word in all four of its bytes.
+template <int J> inline wb spread_byte(wb x) {
+  wb r;
+  for (int i = 0; i < 64; ++i) r.v[i] = x.v[i / 4 * 4 + J];
+  return r;
+}
+// Byte c of every word, less than 128, negative where bit BIT + c of `signs` is set; then with bits `FLIP` flipped.
+template <int BIT, uint8_t FLIP> inline wb negate_bytes(wb x, wb signs) {
+  for (int i = 0; i < 64; ++i) {
+    const int value = signs.v[i] >> (BIT + i % 4) & 1 ? -x.v[i] : x.v[i];
+    x.v[i] = static_cast<uint8_t>(static_cast<uint8_t>(value) ^ FLIP);
+  }
+  return x;
+}
 inline uacc uacc_zero() { return uacc{}; }
 inline void pair_sums32(const int8_t*, int16_t*) {}            // for narrow sums
 inline uacc uacc_pair(const int16_t*) { return uacc{}; }  // for narrow sums

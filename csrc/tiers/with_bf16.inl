@@ -10,6 +10,7 @@ namespace {
 
 KernelTable with_bf16(KernelTable base, const char* name) {
   base.name = name;
+  base.packed_tiles = packed_tiles;  // this copy may use more instructions, see grid_vbmi.inl
   base.bf16_tiles = bf16_tiles;
   base.round_bf16 = round_bf16;
   base.multiply_bf16 = multiply_bf16;

@@ -37,6 +37,11 @@ def random_raw(qtype: QuantType, rows: int, cols: int) -> RawTensor:
     if qtype is QuantType.MXFP4:
         blocks[:, 0] = 117  # 2^-11
         return RawTensor(data, qtype, (rows, cols))
+    if qtype is QuantType.IQ1_M:  # the scale's four nibbles are the upper ones of four words
+        blocks[:, 53] &= 0x0F
+        blocks[:, 55] &= 0x0F
+        blocks[:, 53] |= 0x40
+        return RawTensor(data, qtype, (rows, cols))
     blocks[:, 209 if qtype is QuantType.Q6_K else 1] = 0x04  # the high byte of an fp16 scale: about 1e-4
     if qtype in (QuantType.Q4_K, QuantType.Q5_K):
         blocks[:, 3] = 0x04

@@ -39,7 +39,8 @@ FORMAT = 2
 """Of the file. A file of another format is stale."""
 
 _BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "Q8_0": 8.5, "F8_E4M3": 8.0, "Q6_K": 6.56, "Q5_K": 5.5, "Q4_K": 4.5,
-         "Q4_0": 4.5, "MXFP4": 4.25, "IQ4_XS": 4.25}  # fmt: skip
+         "Q4_0": 4.5, "MXFP4": 4.25, "IQ4_XS": 4.25, "IQ3_S": 3.44, "IQ3_XXS": 3.06, "IQ2_S": 2.56, "IQ2_XS": 2.31,
+         "IQ2_XXS": 2.06, "IQ1_M": 1.81, "IQ1_S": 1.56}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,7 @@ _DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType
 _NATIVE = {QuantType.Q5_0: QuantType.Q8_0, QuantType.IQ4_NL: QuantType.Q8_0, QuantType.Q3_K: QuantType.Q6_K}
 _TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
 _BF16_EXACT = (QuantType.NVFP4,)
-_F32_ONLY = (
-    QuantType.Q4_1, QuantType.Q5_1, QuantType.Q2_K, QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_XXS,
-    QuantType.IQ2_XS, QuantType.IQ2_S, QuantType.IQ3_XXS, QuantType.IQ3_S,
-)  # fmt: skip
+_F32_ONLY = (QuantType.Q4_1, QuantType.Q5_1, QuantType.Q2_K)
 
 
 def resident_type(qtype: QuantType, name: str) -> QuantType:

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -24,8 +25,23 @@ SCALES = {
     QuantType.Q6_K: (208,),
     QuantType.IQ4_XS: (0,),
     QuantType.MXFP4: (),
+    QuantType.IQ2_XXS: (0,),
+    QuantType.IQ2_XS: (0,),
+    QuantType.IQ2_S: (0,),
+    QuantType.IQ3_XXS: (0,),
+    QuantType.IQ3_S: (0,),
+    QuantType.IQ1_S: (0,),
+    QuantType.IQ1_M: (),
 }
 DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
+
+
+def scatter_scale(blocks: npt.NDArray[np.uint8], scale: npt.NDArray[np.float64]) -> None:
+    """Write fp16 scales where blocks of IQ1_M have them: four bits at the top of each of four words."""
+    bits = scale.astype(np.float16).view(np.uint16)
+    for word in range(4):
+        nibble = (bits >> 4 * word & 15).astype(np.uint8)
+        blocks[:, 49 + 2 * word] = blocks[:, 49 + 2 * word] & 15 | nibble << 4
 
 
 def random_weight(qtype: QuantType, *shape: int, seed: int = 0) -> RawTensor:
@@ -39,6 +55,8 @@ def random_weight(qtype: QuantType, *shape: int, seed: int = 0) -> RawTensor:
     blocks = rng.integers(0, 256, (total // type_size(qtype), type_size(qtype)), dtype=np.uint8)
     if qtype is QuantType.MXFP4:
         blocks[:, 0] = rng.integers(115, 125, len(blocks))  # exponents: scales from 2^-13 to 2^-4
+    if qtype is QuantType.IQ1_M:
+        scatter_scale(blocks, rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks)))
     for at in SCALES[qtype]:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)

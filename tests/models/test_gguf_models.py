@@ -7,10 +7,12 @@ walk of steps of relative size 1/127/sqrt(12) = 0.2 %, which residual streams of
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFReader
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
@@ -18,6 +20,7 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.types import QuantType
 from tests.support.agreement import GENERIC, INT8_TOLERANCE, NAMED, TOLERANCE, dequantized, logits_of, prompt
 from tests.support.gguf_writer import write_gguf
+from tests.support.grid_blocks import GRID_TYPES
 from tests.support.tiny_models import tiny_model
 
 BF16_TOLERANCE = 1e-2 if cpu.has_bf16(cpu.active_isa()) else TOLERANCE
@@ -37,8 +40,14 @@ def test_f32_file_agrees_with_transformers(model_type: str, tmp_path: Path) -> N
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
-@pytest.mark.parametrize("qtype", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model_type", "qtype"),
+    [
+        *itertools.product(("qwen3_moe", "deepseek_v3"), ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16")),
+        *(("qwen3_moe", qtype.name) for qtype in GRID_TYPES),
+        ("deepseek_v3", "IQ2_XXS"),
+    ],
+)
 def test_quantized_file_agrees_with_dequantized_weights(model_type: str, qtype: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=3, hidden=256)
     kind = QuantType[qtype]
@@ -50,6 +59,20 @@ def test_quantized_file_agrees_with_dequantized_weights(model_type: str, qtype: 
     # A row whose router nearly ties may take another expert and differ by more: the median row must not.
     assert errors.median() <= tolerance
     assert (errors > tolerance).sum() <= 3
+
+
+@pytest.mark.parametrize("qtype", GRID_TYPES, ids=lambda qtype: qtype.name)
+def test_types_with_grids_stay_what_they_are(
+    qtype: QuantType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the plan, and in memory in at most 5 % more bytes than the file has."""
+    model = tiny_model("qwen3_moe", seed=3, hidden=512, layers=1)
+    engine = open_engine(write_gguf(model, tmp_path / "model.gguf", qtype, qtype))
+    assert "are held as" not in caplog.text
+    entry = next(entry for entry in engine.plan.entries if entry.key.endswith("mlp.experts"))
+    assert entry.quant_types == (qtype.name,)
+    stored = sum(tensor.n_bytes for tensor in GGUFReader(tmp_path / "model.gguf").tensors if "_exps" in tensor.name)
+    assert 0 < stored <= entry.nbytes["cpu"] <= 1.05 * stored
 
 
 @pytest.mark.parametrize("hidden", [64, 256])

@@ -82,12 +82,45 @@ def _k_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int
         scales = [((int(block[4 + s // 2]) >> 4 * (s % 2)) & 15 | ((upper >> 2 * s) & 3) << 4) - 32 for s in range(8)]
         codes = np.stack([block[8:].reshape(8, 16) & 15, block[8:].reshape(8, 16) >> 4], axis=1).reshape(8, 32)
         return np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes], scales, [], _half(block, 0), np.float32(0)
+    if qtype in GRIDS:
+        return _grid_block(block, qtype)
     scales, minima = _six_bit_scales(block[4:16])
     weights = _nibbles(block[-128:].reshape(4, 32))
     if qtype == QuantType.Q5_K:
         bits = (block[16:48][None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
         weights = weights + 16 * bits.astype(np.int32)
     return weights, scales, minima, _half(block, 0), _half(block, 2)
+
+
+# Types with a grid: columns of a sub-block, and what d is multiplied with so that scales and values are integers.
+GRIDS = {
+    QuantType.IQ2_XXS: (32, 1 / 8),
+    QuantType.IQ2_XS: (16, 1 / 8),
+    QuantType.IQ2_S: (16, 1 / 8),
+    QuantType.IQ3_XXS: (32, 1 / 4),
+    QuantType.IQ3_S: (32, 1),
+    QuantType.IQ1_S: (32, 1 / 8),
+    QuantType.IQ1_M: (16, 1 / 8),
+}
+
+
+def grid_scale(block: _Bytes, qtype: QuantType) -> np.float32:
+    """d of a block of a type in GRIDS."""
+    if qtype is QuantType.IQ1_M:
+        words = block[48:56].view(np.uint16)
+        bits = sum(int(word >> 12) << 4 * i for i, word in enumerate(words))
+        return np.float32(np.uint16(bits).view(np.float16))
+    return _half(block, 0)
+
+
+def _grid_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int], np.float32, np.float32]:
+    """As _k_block. Products of scales and values are what gguf decodes, divided by d; they are integers."""
+    size, factor = GRIDS[qtype]
+    d = grid_scale(block, qtype) * np.float32(factor)
+    products = (quants.dequantize(block[None], qtype).astype(np.float64) / float(d)).reshape(-1, size)
+    weights = np.rint(products).astype(np.int32)
+    assert np.array_equal(weights, products)
+    return weights, [1] * len(weights), [], d, np.float32(0)
 
 
 def _k_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) -> np.float32:
@@ -124,7 +157,8 @@ def int8_linear(x: Tensor, weight: RawTensor) -> Tensor:
     Raises ValueError for an unquantized weight.
     """
     small = weight.qtype in _SMALL
-    if not small and weight.qtype not in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.IQ4_XS):
+    known = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.IQ4_XS, *GRIDS)
+    if not small and weight.qtype not in known:
         raise ValueError(f"int8_linear is for quantized weights, got {weight.qtype.name}")
     block, size = (
         (32, weight.row_bytes // (weight.cols // 32)) if small else (256, weight.row_bytes // (weight.cols // 256))

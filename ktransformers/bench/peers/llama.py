@@ -32,9 +32,12 @@ __all__ = ["library_folder", "llama_peer", "load_library", "start_llama"]
 _F32, _I32, _BF16, _Q6_K = 0, 26, 30, 14
 _K_WITH_MIN = (12, 13)  # a second scale follows the first
 _MXFP4 = 39
+_IQ1_M = 29
 # ggml type numbers of gate, up and down.
 _TYPES = {"q4_k_m": (12, 12, 14), "q4_k": (12,) * 3, "q5_k": (13,) * 3, "q6_k": (14,) * 3, "q8_0": (8,) * 3}
 _TYPES |= {"q4_0": (2,) * 3, "iq4_xs": (23,) * 3, "mxfp4": (39,) * 3, "bf16": (30,) * 3}
+_TYPES |= {"iq2_xxs": (16,) * 3, "iq2_xs": (17,) * 3, "iq3_xxs": (18,) * 3, "iq1_s": (19,) * 3, "iq3_s": (21,) * 3}
+_TYPES |= {"iq2_s": (22,) * 3, "iq1_m": (29,) * 3}
 _CPU_DEVICE = 0
 _LOG_ERROR = 4
 
@@ -182,6 +185,9 @@ def random_blocks(kind: int, count: int, block: int, nbytes: int, rng: np.random
     blocks = rng.integers(0, 256, size=(count // block, nbytes), dtype=np.uint8)
     if kind == _MXFP4:
         blocks[:, 0] = 117  # 2^-11
+    elif kind == _IQ1_M:  # the scale's four nibbles are the upper ones of four words
+        blocks[:, 53] = blocks[:, 53] & 0x0F | 0x40
+        blocks[:, 55] &= 0x0F
     else:
         blocks[:, 209 if kind == _Q6_K else 1] = 0x04  # the high byte of an fp16 scale: about 1e-4
     if kind in _K_WITH_MIN:

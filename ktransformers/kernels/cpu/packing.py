@@ -40,6 +40,13 @@ PACKED_TYPES = frozenset(
         QuantType.Q5_K,
         QuantType.Q6_K,
         QuantType.IQ4_XS,
+        QuantType.IQ2_XXS,
+        QuantType.IQ2_XS,
+        QuantType.IQ2_S,
+        QuantType.IQ3_XXS,
+        QuantType.IQ3_S,
+        QuantType.IQ1_S,
+        QuantType.IQ1_M,
     }
 )
 
@@ -47,7 +54,7 @@ TILE_ROWS: int = extension.TILE_ROWS
 
 
 def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more, of rows filled up to a multiple of 16."""
+    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more (IQ1_M: 5 %), of rows in full tiles."""
     return int(-(-rows // TILE_ROWS) * extension.packed_tile_bytes(int(qtype), cols))
 
 

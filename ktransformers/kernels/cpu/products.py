@@ -22,7 +22,7 @@ def linear(
 
     x: [T, K]. weight: [N, K], of a type in NATIVE_TYPES, or packed by `pack`. bias: [N]. out: [T, N], made when None.
     Quantized weights other than FP8 quantize each row of x to int8 by blocks (32 values for Q8_0, Q4_0 and MXFP4, 256
-    for K-quants and IQ4_XS); a block of x that holds a NaN or an infinity makes that whole output row NaN.
+    for K-quants and IQ types); a block of x that holds a NaN or an infinity makes that whole output row NaN.
     Packed BF16 weights, and other packed ones that want it (PackedTensor.wants_bf16) for MANY_TOKENS tokens or more,
     are multiplied in bf16, x rounded to it: |out - exact| <= 0.0040 (BF16) or 0.0092 (others) * sum_k |x weight| and
     a little more (csrc/kernels/bf16.inl), the same for a row whatever else the call holds, but not in every tier.

@@ -31,6 +31,7 @@ def test_covers_the_types_of_the_issue():
     assert {t.name for t in NATIVE_TYPES} == {
         *("F32", "F16", "BF16"),
         *("Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
     }
 
 

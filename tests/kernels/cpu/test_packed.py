@@ -21,6 +21,8 @@ def random_weight(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> RawT
         blocks = raw.data.view(-1, type_size(qtype))
         if qtype is QuantType.MXFP4:
             blocks[:, 0] = 115 + blocks[:, 0] % 8  # scales from 2^-13 on
+        elif qtype is QuantType.IQ1_M:
+            blocks[:, 55] &= 0x8F
         else:
             blocks[:, 1] &= 0x87  # scales below 2^-7
         return raw
@@ -36,6 +38,9 @@ def wild_weight(qtype: QuantType, rows: int, cols: int, seed: int = 7) -> RawTen
     halves = data.view(-1, type_size(qtype))
     if qtype is QuantType.MXFP4:
         halves[:, 0] %= 250  # exponents of scales up to 2^121
+        return raw
+    if qtype is QuantType.IQ1_M:
+        halves[:, 55] &= 0xBF  # the top of a scale that lies in four places
         return raw
     at = 208 if qtype is QuantType.Q6_K else 0
     halves[:, at + 1] &= 0x3B  # exponents below those of infinities
@@ -60,8 +65,9 @@ def test_linear_is_bit_equal(isa: cpu.Isa, qtype: QuantType, rows: int, cols: in
 
 @pytest.mark.parametrize("qtype", TYPES)
 def test_packing_costs_at_most_three_percent(qtype: QuantType) -> None:
+    most = 1.05 if qtype is QuantType.IQ1_M else 1.03
     for rows, cols in ((768, 2048), (2048, 768), (1408, 2048), (2048, 1536), (151936, 2048)):
-        assert cpu.packed_nbytes(qtype, rows, cols) <= 1.03 * rows * row_bytes(qtype, cols)
+        assert cpu.packed_nbytes(qtype, rows, cols) <= most * rows * row_bytes(qtype, cols)
 
 
 @pytest.mark.parametrize("isa", TIERS)
@@ -78,6 +84,11 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
     ones[..., at : at + len(scale)] = scale
     if qtype in (QuantType.Q4_K, QuantType.Q5_K):
         ones[..., 2:4] = scale
+    if qtype is QuantType.IQ1_M:  # its scale lies in the upper halves of four bytes
+        ones[..., 53] = ones[..., 53] & 15 | 0x40
+        ones[..., 49] &= 15
+        ones[..., 51] &= 15
+        ones[..., 55] &= 15
     steps = torch.arange(cols)
     signs = [1 - 2 * (steps // period % 2) for period in (1, 2, 3, 4, 16, 32, 1024)]
     x = torch.stack([sign.float() for sign in (*signs, *(-one for one in signs))])
@@ -98,6 +109,9 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
     [
         (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K),
         (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4),
+        (QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ3_XXS),
+        (QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_S),
+        (QuantType.IQ3_S, QuantType.Q4_K, QuantType.IQ3_S),
         (QuantType.Q4_K, QuantType.Q8_0, QuantType.IQ4_XS),  # gate and up want different forms of activations
     ],
 )

@@ -1,0 +1,140 @@
+"""Blocks of types with grids for files of tests: scales and signs of the values given, entries of the grid drawn.
+
+Finding the entries that are nearest takes longer than tests may, and what a model computes with matters to none. What
+blocks hold is what the `gguf` package decodes; the same rows always give the same blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from gguf import quants
+
+from ktransformers.kernels.types import QuantType
+
+__all__ = ["GRID_TYPES", "grid_blocks"]
+
+_Float = npt.NDArray[np.float32]
+_Int = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
+_Halves = npt.NDArray[np.float16]
+
+
+@dataclass(frozen=True)
+class _Format:
+    grid: type
+    sub: int  # columns of a scale
+    factor: float  # a weight is d times this times (2 s + 1) times a value of the grid, or times 8 g +- 1
+    max_scale: int = 15
+    is_even: bool = False  # the number of minus signs of 8 columns
+
+
+_FORMATS = {
+    QuantType.IQ2_XXS: _Format(quants.IQ2_XXS, 32, 1 / 8, is_even=True),
+    QuantType.IQ2_XS: _Format(quants.IQ2_XS, 16, 1 / 8, is_even=True),
+    QuantType.IQ2_S: _Format(quants.IQ2_S, 16, 1 / 8),
+    QuantType.IQ3_XXS: _Format(quants.IQ3_XXS, 32, 1 / 4, is_even=True),
+    QuantType.IQ3_S: _Format(quants.IQ3_S, 32, 1),
+    QuantType.IQ1_S: _Format(quants.IQ1_S, 32, 1 / 8, max_scale=7),
+    QuantType.IQ1_M: _Format(quants.IQ1_M, 16, 1 / 8, max_scale=7),
+}
+GRID_TYPES = tuple(_FORMATS)
+_IQ1 = (QuantType.IQ1_S, QuantType.IQ1_M)
+
+
+def grid_blocks(values: _Float, qtype: QuantType) -> _Bytes:
+    """[rows, cols] as blocks of `qtype`, uint8 [rows, bytes of a row]. cols: a multiple of 256."""
+    form, x = _FORMATS[qtype], values.reshape(-1, 256)
+    form.grid.init_grid()
+    grid = form.grid.grid.reshape(-1, form.grid.grid.shape[-1])
+    largest = 8 * grid.max() + 1 if qtype in _IQ1 else grid.max()
+    wanted = np.abs(x).reshape(len(x), -1, form.sub).max(-1) / (form.factor * largest)
+    d = (wanted.max(1) / (2 * form.max_scale + 1)).astype(np.float16)
+    unit = d.astype(np.float32)[:, None] + np.float32(1e-30)
+    scales = np.clip(np.rint((wanted / unit - 1) / 2), 0, form.max_scale).astype(np.int64)
+    scaled = x / np.repeat(unit * (2 * scales + 1) * np.float32(form.factor), form.sub, axis=1)
+    codes = _drawn(scaled.reshape(-1, grid.shape[1]), len(grid)).reshape(len(x), -1)
+    if qtype in _IQ1:
+        deltas = codes & 1 if qtype is QuantType.IQ1_M else np.repeat(codes[:, ::4] & 1, 4, axis=1)
+        return _WRITERS[qtype](d, codes, deltas, scales).reshape(len(values), -1)
+    signs = (scaled < 0).reshape(-1, 8)
+    if form.is_even:
+        odd = np.flatnonzero(signs.sum(1) % 2)
+        signs[odd, np.abs(scaled).reshape(-1, 8)[odd].argmin(1)] ^= True
+    packed = np.packbits(signs, axis=1, bitorder="little").reshape(len(x), 32).astype(np.int64)
+    return _WRITERS[qtype](d, codes, packed, scales).reshape(len(values), -1)
+
+
+def _drawn(points: _Float, size: int) -> _Int:
+    """A number below `size` for every point [n, c], which depends on all its bits and looks random."""
+    bits = np.ascontiguousarray(points, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    factors = np.random.default_rng(1).integers(1, 2**62, bits.shape[1]).astype(np.uint64) * np.uint64(2) + np.uint64(1)
+    return ((bits * factors).sum(1) >> np.uint64(40)).astype(np.int64) % size
+
+
+def _half(d: _Halves) -> _Bytes:
+    return d.view(np.uint8).reshape(-1, 2)
+
+
+def _little(numbers: _Int, dtype: str) -> _Bytes:
+    """[n, k] numbers as bytes [n, ...]."""
+    return np.ascontiguousarray(numbers).astype(dtype).view(np.uint8).reshape(len(numbers), -1)
+
+
+def _gathered(numbers: _Int, bits: int, count: int) -> _Int:
+    """`count` neighbours of `bits` each in one number, the first the lowest."""
+    parts = numbers.reshape(len(numbers), -1, count)
+    return (parts << (bits * np.arange(count))).sum(-1)
+
+
+def _sign_words(signs: _Int, scales: _Int) -> _Bytes:
+    return _little(_gathered(signs & 127, 7, 4) | scales << 28, "<u4")
+
+
+def _iq2_xxs(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
+    words = np.stack([_gathered(codes, 8, 4), _gathered(signs & 127, 7, 4) | scales << 28], axis=-1)
+    return np.concatenate([_half(d), _little(words.reshape(len(d), -1), "<u4")], axis=1)
+
+
+def _iq2_xs(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
+    words = codes | (signs & 127) << 9
+    return np.concatenate([_half(d), _little(words, "<u2"), _little(_gathered(scales, 4, 2), "u1")], axis=1)
+
+
+def _iq2_s(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
+    parts = (codes & 255, signs, _gathered(codes >> 8, 2, 4), _gathered(scales, 4, 2))
+    return np.concatenate([_half(d), *(_little(part, "u1") for part in parts)], axis=1)
+
+
+def _iq3_xxs(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
+    return np.concatenate([_half(d), _little(codes, "u1"), _sign_words(signs, scales)], axis=1)
+
+
+def _iq3_s(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
+    parts = (codes & 255, _gathered(codes >> 8, 1, 8), signs, _gathered(scales, 4, 2))
+    return np.concatenate([_half(d), *(_little(part, "u1") for part in parts)], axis=1)
+
+
+def _iq1_s(d: _Halves, codes: _Int, deltas: _Int, scales: _Int) -> _Bytes:
+    upper = _gathered(codes >> 8, 3, 4) | scales << 12 | deltas[:, ::4] << 15
+    return np.concatenate([_half(d), _little(codes & 255, "u1"), _little(upper, "<u2")], axis=1)
+
+
+def _iq1_m(d: _Halves, codes: _Int, deltas: _Int, scales: _Int) -> _Bytes:
+    upper = _gathered(codes >> 8 | deltas << 3, 4, 2)
+    nibbles = d.view(np.uint16).astype(np.int64)[:, None] >> 4 * np.arange(4) & 15
+    words = _gathered(scales, 3, 4) | nibbles << 12
+    return np.concatenate([_little(codes & 255, "u1"), _little(upper, "u1"), _little(words, "<u2")], axis=1)
+
+
+_WRITERS = {
+    QuantType.IQ2_XXS: _iq2_xxs,
+    QuantType.IQ2_XS: _iq2_xs,
+    QuantType.IQ2_S: _iq2_s,
+    QuantType.IQ3_XXS: _iq3_xxs,
+    QuantType.IQ3_S: _iq3_s,
+    QuantType.IQ1_S: _iq1_s,
+    QuantType.IQ1_M: _iq1_m,
+}
