@@ -160,6 +160,7 @@ void bind_linear(nb::module_& m) {
         kt::copy_parts(pool, views.data(), static_cast<int64_t>(views.size()), at<uint8_t>(out));
       },
       nb::arg("pool"), nb::arg("parts"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
       "set_grid",
       [](int type, const nb::bytes& values) {
         kt::set_grid(type, reinterpret_cast<const uint8_t*>(values.c_str()), values.size());
