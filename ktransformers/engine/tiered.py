@@ -161,6 +161,7 @@ class _FileThreads:
             inbox.put(None)
         for thread in self._threads:
             thread.join()
+        self._files.close()
 
     def _run(self, inbox: queue.SimpleQueue[_Job | None]) -> None:
         while (job := inbox.get()) is not None:
@@ -212,7 +213,7 @@ class TieredCache:
         self._waited: list[_Done] = []  # that `done` has told of and no result yet
         self._found: list[tuple[bytes, int, int]] | None = None
         if folder is not None and files is None:
-            files = self.files(cache, config.fingerprint, folder)
+            files = self.files(cache, config.fingerprint, folder, config.disk_bytes)
         self._threads = (
             None if files is None else _FileThreads(files, lambda kind, slot: self._slots[kind].bytes_of(slot))
         )
@@ -226,12 +227,12 @@ class TieredCache:
         return layouts
 
     @classmethod
-    def files(cls, cache: PagedCache, fingerprint: bytes, folder: Path) -> PageFiles:
-        """The files of a cache."""
+    def files(cls, cache: PagedCache, fingerprint: bytes, folder: Path, max_bytes: int) -> PageFiles:
+        """The files of a cache, of at most max_bytes."""
         formats = {
             kind: PageFormat(fingerprint, str(layout), layout.nbytes) for kind, layout in cls.layouts(cache).items()
         }
-        return PageFiles(folder, formats)
+        return PageFiles(folder, formats, max_bytes=max_bytes)
 
     def _bytes_of(self, kind: bytes, slot: int) -> memoryview:
         return self._slots[kind].bytes_of(slot)

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from ktransformers.cache.page_keys import page_key, root_key
 from ktransformers.cache.tiers import PAGE, STATE, DiskTier, HostTier, page_name, state_name
 from ktransformers.scheduler.config import TierConfig
@@ -97,27 +99,13 @@ class _Todo:
         )
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What TierStats counts from the start."""
-
-    host_hit_len: int = 0
-    disk_hit_len: int = 0
-    recomputed_len: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    num_read_errors: int = 0
-    num_write_errors: int = 0
-
-
 class Tiers:
     """See the module's docstring. Told by PageTables of every page of its tree."""
 
     def __init__(self, config: TierConfig, page_size: int):
         self.config, self.page_size = config, page_size
-        self.rates, self._counts = TierRates(), _Counts()
+        self.rates = TierRates()
+        self._counts = TierStats(host_bytes=0, max_host_bytes=0, disk_bytes=0, max_disk_bytes=config.disk_bytes)
         self._sizes = {PAGE: config.page_bytes, STATE: config.state_bytes}
         self.clear()
 
@@ -418,7 +406,8 @@ class Tiers:
         if result.found is not None and self._disk is not None:
             self._depths.update((name, depth) for name, depth, _ in result.found)
             self._is_listed = True
-            self._delete(self._disk.fill((name, nbytes) for name, _, nbytes in result.found))
+            for name in self._disk.fill((name, nbytes) for name, _, nbytes in result.found):
+                del self._depths[name]
         for name, is_done in result.writes:
             self._end_write(name, is_done)
         for name, is_done in result.reads:
@@ -460,22 +449,12 @@ class Tiers:
 
     def stats(self) -> TierStats:
         """See TierStats."""
-        counts, sizes = self._counts, self._sizes
-        used = {kind: sizes[kind] * len(host) for kind, host in self._hosts.items()}
-        return TierStats(
-            host_bytes=sum(used.values()),
+        sizes = self._sizes
+        return msgspec.structs.replace(
+            self._counts,
+            host_bytes=sum(sizes[kind] * len(host) for kind, host in self._hosts.items()),
             max_host_bytes=sum(sizes[kind] * host.num_slots for kind, host in self._hosts.items()),
             disk_bytes=0 if self._disk is None else self._disk.num_bytes,
-            max_disk_bytes=self.config.disk_bytes,
-            host_hit_len=counts.host_hit_len,
-            disk_hit_len=counts.disk_hit_len,
-            recomputed_len=counts.recomputed_len,
-            stored_bytes=counts.stored_bytes,
-            loaded_bytes=counts.loaded_bytes,
-            written_bytes=counts.written_bytes,
-            read_bytes=counts.read_bytes,
-            num_read_errors=counts.num_read_errors,
-            num_write_errors=counts.num_write_errors,
         )
 
     def check_integrity(self, pages: set[int]) -> None:

@@ -49,7 +49,7 @@ def filled(num_pages: int = 6) -> PagedCache:
 
 def tier_config(cache: PagedCache, **changes: object) -> TierConfig:
     layouts = TieredCache.layouts(cache)
-    files = TieredCache.files(cache, FINGERPRINT, Path())
+    files = TieredCache.files(cache, FINGERPRINT, Path(), 1)
     has_states = STATE in layouts
     values = {
         "fingerprint": FINGERPRINT,
@@ -310,19 +310,19 @@ def test_an_engine_that_dies_is_followed_by_one_that_reads_the_files(
 
 
 def damaged_by_a_bit(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.glob("[!.]*"):
         data = bytearray(path.read_bytes())
         data[-7] ^= 1
         path.write_bytes(data)
 
 
 def cut_short(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.glob("[!.]*"):
         os.truncate(path, path.stat().st_size // 2)
 
 
 def of_another_model(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.glob("[!.]*"):
         path.write_bytes(path.read_bytes().replace(FINGERPRINT, b"n" * 32))
 
 
@@ -382,7 +382,7 @@ def test_a_full_disk_is_counted_and_leaves_nothing(
     engine: PagedEngine, expected: Expected, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     layouts = TieredCache.layouts(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1))
-    formats = TieredCache.files(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1), FINGERPRINT, tmp_path)._formats
+    formats = TieredCache.files(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1), FINGERPRINT, tmp_path, 1)._formats
     assert formats.keys() == layouts.keys()
     service = Service(engine, tmp_path, files=PageFiles(tmp_path, formats, FullDisk()))
     with caplog.at_level(logging.WARNING):
@@ -391,7 +391,7 @@ def test_a_full_disk_is_counted_and_leaves_nothing(
     assert service.stats().written_bytes == 0
     assert len([line for line in caplog.messages if "No space left" in line]) == 1
     service.close()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".quota"]
 
 
 def test_files_stay_within_their_bytes(engine: PagedEngine, expected: Expected, tmp_path: Path) -> None:
@@ -400,17 +400,18 @@ def test_files_stay_within_their_bytes(engine: PagedEngine, expected: Expected, 
     service = Service(engine, tmp_path, disk_bytes=most)
     assert conversation(service)[0] == expected[0]
     service.close()
-    assert 0 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= most
+    assert 0 < sum(path.stat().st_size for path in tmp_path.glob("[!.]*")) <= most
 
 
 def test_two_services_with_one_folder_do_each_other_no_harm(
     engine: PagedEngine, expected: Expected, tmp_path: Path
 ) -> None:
-    """Each lists what the other has, writes what it has written, and deletes what it counts on."""
+    """Each lists what the other has, writes what it has written, and deletes what it counts on. One quota is kept."""
     probe = tier_config(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1))
     small = 6 * probe.page_file_bytes + 2 * probe.state_file_bytes
     conversation(first := Service(engine, tmp_path))
-    services = [Service(engine, tmp_path, num_pages=24), Service(engine, tmp_path, num_pages=24, disk_bytes=small)]
+    first.close()
+    services = [Service(engine, tmp_path, num_pages=24, disk_bytes=size * small) for size in (2, 1)]
     histories, answers = [list[int](), list[int]()], [list[list[int]](), list[list[int]]()]
     for turn in TURNS:
         for service, history, said in zip(services, histories, answers, strict=True):
@@ -420,5 +421,6 @@ def test_two_services_with_one_folder_do_each_other_no_harm(
             history += answer
             service.answer(some_ids(330, 50))
     assert answers == [expected[0]] * 2
-    for each in (first, *services):
+    for each in services:
         each.close()
+        assert sum(path.stat().st_size for path in tmp_path.glob("[!.]*")) <= 2 * small
