@@ -306,12 +306,12 @@ class Tiers:
         return self._disk is not None
 
     def _known_keys(self, prefix: Prefix, with_files: bool) -> list[bytes]:
-        """Of the pages behind those of the tree that a tier has."""
-        size, keys = self.page_size, list[bytes]()
+        """Of the pages behind those of the tree that a tier has, as many as can be in host memory at once."""
+        size, keys, most = self.page_size, list[bytes](), self._hosts[PAGE].num_slots
         parent = self._pages[prefix.pages[-1]].key if prefix.pages else self._root(prefix.salt)
         for at in range(len(prefix.pages) * size, prefix.max_pages * size, size):
             parent = page_key(parent, prefix.token_ids[at : at + size])
-            if not self._is_known(page_name(parent), with_files):
+            if len(keys) == most or not self._is_known(page_name(parent), with_files):
                 break
             keys.append(parent)
         return keys

@@ -37,6 +37,13 @@ def _check_both_scales(scales: KvScales, k_cache: Tensor, v_cache: Tensor) -> tu
     return *of_keys, *of_values[:3]
 
 
+def _check_options(page_size: int, window: int, softcap: float, sinks: Tensor | None, num_heads: int) -> None:
+    if page_size < 1 or window < 0 or softcap < 0:
+        raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_heads,))
+
+
 def row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
     """`values` [num_rows] as int32. Raises TypeError or ValueError, with `name`, for what is no such thing."""
     if values.dtype not in (torch.int64, torch.int32):
@@ -82,12 +89,8 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     """
     sizes = num_rows, num_heads, _, _, dim_v, _ = _check_heads(q, k_cache, v_cache)
     check_tensor("block_table", block_table, (None, None), torch.int32)
-    if page_size < 1 or window < 0 or softcap < 0:
-        raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
-    seqs = row_numbers("seq_ids", seq_ids, num_rows)
-    lens = row_numbers("kv_lens", kv_lens, num_rows)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (num_heads,))
+    _check_options(page_size, window, softcap, sinks, num_heads)
+    seqs, lens = row_numbers("seq_ids", seq_ids, num_rows), row_numbers("kv_lens", kv_lens, num_rows)
     both_scales = _check_both_scales(scales, k_cache, v_cache)
     result = output(out, (num_rows, num_heads, dim_v), q)
     extension.attention(
