@@ -24,40 +24,13 @@ import msgspec
 from ktransformers.cache.page_keys import page_key, root_key
 from ktransformers.cache.tiers import PAGE, STATE, DiskTier, HostTier, page_name, state_name
 from ktransformers.scheduler.config import TierConfig
+from ktransformers.scheduler.prefixes import Copy, Prefix, Start
 from ktransformers.scheduler.tier_rates import Option, TierRates
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
-__all__ = ["Start", "Tiers"]
+__all__ = ["Tiers"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a run begins. num_pages: of its prefix. keys: of those of them that are loaded, the last ones.
-    state: key of the page whose state is loaded, None when it is in the cache or there are no states. declined: pages
-    that are known, and computed because that is faster."""
-
-    num_pages: int
-    keys: Sequence[bytes] = ()
-    state: bytes | None = None
-    declined: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What a run may begin with. pages: those of the tree. max_pages: most that need not be computed.
-
-    has_state: whether the cache has the state behind a page; None: there are no states. can_load: whether a state can
-    be loaded now.
-    """
-
-    salt: str
-    token_ids: Sequence[int]
-    pages: Sequence[int]
-    max_pages: int
-    has_state: Callable[[int], bool] | None = None
-    can_load: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +297,28 @@ class Tiers:
         """(to be loaded, to be read before)."""
         nbytes = self._sizes[name[:1]]
         return nbytes, 0 if self._host(name).is_ready(name) else nbytes
+
+    def copies(self, salt: str, token_ids: Sequence[int], num_pages: int) -> tuple[list[Copy], dict[int, Copy]]:
+        """Of the pages behind the first num_pages of a prompt, and of states by length. While no step is in flight."""
+        size, key = self.page_size, self._root(salt)
+        pages, states = list[Copy](), dict[int, Copy]()
+        for depth in range(len(token_ids) // size):
+            key = page_key(key, token_ids[depth * size : (depth + 1) * size])
+            if depth >= num_pages:
+                page = self._copy(page_name(key), depth)
+                if page is None:
+                    break
+                pages.append(page)
+            state = self._copy(state_name(key), depth)
+            if state is not None:
+                states[(depth + 1) * size] = state
+        return pages, states
+
+    def _copy(self, name: bytes, depth: int) -> Copy | None:
+        if not self._is_known(name, with_files=True):
+            return None
+        host = self._host(name)
+        return Copy(name, self._depths.get(name, depth), host.slot(name) if host.is_ready(name) else None)
 
     def load(self, salt: str, parent: int | None, tokens: Sequence[int], page: int) -> None:
         """Have a page filled from host memory before the next step's rows. It is in the tree from now on."""
