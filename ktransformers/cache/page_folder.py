@@ -132,10 +132,11 @@ class PageFolder:
             fd = os.open(path, os.O_WRONLY | _NEW, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(fd, nbytes)  # so that others count all of it; it takes no room on the disk yet
                 count.add(nbytes)
-                os.ftruncate(fd, nbytes)  # so that others count all of it
             except BaseException:
-                os.close(fd)  # and so it is a file that was left
+                os.close(fd)
+                path.unlink(missing_ok=True)
                 raise
         try:
             yield fd

@@ -394,8 +394,10 @@ class BatchLoop:
             case _Look(answer):
                 answer.put(self._scheduler.stats())
             case _Visit(run, visited):
+                engine, tiers = self.engine, self._scheduler.pages.tiers
+                if tiers is not None and tiers.awaits_listing:
+                    self._step()  # or what files have would be missed
                 try:
-                    engine = self.engine
                     store = PageStore(engine.cache, self._scheduler.pages, engine.executor.tiers)
                     visited.put((run(store), None))
                 except Exception as error:  # noqa: BLE001 - the one who asked raises it

@@ -70,7 +70,7 @@ def _fill(visit: Visit, token_ids: Sequence[int], room: Mapping[str, torch.Tenso
             if rows is None:
                 return num_tokens
             put_rows(room, num_tokens, rows)
-            num_tokens += len(next(iter(rows.values())))
+            num_tokens += store.page_size
         if num_tokens == at:
             return at
     return num_tokens

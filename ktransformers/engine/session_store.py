@@ -88,6 +88,11 @@ class PageStore:
         self._cache, self._pages, self._tiers = cache, pages, tiers
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._cache.page_size
+
+    @property
     def layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Type and shape of what is kept of a position, by name."""
         return {name: form for name, form in _layout(self._cache).items() if not name.startswith("state ")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -95,6 +96,19 @@ def test_a_file_is_written_again_or_not_at_all(tmp_path: Path) -> None:
     folder.remove(folder.file(name_of(0), 0))
     folder.remove(folder.file(name_of(0), 0))
     assert counted(folder) == taken(tmp_path) == 0
+
+
+def test_a_limit_of_the_system_leaves_nothing(tmp_path: Path) -> None:
+    folder, (soft, hard) = PageFolder(tmp_path, 1 << 30), resource.getrlimit(resource.RLIMIT_FSIZE)
+    write(folder, 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(folder, 1, 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert counted(folder) == taken(tmp_path) == NBYTES
+    assert not list(tmp_path.glob("writing-*"))
 
 
 @pytest.mark.parametrize("harm", ["truncated", "flipped", "gone"])

@@ -48,10 +48,11 @@ class Made:
         return LLM.from_engine(engine, max_batch_size=2)
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next", "int8"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next", "mamba2", "int8"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = recurrent_model("qwen3_next") if request.param == "qwen3_next" else tiny_model("qwen3_moe", seed=6)
+    is_recurrent = request.param in ("qwen3_next", "mamba2")
+    model = recurrent_model(request.param) if is_recurrent else tiny_model("qwen3_moe", seed=6)
     model.save_pretrained(folder)
     kv_type = "int8" if request.param == "int8" else "auto"
     found = Made(
@@ -100,6 +101,20 @@ def test_it_is_all_in_the_file(
         output = other.generate([loaded.token_ids], replace(PARAMS, max_tokens=1))[0]
         assert output.stats.cached_len == (128 if made.engine.runner.cache.states else 160)
         assert made.wanted == (*saved.answer_ids, *(event.token_id for event in other.continue_answer(loaded)))
+
+
+def test_a_service_saves_what_the_one_before_it_left_in_files(made: Made, tmp_path: Path) -> None:
+    folder, path = tmp_path / "pages", tmp_path / "s.safetensors"
+    folder.mkdir(mode=0o700)
+    with made.paged(**where("disk", folder)) as llm:
+        output = llm.generate([PROMPT], replace(PARAMS, max_tokens=20))[0]
+    with made.paged(**where("disk", folder)) as llm:
+        saved = llm.save_session(path, replace(output, params=PARAMS))
+    assert saved.cached_len == 160
+    with made.paged() as other:
+        loaded = other.load_session(path)
+        assert made.wanted == (*saved.answer_ids, *(event.token_id for event in other.continue_answer(loaded)))
+        assert loaded.cached_len == 160
 
 
 def test_others_go_on_meanwhile(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int,
     return q.shape[0], q.shape[1], num_kv_heads, q.shape[2], v_cache.shape[2], slots
 
 
-def _check_both_scales(scales: KvScales, k_cache: Tensor, v_cache: Tensor) -> tuple[int, ...]:
+def _check_both_scales(scales: KvScales, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int, int, int, int]:
     """Scales of keys and of values as the kernel takes them."""
     of_keys = check_scales("scales of keys", scales[0], k_cache, 2)
     of_values = check_scales("scales of values", scales[1], v_cache, 1)
