@@ -6,21 +6,16 @@ The header says whose bytes these are: name, fingerprint of the model, layout of
 written under another name and then renamed, so a process that is killed leaves no torn one; what a machine leaves that
 loses its power is found by the sum. Files are 0600 in a folder 0700. Token ids are in none of them.
 
-    KEY-DEPTH.page, KEY-DEPTH.state     KEY: 64 hexadecimal digits, DEPTH: pages before it
-    writing-RANDOM                      on its way, locked by its writer for as long as that lives
-
-Two programs may use one folder: they write the same bytes under the same name, and what one deletes the other misses.
+What the files are called, and how many there may be, is `cache/page_folder.py`'s business. Two programs may use one
+folder: they write the same bytes under the same name, and what one deletes the other misses.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import re
-import secrets
 import stat
-from collections.abc import Iterator
+import sys
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -29,21 +24,14 @@ from typing import Protocol
 
 import msgspec
 
-from ktransformers.cache.tiers import PAGE, STATE
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.cache.page_folder import FoundFile, PageFolder
 
-__all__ = ["FoundFile", "PageFiles", "PageFormat", "WrongFile", "private_folder"]
+__all__ = ["PageFiles", "PageFormat", "WrongFile"]
 
 _MAGIC = b"KTPAGE01"
 _START = Struct("<8sI")
 _SUM_NBYTES = 32
 _MAX_HEADER = 1 << 20
-_SUFFIXES = {PAGE: "page", STATE: "state"}
-_NAME = re.compile(r"([0-9a-f]{64})-([0-9]{1,9})\.(page|state)")
-_WRITING = "writing-"
-_AGE_SECONDS = 600
-"""Files written within so many seconds are of one age: of those the deepest are given up first."""
-
 Buffer = bytearray | memoryview
 
 
@@ -67,46 +55,27 @@ class _Header(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class FoundFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file that was there before. nbytes: its size."""
-
-    name: bytes
-    depth: int
-    nbytes: int
-
-
 class _System(Protocol):
     """What writes: os, or a test's."""
 
     def write(self, fd: int, data: Buffer | bytes, /) -> int: ...
 
 
-def private_folder(path: Path) -> None:
-    """Make a folder that is its user's alone, or check that it is. Raises ConfigError."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"--kv_disk_path {path} cannot be made: {reason_of(error)}; name another folder") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"--kv_disk_path {path} is no folder; name another one")
-    if found.st_uid != os.getuid():
-        raise ConfigError(f"--kv_disk_path {path} belongs to another user; name a folder of your own")
-    if found.st_mode & 0o077:
-        raise ConfigError(f"--kv_disk_path {path} can be entered by others: what is cached is text; chmod 700 it")
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"--kv_disk_path {path} cannot be written to; mend it with chmod, or name another folder")
-
-
 class PageFiles:
-    """The files of one folder. formats: by kind (PAGE, STATE). Methods raise OSError, `read` also WrongFile."""
+    """The files of one folder, of at most max_bytes together, see PageFolder. formats: by kind (PAGE, STATE).
 
-    def __init__(self, folder: Path, formats: dict[bytes, PageFormat], system: _System = os):
+    Methods raise OSError, `read` also WrongFile.
+    """
+
+    def __init__(
+        self, folder: Path, formats: dict[bytes, PageFormat], system: _System = os, max_bytes: int = sys.maxsize
+    ):
         self.folder, self._formats, self._system = folder, formats, system
+        self._folder = PageFolder(folder, max_bytes)
 
     def path(self, name: bytes, depth: int) -> Path:
         """Of what is called `name` in the tiers."""
-        return self.folder / f"{name[1:].hex()}-{depth}.{_SUFFIXES[name[:1]]}"
+        return self._folder.file(name, depth)
 
     def file_nbytes(self, kind: bytes) -> int:
         """Bytes of a file of this kind."""
@@ -118,48 +87,16 @@ class PageFiles:
         return msgspec.msgpack.encode(_Header(name, form.fingerprint, form.layout, form.nbytes))
 
     def found(self) -> list[FoundFile]:
-        """All pages there are, least recently used first, by their names and dates alone; removes what killed writers
-        left."""
-        ages: list[tuple[int, FoundFile]] = []
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                if entry.name.startswith(_WRITING):
-                    _remove_if_left(entry.path)
-                    continue
-                match = _NAME.fullmatch(entry.name)
-                if match is None:
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # another program's quota
-                    known = entry.stat(follow_symlinks=False)
-                    kind = PAGE if match[3] == "page" else STATE
-                    one = FoundFile(kind + bytes.fromhex(match[1]), int(match[2]), known.st_size)
-                    ages.append((int(known.st_mtime // _AGE_SECONDS), one))
-        return [one for _, one in sorted(ages, key=lambda each: (each[0], -each[1].depth, each[1].name))]
+        """See PageFolder.found."""
+        return self._folder.found()
 
     def write(self, name: bytes, depth: int, payload: Buffer) -> None:
         """Put a file in its place, whole or not at all."""
         header = self._header(name)
         parts: list[Buffer | bytes] = [_START.pack(_MAGIC, len(header)), header, _sum(header, payload), payload]
-        with self._writing() as (fd, path):
+        with self._folder.writing(self.path(name, depth), sum(map(len, parts))) as fd:
             for part in parts:
                 self._write_all(fd, memoryview(part))
-            os.rename(path, self.path(name, depth))
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[tuple[int, Path]]:
-        """A file on its way: locked, and gone when it was not renamed."""
-        path = self.folder / f"{_WRITING}{secrets.token_hex(8)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield fd, path
-        except BaseException:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
 
     def _write_all(self, fd: int, left: memoryview) -> None:
         while len(left):
@@ -188,7 +125,11 @@ class PageFiles:
 
     def delete(self, name: bytes, depth: int) -> None:
         """It may be gone already."""
-        self.path(name, depth).unlink(missing_ok=True)
+        self._folder.remove(self.path(name, depth))
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        self._folder.close()
 
 
 def _sum(header: bytes, payload: Buffer) -> bytes:
@@ -208,14 +149,3 @@ def _read_all(file: _Reader, buffer: Buffer) -> None:
         if not count:
             raise WrongFile("it ends early")
         view = view[count:]
-
-
-def _remove_if_left(path: str) -> None:
-    """Remove a file on its way whose writer is gone."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
-            os.unlink(path)
-        finally:
-            os.close(fd)

@@ -156,7 +156,10 @@ class DiskTier:
         return name in self._sizes and name not in self._pending
 
     def fill(self, found: Iterable[tuple[bytes, int]]) -> list[bytes]:
-        """Files that were there before, (name, bytes), least recently used first. Returns those to be deleted."""
+        """Files that were there before, (name, bytes), least recently used first. Returns those that have no room.
+
+        They are not to be deleted: the folder may have another user with a larger quota, see PageFolder.
+        """
         for name, nbytes in found:
             if name not in self._sizes:
                 self._sizes[name] = nbytes

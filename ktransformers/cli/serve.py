@@ -268,7 +268,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
     """What makes the backend. Imports it here, before the port is taken."""
     profile = _profile_config(args)
     if args.backend_type == "balance_serve":
-        from ktransformers.cache.page_files import private_folder
+        from ktransformers.cache.page_folder import private_folder
         from ktransformers.server.backend.balance_serve import BalanceServeBackend
         from ktransformers.server.balance.supervisor import BalanceConfig
 

@@ -28,6 +28,7 @@ from ktransformers.engine.constraints import check_rules
 from ktransformers.engine.generate import BegunAnswer
 from ktransformers.engine.profiled import model_meta
 from ktransformers.engine.saved_session import SavedSession, read_saved, write_saved
+from ktransformers.engine.session_fetch import take_pages
 from ktransformers.engine.session_store import PageStore
 from ktransformers.errors import ConfigError, EngineError, KTransformersError
 from ktransformers.profiling.capture import ProfileTarget
@@ -291,14 +292,14 @@ class BatchLoop:
     def save(
         self, path: Path, session: BegunAnswer | Sequence[int], messages: list[dict[str, Any]] | None
     ) -> SavedSession:
-        """Write a session with what the pages keep of it. On the caller's thread, but for the copy of the pages.
+        """Write a session with what pages and tiers keep of it. On the caller's thread, but for copies of pages.
 
         Raises SessionFileError, ConfigError for ids that the model does not have, EngineError when closed.
         """
         token_ids = [*session.prompt_ids, *session.answer_ids] if isinstance(session, BegunAnswer) else list(session)
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.config.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.config.vocab_size})")
-        kept = self._visit(lambda store: store.take(token_ids))
+        kept = take_pages(self._visit, token_ids, path)
         return write_saved(path, self.engine.identity, session, kept, messages)
 
     def load(self, path: Path, recompute: bool) -> SavedSession:
@@ -393,8 +394,12 @@ class BatchLoop:
             case _Look(answer):
                 answer.put(self._scheduler.stats())
             case _Visit(run, visited):
+                engine, tiers = self.engine, self._scheduler.pages.tiers
+                if tiers is not None and tiers.awaits_listing:
+                    self._step()  # or what files have would be missed
                 try:
-                    visited.put((run(PageStore(self.engine.cache, self._scheduler.pages)), None))
+                    store = PageStore(engine.cache, self._scheduler.pages, engine.executor.tiers)
+                    visited.put((run(store), None))
                 except Exception as error:  # noqa: BLE001 - the one who asked raises it
                     visited.put((None, error))
 

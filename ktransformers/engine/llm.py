@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ktransformers.cache.page_files import private_folder
+from ktransformers.cache.page_folder import private_folder
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.batch_loop import BatchLoop, Question
 from ktransformers.engine.llm_options import EngineOptions, LLMOptions, llm_options

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import mmap
 import os
 import shutil
 import stat
@@ -32,7 +34,7 @@ from ktransformers.core import SamplingParams, format_bytes
 from ktransformers.engine.fingerprint import ModelIdentity
 from ktransformers.errors import SessionFileError, reason_of
 
-__all__ = ["SUFFIX", "SessionFile", "SessionHeader", "open_session", "state_name", "write_session"]
+__all__ = ["SUFFIX", "SessionFile", "SessionHeader", "mapped_tensors", "open_session", "state_name", "write_session"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ SUFFIX = ".safetensors"
 FORMAT, VERSION = "ktransformers session", "1"
 
 _IDS = "token_ids"
+_ALIGN = 64
 _MARGIN = 1 << 16  # of a file beside its tensors and its header's own JSON
 
 
@@ -127,7 +130,36 @@ def write_session(
         logger.info("writing a session of %d tokens, %s, to %s", len(token_ids), format_bytes(nbytes), path)
         return _replace(target, whole, metadata)
     except (OSError, SafetensorError) as error:
-        raise SessionFileError(f"cannot save the session to {path}: {reason_of(error)}") from error
+        raise _unsaved(path, error) from error
+
+
+def mapped_tensors(
+    path: Path, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], num_tokens: int
+) -> dict[str, torch.Tensor]:
+    """Room for what a session at `path` will keep of num_tokens, [num_tokens, ...] each by `layout`'s types and shapes.
+
+    Beside `path` in a file without a name, so that the system may write out what does not fit in memory; gone with the
+    last tensor. Raises SessionFileError.
+    """
+    offsets, at = dict[str, int](), 0
+    for name, (dtype, shape) in layout.items():
+        offsets[name] = at
+        at += -(-num_tokens * math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
+    try:
+        with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent) as file:  # mode 0600
+            os.posix_fallocate(file.fileno(), 0, max(at, 1))  # a full disk is an error here, not a signal later
+            block = torch.frombuffer(mmap.mmap(file.fileno(), max(at, 1)), dtype=torch.uint8)
+    except OSError as error:
+        raise _unsaved(path, error) from error
+    found = {}
+    for name, (dtype, shape) in layout.items():
+        nbytes = num_tokens * math.prod(shape) * dtype.itemsize
+        found[name] = block[offsets[name] :][:nbytes].view(dtype).view(num_tokens, *shape)
+    return found
+
+
+def _unsaved(path: Path, error: Exception) -> SessionFileError:
+    return SessionFileError(f"cannot save the session to {path}: {reason_of(error)}")
 
 
 def _replace(target: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> int:

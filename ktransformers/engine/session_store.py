@@ -8,19 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 import torch
 
 from ktransformers.cache.paged import PagedCache
+from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.engine.fingerprint import ModelIdentity
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.engine.session_file import SessionFile, state_name
+from ktransformers.engine.tiered import TieredCache
 from ktransformers.scheduler.page_tables import PageTables
+from ktransformers.scheduler.prefixes import Copy
 
-__all__ = ["Kept", "PageStore", "StaticStore"]
+__all__ = ["Kept", "PageStore", "States", "StaticStore", "put_rows"]
+
+PIECE_BYTES = 64 << 20
+"""Of host memory that are copied between two steps, and of files that are read until the next look at what there is."""
 
 MOST_STATES = 4
 """States of recurrent layers in a file, the longest of those that there are: a next turn begins at one of the last."""
+
+
+States = dict[int, Mapping[str, torch.Tensor] | Copy]
+"""By length: copies of states in memory, or where a file has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +79,90 @@ class StaticStore:
 
 
 class PageStore:
-    """Of an engine for many sequences. Used between two steps. Without a salt, as requests of this process are."""
+    """Of an engine for many sequences. Used between two steps. Without a salt, as requests of this process are.
 
-    def __init__(self, cache: PagedCache, pages: PageTables):
-        self._cache, self._pages = cache, pages
+    tiers: below the cache, None where there are none.
+    """
 
-    def take(self, token_ids: Sequence[int]) -> Kept:
-        """Of the longest prefix of these tokens that is in whole pages."""
+    def __init__(self, cache: PagedCache, pages: PageTables, tiers: TieredCache | None = None):
+        self._cache, self._pages, self._tiers = cache, pages, tiers
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._cache.page_size
+
+    @property
+    def layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of what is kept of a position, by name."""
+        return {name: form for name, form in _layout(self._cache).items() if not name.startswith("state ")}
+
+    def count(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Of how many leading tokens the cache's pages are known, and of how many with those of the tiers."""
+        pages, _ = self._pages.find("", token_ids)
+        below, _ = self._pages.find_below("", token_ids, len(pages))
+        size = self._cache.page_size
+        return len(pages) * size, (len(pages) + len(below)) * size
+
+    def fill(
+        self, token_ids: Sequence[int], num_filled: int, room: Mapping[str, torch.Tensor]
+    ) -> tuple[int, list[Copy]]:
+        """Copy more of these tokens to `room`, whose first num_filled rows are filled: all that the cache has, and then
+        a piece of what host memory has.
+
+        Returns how many rows are filled then, and some of the pages behind them if files alone have those.
+        """
+        size, at = self._cache.page_size, num_filled // self._cache.page_size
+        pages, _ = self._pages.find("", token_ids)
+        if len(pages) > at:
+            rows = self._rows(pages[at:])
+            for name, tensor in self._cache.tensors().items():
+                _bytes(room[name])[at * size : at * size + len(rows)] = _bytes(tensor)[rows.to(tensor.device)].cpu()
+            at = len(pages)
+        _settle(self._cache)
+        below, _ = self._pages.find_below("", token_ids, at)
+        most = max(PIECE_BYTES // max(self._cache.nbytes // self._cache.num_pages, 1), 1)
+        in_memory = list(takewhile(lambda copy: copy.slot is not None, below[:most]))
+        for i, copy in enumerate(in_memory, start=at):
+            assert self._tiers is not None
+            assert copy.slot is not None
+            put_rows(room, i * size, self._tiers.in_slot(PAGE, copy.slot))
+        in_files = takewhile(lambda copy: copy.slot is None, below[len(in_memory) :])
+        return (at + len(in_memory)) * size, list(islice(in_files, most))
+
+    def read(self, copy: Copy) -> dict[str, torch.Tensor] | None:
+        """What a file has. On any thread, at any time. None when it cannot be used."""
+        assert self._tiers is not None
+        return self._tiers.in_file(copy.name, copy.depth)
+
+    def take_states(self, token_ids: Sequence[int]) -> States:
+        """The states behind the longest lengths within these tokens that have some."""
         pages, slots = self._pages.find("", token_ids)
+        _, below = self._pages.find_below("", token_ids, len(pages))
+        _settle(self._cache)
+        found: States = {}
+        for length in sorted(slots.keys() | below.keys(), reverse=True)[:MOST_STATES]:
+            copy = below.get(length)
+            if length in slots and self._cache.states is not None:
+                found[length] = {
+                    name: tensor[slots[length]].cpu().clone() for name, tensor in self._cache.states.tensors().items()
+                }
+            elif copy is not None and copy.slot is not None and self._tiers is not None:
+                held = self._tiers.in_slot(STATE, copy.slot)
+                found[length] = {name: tensor[0].clone() for name, tensor in held.items()}
+            elif copy is not None:
+                found[length] = copy
+        return found
+
+    def take(self, token_ids: Sequence[int]) -> tuple[int, dict[str, torch.Tensor]]:
+        """Of the longest prefix of these tokens that is in whole pages of the cache: its length, a copy of its rows."""
+        pages, _ = self._pages.find("", token_ids)
         rows = self._rows(pages)
         tensors = {
             name: _bytes(tensor)[rows.to(tensor.device)].cpu().view(tensor.dtype).view(len(rows), *tensor.shape[1:])
             for name, tensor in self._cache.tensors().items()
         }
-        return _kept(self._cache, len(rows), tensors if pages else {}, slots)
+        return len(rows), tensors
 
     def put(self, file: SessionFile) -> int:
         """Into free pages, where prompts that begin so find it. How many of the tokens there was room for.
@@ -106,6 +187,12 @@ class PageStore:
         """The positions of pages in the cache's tensors, int64."""
         size = self._cache.page_size
         return (torch.tensor(list(pages), dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()
+
+
+def put_rows(room: Mapping[str, torch.Tensor], first: int, rows: Mapping[str, torch.Tensor]) -> None:
+    """Copy a page's rows to positions from `first` on."""
+    for name, tensor in rows.items():
+        room[name][first : first + len(tensor)].copy_(tensor)
 
 
 def _kept(cache: PagedCache, num_tokens: int, tensors: dict[str, torch.Tensor], slots: Mapping[int, int]) -> Kept:

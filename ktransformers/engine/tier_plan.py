@@ -64,8 +64,10 @@ def open_tiers(config: EngineConfig, cache: PagedCache, fingerprint: bytes) -> t
     page_bytes = layouts[PAGE].nbytes
     state_bytes = layouts[STATE].nbytes if STATE in layouts else 0
     for_states = int(STATE_SHARE * nbytes) if state_bytes else 0
-    has_files = config.kv_disk_path is not None
-    files = None if config.kv_disk_path is None else TieredCache.files(cache, fingerprint, config.kv_disk_path)
+    files, disk_bytes = None, 0
+    if config.kv_disk_path is not None:
+        disk_bytes = int(config.kv_disk_size_GB * 2**30)
+        files = TieredCache.files(cache, fingerprint, config.kv_disk_path, disk_bytes)
     tiers = TierConfig(
         fingerprint=fingerprint,
         host_pages=min((nbytes - for_states) // page_bytes, MAX_SLOTS),
@@ -74,7 +76,7 @@ def open_tiers(config: EngineConfig, cache: PagedCache, fingerprint: bytes) -> t
         host_states=min(for_states // state_bytes, MAX_SLOTS) if state_bytes else 0,
         state_bytes=state_bytes,
         state_file_bytes=files.file_nbytes(STATE) if files is not None and state_bytes else 0,
-        disk_bytes=int(config.kv_disk_size_GB * 2**30) if has_files else 0,
+        disk_bytes=disk_bytes,
     )
     tokens = tiers.host_pages * cache.page_size
     logger.info("below the cache: %s of host memory for %d tokens", format_bytes(nbytes), tokens)

@@ -47,6 +47,15 @@ class SlotLayout:
         self.nbytes = max(at, _ALIGN)
         self.devices = sorted({tensor.device for tensor in tensors.values() if tensor.is_cuda}, key=str)
 
+    def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of slots, uint8 [num_slots, nbytes]: the tensors in them, [num_slots, rows, ...]."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            first, shape = self.offsets[name] // tensor.itemsize, tensor.shape[1:]  # whole, see _ALIGN
+            typed = block.view(tensor.dtype)[:, first : first + shape.numel()]
+            found[name] = typed.view(-1, *shape)
+        return found
+
     def __str__(self) -> str:
         """All of it, for headers of files."""
         return "; ".join(
@@ -60,11 +69,8 @@ class _Slots:
     def __init__(self, layout: SlotLayout, num_slots: int):
         self.layout = layout
         self.block = torch.empty(num_slots, layout.nbytes, dtype=torch.uint8)
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, tensor in layout.tensors.items():
-            first, shape = layout.offsets[name] // tensor.itemsize, tensor.shape[1:]  # whole, see _ALIGN
-            typed = self.block.view(tensor.dtype)[:, first : first + shape.numel()]
-            self._pairs.append((tensor, typed.view(-1, *shape)))
+        self.views = layout.views(self.block)
+        self._pairs = [(tensor, self.views[name]) for name, tensor in layout.tensors.items()]
 
     def store(self, source: int, slot: int) -> None:
         for tensor, host in self._pairs:
@@ -161,6 +167,7 @@ class _FileThreads:
             inbox.put(None)
         for thread in self._threads:
             thread.join()
+        self._files.close()
 
     def _run(self, inbox: queue.SimpleQueue[_Job | None]) -> None:
         while (job := inbox.get()) is not None:
@@ -212,7 +219,8 @@ class TieredCache:
         self._waited: list[_Done] = []  # that `done` has told of and no result yet
         self._found: list[tuple[bytes, int, int]] | None = None
         if folder is not None and files is None:
-            files = self.files(cache, config.fingerprint, folder)
+            files = self.files(cache, config.fingerprint, folder, config.disk_bytes)
+        self._files = files
         self._threads = (
             None if files is None else _FileThreads(files, lambda kind, slot: self._slots[kind].bytes_of(slot))
         )
@@ -226,15 +234,28 @@ class TieredCache:
         return layouts
 
     @classmethod
-    def files(cls, cache: PagedCache, fingerprint: bytes, folder: Path) -> PageFiles:
-        """The files of a cache."""
+    def files(cls, cache: PagedCache, fingerprint: bytes, folder: Path, max_bytes: int) -> PageFiles:
+        """The files of a cache, of at most max_bytes."""
         formats = {
             kind: PageFormat(fingerprint, str(layout), layout.nbytes) for kind, layout in cls.layouts(cache).items()
         }
-        return PageFiles(folder, formats)
+        return PageFiles(folder, formats, max_bytes=max_bytes)
 
-    def _bytes_of(self, kind: bytes, slot: int) -> memoryview:
-        return self._slots[kind].bytes_of(slot)
+    def in_slot(self, kind: bytes, slot: int) -> dict[str, torch.Tensor]:
+        """What a host slot holds, [rows, ...] by name, until the next step. Copies to it must have ended."""
+        return {name: view[slot] for name, view in self._slots[kind].views.items()}
+
+    def in_file(self, name: bytes, depth: int) -> dict[str, torch.Tensor] | None:
+        """What a file holds, as `in_slot`, in memory of its own. On any thread. None when it cannot be used: logged."""
+        assert self._files is not None, "a file is asked for, and there are none"
+        layout = self._slots[name[:1]].layout
+        block = torch.empty(1, layout.nbytes, dtype=torch.uint8)
+        try:
+            self._files.read(name, depth, block[0].numpy().data)
+        except (OSError, WrongFile) as error:
+            logger.warning("cannot read a cached page in %s: %s", self._files.folder, reason_of(error))
+            return None
+        return {each: view[0] for each, view in layout.views(block).items()}
 
     def run(self, plan: TierPlan) -> None:
         """Do what a plan says before its rows; ends when copies are on their way and files are asked for."""

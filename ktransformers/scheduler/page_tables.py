@@ -21,10 +21,11 @@ from itertools import pairwise
 from ktransformers.cache.pages import PagePool
 from ktransformers.cache.prefix_tree import PrefixTree
 from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.prefixes import Copy, Prefix, Start
 from ktransformers.scheduler.sequence import Run, Sequence
 from ktransformers.scheduler.snapshots import Snapshots
 from ktransformers.scheduler.tier_records import TierPlan
-from ktransformers.scheduler.tiering import Prefix, Start, Tiers
+from ktransformers.scheduler.tiering import Tiers
 
 __all__ = ["Fill", "PageTables"]
 
@@ -240,6 +241,10 @@ class PageTables:
         slots = {ends[page]: kept.slot(page) for page in kept if page in ends}
         return pages, {length: slot for length, slot in slots.items() if slot is not None}
 
+    def find_below(self, salt: str, token_ids: TokenIds, num_pages: int) -> tuple[list[Copy], dict[int, Copy]]:
+        """What tiers have behind the first num_pages pages, and of states by length. See Tiers.copies."""
+        return ([], {}) if self.tiers is None else self.tiers.copies(salt, token_ids, num_pages)
+
     def adopt(self, salt: str, token_ids: TokenIds, state_lens: TokenIds, fill: Fill) -> int:
         """Make a prefix findable whose keys and values come from elsewhere; how many of its tokens are now.
 
@@ -268,7 +273,9 @@ class PageTables:
                     self.tiers.published(salt, parent, own, table[i])
             for length in sorted(saves):
                 assert self.snapshots is not None
-                self.snapshots.slots.publish(table[length // size - 1], saves.pop(length))
+                page, slot = table[length // size - 1], saves.pop(length)
+                if self.snapshots.slots.publish(page, slot) and self.tiers is not None:
+                    self.tiers.keep_state(page, slot)
         finally:
             for slot in saves.values():
                 assert self.snapshots is not None

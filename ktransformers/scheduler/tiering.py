@@ -19,43 +19,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from ktransformers.cache.page_keys import page_key, root_key
 from ktransformers.cache.tiers import PAGE, STATE, DiskTier, HostTier, page_name, state_name
 from ktransformers.scheduler.config import TierConfig
+from ktransformers.scheduler.prefixes import Copy, Prefix, Start
 from ktransformers.scheduler.tier_rates import Option, TierRates
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
-__all__ = ["Start", "Tiers"]
+__all__ = ["Tiers"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a run begins. num_pages: of its prefix. keys: of those of them that are loaded, the last ones.
-    state: key of the page whose state is loaded, None when it is in the cache or there are no states. declined: pages
-    that are known, and computed because that is faster."""
-
-    num_pages: int
-    keys: Sequence[bytes] = ()
-    state: bytes | None = None
-    declined: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What a run may begin with. pages: those of the tree. max_pages: most that need not be computed.
-
-    has_state: whether the cache has the state behind a page; None: there are no states. can_load: whether a state can
-    be loaded now.
-    """
-
-    salt: str
-    token_ids: Sequence[int]
-    pages: Sequence[int]
-    max_pages: int
-    has_state: Callable[[int], bool] | None = None
-    can_load: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,27 +72,13 @@ class _Todo:
         )
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What TierStats counts from the start."""
-
-    host_hit_len: int = 0
-    disk_hit_len: int = 0
-    recomputed_len: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    num_read_errors: int = 0
-    num_write_errors: int = 0
-
-
 class Tiers:
     """See the module's docstring. Told by PageTables of every page of its tree."""
 
     def __init__(self, config: TierConfig, page_size: int):
         self.config, self.page_size = config, page_size
-        self.rates, self._counts = TierRates(), _Counts()
+        self.rates = TierRates()
+        self._counts = TierStats(host_bytes=0, max_host_bytes=0, disk_bytes=0, max_disk_bytes=config.disk_bytes)
         self._sizes = {PAGE: config.page_bytes, STATE: config.state_bytes}
         self.clear()
 
@@ -318,12 +279,12 @@ class Tiers:
         return self._disk is not None
 
     def _known_keys(self, prefix: Prefix, with_files: bool) -> list[bytes]:
-        """Of the pages behind those of the tree that a tier has."""
-        size, keys = self.page_size, list[bytes]()
+        """Of the pages behind those of the tree that a tier has, as many as can be in host memory at once."""
+        size, keys, most = self.page_size, list[bytes](), self._hosts[PAGE].num_slots
         parent = self._pages[prefix.pages[-1]].key if prefix.pages else self._root(prefix.salt)
         for at in range(len(prefix.pages) * size, prefix.max_pages * size, size):
             parent = page_key(parent, prefix.token_ids[at : at + size])
-            if not self._is_known(page_name(parent), with_files):
+            if len(keys) == most or not self._is_known(page_name(parent), with_files):
                 break
             keys.append(parent)
         return keys
@@ -336,6 +297,28 @@ class Tiers:
         """(to be loaded, to be read before)."""
         nbytes = self._sizes[name[:1]]
         return nbytes, 0 if self._host(name).is_ready(name) else nbytes
+
+    def copies(self, salt: str, token_ids: Sequence[int], num_pages: int) -> tuple[list[Copy], dict[int, Copy]]:
+        """Of the pages behind the first num_pages of a prompt, and of states by length. While no step is in flight."""
+        size, key = self.page_size, self._root(salt)
+        pages, states = list[Copy](), dict[int, Copy]()
+        for depth in range(len(token_ids) // size):
+            key = page_key(key, token_ids[depth * size : (depth + 1) * size])
+            if depth >= num_pages:
+                page = self._copy(page_name(key), depth)
+                if page is None:
+                    break
+                pages.append(page)
+            state = self._copy(state_name(key), depth)
+            if state is not None:
+                states[(depth + 1) * size] = state
+        return pages, states
+
+    def _copy(self, name: bytes, depth: int) -> Copy | None:
+        if not self._is_known(name, with_files=True):
+            return None
+        host = self._host(name)
+        return Copy(name, self._depths.get(name, depth), host.slot(name) if host.is_ready(name) else None)
 
     def load(self, salt: str, parent: int | None, tokens: Sequence[int], page: int) -> None:
         """Have a page filled from host memory before the next step's rows. It is in the tree from now on."""
@@ -418,7 +401,8 @@ class Tiers:
         if result.found is not None and self._disk is not None:
             self._depths.update((name, depth) for name, depth, _ in result.found)
             self._is_listed = True
-            self._delete(self._disk.fill((name, nbytes) for name, _, nbytes in result.found))
+            for name in self._disk.fill((name, nbytes) for name, _, nbytes in result.found):
+                del self._depths[name]
         for name, is_done in result.writes:
             self._end_write(name, is_done)
         for name, is_done in result.reads:
@@ -460,22 +444,12 @@ class Tiers:
 
     def stats(self) -> TierStats:
         """See TierStats."""
-        counts, sizes = self._counts, self._sizes
-        used = {kind: sizes[kind] * len(host) for kind, host in self._hosts.items()}
-        return TierStats(
-            host_bytes=sum(used.values()),
+        sizes = self._sizes
+        return msgspec.structs.replace(
+            self._counts,
+            host_bytes=sum(sizes[kind] * len(host) for kind, host in self._hosts.items()),
             max_host_bytes=sum(sizes[kind] * host.num_slots for kind, host in self._hosts.items()),
             disk_bytes=0 if self._disk is None else self._disk.num_bytes,
-            max_disk_bytes=self.config.disk_bytes,
-            host_hit_len=counts.host_hit_len,
-            disk_hit_len=counts.disk_hit_len,
-            recomputed_len=counts.recomputed_len,
-            stored_bytes=counts.stored_bytes,
-            loaded_bytes=counts.loaded_bytes,
-            written_bytes=counts.written_bytes,
-            read_bytes=counts.read_bytes,
-            num_read_errors=counts.num_read_errors,
-            num_write_errors=counts.num_write_errors,
         )
 
     def check_integrity(self, pages: set[int]) -> None:

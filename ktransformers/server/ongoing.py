@@ -214,6 +214,11 @@ class OngoingRequests:
         if one.is_journaled and self.journal is not None:
             self.journal.suspended(one.answer_id, one.is_suspended)
 
+    async def settled(self, one: Ongoing) -> None:
+        """Returns when what became of it is in the journal, where there is one: so no restart undoes what was said."""
+        if one.is_journaled and self.journal is not None:
+            await self.journal.written()
+
     def _require_open(self, one: Ongoing) -> None:
         if one.is_ended:
             raise ConflictError(f"request {one.id[:100]!r} has ended")

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cache.page_files import PageFiles, PageFormat, WrongFile, private_folder
+from ktransformers.cache.page_files import PageFiles, PageFormat, WrongFile
+from ktransformers.cache.page_folder import private_folder
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.errors import ConfigError
 
@@ -130,7 +131,7 @@ def test_a_full_disk_leaves_nothing_and_what_was_there(tmp_path: Path, room: int
     files_in(tmp_path).write(NAME, 3, bytearray(PAYLOAD))
     with pytest.raises(OSError, match="No space"):
         files_in(tmp_path, system=Full(room)).write(NAME, 3, bytearray(PAYLOAD))
-    assert [path.name for path in tmp_path.iterdir()] == [files_in(tmp_path).path(NAME, 3).name]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == [files_in(tmp_path).path(NAME, 3).name]
     files_in(tmp_path, system=Full(1 << 20)).write(NAME, 3, bytearray(PAYLOAD))
     assert read(files_in(tmp_path)) == PAYLOAD
 
@@ -179,7 +180,7 @@ def test_a_writer_that_is_killed_leaves_whole_files_and_its_rest_goes(tmp_path: 
 
 def test_a_file_on_its_way_is_left_to_its_writer(tmp_path: Path) -> None:
     files = files_in(tmp_path)
-    with files._writing():
+    with files._folder.writing(tmp_path / "any", 9):
         files_in(tmp_path).found()
         assert len(list(tmp_path.glob("writing-*"))) == 1
 

@@ -6,33 +6,23 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ktransformers.cache.page_files import PageFiles
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.state import StateShape
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.config import EngineConfig
-from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.forward import ForwardPass
-from ktransformers.engine.paged import PagedExecutor
-from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.tiered import TieredCache
-from ktransformers.scheduler.config import TierConfig
-from ktransformers.scheduler.records import StepPlan, StepResult
-from ktransformers.scheduler.tier_rates import Option, TierRates
 from ktransformers.scheduler.tier_records import TierPlan, TierResult
-from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import recurrent_model
+from tests.support.tiered_service import FINGERPRINT, PAGE_SIZE, Service, tier_config
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
-PAGE_SIZE = 16
-FINGERPRINT = b"m" * 32
 SHAPES = [
     LayerShape(2, 4, 3, dtype=torch.bfloat16),
     LayerShape(1, 5, 3, is_latent=True, index_dim=3),
@@ -45,23 +35,6 @@ def filled(num_pages: int = 6) -> PagedCache:
     for tensor in (*cache.tensors().values(), *cache.states.tensors().values()):  # type: ignore[union-attr]
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
-
-
-def tier_config(cache: PagedCache, **changes: object) -> TierConfig:
-    layouts = TieredCache.layouts(cache)
-    files = TieredCache.files(cache, FINGERPRINT, Path())
-    has_states = STATE in layouts
-    values = {
-        "fingerprint": FINGERPRINT,
-        "host_pages": 64,
-        "page_bytes": layouts[PAGE].nbytes,
-        "page_file_bytes": files.file_nbytes(PAGE),
-        "host_states": 32 if has_states else 0,
-        "state_bytes": layouts[STATE].nbytes if has_states else 0,
-        "state_file_bytes": files.file_nbytes(STATE) if has_states else 0,
-        "disk_bytes": 1 << 30,
-    }
-    return TierConfig(**(values | changes))  # type: ignore[arg-type]
 
 
 def finished(tiers: TieredCache) -> TierResult:
@@ -158,77 +131,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.close()
 
 
-class Patient(TierRates):
-    """Prefers any copy to computing: what is faster for a tiny model is chance."""
-
-    def best(self, options: Sequence[Option]) -> int:
-        return len(options) - 1
-
-
-class Service:
-    """A scheduler and executors over the weights of `engine`, and over the files of `folder`."""
-
-    def __init__(
-        self,
-        engine: PagedEngine,
-        folder: Path | None = None,
-        num_pages: int = 64,
-        files: PageFiles | None = None,
-        **changes: object,
-    ):
-        self.num_rows = 0
-        has_states = engine.cache.num_states > 0
-        num_states = 8 if has_states else 0
-        probe = PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1)
-        tiers = tier_config(probe, **({"disk_bytes": 0} if folder is None else {}), **changes)
-        config = scheduler_config(
-            engine,
-            num_pages=num_pages,
-            chunk_size=64,
-            num_states=num_states,
-            snapshot_interval=64 if has_states else 0,
-            tiers=tiers if tiers.host_pages else None,
-        )
-        model = engine.executor._runner.model  # type: ignore[attr-defined]
-
-        def executor() -> PagedExecutor:
-            cache = PagedCache(engine.cache.shapes, num_pages, PAGE_SIZE, max(num_states, 1))
-            runner = ModelRunner(ForwardPass(model, engine.pool))
-            made = PagedExecutor(runner, cache, engine.pool, engine.model.vocab_size)
-            if config.tiers is not None:
-                made.tiers = TieredCache(cache, config.tiers, folder, files)
-            run = made.execute
-
-            def counted(plan: StepPlan) -> StepResult:
-                self.num_rows += plan.num_tokens
-                return run(plan)
-
-            made.execute = counted  # type: ignore[method-assign]
-            return made
-
-        self.loop = PagedLoop(config, executor)
-        tiers_of = self.loop.scheduler._pages.tiers
-        if tiers_of is not None:
-            tiers_of.rates = Patient()
-
-    def answer(self, prompt: list[int], count: int = 20) -> tuple[list[int], int]:
-        """The tokens, and how many rows they took."""
-        before = self.num_rows
-        params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.9, seed=7)
-        name = self.loop.add(prompt, params)
-        self.loop.drain()
-        return self.loop.answers[name].token_ids, self.num_rows - before
-
-    def stats(self):
-        stats = self.loop.scheduler.stats().tiers
-        assert stats is not None
-        return stats
-
-    def close(self) -> None:
-        if self.loop.executor.tiers is not None:
-            self.loop.executor.tiers.close()
-
-
 def some_ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -310,19 +212,19 @@ def test_an_engine_that_dies_is_followed_by_one_that_reads_the_files(
 
 
 def damaged_by_a_bit(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.glob("[!.]*"):
         data = bytearray(path.read_bytes())
         data[-7] ^= 1
         path.write_bytes(data)
 
 
 def cut_short(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.glob("[!.]*"):
         os.truncate(path, path.stat().st_size // 2)
 
 
 def of_another_model(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.glob("[!.]*"):
         path.write_bytes(path.read_bytes().replace(FINGERPRINT, b"n" * 32))
 
 
@@ -381,17 +283,14 @@ class FullDisk:
 def test_a_full_disk_is_counted_and_leaves_nothing(
     engine: PagedEngine, expected: Expected, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layouts = TieredCache.layouts(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1))
-    formats = TieredCache.files(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1), FINGERPRINT, tmp_path)._formats
-    assert formats.keys() == layouts.keys()
-    service = Service(engine, tmp_path, files=PageFiles(tmp_path, formats, FullDisk()))
+    service = Service(engine, tmp_path, system=FullDisk())
     with caplog.at_level(logging.WARNING):
         assert conversation(service)[0] == expected[0]
     assert service.stats().num_write_errors > 3
     assert service.stats().written_bytes == 0
     assert len([line for line in caplog.messages if "No space left" in line]) == 1
     service.close()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".quota"]
 
 
 def test_files_stay_within_their_bytes(engine: PagedEngine, expected: Expected, tmp_path: Path) -> None:
@@ -400,17 +299,18 @@ def test_files_stay_within_their_bytes(engine: PagedEngine, expected: Expected, 
     service = Service(engine, tmp_path, disk_bytes=most)
     assert conversation(service)[0] == expected[0]
     service.close()
-    assert 0 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= most
+    assert 0 < sum(path.stat().st_size for path in tmp_path.glob("[!.]*")) <= most
 
 
 def test_two_services_with_one_folder_do_each_other_no_harm(
     engine: PagedEngine, expected: Expected, tmp_path: Path
 ) -> None:
-    """Each lists what the other has, writes what it has written, and deletes what it counts on."""
+    """Each lists what the other has, writes what it has written, and deletes what it counts on. One quota is kept."""
     probe = tier_config(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1))
     small = 6 * probe.page_file_bytes + 2 * probe.state_file_bytes
     conversation(first := Service(engine, tmp_path))
-    services = [Service(engine, tmp_path, num_pages=24), Service(engine, tmp_path, num_pages=24, disk_bytes=small)]
+    first.close()
+    services = [Service(engine, tmp_path, num_pages=24, disk_bytes=size * small) for size in (2, 1)]
     histories, answers = [list[int](), list[int]()], [list[list[int]](), list[list[int]]()]
     for turn in TURNS:
         for service, history, said in zip(services, histories, answers, strict=True):
@@ -420,5 +320,6 @@ def test_two_services_with_one_folder_do_each_other_no_harm(
             history += answer
             service.answer(some_ids(330, 50))
     assert answers == [expected[0]] * 2
-    for each in (first, *services):
+    for each in services:
         each.close()
+        assert sum(path.stat().st_size for path in tmp_path.glob("[!.]*")) <= 2 * small

@@ -9,7 +9,7 @@ from math import lcm
 import msgspec
 import pytest
 
-from tests.support.fake_engine import Loop, answer_alone, make_config, make_request
+from tests.support.fake_engine import Loop, answer_alone, make_config, make_request, make_tiers
 
 
 def write(loop: Loop, token_ids: Sequence[int]) -> object:
@@ -42,6 +42,7 @@ def random_loop(rng: random.Random) -> Loop:
             num_states=rng.choice((0, 0, 3, 4, 9)),
             snapshot_align=rng.choice((2, 4)),
             has_prefix_cache=rng.random() < 0.9,
+            tiers=rng.choice((None, make_tiers(host_pages=rng.choice((3, 40)), disk_bytes=rng.choice((0, 3000))))),
         )
     )
 
@@ -116,3 +117,15 @@ def test_another_salt_does_not_find_it() -> None:
     loop.add(make_request("a", range(12), 2, cache_salt="other"))
     loop.drain()
     assert loop.last["a"].cached_len == 0
+
+
+def test_what_was_adopted_comes_back_from_the_tiers_with_its_states() -> None:
+    values = {"num_pages": 12, "chunk_size": 16, "num_states": 4, "max_batch_size": 2, "snapshot_align": 4}
+    loop, prompt = Loop(make_config(tiers=make_tiers(), **values)), [i % 11 for i in range(30)]
+    assert adopt(loop, prompt, [28]) == 28
+    for name, ids in (("other", [30 + i % 3 for i in range(46)]), ("again", prompt)):
+        before = loop.engine.num_rows
+        loop.add(make_request(name, ids, 1))
+        loop.drain()
+    loop.check_answers()
+    assert loop.engine.num_rows - before == 2

@@ -155,6 +155,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = self.loop.scheduler.stats()
         assert (stats.num_running, stats.num_used_pages, stats.num_idle_pages) == (0, 0, 0)
 
+    @precondition(lambda self: self.count % 4 == 3)
+    @rule()
+    def restart(self) -> None:
+        self.loop.restart()
+
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
             return

@@ -124,6 +124,15 @@ def test_a_request_that_waits_for_files_lets_others_pass() -> None:
     assert loop.last["again"].cached_len == 28
 
 
+def test_no_more_is_fetched_than_host_memory_holds_at_once() -> None:
+    """The longest state whose pages all have room is begun from, not one whose pages have none."""
+    disk, files = FakeDisk(), {"disk_bytes": LARGE}
+    run(recurrent(disk, files, snapshot_interval=8, num_states=9), "first", PROMPT)
+    loop = recurrent(disk, files | {"host_pages": 4}, snapshot_interval=8, num_states=9)
+    assert run(loop, "again", PROMPT) == 30 - 16
+    assert loop.scheduler.stats().tiers.num_read_errors == 0  # type: ignore[union-attr]
+
+
 def test_a_request_that_leaves_while_files_are_read() -> None:
     disk, files = FakeDisk(), {"disk_bytes": LARGE}
     run(loop_of(disk, files), "first", PROMPT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from ktransformers.server.answers.again import take_up
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.journal.file import JournalFile
 from ktransformers.server.journal.journal import MAX_TRIES, Journal
 from ktransformers.server.run import _drain, _journal
 from ktransformers.server.service import Service
@@ -55,6 +57,9 @@ class GoingBackend(FakeBackend):
 
     def suspend(self, request_id: str) -> None:
         self.suspended.add(request_id)
+
+    def resume(self, request_id: str) -> None:
+        self.suspended.discard(request_id)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.pasts.append(len(request.past))
@@ -314,6 +319,32 @@ def test_suspended_ones_wait_for_the_next_server(tmp_path: Path) -> None:
         (one,) = server.service.ongoing
         assert one.state == "suspended"
         assert server.backend.suspended == {one.answer_id}
+        await server.die()
+
+    run(work)
+
+
+def test_nobody_hears_that_it_is_suspended_before_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, append = threading.Event(), JournalFile.append
+
+    def slow(self: JournalFile, payloads: list[bytes]) -> None:
+        gate.wait()
+        append(self, payloads)
+
+    async def work() -> None:
+        _, server = await begun(tmp_path)
+        await server.journal.written()
+        monkeypatch.setattr(JournalFile, "append", slow)
+        for what in ("suspend", "resume"):
+            gate.clear()
+            asked = asyncio.create_task(server.open("POST", f"/v1/requests/mine/{what}").begun())
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not asked.done(), what
+            gate.set()
+            assert (await asked).status == 200
         await server.die()
 
     run(work)

@@ -352,6 +352,18 @@ class Loop:
         self.lost, self.results = self.results, []
         self.engine = FakeEngine(self.config, self.salt_of, self.disk)
 
+    def restart(self) -> None:
+        """Nothing is left but the disk, the requests, and what they were told: as a service after `kill -9` has it."""
+        was_suspended = [name for name in self.requests if self.scheduler.is_suspended(name)]
+        self.scheduler, self.results = Scheduler(self.config), []
+        self.engine = FakeEngine(self.config, self.salt_of, self.disk)
+        for name, request in list(self.requests.items()):
+            if name not in self.last:
+                self.add(msgspec.structs.replace(request, answer_ids=list(self.answers[name])))
+        for name in was_suspended:
+            assert self.scheduler.suspend(name)
+        self.scheduler.check_integrity()
+
     def drain(self, depth: int = 2) -> None:
         """Run until nothing is left but what is suspended, with `depth` steps in flight."""
         while self.scheduler.has_work or self.results:

@@ -12,8 +12,8 @@ from ktransformers.kernels.extension import extension
 __all__ = ["attention", "row_numbers"]
 
 
-def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Check that q [T, Hq, Dk] and the two caches fit one another."""
+def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int, int, int]:
+    """Check that q [T, Hq, Dk] and the two caches fit one another. Returns T, Hq, Hkv, Dk, Dv and the slots."""
     check_tensor("q", q, (None, None, None))
     check_cache("k_cache", k_cache)
     check_cache("v_cache", v_cache)
@@ -25,6 +25,23 @@ def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(f"k_cache must have shape {expected} to fit q and v_cache, got {list(k_cache.shape)}")
     if num_kv_heads < 1 or q.shape[1] % num_kv_heads != 0:
         raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads")
+    return q.shape[0], q.shape[1], num_kv_heads, q.shape[2], v_cache.shape[2], slots
+
+
+def _check_both_scales(scales: KvScales, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    """Scales of keys and of values as the kernel takes them."""
+    of_keys = check_scales("scales of keys", scales[0], k_cache, 2)
+    of_values = check_scales("scales of values", scales[1], v_cache, 1)
+    if of_keys[3] == 2 and v_cache.shape[2] >= k_cache.shape[2]:
+        raise ValueError(f"keys of {k_cache.shape[2]} dimensions have no two parts, the first of {v_cache.shape[2]}")
+    return *of_keys, *of_values[:3]
+
+
+def _check_options(page_size: int, window: int, softcap: float, sinks: Tensor | None, num_heads: int) -> None:
+    if page_size < 1 or window < 0 or softcap < 0:
+        raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_heads,))
 
 
 def row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
@@ -70,20 +87,11 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     their first Dv dimensions have the first one (MLA), of values [slots, Hkv, 1].
     Raises ValueError when a page that a row sees lies outside the cache or the table.
     """
-    _check_heads(q, k_cache, v_cache)
+    sizes = num_rows, num_heads, _, _, dim_v, _ = _check_heads(q, k_cache, v_cache)
     check_tensor("block_table", block_table, (None, None), torch.int32)
-    num_rows, num_heads, dim_k = q.shape
-    slots, num_kv_heads, dim_v = v_cache.shape
-    if page_size < 1 or window < 0 or softcap < 0:
-        raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
-    seqs = row_numbers("seq_ids", seq_ids, num_rows)
-    lens = row_numbers("kv_lens", kv_lens, num_rows)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (num_heads,))
-    of_keys = check_scales("scales of keys", scales[0], k_cache, 2)
-    of_values = check_scales("scales of values", scales[1], v_cache, 1)
-    if of_keys[3] == 2 and dim_v >= dim_k:
-        raise ValueError(f"keys of {dim_k} dimensions have no two parts, the first of {dim_v}")
+    _check_options(page_size, window, softcap, sinks, num_heads)
+    seqs, lens = row_numbers("seq_ids", seq_ids, num_rows), row_numbers("kv_lens", kv_lens, num_rows)
+    both_scales = _check_both_scales(scales, k_cache, v_cache)
     result = output(out, (num_rows, num_heads, dim_v), q)
     extension.attention(
         pool.handle,
@@ -91,9 +99,9 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
         kv_type("k_cache", k_cache),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        (*of_keys, *of_values[:3]),
+        both_scales,
         result.data_ptr(),
-        (num_rows, num_heads, num_kv_heads, dim_k, dim_v, slots),
+        sizes,
         (q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
         block_table.data_ptr(),
         (block_table.shape[0], block_table.shape[1], block_table.stride(0), page_size),

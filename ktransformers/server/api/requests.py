@@ -45,6 +45,7 @@ async def suspend_request(id: str, request: Request) -> Response:
     if service.admission.is_draining:
         raise NotReadyError("the server is shutting down: nothing is suspended any more")
     service.ongoing.suspend(one)
+    await service.ongoing.settled(one)
     return ApiResponse(one.described())
 
 
@@ -53,6 +54,7 @@ async def resume_request(id: str, request: Request) -> Response:
     """Go on with it, with the tokens that it would have had."""
     service, one = _asked(request, id)
     service.ongoing.resume(one)
+    await service.ongoing.settled(one)
     return ApiResponse(one.described())
 
 

@@ -232,6 +232,8 @@ class BalanceServeBackend(Backend):
                     del self._streams[request.request_id]  # the scheduler is not told of it
                     return
             self._send_soon(request)
+            if stream.suspended_at is not None:  # before the scheduler knew of it
+                self._tell(Suspend(request.request_id))
             async for event in stream.buffer:
                 yield event
         finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason
+from ktransformers.core import FinishReason, PastToken, TokenEvent
 from ktransformers.errors import (
     CapacityError,
     ConfigError,
@@ -32,7 +32,7 @@ from ktransformers.private_folder import PrivateFolder
 from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
 from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.supervisor import BalanceConfig
-from tests.support.balance_backend import DEADLINE, backend, check, collect, gone, request, run, until
+from tests.support.balance_backend import DEADLINE, alone, backend, check, collect, gone, request, run, until
 from tests.support.balance_fakes import MODEL_LEN, POISON
 from tests.support.demo import DEMO_GGUF
 from tests.support.fake_engine import VOCAB_SIZE
@@ -119,6 +119,33 @@ def test_suspended_requests_go_on_with_the_answers_they_get_alone() -> None:
                 made.resume(asked.request_id)
             for stream, asked in zip(streams, requests, strict=True):
                 check(await stream, asked)
+
+    run(work)
+
+
+def test_an_answer_that_was_begun_before_is_suspended_while_its_past_is_told() -> None:
+    """As a request is that was suspended when the server was killed: it must not go on by itself."""
+
+    async def work() -> None:
+        async with backend() as made:
+            asked = request(3, params={"max_tokens": 30})
+            told = [PastToken.of(0, event) for event in await collect(made, asked)]
+            past = [token for token in told[:9] if token is not None]
+            heard: list[TokenEvent] = []
+
+            async def read() -> None:
+                async with aclosing(made.generate(replace(asked, request_id="again", past=past))) as events:
+                    async for event in events:
+                        heard.append(event)
+                        if len(heard) <= len(past):
+                            made.suspend("again")
+
+            reading = asyncio.create_task(read())
+            await until(lambda: made.stats().num_suspended == 1)
+            assert len(heard) == 9
+            made.resume("again")
+            await reading
+            assert [event.token_id for event in heard] == alone(asked)[0]
 
     run(work)
 
