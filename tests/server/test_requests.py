@@ -191,7 +191,7 @@ def test_every_event_comes_once_over_any_number_of_connections(num_read: int, is
         while True:
             service.backend.allow(num_read + 2)  # it goes on a little without its client
             for _ in range(num_read):
-                part = await connection.part()
+                part = await connection.event()
                 if part is None:
                     break
                 parts.append(part)
@@ -436,7 +436,7 @@ def test_events_that_are_not_kept_any_more() -> None:
         connection, parts = service.complete(60, headers=KEEP | {"x-request-id": "r"}), list[bytes]()
         for _ in range(61):  # and [DONE]
             service.backend.allow(1)
-            parts.append(await connection.part() or b"")
+            parts.append(await connection.event() or b"")
         whole = events_of(parts)
         (one,) = await service.requests()
         first = one["stream"]["first_event"]
