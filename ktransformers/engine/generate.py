@@ -177,7 +177,13 @@ class Answer:
         if control.should_stop():
             return True
         self.is_suspended = control.should_suspend()
+        if self.is_suspended:
+            self._profile.suspended()
         return self.is_suspended
+
+    def resumed(self) -> None:
+        """From now on it waits to be run again: profiles do not take that for suspended. From any thread."""
+        self._profile.resumed()
 
     def _prefill(self, cached_len: int, control: Control) -> torch.Tensor | None:
         """Compute the known tokens from cached_len on; logits [1, V] of the last one, None when stopped in between."""
@@ -265,6 +271,7 @@ class Answer:
     def _events(self, cached_len: int, control: Control) -> Iterator[TokenEvent]:
         reason = FinishReason.ABORT  # of an answer that is stopped, closed or fails
         self.is_suspended = False
+        self._profile.resumed()
         if self.params.pooling is not None and not self.stats.completion_len:
             self._pooled = Pooled(self.params.pooling)
         try:

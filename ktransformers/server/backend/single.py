@@ -118,6 +118,8 @@ class _Asked:
     def resume(self) -> None:
         """Its turn may come."""
         self.is_suspended = False
+        if self.answer is not None:
+            self.answer.resumed()
         self._may_run.set()
 
     async def until_resumed(self, deadline: float | None) -> None:
