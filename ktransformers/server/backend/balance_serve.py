@@ -329,8 +329,9 @@ def _commands(requests: Sequence[GenerationRequest], suspended: Container[str] =
         bare = replace(request, request_id="", prompt_ids=(), params=SamplingParams(), timeline=None)
         return id(request.prompt_ids), bare, request.request_id in suspended
 
-    for (_, _, is_suspended), group in itertools.groupby(requests, shared):
+    for _, group in itertools.groupby(requests, shared):
         first, *others = group
+        is_suspended = first.request_id in suspended
         twins: list[tuple[str, int]] = []
         for other in others:
             if other.params.seed is not None and replace(other.params, seed=first.params.seed) == first.params:
