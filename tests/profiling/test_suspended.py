@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, SamplingParams
+from ktransformers.core import FinishReason, PastToken, SamplingParams
 from ktransformers.profiling.join import Joiner
 from ktransformers.profiling.pauses import MAX_PAUSES, Pauses
 from ktransformers.profiling.tables import load
@@ -23,7 +23,7 @@ from ktransformers.server.backend.ktransformers import KTransformersBackend
 from ktransformers.server.backend.profiler import ProfileConfig
 from tests.support.balance_backend import backend, check, request, run, until
 from tests.support.demo import DEMO_GGUF
-from tests.support.profiles import check_sums, read_profile
+from tests.support.profiles import ReadProfile, check_sums, read_profile
 
 MS = 1_000_000
 
@@ -121,23 +121,23 @@ def test_lists_are_bounded_and_sums_are_not() -> None:
     assert pauses.take() == 0
 
 
-def check_profile(folder: Path, num_told: int) -> None:
-    """One request, which was suspended behind some tokens."""
-    profile = read_profile(folder)
+def check_profile(profile: ReadProfile, folder: Path, name: str) -> None:
+    """Of this request, which was suspended behind five tokens."""
     check_sums(profile)
-    (line,) = profile.requests
+    (line,) = (one for one in profile.requests if one["request"] == name)
+    tokens = [token for token in profile.tokens if token["request"] == name]
     ((began, ended),) = line["suspended"]
     assert line["preemptions"] == 0
     assert line["arrived"] <= line["first_token"] <= began <= ended <= line["ended"]
-    (behind,) = (token for token in profile.tokens if "suspended_ms" in token)
-    assert behind["index"] >= num_told
+    (behind,) = (token for token in tokens if "suspended_ms" in token)
+    assert behind["index"] >= 5
     assert behind["suspended_ms"] == pytest.approx(1000 * (ended - began), abs=0.01)
-    spent = sum(token["ms"] + token.get("suspended_ms", 0.0) for token in profile.tokens)
-    assert spent == pytest.approx(1000 * (profile.tokens[-1]["t"] - line["arrived"]), abs=0.01 * len(profile.tokens))
+    spent = sum(token["ms"] + token.get("suspended_ms", 0.0) for token in tokens)
+    assert spent == pytest.approx(1000 * (tokens[-1]["t"] - line["arrived"]), abs=0.01 * len(tokens))
     trace = folder / "trace.json"
     write_trace(load(folder), trace)
     slices = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "suspended"]
-    assert [event["dur"] for event in slices] == [pytest.approx(1e6 * (ended - began), abs=2)]
+    assert slices[0]["dur"] == pytest.approx(1e6 * (ended - began), abs=2)
 
 
 async def suspended_once(made: Backend, asked: GenerationRequest) -> list[Any]:
@@ -151,6 +151,17 @@ async def suspended_once(made: Backend, asked: GenerationRequest) -> list[Any]:
     return told + await rest
 
 
+async def resumed_late(made: Backend, asked: GenerationRequest) -> list[Any]:
+    """Of a request that comes suspended: it tells its past, and no more before it is resumed."""
+    events = made.generate(asked)
+    told = [await anext(events) for _ in asked.past]
+    rest = asyncio.create_task(collected(events))
+    await until(lambda: made.stats().num_suspended == 1)
+    assert (made.stats().num_running, rest.done()) == (0, False)
+    made.resume(asked.request_id)
+    return told + await rest
+
+
 async def collected(events: Any) -> list[Any]:
     return [event async for event in events]
 
@@ -159,10 +170,26 @@ def test_many_sequences(tmp_path: Path) -> None:
     async def work() -> None:
         async with backend("load_slow", profile=ProfileConfig(tmp_path / "p")) as made:
             asked = request(1, params={"max_tokens": 60, "ignore_eos": True})
-            check(await suspended_once(made, asked), asked)
+            events = await suspended_once(made, asked)
+            check(events, asked)
+            past = [PastToken(0, event.token_id, 0) for event in events[:5]]
+            again = replace(asked, request_id="again", past=past, is_suspended=lambda: True)
+            assert [event.token_id for event in await resumed_late(made, again)] == [one.token_id for one in events]
+            at_once = made.generate(replace(again, request_id="at once"))
+            first = await anext(at_once)
+            made.resume("at once")  # before the scheduler has heard of it
+            assert [first.token_id] + [event.token_id for event in await collected(at_once)] == [
+                one.token_id for one in events
+            ]
 
     run(work)
-    check_profile(tmp_path / "p", 5)
+    profile = read_profile(tmp_path / "p")
+    check_profile(profile, tmp_path / "p", "r1")
+    found = {line["request"]: line for line in profile.requests}
+    assert len(found["again"]["suspended"]) == 1
+    assert found["again"]["arrived"] <= found["again"]["suspended"][0][0]
+    assert found["again"]["suspended"][0][1] <= found["again"]["ended"]
+    assert (found["again"]["preemptions"], found["at once"]["suspended"]) == (0, [])
 
 
 def test_one_sequence(tmp_path: Path) -> None:
@@ -174,6 +201,10 @@ def test_one_sequence(tmp_path: Path) -> None:
             params = SamplingParams(temperature=0, max_tokens=400, seed=1, ignore_eos=True)
             asked = GenerationRequest(request_id="a", prompt_ids=(5, 6, 7), params=params)
             answer = [event.token_id for event in await suspended_once(made, asked)]
+            past = [PastToken(0, token, 2) for token in answer[:5]]
+            events = await resumed_late(made, replace(asked, request_id="c", past=past, is_suspended=lambda: True))
+            assert [event.token_id for event in events] == answer
+            assert {event.stats.cached_len for event in events} == {2}
             await made.profiler.stop()
             again = made.generate(replace(asked, request_id="b"))
             assert answer == [event.token_id for event in await collected(again)]
@@ -181,4 +212,8 @@ def test_one_sequence(tmp_path: Path) -> None:
             await made.close()
 
     run(work)
-    check_profile(tmp_path / "p", 5)
+    profile = read_profile(tmp_path / "p")
+    check_profile(profile, tmp_path / "p", "a")
+    rest = [token for token in profile.tokens if token["request"] == "c"]
+    assert [(token["index"], token["position"]) for token in rest] == [(index, index + 3) for index in range(5, 400)]
+    assert [line["prompt_len"] for line in profile.requests] == [3, 3]

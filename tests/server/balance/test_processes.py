@@ -55,6 +55,13 @@ def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
         assert (tuple(one.prompt_ids), one.cache_salt) == (wanted.prompt_ids, wanted.cache_salt)
 
 
+def test_suspended_answers_are_sent_as_such_beside_those_that_are_not() -> None:
+    first = request(1, prompt=(1, 2, 3))
+    asked = [replace(first, request_id=f"r{i}", params=replace(first.params, seed=i)) for i in range(6)]
+    heard = [one for command in _commands(asked, {"r1", "r2", "r5"}) for one in command.requests()]
+    assert {one.request_id: one.is_suspended for one in heard} == {f"r{i}": i in (1, 2, 5) for i in range(6)}
+
+
 def test_choices_of_one_prompt_get_the_answers_they_get_alone() -> None:
     async def work() -> None:
         async with backend() as made:
