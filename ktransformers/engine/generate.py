@@ -181,6 +181,10 @@ class Answer:
             self._profile.suspended()
         return self.is_suspended
 
+    def abandon(self) -> None:
+        """It was suspended, and is not to be run again: profiles hear of its end. On the thread that ran it."""
+        self._profile.ended(FinishReason.ABORT)
+
     def resumed(self) -> None:
         """From now on it waits to be run again: profiles do not take that for suspended. From any thread."""
         self._profile.resumed()

@@ -205,6 +205,13 @@ def test_one_sequence(tmp_path: Path) -> None:
             events = await resumed_late(made, replace(asked, request_id="c", past=past, is_suspended=lambda: True))
             assert [event.token_id for event in events] == answer
             assert {event.stats.cached_len for event in events} == {2}
+            given_up = made.generate(replace(asked, request_id="d"))
+            await anext(given_up)
+            made.suspend("d")
+            rest = asyncio.create_task(collected(given_up))
+            await until(lambda: made.stats().num_suspended == 1)
+            made.end("d")
+            assert (await rest)[-1].finish_reason is FinishReason.ABORT
             await made.profiler.stop()
             again = made.generate(replace(asked, request_id="b"))
             assert answer == [event.token_id for event in await collected(again)]
@@ -216,4 +223,6 @@ def test_one_sequence(tmp_path: Path) -> None:
     check_profile(profile, tmp_path / "p", "a")
     rest = [token for token in profile.tokens if token["request"] == "c"]
     assert [(token["index"], token["position"]) for token in rest] == [(index, index + 3) for index in range(5, 400)]
-    assert [line["prompt_len"] for line in profile.requests] == [3, 3]
+    assert [line["prompt_len"] for line in profile.requests] == [3, 3, 3]
+    assert [line["finish_reason"] for line in profile.requests] == ["length", "length", "abort"]
+    assert len(profile.requests[2]["suspended"]) == 1

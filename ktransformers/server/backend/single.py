@@ -233,6 +233,8 @@ class SingleBackend(Backend):
                         yield event
         finally:
             del self._asked[request.request_id]
+            if asked.answer is not None and asked.answer.is_suspended and not self._is_closed:
+                self._worker.submit(asked.answer.abandon)
 
     async def _turn(self, session: Session, asked: _Asked, deadline: float | None) -> AsyncGenerator[TokenEvent, None]:
         """The events until the answer ends or is suspended. The lock is held until the worker is through."""
