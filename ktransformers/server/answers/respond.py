@@ -130,8 +130,11 @@ def _ongoing(request: Request, job: Job) -> Ongoing:
         generation_ids=[generation.request_id for generation in job.requests],
         tally=job.tally,
     )
-    # It may be suspended before its answers have begun, at the backend.
-    job.requests = [replace(generation, is_suspended=lambda: one.is_suspended) for generation in job.requests]
+
+    def is_suspended() -> bool:  # perhaps before its answers have begun
+        return one.is_suspended
+
+    job.requests = [replace(generation, is_suspended=is_suspended) for generation in job.requests]
     return one
 
 

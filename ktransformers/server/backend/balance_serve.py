@@ -326,7 +326,7 @@ def _commands(requests: Sequence[GenerationRequest], suspended: Container[str] =
     """
 
     def shared(request: GenerationRequest) -> tuple[object, ...]:
-        bare = replace(request, request_id="", prompt_ids=(), params=SamplingParams(), timeline=None)
+        bare = replace(request, request_id="", prompt_ids=(), params=SamplingParams(), timeline=None, is_suspended=bool)
         return id(request.prompt_ids), bare, request.request_id in suspended
 
     for _, group in itertools.groupby(requests, shared):

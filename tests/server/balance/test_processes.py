@@ -41,7 +41,10 @@ from tests.support.fake_engine import VOCAB_SIZE
 def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
     """32 choices with fields of a megabyte: the scheduler is told once, and nothing of stop strings."""
     first = request(1, prompt=tuple(range(1000)), params={"stop": ("x" * (1 << 20),), "logit_bias": {5: 1.0}})
-    asked = [replace(first, request_id=f"r{i}", params=replace(first.params, seed=i)) for i in range(32)]
+    asked = [
+        replace(first, request_id=f"r{i}", params=replace(first.params, seed=i), is_suspended=lambda: False)
+        for i in range(32)
+    ]
     other = replace(first, request_id="other", cache_salt="b")
     unlike = replace(first, request_id="unlike", params=replace(first.params, seed=3, temperature=0.5))
     commands = list(_commands([*asked, other, unlike]))
