@@ -167,7 +167,7 @@ def _add_patience_flags(group: argparse._ArgumentGroup) -> None:
         "--state_dir",
         type=user_path,
         metavar="DIR",
-        help="balance_serve: folder for a journal of kept streams, which go on after a crash or a restart",
+        help="folder for a journal of kept streams, which go on after a crash or a restart; not with transformers",
     )
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")

@@ -408,6 +408,8 @@ class BatchLoop:
         if reader is None:
             return False
         now = time.perf_counter()
+        if self._profile is not None:
+            self._profile.tracker.set_aside(turn.request_id, not turn.is_resume)
         if turn.is_resume:
             if not self._scheduler.resume(turn.request_id):
                 return False

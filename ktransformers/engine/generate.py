@@ -81,11 +81,15 @@ class SequenceRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BegunAnswer:
-    """What is asked: a prompt, how tokens are chosen, and those of the answer that there are already."""
+    """What is asked: a prompt, how tokens are chosen, and those of the answer that there are already.
+
+    cached_len: of the prompt, as it was told then; None: it is told now.
+    """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     answer_ids: Sequence[int] = ()
+    cached_len: int | None = None
 
     @property
     def known_len(self) -> int:
@@ -155,7 +159,7 @@ class Answer:
             self._sampler.commit(token_id)
         self._sampler.begin()
         self._pooled: Pooled | None = None
-        self._has_begun = False
+        self._has_begun, self._told_cached_len = False, begun.cached_len
 
     @property
     def begun(self) -> BegunAnswer:
@@ -173,7 +177,17 @@ class Answer:
         if control.should_stop():
             return True
         self.is_suspended = control.should_suspend()
+        if self.is_suspended:
+            self._profile.suspended()
         return self.is_suspended
+
+    def abandon(self) -> None:
+        """It was suspended, and is not to be run again: profiles hear of its end. On the thread that ran it."""
+        self._profile.ended(FinishReason.ABORT)
+
+    def resumed(self) -> None:
+        """From now on it waits to be run again: profiles do not take that for suspended. From any thread."""
+        self._profile.resumed()
 
     def _prefill(self, cached_len: int, control: Control) -> torch.Tensor | None:
         """Compute the known tokens from cached_len on; logits [1, V] of the last one, None when stopped in between."""
@@ -254,12 +268,14 @@ class Answer:
             raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
         if not self._has_begun:
             self._has_begun, self._profile.cached_len = True, cached_len
-            self.stats.cached_len = min(cached_len, self.stats.prompt_len)
+            found_len = min(cached_len, self.stats.prompt_len)
+            self.stats.cached_len = found_len if self._told_cached_len is None else self._told_cached_len
         return self._events(cached_len, control)
 
     def _events(self, cached_len: int, control: Control) -> Iterator[TokenEvent]:
         reason = FinishReason.ABORT  # of an answer that is stopped, closed or fails
         self.is_suspended = False
+        self._profile.resumed()
         if self.params.pooling is not None and not self.stats.completion_len:
             self._pooled = Pooled(self.params.pooling)
         try:
@@ -311,7 +327,7 @@ def begin_answer(
     elif params.constraint is not None or params.reasoning is not None:
         raise ConfigError("constraint and reasoning are about text: they need a tokenizer")
     slot, name = profile or (ProfileSlot(), "")
-    return Answer(runner, begun, config, end, mask, AnswerProfile(slot, name, begun.known_len, 0))
+    return Answer(runner, begun, config, end, mask, AnswerProfile(slot, name, prompt_len, 0))
 
 
 def prefill_and_generate(

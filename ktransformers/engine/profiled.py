@@ -24,6 +24,7 @@ from ktransformers.hub.locate import title_of
 from ktransformers.optimize.machine_speed import GpuSpeed, SpeedFile
 from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.profiling.messages import ProfileMeta, RequestRecord, StepRecord, TokensRecord
+from ktransformers.profiling.pauses import Pauses
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class AnswerProfile:
     _admitted_ns: int | None = None
     _first_token_ns: int | None = None
     _completion_len: int = 0
+    _pauses: Pauses = field(default_factory=Pauses)
     _is_known_since_arrival: bool = True
 
     def begin(self, num_rows: int, *, is_prefill: bool, is_sampled: bool) -> None:
@@ -141,8 +143,16 @@ class AnswerProfile:
             self._tell_end(None)
         recorder = self.slot.settle()
         if recorder is not self._recorder:
-            self._recorder = recorder
+            self._recorder, self._pauses = recorder, Pauses()
             self._is_known_since_arrival = self._admitted_ns is None and not self._completion_len
+
+    def suspended(self) -> None:
+        """The answer is left, before a step."""
+        self._pauses.begin(time.monotonic_ns())
+
+    def resumed(self) -> None:
+        """It may go on. Also from another thread, and twice."""
+        self._pauses.end(time.monotonic_ns())
 
     def sampling(self) -> None:
         """The step's forward is over, sampling begins."""
@@ -179,7 +189,11 @@ class AnswerProfile:
         )
         is_first = tokens and self._completion_len == 1 and self._is_known_since_arrival
         arrived = {self.request_id: self.arrived_ns} if is_first else {}
-        recorder.post(TokensRecord(step_id=step.step_id, time_ns=now, tokens=tokens, arrived_ns=arrived))
+        paused = self._pauses.take() if tokens else 0
+        suspended = {self.request_id: paused} if paused else {}
+        recorder.post(
+            TokensRecord(step_id=step.step_id, time_ns=now, tokens=tokens, arrived_ns=arrived, suspended_ns=suspended)
+        )
 
     def ended(self, reason: FinishReason) -> None:
         """The answer is over."""
@@ -202,6 +216,7 @@ class AnswerProfile:
                 ended_ns=None if reason is None else time.monotonic_ns(),
                 finish_reason=None if reason is None else str(reason),
                 num_starts=1,
+                suspended=self._pauses.listed(),
             )
         )
 

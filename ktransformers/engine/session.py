@@ -214,13 +214,14 @@ class Session:
     ) -> Iterator[TokenEvent]:
         self._stop_running()
         control = Control(should_stop or (lambda: False), on_prefill=on_prefill)
-        return self.run(self._begin(begun, name), control)
+        return self.run(self.take_up(begun, name), control)
 
     def begin(self, prompt_ids: Sequence[int], params: SamplingParams, name: str | None = None) -> Answer:
         """An answer to be `run`. See begin_answer. name: of the answer in profiles."""
-        return self._begin(BegunAnswer(prompt_ids, params), name)
+        return self.take_up(BegunAnswer(prompt_ids, params), name)
 
-    def _begin(self, begun: BegunAnswer, name: str | None) -> Answer:
+    def take_up(self, begun: BegunAnswer, name: str | None = None) -> Answer:
+        """The rest of an answer that was begun before, elsewhere perhaps, to be `run`. See `begin`."""
         if begun.params.seed is None:  # which a saved session must know
             begun = replace(begun, params=replace(begun.params, seed=draw_seed()))
         profile = (self.profile, f"r{next(self._names)}" if name is None else name)

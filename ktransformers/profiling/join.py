@@ -219,6 +219,7 @@ class Joiner:
         self._last_ns[request] = at  # the last one of the dict: those before it have been silent for longer
         if len(self._last_ns) > self.max_requests:
             del self._last_ns[next(iter(self._last_ns))]
+        suspended = record.suspended_ns.get(request, 0)
         line: dict[str, Any] = {
             "v": SCHEMA_VERSION,
             "request": request,
@@ -227,11 +228,13 @@ class Joiner:
             "token": token_id,
             "step": record.step_id,
             "t": self._seconds(at),
-            "ms": None if before is None else round(max(at - before, 0) / 1e6, 4),
+            "ms": None if before is None else round(max(at - before - suspended, 0) / 1e6, 4),
             "step_ms": None if timed is None else timed.line["ms"],
             "batch": None if step is None else step.num_rows,
             "layers_us": None if timed is None else timed.layers_us,
         }
+        if suspended:
+            line["suspended_ms"] = round(suspended / 1e6, 4)
         experts, why = (None, _LOST) if timed is None else self._experts_of(request, timed)
         line["experts"] = experts
         if why is not None:
@@ -267,6 +270,7 @@ class Joiner:
                 "completion_len": record.completion_len,
                 "finish_reason": record.finish_reason,
                 "preemptions": max(record.num_starts - 1, 0),
+                "suspended": [[self._seconds(begin), self._seconds(end)] for begin, end in record.suspended],
             },
         )
 

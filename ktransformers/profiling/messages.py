@@ -98,7 +98,8 @@ class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What a step led to, by whoever decides which tokens count. Sent for every step, with tokens or without.
 
     tokens: (request, index in the answer, position, token id). arrived_ns: of the requests whose first token is here.
-    waiting: requests in the queue; None: there is none.
+    waiting: requests in the queue; None: there is none. suspended_ns: of requests whose tokens are here, how long they
+    were suspended since the token before, or since they came.
     """
 
     step_id: int
@@ -106,12 +107,14 @@ class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: Sequence[tuple[str, int, int, int]]
     arrived_ns: dict[str, int] = {}
     waiting: int | None = None
+    suspended_ns: dict[str, int] = {}
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request that has ended, or that was there when the profile stopped (finish_reason None).
 
-    A time that is None has not come, or came before the profile began. num_starts: stays in the batch.
+    A time that is None has not come, or came before the profile began. num_starts: stays in the batch, but for those
+    after it was suspended. suspended: from when to when, see Pauses.
     """
 
     request: str
@@ -124,6 +127,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ended_ns: int | None = None
     finish_reason: str | None = None
     num_starts: int = 0
+    suspended: Sequence[tuple[int, int | None]] = ()
 
 
 class DropsRecord(msgspec.Struct, frozen=True, tag=True):

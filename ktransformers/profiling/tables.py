@@ -266,6 +266,7 @@ def _token_columns(meta: Meta) -> dict[str, Column]:
         "request": Column("request", str, _as_objects),
         **{name: Column(name, int, _as_ints) for name in ("index", "position", "token", "step")},
         **{name: Column(name, float | None, _as_floats, None) for name in ("t", "ms", "step_ms")},
+        "suspended_ms": Column("suspended_ms", float, _as_floats, 0.0),
         "batch": Column("batch", int | None, _as_floats, None),
         "layers_us": Column("layers_us", list[float] | None, _by_layer(model.num_layers), None),
         "experts": Column("experts", msgspec.Raw, ids, msgspec.Raw(b"null")),
@@ -281,6 +282,7 @@ def _request_columns() -> dict[str, Column]:
         **{name: Column(name, int, _as_ints, 0) for name in ("prompt_len", "cached_len", "completion_len")},
         "finish_reason": Column("finish_reason", str | None, _as_objects, None),
         "preemptions": Column("preemptions", int, _as_ints, 0),
+        "suspended": Column("suspended", list[tuple[float, float | None]], _as_objects, []),
     }
 
 

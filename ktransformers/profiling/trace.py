@@ -76,7 +76,7 @@ def _slice(process: int, track: int, name: str, begin_us: float, micros: float, 
 
 
 def _requests(profile: Profile) -> Iterator[Event]:
-    """A slice for each request, in it one for its waiting, and one each for prefill and decode.
+    """A slice for each request, in it one for its waiting, one each for prefill and decode, and those it was suspended.
 
     One that came before the profile begins with it, one that was still there ends with the last step.
     """
@@ -103,6 +103,9 @@ def _requests(profile: Profile) -> Iterator[Event]:
         for name, left, right in zip(("waits", "prefill", "decode"), marks, marks[1:], strict=False):
             if right >= left:  # nor is NaN
                 yield _slice(_REQUESTS, track, name, left * 1e6, (right - left) * 1e6)
+        for left, right in value["suspended"]:
+            over = end if right is None else right
+            yield _slice(_REQUESTS, track, "suspended", left * 1e6, (over - left) * 1e6)
 
 
 def _steps(profile: Profile) -> Iterator[Event]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ktransformers.profiling.messages import Message, RequestRecord, TokensRecord
+from ktransformers.profiling.pauses import Pauses
 from ktransformers.scheduler.records import RequestUpdate, StepPlan
 
 __all__ = ["RequestTracker"]
@@ -26,6 +27,8 @@ class _Life:
     cached_len: int = 0
     completion_len: int = 0
     num_starts: int = 0
+    pauses: Pauses = field(default_factory=Pauses)
+    was_suspended: bool = False  # since its last start
 
 
 class RequestTracker:
@@ -35,33 +38,59 @@ class RequestTracker:
         self._post, self._clock = post, clock
         self._lives: dict[str, _Life] = {}
 
-    def added(self, request_id: str, prompt_len: int) -> None:
+    def added(self, request_id: str, prompt_len: int, *, is_suspended: bool = False) -> None:
         """A request came."""
         self._lives[request_id] = _Life(prompt_len, arrived_ns=self._clock())
+        if is_suspended:
+            self.set_aside(request_id, True)
+
+    def set_aside(self, request_id: str, is_suspended: bool) -> None:
+        """A request was suspended, or resumed. Of one that was silent since the profile began nothing is noted."""
+        life = self._lives.get(request_id)
+        if life is None:
+            return
+        if is_suspended:
+            life.was_suspended = True
+            life.pauses.begin(self._clock())
+        else:
+            life.pauses.end(self._clock())
 
     def planned(self, plan: StepPlan) -> None:
         """A step was planned."""
         for start in plan.starts:
             life = self._lives.setdefault(start.request_id, _Life(start.prompt_len))
-            life.num_starts += 1
+            life.num_starts += not (life.num_starts and life.was_suspended)  # that is no preemption
+            life.was_suspended = False
             if len(start.token_ids) == start.prompt_len and life.admitted_ns is None:
                 life.admitted_ns = self._clock()
 
     def committed(self, step_id: int, updates: Sequence[RequestUpdate], num_waiting: int) -> None:
         """A step's results were taken in, which led to these updates."""
         now = self._clock()
-        tokens, arrived = [], {}
+        tokens, arrived, suspended = [], {}, {}
         for update in updates:
             life = self._life(update)
             if update.token_id is None:
                 continue
+            paused = life.pauses.take()
+            if paused:
+                suspended[update.request_id] = paused
             index = update.completion_len - 1
             tokens.append((update.request_id, index, update.prompt_len + index, update.token_id))
             if index == 0:
                 life.first_token_ns = now
                 if life.arrived_ns is not None:
                     arrived[update.request_id] = life.arrived_ns
-        self._post(TokensRecord(step_id=step_id, time_ns=now, tokens=tokens, arrived_ns=arrived, waiting=num_waiting))
+        self._post(
+            TokensRecord(
+                step_id=step_id,
+                time_ns=now,
+                tokens=tokens,
+                arrived_ns=arrived,
+                waiting=num_waiting,
+                suspended_ns=suspended,
+            )
+        )
         for update in updates:
             if update.finish_reason is not None:
                 self._end(update.request_id, update.finish_reason, now)
@@ -97,5 +126,6 @@ class RequestTracker:
                 ended_ns=now,
                 finish_reason=None if reason is None else str(reason),
                 num_starts=life.num_starts,
+                suspended=life.pauses.listed(),
             )
         )

@@ -46,6 +46,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: requests share pages only with requests of the same salt.
     answer_ids: of an answer that was begun before, its tokens so far: the first new one comes behind them.
     cached_len: of a request that another scheduler had before, what that one said of it.
+    is_suspended: it comes as one that is: nothing of it is computed before `Scheduler.resume`.
     params.stop is not looked at: stop strings need text, so the API process finds them and calls `Scheduler.finish`.
     """
 
@@ -57,6 +58,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     answer_ids: Sequence[int] = ()
     cached_len: int | None = None
+    is_suspended: bool = False
 
 
 class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,7 +126,7 @@ class Scheduler:
     # Requests come and go.
 
     def add(self, request: Request) -> None:
-        """Put a request into the queue.
+        """Put a request into the queue, or aside when it is suspended.
 
         Raises what Limits raise, and ValueError for the id of a request that is still here.
         """
@@ -149,7 +149,10 @@ class Scheduler:
         self._requests[request.request_id] = seq
         if request.deadline is not None:
             self._deadlines[request.request_id] = request.deadline
-        bisect.insort(self._waiting, seq, key=_rank)
+        if request.is_suspended:
+            self._suspended[request.request_id] = seq
+        else:
+            bisect.insort(self._waiting, seq, key=_rank)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """The caller left. Pages are free at once. None when the request has ended already."""

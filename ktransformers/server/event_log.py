@@ -21,6 +21,8 @@ __all__ = ["EventLog", "LogBudget"]
 logger = logging.getLogger(__name__)
 
 _OVERHEAD = 64  # bytes of an event beside its own, roughly
+_PIECE = 1 << 16  # bytes of events that are sent together, or one event
+_LIVE = 16  # events that wait and are sent one by one all the same: one step of an answer may make so many
 
 
 class LogBudget:
@@ -101,16 +103,34 @@ class EventLog:
             )
 
     async def after(self, last_seen: int) -> AsyncGenerator[bytes, None]:
-        """The events behind this one, numbered, as they come, to the end. See `check`."""
+        """The events behind this one, numbered, as they come, to the end. See `check`. Where many wait they are joined.
+
+        Others have the event loop between two pieces: a reader who has left is noticed there.
+        """
         while True:
             while last_seen < self.last:
                 if last_seen + 1 < self.first:
                     logger.warning("a reader of a kept stream is too slow: what it has not read is dropped")
                     return
-                event = self._events[last_seen + 1 - self.first]
-                last_seen += 1
-                yield b"id: %d\n%b" % (last_seen, event)
+                piece = self._piece(last_seen)
+                last_seen += len(piece)
+                yield b"".join(piece)
+                if last_seen < self.last:
+                    await asyncio.sleep(0)
             if self.is_ended:
                 return
             self._changed.clear()
             await self._changed.wait()
+
+    def _piece(self, last_seen: int) -> list[bytes]:
+        """The next events behind this one, of those that wait: one, or as many as make a piece."""
+        max_bytes = _PIECE if self.last - last_seen > _LIVE else 0
+        piece: list[bytes] = []
+        num_bytes = 0
+        for number in range(last_seen + 1, self.last + 1):
+            numbered = b"id: %d\n%b" % (number, self._events[number - self.first])
+            num_bytes += len(numbered)
+            if piece and num_bytes > max_bytes:
+                break
+            piece.append(numbered)
+        return piece

@@ -173,11 +173,7 @@ class OngoingRequests:
             )
         one.is_suspended = True
         self._write_down(one)
-        self.apply(one)
-
-    def apply(self, one: Ongoing) -> None:
-        """Suspend the answers of a suspended request: also those that begin after it was. Harmless if they are."""
-        for generation_id in one.generation_ids if one.is_suspended else ():
+        for generation_id in one.generation_ids:  # those that begin later ask (GenerationRequest.is_suspended)
             self._backend.suspend(generation_id)
 
     def resume(self, one: Ongoing) -> None:

@@ -238,8 +238,8 @@ def _journal(folder: Path | None, backend: Backend) -> Journal | None:
     """Raises ConfigError before the model loads when another server has the folder, say."""
     if folder is not None and not backend.can_go_on:
         raise UnsupportedError(
-            f"--state_dir needs --backend_type balance_serve: the {backend.name} backend cannot go on with an answer "
-            "that another process has begun"
+            f"--state_dir needs --backend_type balance_serve or ktransformers: the {backend.name} backend cannot go on "
+            "with an answer that another process has begun"
         )
     return None if folder is None else Journal(folder)
 

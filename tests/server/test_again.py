@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 from fastapi import FastAPI
@@ -18,12 +20,13 @@ from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.errors import UnsupportedError
 from ktransformers.server.answers.again import take_up
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import GenerationRequest, ModelInfo, deadline_error
+from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.journal.file import JournalFile
 from ktransformers.server.journal.journal import MAX_TRIES, Journal
 from ktransformers.server.run import _drain, _journal
 from ktransformers.server.service import Service
+from tests.server.test_requests import SteppedBackend
 from tests.support.asgi_client import Connection
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_runner import byte_tokenizer
@@ -62,6 +65,8 @@ class GoingBackend(FakeBackend):
         self.suspended.discard(request_id)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        if request.is_suspended():
+            self.suspended.add(request.request_id)
         self.pasts.append(len(request.past))
         self.timeouts.append(request.timeout)
         assembler = AnswerAssembler(TOKENIZER, request.params, len(request.prompt_ids))
@@ -70,6 +75,7 @@ class GoingBackend(FakeBackend):
         if request.timeout is not None and request.timeout < 1:
             raise deadline_error(request)
         for number in range(len(request.past), NUM_TOKENS):
+            await until(lambda: request.request_id not in self.suspended)
             await self.permits.acquire()
             if request.request_id in self.ended:
                 yield assembler.aborted()
@@ -82,17 +88,31 @@ class GoingBackend(FakeBackend):
         self.permits.release()
 
 
-class Server:
+class SingleGoing(SteppedBackend):
+    """A real one of a single sequence."""
+
+    can_go_on = True
+
+    @property
+    def model(self) -> ModelInfo:
+        return replace(super().model, digest=b"d" * 32)
+
+
+BackendT = TypeVar("BackendT", bound=Backend)
+
+
+class Server(Generic[BackendT]):
     """One life of a server on a folder."""
 
-    def __init__(self, folder: Path, **config: Any):
-        self.backend = GoingBackend()
+    def __init__(self, folder: Path, backend: BackendT, **config: Any):
+        self.backend = backend
         self.app: FastAPI = create_app(self.backend, ServerConfig(model_names=("m",), **config))
         self.service: Service = self.app.state.service
         self.journal = Journal(folder)
         self.service.ongoing.journal, self.service.ongoing.is_restoring = self.journal, True
 
-    async def start(self) -> Server:
+    async def start(self) -> Server[BackendT]:
+        await self.backend.start()
         await take_up(self.app, self.service, self.journal)
         return self
 
@@ -110,6 +130,13 @@ class Server:
         for task in self.service.ongoing.tasks:
             task.cancel()
         await asyncio.gather(*self.service.ongoing.tasks, return_exceptions=True)
+        if isinstance(self.backend, SteppedBackend):
+            self.backend.allow()  # its worker may wait for a permit
+        await self.backend.close()
+
+
+def going(folder: Path, **config: Any) -> Server[GoingBackend]:
+    return Server(folder, GoingBackend(), **config)
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -120,16 +147,27 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-async def read(connection: Connection, num_parts: int) -> bytes:
+async def read(connection: Connection, num_events: int) -> bytes:
     await connection.begun()
-    return b"".join([await connection.part() or b"" for _ in range(num_parts)])
+    return b"".join([await connection.event() or b"" for _ in range(num_events)])
 
 
 async def read_all(connection: Connection) -> bytes:
-    data = b""
-    while part := await connection.part():
-        data += part
-    return data
+    return b"".join(await connection.events())
+
+
+def texts_of_choices(data: bytes) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for said in re.findall(r"(?m)^data: (\{.*)$", data.decode()):
+        for choice in json.loads(said)["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+def num_computed(server: Server[Any]) -> int:
+    """Tokens of the one request there is, of which some may not be told yet."""
+    (one,) = server.service.ongoing
+    return one.tally.total.completion_len
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -137,9 +175,9 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def begun(folder: Path, num_tokens: int = 5, **more: Any) -> tuple[bytes, Server]:
+async def begun(folder: Path, num_tokens: int = 5, **more: Any) -> tuple[bytes, Server[GoingBackend]]:
     """A server that has told the first tokens of a stream."""
-    server = await Server(folder, **more.pop("config", {})).start()
+    server = await going(folder, **more.pop("config", {})).start()
     server.backend.allow(num_tokens)
     return await read(server.complete(**more), num_tokens), server
 
@@ -150,7 +188,7 @@ def test_a_stream_goes_on_in_the_next_server(tmp_path: Path, num_tokens: int) ->
         first, server = await begun(tmp_path, num_tokens)
         await server.die()
         for seen in (num_tokens, num_tokens + 1):  # the second time it is killed a token later
-            server = await Server(tmp_path).start()
+            server = await going(tmp_path).start()
             connection = server.open("GET", "/v1/requests/mine/stream")
             if seen == num_tokens:
                 server.backend.allow(1)
@@ -175,7 +213,7 @@ def test_an_event_that_is_told_again_is_waited_for(tmp_path: Path) -> None:
     async def work() -> None:
         _, server = await begun(tmp_path, 3)
         await server.die()
-        server = await Server(tmp_path).start()
+        server = await going(tmp_path).start()
         server.backend.allow(NUM_TOKENS)
         connection = await server.open("GET", "/v1/requests/mine/stream", last_event_id="8").begun()
         assert connection.status == 200
@@ -192,7 +230,7 @@ def test_those_that_were_ended_are_not_taken_up(tmp_path: Path) -> None:
         _, server = await begun(tmp_path)
         assert (await server.open("DELETE", "/v1/requests/mine").begun()).status == 200
         await server.die()
-        server = await Server(tmp_path).start()
+        server = await going(tmp_path).start()
         assert server.backend.pasts == []
         await server.die()
 
@@ -201,7 +239,7 @@ def test_those_that_were_ended_are_not_taken_up(tmp_path: Path) -> None:
 
 def test_nobody_hears_that_a_request_is_gone_before_all_are_back(tmp_path: Path) -> None:
     async def work() -> None:
-        server = Server(tmp_path)
+        server = going(tmp_path)
         for path in ("/v1/requests", "/v1/requests/mine/stream"):
             assert (await server.open("GET", path).begun()).status == 503
         await server.start()
@@ -218,12 +256,12 @@ def test_a_request_belongs_to_its_api_key_wherever_that_stands(
         more: dict[str, Any] = {"config": {"api_keys": ("one", "two")}, "authorization": "Bearer two"}
         _, server = await begun(tmp_path, **more)
         await server.die()
-        server = await Server(tmp_path, api_keys=("two", "three")).start()
+        server = await going(tmp_path, api_keys=("two", "three")).start()
         for key, status in (("two", 200), ("three", 404)):
             answer = await server.open("GET", "/v1/requests/mine/stream", authorization=f"Bearer {key}").begun()
             assert answer.status == status
         await server.die()
-        server = await Server(tmp_path, api_keys=("one", "three")).start()
+        server = await going(tmp_path, api_keys=("one", "three")).start()
         assert server.backend.pasts == []
         await server.die()
 
@@ -237,11 +275,11 @@ def test_a_request_that_may_end_servers_is_given_up(tmp_path: Path, caplog: pyte
         _, server = await begun(tmp_path)
         await server.die()
         for start in range(MAX_TRIES + 1):
-            server = await Server(tmp_path).start()
+            server = await going(tmp_path).start()
             assert len(list(server.service.ongoing)) == (start < MAX_TRIES)
             await server.die()
         assert "3 starts of the server ended before it had another token" in caplog.text
-        server = await Server(tmp_path).start()
+        server = await going(tmp_path).start()
         assert list(server.service.ongoing) == []
         await server.die()
 
@@ -252,7 +290,7 @@ def test_one_that_is_refused_now_is_forgotten(tmp_path: Path, caplog: pytest.Log
     async def work() -> None:
         _, server = await begun(tmp_path, body={"never_heard_of": 1})
         await server.die()
-        server = await Server(tmp_path, is_strict_on_fields=True).start()
+        server = await going(tmp_path, is_strict_on_fields=True).start()
         assert list(server.service.ongoing) == []
         assert server.service.admission.num_active == 0
         await server.die()
@@ -268,7 +306,7 @@ def test_time_goes_on_while_no_server_runs(tmp_path: Path, monkeypatch: pytest.M
         now = [50.0]
         wall = time.time
         monkeypatch.setattr("time.time", lambda: wall() + now[0])
-        server = await Server(tmp_path).start()
+        server = await going(tmp_path).start()
         connection = server.open("GET", "/v1/requests/mine/stream")
         await read(connection, 5)
         (timeout,) = server.backend.timeouts
@@ -276,11 +314,11 @@ def test_time_goes_on_while_no_server_runs(tmp_path: Path, monkeypatch: pytest.M
         assert 0 < timeout <= 50
         await server.die()
         now[0] = 200.0
-        server = await Server(tmp_path).start()
+        server = await going(tmp_path).start()
         data = await read_all(await server.open("GET", "/v1/requests/mine/stream").begun())
         assert b"deadline_exceeded" in data
         await server.die()
-        assert list((await Server(tmp_path).start()).service.ongoing) == []
+        assert list((await going(tmp_path).start()).service.ongoing) == []
 
     run(work)
 
@@ -289,13 +327,13 @@ def test_stop_strings_are_those_of_the_request(tmp_path: Path) -> None:
     """The server dies in the middle of what becomes one."""
 
     async def work() -> None:
-        server = await Server(tmp_path).start()
+        server = await going(tmp_path).start()
         server.backend.allow(5)
         connection = await server.complete(body={"stop": ["hij"]}).begun()
         assert connection.status == 200
         await until(lambda: server.backend.permits.locked())
         await server.die()
-        server = await Server(tmp_path).start()
+        server = await going(tmp_path).start()
         server.backend.allow(NUM_TOKENS)
         data = (await read_all(await server.open("GET", "/v1/requests/mine/stream").begun())).decode()
         assert "".join(re.findall(r'"text":"([^"]*)"', data)) == "efg"
@@ -313,7 +351,7 @@ def test_suspended_ones_wait_for_the_next_server(tmp_path: Path) -> None:
         await _drain(server.service, asyncio.Queue())
         assert server.service.admission.num_active == 0
         await server.die()
-        server = await Server(tmp_path).start()
+        server = await going(tmp_path).start()
         connection = server.open("GET", "/v1/requests/mine/stream")
         assert await read(connection, 5) == first  # and no abort behind it
         (one,) = server.service.ongoing
@@ -345,6 +383,62 @@ def test_nobody_hears_that_it_is_suspended_before_that_is_written(
             assert not asked.done(), what
             gate.set()
             assert (await asked).status == 200
+        await server.die()
+
+    run(work)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_a_suspended_one_stays_where_it_was_over_any_number_of_restarts(tmp_path: Path, num_tokens: int) -> None:
+    async def work() -> None:
+        first, server = await begun(tmp_path, num_tokens)
+        await server.open("POST", "/v1/requests/mine/suspend").begun()
+        for _ in range(MAX_TRIES + 1):
+            await server.die()
+            server = await going(tmp_path).start()
+            server.backend.allow(NUM_TOKENS)
+            connection = server.open("GET", "/v1/requests/mine/stream")
+            assert await read(connection, num_tokens) == first
+            (one,) = server.service.ongoing
+            assert one.state == "suspended"
+            assert server.backend.suspended == {one.answer_id}
+        resumed = await server.open("POST", "/v1/requests/mine/resume").begun()
+        assert resumed.status == 200
+        whole = first + await read_all(connection)
+        assert "".join(re.findall(r'"text":"(.)"', whole.decode())) == "efghijklmnop"
+        assert server.backend.pasts == [num_tokens]
+        await server.die()
+
+    run(work)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_the_backend_of_one_sequence_goes_on(tmp_path: Path, num_tokens: int, is_suspended: bool) -> None:
+    async def work() -> None:
+        server = await Server(tmp_path / "other", SingleGoing()).start()
+        server.backend.allow()
+        body = {"stop": ["q", "qq"], "n": 2, "temperature": 1.0}
+        undisturbed = await read_all(server.complete(body=body))
+        await server.die()
+        server = await Server(tmp_path, SingleGoing()).start()
+        await server.complete(body=body).begun()
+        if num_tokens:
+            server.backend.allow(num_tokens)
+        await until(lambda: num_computed(server) == num_tokens)
+        if is_suspended:
+            await server.open("POST", "/v1/requests/mine/suspend").begun()
+        server.backend.allow()
+        await server.die()
+        server = await Server(tmp_path, SingleGoing()).start()
+        connection = server.open("GET", "/v1/requests/mine/stream")
+        if is_suspended:
+            server.backend.allow()
+            await until(lambda: server.backend.stats().num_suspended == 2)
+            assert server.backend.runner.calls == []
+            assert (await server.open("POST", "/v1/requests/mine/resume").begun()).status == 200
+        server.backend.allow()
+        assert texts_of_choices(await read_all(connection)) == texts_of_choices(undisturbed)
         await server.die()
 
     run(work)

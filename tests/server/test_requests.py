@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import re
+import socket
+import struct
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from ktransformers.core import Progress, SamplingParams
 from ktransformers.engine.session import Session
@@ -21,6 +27,7 @@ from ktransformers.server.backend.single import Loaded, SingleBackend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.run import _drain
+from ktransformers.server.streaming import EventStream
 from tests.support.asgi_client import Connection
 from tests.support.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
 
@@ -191,7 +198,7 @@ def test_every_event_comes_once_over_any_number_of_connections(num_read: int, is
         while True:
             service.backend.allow(num_read + 2)  # it goes on a little without its client
             for _ in range(num_read):
-                part = await connection.part()
+                part = await connection.event()
                 if part is None:
                     break
                 parts.append(part)
@@ -436,7 +443,7 @@ def test_events_that_are_not_kept_any_more() -> None:
         connection, parts = service.complete(60, headers=KEEP | {"x-request-id": "r"}), list[bytes]()
         for _ in range(61):  # and [DONE]
             service.backend.allow(1)
-            parts.append(await connection.part() or b"")
+            parts.append(await connection.event() or b"")
         whole = events_of(parts)
         (one,) = await service.requests()
         first = one["stream"]["first_event"]
@@ -448,6 +455,72 @@ def test_events_that_are_not_kept_any_more() -> None:
         assert events_of(await rest.rest()) == whole[first - 1 :]
 
     run(test)
+
+
+def test_what_waits_is_sent_in_pieces_and_what_comes_one_by_one() -> None:
+    async def main() -> None:
+        log = EventLog("", LogBudget(1 << 30))
+        sent = [b"data: " + b"x" * (i % 700) + b"\n\n" for i in range(1000)]
+        sent[500] = b"data: " + b"y" * 100_000 + b"\n\n"
+        for event in sent:
+            log.append(event)
+        turns = [0]
+
+        def count() -> None:
+            turns[0] += 1
+            asyncio.get_running_loop().call_soon(count)
+
+        count()
+        pieces, at = list[bytes](), list[int]()
+        events = log.after(3)
+        async for piece in events:
+            pieces.append(piece)
+            at.append(turns[0])
+            if piece.endswith(b"id: 1000\n" + sent[-1]):
+                break
+        assert b"".join(pieces) == b"".join(b"id: %d\n%b" % (i, sent[i - 1]) for i in range(4, 1001))
+        assert b"id: 501\n" + sent[500] in pieces
+        assert max(len(piece) for piece in pieces if b"y" not in piece) <= 1 << 16
+        assert len(pieces) < 10
+        assert all(before < now for before, now in itertools.pairwise(at)), "nobody else had the event loop"
+        for event in (b"data: 1\n\n", b"data: 2\n\n"):
+            log.append(event)  # by the same step, say
+        assert [await anext(events), await anext(events)] == [b"id: 1001\ndata: 1\n\n", b"id: 1002\ndata: 2\n\n"]
+        await events.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_reader_who_leaves_in_the_middle_of_a_backlog_is_sent_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        log = EventLog("", LogBudget(1 << 30))
+        for _ in range(20_000):
+            log.append(b"data: " + b"x" * 100 + b"\n\n")
+        log.end()
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            async for piece in log.after(0):
+                yield piece
+                client.close()  # behind the first one
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await EventStream(pieces(), "text/event-stream", 60.0, ended.set)(scope, receive, send)
+
+        ended = asyncio.Event()
+        config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", ws="none", http="h11")
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+            client.connect(listener.getsockname())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # to close is to reset
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            serving = asyncio.create_task(server.serve([listener]))
+            await ended.wait()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(main())
+    assert "socket.send() raised exception" not in caplog.text
 
 
 def test_the_key_that_keeps_most_loses_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -53,14 +54,15 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tools": [{"name": "weather", "input_schema": TOOL}]},
     ),
 }
+FOLLOWED = {"input": [{"role": "user", "content": "Tell me of the sun."}], "max_output_tokens": 8, "temperature": 0}
 FIRST = 12  # events that a client has read when the server is killed
 
 
 class Client:
     """Reads one stream until it has some events, or to its end; keeps what it got."""
 
-    def __init__(self, name: str):
-        self.name, self.data = name, b""
+    def __init__(self, name: str, **more: Any):
+        self.name, self.data, self._more = name, b"", more
 
     @property
     def last_seen(self) -> int:
@@ -80,7 +82,7 @@ class Client:
     def ask(self, url: str, num_events: int | None = FIRST) -> None:
         path, body = ASKED[self.name]
         headers = {"x-kt-keep": "600", "x-request-id": self.name}
-        with httpx.stream("POST", f"{url}/v1/{path}", json=body, headers=headers, timeout=120) as response:
+        with httpx.stream("POST", f"{url}/v1/{path}", json=body | self._more, headers=headers, timeout=120) as response:
             assert response.status_code == 200, response.read()
             self.read(response.iter_bytes(), num_events)
 
@@ -90,6 +92,14 @@ class Client:
         with httpx.stream("GET", f"{url}/v1/requests/{self.name}/stream", headers=headers, timeout=120) as response:
             assert response.status_code == 200, response.read()
             self.read(response.iter_bytes(), num_events)
+
+
+def follower(url: str) -> Client:
+    """Of a response that follows another one, and names an item of it."""
+    response = httpx.post(f"{url}/v1/responses", json=FOLLOWED, timeout=120).json()
+    items = httpx.get(f"{url}/v1/responses/{response['id']}/input_items").json()["data"]
+    asked = [{"role": "user", "content": "And of this?"}, {"type": "item_reference", "id": items[0]["id"]}]
+    return Client("response", previous_response_id=response["id"], input=asked)
 
 
 def at_once(works: list[threading.Thread]) -> None:
@@ -104,7 +114,8 @@ def kill(process: ServerProcess) -> None:
     pid = process.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for one in (pid, *map(int, children)):
-        os.kill(one, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # they follow their parent
+            os.kill(one, signal.SIGKILL)
     process.process.wait()
 
 
@@ -116,6 +127,11 @@ def plain(name: str, data: bytes) -> list[bytes]:
     return [_plain(data)]
 
 
+def unprinted(data: bytes) -> bytes:
+    """Without what tells the backend."""
+    return re.sub(rb'"system_fingerprint":"\w+"', b'"system_fingerprint":""', data)
+
+
 def _plain(data: bytes) -> bytes:
     data = re.sub(rb'"(created|created_at|completed_at)":\d+', rb'"\1":0', data)
     return re.sub(rb"(?<=[-_])[0-9a-f]{24,32}(?=[\"_-])", b"ID", data)
@@ -123,8 +139,8 @@ def _plain(data: bytes) -> bytes:
 
 def test_streams_go_on_after_all_processes_are_killed_twice(tmp_path: Path) -> None:
     flags = ("--state_dir", str(tmp_path / "state"), "--no_prefix_cache")
-    clients = [Client(name) for name in ASKED]
     with ServerProcess(*flags) as process:
+        clients = [follower(process.url) if name == "response" else Client(name) for name in ASKED]
         at_once([threading.Thread(target=client.ask, args=(process.url,)) for client in clients])
         kill(process)
     assert all(client.last_seen >= FIRST for client in clients)
@@ -136,7 +152,13 @@ def test_streams_go_on_after_all_processes_are_killed_twice(tmp_path: Path) -> N
         kill(process)
     with ServerProcess(*flags) as process:
         at_once([threading.Thread(target=client.attach, args=(process.url,)) for client in clients])
-        alone = [Client(name) for name in ASKED]
+        requests = httpx.get(f"{process.url}/v1/requests").json()["data"]
+        (response,) = (one["answer_id"] for one in requests if one["id"] == "response")
+        known = httpx.get(f"{process.url}/v1/responses/{response}/input_items?order=asc").json()["data"]
+        assert [one["content"][0]["text"] for one in known[::2]] == ["Tell me of the sun.", "And of this?"]
+        next_turn = {"input": "Go on.", "previous_response_id": response, "max_output_tokens": 1}
+        assert httpx.post(f"{process.url}/v1/responses", json=next_turn, timeout=120).status_code == 200
+        alone = [follower(process.url) if name == "response" else Client(name) for name in ASKED]
         for client in clients:
             again = Client(client.name)
             again.attach(process.url)
@@ -150,3 +172,31 @@ def test_streams_go_on_after_all_processes_are_killed_twice(tmp_path: Path) -> N
         assert process.terminate() == 0
     with (tmp_path / "state" / "journal").open("rb") as journal:
         assert b"sea" not in journal.read()
+
+
+def test_a_suspended_request_waits_through_kills_of_either_backend(tmp_path: Path) -> None:
+    state = ("--state_dir", str(tmp_path / "state"), "--no_prefix_cache")
+    tiers = ("--cpu_memory_size_GB", "0.1", "--kv_disk_path", str(tmp_path / "pages"))
+    client = Client("plain")
+    with ServerProcess(*state[:2], *tiers) as process:
+        client.ask(process.url)
+        assert httpx.post(f"{process.url}/v1/requests/plain/suspend").status_code == 200
+        kill(process)
+    for flags in ((*state, "--backend_type", "ktransformers"), (*state[:2], *tiers)):
+        with ServerProcess(*flags) as process:
+            again = Client("plain")
+            again.attach(process.url, FIRST)
+            told, before = (unprinted(one.whole).split(b"\n\n")[:FIRST] for one in (again, client))
+            assert told == before
+            (one,) = httpx.get(f"{process.url}/v1/requests").json()["data"]
+            assert one["state"] == "suspended"
+            status = httpx.get(f"{process.url}/v1/status").json()
+            assert (status["queue"]["running"], status["queue"]["suspended"], status["kv"]["used_tokens"]) == (0, 1, 0)
+            if "ktransformers" in flags:
+                kill(process)
+                continue
+            assert httpx.post(f"{process.url}/v1/requests/plain/resume").status_code == 200
+            client.attach(process.url)
+            alone = Client("plain")
+            alone.ask(process.url, None)
+            assert plain("plain", unprinted(client.data)) == plain("plain", unprinted(alone.data))

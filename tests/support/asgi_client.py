@@ -32,6 +32,7 @@ class Connection:
         self._left, self._begun = asyncio.Event(), asyncio.Event()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.status, self.headers = 0, dict[str, str]()
+        self._events = b""  # what has come of the next one
         self._task = asyncio.create_task(app(scope, self._receive, self._send))  # type: ignore[arg-type]
 
     async def _receive(self) -> Message:
@@ -59,6 +60,25 @@ class Connection:
     async def part(self) -> bytes | None:
         """The next part of the body; None at its end."""
         return await self._parts.get()
+
+    async def event(self) -> bytes | None:
+        """The next server-sent event, whatever parts it comes in; None at the end. Not to be mixed with the others."""
+        while (end := self._events.find(b"\n\n") + 2) < 2:
+            part = await self.part()
+            if part is None:
+                assert not self._events, "the stream ends within an event"
+                return None
+            self._events += part
+        event, self._events = self._events[:end], self._events[end:]
+        return event
+
+    async def events(self) -> list[bytes]:
+        """All events that are to come."""
+        found = []
+        while (event := await self.event()) is not None:
+            found.append(event)
+        await self._task
+        return found
 
     async def rest(self) -> list[bytes]:
         """All parts that are to come. The app is through with the request then."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STATUS: dict[str, Any] = {
     "model": "fake-model",
     "backend": "balance_serve",
-    "queue": {"running": 3, "waiting": 2},
+    "queue": {"running": 3, "waiting": 2, "suspended": 7},
     "kv": {"used_tokens": 12_288, "total_tokens": 65_536},
     "prefix": {"hits": 750, "queries": 1_000},
     "speed": {"prefill_tps": 812.25, "decode_tps": 96.1},
@@ -76,7 +76,18 @@ def test_the_status_view(page: Page, api: FakeApi) -> None:
     api.status = STATUS
     open_page(page, api, "#/status")
     cards = page.locator(".cards")
-    for text in ("96.1", "812.3", "310.5", "of 460.8 GB/s", "3", "running", "19 %", "12,288 of 65,536 tokens", "75 %"):
+    for text in (
+        "96.1",
+        "812.3",
+        "310.5",
+        "of 460.8 GB/s",
+        "3",
+        "running",
+        "7 suspended",
+        "19 %",
+        "12,288 of 65,536 tokens",
+        "75 %",
+    ):
         expect(cards).to_contain_text(text)
     expect(page.locator(".log tbody tr")).to_have_count(8)
     expect(page.locator(".log tbody tr").last).to_contain_text("running")

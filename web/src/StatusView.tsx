@@ -79,6 +79,7 @@ function Cards({ now, history }: { now: Figures; history: Figures[] }) {
         <Card title={t("queue")}>
           <Big value={n(queue.running)} unit={t("running")} />
           <Big value={n(queue.waiting)} unit={t("waiting")} />
+          {queue.suspended !== undefined && <Big value={n(queue.suspended)} unit={t("suspended")} />}
         </Card>
       )}
       {kv && kv.total > 0 && (

@@ -14,7 +14,7 @@ export interface RequestLine {
 export interface Figures {
   model: string;
   backend: string;
-  queue: { running: number; waiting: number } | undefined;
+  queue: { running: number; waiting: number; suspended: number | undefined } | undefined;
   kv: { used: number; total: number } | undefined;
   prefix: { hits: number; queries: number } | undefined;
   speed: { prefill: number; decode: number } | undefined;
@@ -38,6 +38,11 @@ function pair<A extends string, B extends string>(part: unknown, [a, from]: [A, 
   const [first, second] = [number(part[from]), number(part[other])];
   if (first === undefined && second === undefined) return undefined;
   return { [a]: first ?? 0, [b]: second ?? 0 } as Record<A | B, number>;
+}
+
+function queueOf(part: unknown): Figures["queue"] {
+  const queue = pair(part, ["running", "running"], ["waiting", "waiting"]);
+  return queue && { ...queue, suspended: isFields(part) ? number(part.suspended) : undefined };
 }
 
 function expertsOf(part: unknown): Figures["experts"] {
@@ -71,7 +76,7 @@ export function figuresOf(json: unknown): Figures {
   return {
     model: text(all.model),
     backend: text(all.backend),
-    queue: pair(all.queue, ["running", "running"], ["waiting", "waiting"]),
+    queue: queueOf(all.queue),
     kv: pair(all.kv, ["used", "used_tokens"], ["total", "total_tokens"]),
     prefix: pair(all.prefix, ["hits", "hits"], ["queries", "queries"]),
     speed: pair(all.speed, ["prefill", "prefill_tps"], ["decode", "decode_tps"]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from ktransformers.server.ongoing import Ongoing
 from ktransformers.server.request_log import note_id, without_quotes
 from ktransformers.server.service import Service
 
-__all__ = ["AGAIN_KEY", "Again", "take_up", "without_reader", "write_down"]
+__all__ = ["AGAIN_KEY", "Again", "AskedBody", "take_up", "without_reader", "write_down"]
 
 logger = logging.getLogger("ktransformers.server")
 
@@ -83,19 +83,29 @@ class _Recorder:
         self._num_told += 1
 
 
-def write_down(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing, again: Again | None) -> None:
+@dataclass(frozen=True, slots=True)
+class AskedBody:
+    """What was asked, as Opened has it. beside: called where it is written down."""
+
+    path: str
+    body: bytes
+    beside: Callable[[], bytes] = bytes
+
+
+def write_down(journal: Journal, asked: AskedBody, job: Job, one: Ongoing, again: Again | None) -> None:
     """From now on the journal knows this request, and its tokens."""
     one.is_journaled, num_past = True, 0
     if again is None:
-        journal.opened(_opened(journal, path, body, job, one))
+        journal.opened(_opened(journal, asked, job, one))
     else:
         kept, num_past = again.kept, len(again.kept.tokens)
         one.is_again, one.is_suspended, one.created = True, kept.is_suspended, kept.opened.created
-        journal.suspended(one.answer_id, kept.is_suspended, kept.num_tries + 1)
+        num_tries = kept.num_tries + (not kept.is_suspended)  # nothing of it runs, so it ends no server
+        journal.suspended(one.answer_id, kept.is_suspended, num_tries)
     job.hear = _Recorder(journal, job.id, num_past)
 
 
-def _opened(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing) -> Opened:
+def _opened(journal: Journal, asked: AskedBody, job: Job, one: Ongoing) -> Opened:
     prompts = tuple({id(request.prompt_ids): request.prompt_ids for request in job.requests}.values())
     places = {id(prompt): place for place, prompt in enumerate(prompts)}
     timeout, stream = job.requests[0].timeout, one.stream
@@ -104,8 +114,9 @@ def _opened(journal: Journal, path: str, body: bytes, job: Job, one: Ongoing) ->
         id=job.id,
         request_id=one.id,
         key=journal.digest_of(_api_key(job.service, one.key)),
-        path=path,
-        body=body,
+        path=asked.path,
+        body=asked.body,
+        beside=asked.beside(),
         keep_seconds=stream.seconds,
         created=job.created,
         deadline=None if timeout is None else time.time() + timeout,

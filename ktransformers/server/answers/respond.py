@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ktransformers.errors import KTransformersError
-from ktransformers.server.answers.again import AGAIN_KEY, Again, without_reader, write_down
+from ktransformers.server.answers.again import AGAIN_KEY, Again, AskedBody, without_reader, write_down
 from ktransformers.server.answers.events import AnswerStep
 from ktransformers.server.answers.job import Job, prepare
 from ktransformers.server.answers.kept import attached, check_media_type, keep_seconds, keep_writing
@@ -71,11 +71,13 @@ async def respond(
     read: Callable[[], ChatRequest | TextRequest],
     writer_of: Callable[[Job], Writer],
     more_bytes: int = 0,
+    beside: Callable[[], bytes] = bytes,
 ) -> Response:
     """Count the request in, before any work is done for it; then one JSON object, or a stream of events.
 
     num_answers: that it wants. read: from the dialect's body to the request; runs on a thread, where texts may take
-    long. more_bytes: that it goes through beside the body's. Raises KTransformersError for whatever is wrong before the
+    long. more_bytes: that it goes through beside the body's. beside: what the body says of other requests; the journal
+    has it for the server that asks again (Opened). Raises KTransformersError for whatever is wrong before the
     response begins.
     """
     service, key = service_of(request), request.scope.get(USE_KEY)
@@ -101,8 +103,9 @@ async def respond(
         service.ongoing.add(one)
         log = service.ongoing.keep(one, seconds, writer.media_type, writer.ping)
         if service.ongoing.journal is not None:
-            write_down(service.ongoing.journal, request.scope["path"], await request.body(), job, one, again)
-        keep_writing(service.ongoing, one, _stream(job, writer, one), log, leave)
+            asked = AskedBody(request.scope["path"], await request.body(), beside)
+            write_down(service.ongoing.journal, asked, job, one, again)
+        keep_writing(service.ongoing, one, _stream(job, writer), log, leave)
         if again is not None:
             return without_reader(service, one)
         return attached(service, one, 0)
@@ -120,13 +123,19 @@ def _prepared(service: Service, asked: _Asked, again: Again | None) -> Job:
 
 
 def _ongoing(request: Request, job: Job) -> Ongoing:
-    return Ongoing(
+    one = Ongoing(
         id=request_id_of(request),
         answer_id=job.id,
         key=str(request.scope.get(SCOPE_KEY, "")),
         generation_ids=[generation.request_id for generation in job.requests],
         tally=job.tally,
     )
+
+    def is_suspended() -> bool:  # perhaps before its answers have begun
+        return one.is_suspended
+
+    job.requests = [replace(generation, is_suspended=is_suspended) for generation in job.requests]
+    return one
 
 
 def _streamed(job: Job, writer: Writer, one: Ongoing, leave: Callable[[], None]) -> Response:
@@ -138,7 +147,7 @@ def _streamed(job: Job, writer: Writer, one: Ongoing, leave: Callable[[], None])
         service.ongoing.ended(one)
         leave()
 
-    parts = _stream(job, writer, one)
+    parts = _stream(job, writer)
     return EventStream(parts, writer.media_type, config.send_timeout, end, writer.ping, config.ping_seconds)
 
 
@@ -149,19 +158,11 @@ def _prioritized(asked: _Asked, service: Service, key: KeyUse | None) -> _Asked:
     return replace(asked, priority=key.priority(asked.priority))
 
 
-async def _steps(job: Job, one: Ongoing) -> AsyncGenerator[AnswerStep, None]:
-    async with aclosing(job.steps()) as steps:
-        async for step in steps:
-            if one.is_suspended:  # perhaps before its answers had begun
-                job.service.ongoing.apply(one)
-            yield step
-
-
 async def _whole(job: Job, writer: Writer, one: Ongoing) -> Response:
     ongoing = job.service.ongoing
     ongoing.add(one)
     try:
-        async with aclosing(_steps(job, one)) as steps:
+        async with aclosing(job.steps()) as steps:
             async for step in steps:
                 writer.keep(step)
     finally:
@@ -169,12 +170,12 @@ async def _whole(job: Job, writer: Writer, one: Ongoing) -> Response:
     return ApiResponse(writer.body())
 
 
-async def _stream(job: Job, writer: Writer, one: Ongoing) -> AsyncGenerator[bytes, None]:
+async def _stream(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
     failed = None
     try:
         for part in writer.begin():
             yield part
-        async with aclosing(_steps(job, one)) as steps:
+        async with aclosing(job.steps()) as steps:
             async for step in steps:
                 for part in writer.write(step):
                     yield part

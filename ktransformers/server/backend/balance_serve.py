@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Container, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from ktransformers import __version__
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, GenerationStats, PastToken, Progress, SamplingParams, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.hidden import embedding_form
@@ -31,7 +32,7 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.server.backend.model_digest import model_digest
+from ktransformers.server.backend.past import past_events
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.timeline import Chunk
 from ktransformers.server.balance.messages import (
@@ -55,28 +56,21 @@ __all__ = ["BalanceServeBackend"]
 logger = logging.getLogger(__name__)
 
 
-_AGAIN_AT_ONCE = 64
-"""Events of past tokens that are told without letting others have the event loop."""
-
-
 class _Stream:
     """One answer on its way to its reader. suspended_at: seconds; None: it is not suspended."""
 
     def __init__(self, request: GenerationRequest, model: ModelInfo, buffer: EventBuffer):
         self.buffer, self.timeline, self._request = buffer, request.timeline, request
-        self.suspended_at: float | None = None
+        self.suspended_at = time.perf_counter() if request.is_suspended() else None
         self._assembler = AnswerAssembler(model.tokenizer, request.params, len(request.prompt_ids))
 
     @property
     def stats(self) -> GenerationStats:
         return self._assembler.stats
 
-    def again(self, past: PastToken) -> TokenEvent:
-        """The event of a token that another process has told of."""
-        self._assembler.stats.cached_len = past.cached_len
-        if past.prompt_logprobs is not None:
-            self._assembler.score(0, past.prompt_logprobs)
-        return self._assembler.token(past.token_id, past.logprobs, past.reason)
+    def past(self) -> AsyncGenerator[TokenEvent, None]:
+        """The events of what another process has told of."""
+        return past_events(self._assembler, self._request.past)
 
     def abort(self) -> None:
         """Its reader hears that this is the end."""
@@ -137,7 +131,7 @@ class BalanceServeBackend(Backend):
 
     @override
     async def start(self, progress: Progress | None = None) -> None:
-        described, files, digest = await asyncio.to_thread(_described, self._config.engine)
+        described, files = await asyncio.to_thread(_described, self._config.engine)
         self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
         engine = self._config.engine
@@ -145,7 +139,7 @@ class BalanceServeBackend(Backend):
         self._facts = facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
         await self._profiler.begin()  # before any request is let in
-        self._model = replace(_model_info(described, facts), embeddings=embeddings, digest=digest)
+        self._model = replace(_model_info(described, facts), embeddings=embeddings)
 
     @override
     @property
@@ -223,17 +217,13 @@ class BalanceServeBackend(Backend):
         stream = _Stream(request, model, EventBuffer(asyncio.get_running_loop(), self._max_unread))
         self._streams[request.request_id] = stream
         try:
-            for at, past in enumerate(request.past):
-                if not at % _AGAIN_AT_ONCE:
-                    await asyncio.sleep(0)
-                event = stream.again(past)
-                yield event
-                if event.finish_reason is not None:
-                    del self._streams[request.request_id]  # the scheduler is not told of it
-                    return
+            async with aclosing(stream.past()) as past:
+                async for event in past:
+                    yield event
+                    if event.finish_reason is not None:
+                        del self._streams[request.request_id]  # the scheduler is not told of it
+                        return
             self._send_soon(request)
-            if stream.suspended_at is not None:  # before the scheduler knew of it
-                self._tell(Suspend(request.request_id))
             async for event in stream.buffer:
                 yield event
         finally:
@@ -275,7 +265,8 @@ class BalanceServeBackend(Backend):
 
     def _send_all(self) -> None:
         outbox, self._outbox = self._outbox, []
-        for command in _commands([request for request in outbox if request.request_id in self._streams]):
+        suspended = {name for name, stream in self._streams.items() if stream.suspended_at is not None}
+        for command in _commands([request for request in outbox if request.request_id in self._streams], suspended):
             self.supervisor.send_soon(command)
 
     def _on_news(self, news: News) -> None:
@@ -328,33 +319,36 @@ class BalanceServeBackend(Backend):
             await self._supervisor.close()
 
 
-def _commands(requests: Sequence[GenerationRequest]) -> Iterator[Add]:
-    """One command for each run of requests that share their prompt (the same object) and differ in their seeds only."""
+def _commands(requests: Sequence[GenerationRequest], suspended: Container[str] = ()) -> Iterator[Add]:
+    """One command for each run of requests that share their prompt (the same object) and differ in their seeds only.
+
+    suspended: ids of those that are.
+    """
 
     def shared(request: GenerationRequest) -> tuple[object, ...]:
-        bare = replace(request, request_id="", prompt_ids=(), params=SamplingParams(), timeline=None)
-        return id(request.prompt_ids), bare
+        bare = replace(request, request_id="", prompt_ids=(), params=SamplingParams(), timeline=None, is_suspended=bool)
+        return id(request.prompt_ids), bare, request.request_id in suspended
 
     for _, group in itertools.groupby(requests, shared):
         first, *others = group
+        is_suspended = first.request_id in suspended
         twins: list[tuple[str, int]] = []
         for other in others:
             if other.params.seed is not None and replace(other.params, seed=first.params.seed) == first.params:
                 twins.append((other.request_id, other.params.seed))
             else:
-                yield Add(_record(other))
-        yield Add(_record(first), twins)
+                yield Add(_record(other, is_suspended))
+        yield Add(_record(first, is_suspended), twins)
 
 
-def _described(config: EngineConfig) -> tuple[ModelDescription, tuple[Path, ...], bytes]:
-    """The model, the files of its weights, and their digest."""
+def _described(config: EngineConfig) -> tuple[ModelDescription, tuple[Path, ...]]:
+    """The model, and the files of its weights."""
     check_tokenizer(config)
     opened = open_model(config)
-    settings = (config.cpu_quant, config.cpu_prefill, config.cpu_bf16, config.sparse_attention)
-    return describe_model(opened), opened.files, model_digest(opened.files, opened.hf_config.to_dict(), settings)
+    return describe_model(opened), opened.files
 
 
-def _record(request: GenerationRequest) -> Request:
+def _record(request: GenerationRequest, is_suspended: bool) -> Request:
     return Request(
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
@@ -364,6 +358,7 @@ def _record(request: GenerationRequest) -> Request:
         cache_salt=request.cache_salt,
         answer_ids=[past.token_id for past in request.past],
         cached_len=request.past[-1].cached_len if request.past else None,
+        is_suspended=is_suspended,
     )
 
 
@@ -379,4 +374,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         description=f"{described.description}; {total_len} tokens of cache for all requests",
         is_models_limit=facts.max_model_len is not None and facts.max_model_len < total_len,
         card=replace(described.card, gpu_bytes=facts.gpu_bytes),
+        digest=facts.digest,
     )

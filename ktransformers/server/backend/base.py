@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -62,6 +62,10 @@ class ModelInfo:
         )
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One answer that is wanted, filled by the routes. A request for n choices is n of these.
@@ -69,7 +73,8 @@ class GenerationRequest:
     params.seed is always set. priority: a smaller number is served earlier. timeout: seconds from now on, None: no
     limit. cache_salt: requests share cached prefixes only with requests of the same salt. timeline: where the backend
     notes times; None: nobody wants them. past: the answer so far, of one that another process has begun: its events
-    come first, as they came there. Only with can_go_on.
+    come first, as they came there. Only with can_go_on. is_suspended: asked when it begins. Of one that is nothing is
+    computed until `resume`, its prompt neither. Only with can_suspend.
     """
 
     request_id: str
@@ -80,6 +85,7 @@ class GenerationRequest:
     cache_salt: str = ""
     timeline: Timeline | None = None
     past: Sequence[PastToken] = ()
+    is_suspended: Callable[[], bool] = _never
 
 
 @dataclass(frozen=True, slots=True)

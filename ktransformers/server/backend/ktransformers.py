@@ -21,6 +21,7 @@ class KTransformersBackend(SingleBackend):
 
     name: ClassVar[str] = "ktransformers"
     can_suspend: ClassVar[bool] = True
+    can_go_on: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None):
         super().__init__(profile)
@@ -30,4 +31,5 @@ class KTransformersBackend(SingleBackend):
         check_tokenizer(self._config)
         engine = build_engine(self._config, progress)
         profiled = model_meta(engine, self.name)
-        return Loaded.of(engine, engine.close, profiled, lambda: StepRuntime(engine.runner))
+        digest = engine.identity.digest
+        return Loaded.of(engine, engine.close, profiled, lambda: StepRuntime(engine.runner), digest)

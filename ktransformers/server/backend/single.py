@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from typing_extensions import override
 
 from ktransformers import __version__
-from ktransformers.core import FinishReason, GenerationStats, Progress, TokenEvent
-from ktransformers.engine.generate import Answer, Control
+from ktransformers.core import Progress, TokenEvent
+from ktransformers.engine.assembler import AnswerAssembler
+from ktransformers.engine.generate import Answer, BegunAnswer, Control
 from ktransformers.engine.hidden import embedding_form
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.engine.session import Session, SessionEngine
@@ -31,8 +32,10 @@ from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.profiling.recorder import Runtime
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import EventBuffer
+from ktransformers.server.backend.past import past_events
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.timeline import ChunkClock
+from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Loaded", "SingleBackend"]
 
@@ -55,8 +58,11 @@ class Loaded:
         close: Callable[[], None],
         profiled: ProfileMeta,
         new_runtime: Callable[[], Runtime | None] = lambda: None,
+        digest: bytes = b"",
     ) -> Loaded:
-        """All of it from an engine of one sequence. new_runtime: what native code records by in profiles."""
+        """All of it from an engine of one sequence. new_runtime: what native code records by in profiles. digest: see
+        ModelInfo.
+        """
         model = ModelInfo(
             tokenizer=engine.tokenizer,
             max_len=engine.runner.max_len,
@@ -68,6 +74,7 @@ class Loaded:
             is_models_limit=engine.runner.is_models_limit,
             embeddings=embedding_form(engine.card.pooling_type, engine.config.model_path, engine.config.gguf_path),
             card=engine.card,
+            digest=digest,
         )
         session = Session.of(engine)
         session.profile.new_runtime = new_runtime
@@ -80,12 +87,28 @@ class _Asked:
     answer: what has become of it, once it has had a turn. stop: nobody wants more of it.
     """
 
-    def __init__(self, request: GenerationRequest):
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer):
         self.request, self.stop = request, threading.Event()
+        self._begun = AnswerAssembler(tokenizer, request.params, len(request.prompt_ids))
         self.answer: Answer | None = None
         self._may_run = asyncio.Event()
-        self._may_run.set()
         self.is_suspended = False
+        (self.suspend if request.is_suspended() else self.resume)()
+
+    def past(self) -> AsyncGenerator[TokenEvent, None]:
+        """The events of what another process has told of."""
+        return past_events(self._begun, self.request.past)
+
+    def begin(self, session: Session) -> Answer:
+        """Its answer, or the rest of it. Raises what is wrong with the request."""
+        request, past = self.request, self.request.past
+        cached_len = past[-1].cached_len if past else None
+        begun = BegunAnswer(request.prompt_ids, request.params, [one.token_id for one in past], cached_len)
+        return session.take_up(begun, request.request_id)
+
+    def aborted(self) -> TokenEvent:
+        """The last event, where it is ended while it waits or is suspended."""
+        return (self._begun if self.answer is None else self.answer.assembler).aborted()
 
     def suspend(self) -> None:
         """Before its next step."""
@@ -95,6 +118,8 @@ class _Asked:
     def resume(self) -> None:
         """Its turn may come."""
         self.is_suspended = False
+        if self.answer is not None:
+            self.answer.resumed()
         self._may_run.set()
 
     async def until_resumed(self, deadline: float | None) -> None:
@@ -186,16 +211,20 @@ class SingleBackend(Backend):
         deadline = None if request.timeout is None else loop.time() + request.timeout
         if request.request_id in self._asked:
             raise ValueError(f"request id {request.request_id} is in use")
-        asked = self._asked[request.request_id] = _Asked(request)
+        asked = self._asked[request.request_id] = _Asked(request, loaded.model.tokenizer)
         is_over = False
         try:
+            async with aclosing(asked.past()) as past:
+                async for event in past:
+                    is_over = event.finish_reason is not None
+                    yield event
             while not is_over:
                 await asked.until_resumed(deadline)
                 await self._take_turn(deadline)
                 if asked.stop.is_set() or asked.is_suspended:  # meanwhile
                     self._lock.release()
                     if asked.stop.is_set():
-                        yield _aborted(asked)
+                        yield asked.aborted()
                         return
                     continue
                 async with aclosing(self._turn(loaded.session, asked, deadline)) as events:
@@ -204,6 +233,8 @@ class SingleBackend(Backend):
                         yield event
         finally:
             del self._asked[request.request_id]
+            if asked.answer is not None and asked.answer.is_suspended and not self._is_closed:
+                self._worker.submit(asked.answer.abandon)
 
     async def _turn(self, session: Session, asked: _Asked, deadline: float | None) -> AsyncGenerator[TokenEvent, None]:
         """The events until the answer ends or is suspended. The lock is held until the worker is through."""
@@ -270,7 +301,7 @@ class SingleBackend(Backend):
                 session.clear()
                 self._cache_salt = request.cache_salt
             if asked.answer is None:
-                asked.answer = session.begin(request.prompt_ids, request.params, request.request_id)
+                asked.answer = asked.begin(session)
             timeline = request.timeline
             clock = None if timeline is None else ChunkClock(timeline, len(asked.answer.token_ids))
             control = Control(lambda: asked.stop.is_set() or buffer.is_closed, lambda: asked.is_suspended, clock)
@@ -297,10 +328,3 @@ class SingleBackend(Backend):
 
     async def _end_worker(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
-
-
-def _aborted(asked: _Asked) -> TokenEvent:
-    """The last event of an answer that is ended while it waits or is suspended."""
-    if asked.answer is not None:
-        return asked.answer.assembler.aborted()
-    return TokenEvent(None, "", GenerationStats(len(asked.request.prompt_ids)), finish_reason=FinishReason.ABORT)

@@ -219,7 +219,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
     ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers: see
-    SchedulerConfig.
+    SchedulerConfig. digest: see ModelInfo.
     """
 
     num_pages: int
@@ -236,6 +236,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_interval: int = 0
     tiers: TierConfig | None = None
     profiled: ProfileMeta | None = None
+    digest: bytes = b""
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):

@@ -41,6 +41,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         snapshot_interval=engine.snapshot_interval,
         tiers=engine.tiers,
         profiled=model_meta(engine, "balance_serve"),
+        digest=engine.identity.digest,
     )
     return facts, engine.executor
 

@@ -206,6 +206,8 @@ class SchedulerProcess:
                 self._record(None)
 
     def _set_aside(self, command: Suspend | Resume) -> None:
+        if self._profile is not None:
+            self._profile.tracker.set_aside(command.request_id, isinstance(command, Suspend))
         if isinstance(command, Resume):
             self.scheduler.resume(command.request_id)
         elif self.scheduler.suspend(command.request_id):
@@ -234,7 +236,8 @@ class SchedulerProcess:
             self._updates.append(_refusal(request.request_id, len(request.prompt_ids), str(error)))
             return
         if self._profile is not None:
-            self._profile.tracker.added(request.request_id, len(request.prompt_ids))
+            tracker, prompt_len = self._profile.tracker, len(request.prompt_ids)
+            tracker.added(request.request_id, prompt_len, is_suspended=request.is_suspended)
 
     def _expire(self) -> None:
         for update in self.scheduler.expire(self._clock()):

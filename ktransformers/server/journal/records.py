@@ -32,7 +32,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="op
     """A request whose stream is kept.
 
     id: of its answer; request_id: what x-request-id says. key: digest of the API key that it came with, or "".
-    path, body: what was asked, where. created, deadline: seconds since 1970, None: it may take any time.
+    path, body: what was asked, where. created, deadline: seconds since 1970, None: it may take any time. beside: what
+    it takes to read the body again, of other requests.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="op
     deadline: float | None
     prompts: tuple[tuple[int, ...], ...]
     generations: tuple[Generation, ...]
+    beside: bytes = b""
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
@@ -56,7 +58,8 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, tag="note"):
-    """is_suspended: whether it is, from now on. num_tries: starts of a server that took it up without another token."""
+    """is_suspended: whether it is, from now on. num_tries: starts of a server that took it up to run
+    without another token."""
 
     id: str
     is_suspended: bool

@@ -41,7 +41,10 @@ from tests.support.fake_engine import VOCAB_SIZE
 def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
     """32 choices with fields of a megabyte: the scheduler is told once, and nothing of stop strings."""
     first = request(1, prompt=tuple(range(1000)), params={"stop": ("x" * (1 << 20),), "logit_bias": {5: 1.0}})
-    asked = [replace(first, request_id=f"r{i}", params=replace(first.params, seed=i)) for i in range(32)]
+    asked = [
+        replace(first, request_id=f"r{i}", params=replace(first.params, seed=i), is_suspended=lambda: False)
+        for i in range(32)
+    ]
     other = replace(first, request_id="other", cache_salt="b")
     unlike = replace(first, request_id="unlike", params=replace(first.params, seed=3, temperature=0.5))
     commands = list(_commands([*asked, other, unlike]))
@@ -53,6 +56,13 @@ def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
         wanted = next(ask for ask in (*asked, other, unlike) if ask.request_id == one.request_id)
         assert one.params == replace(wanted.params, stop=())
         assert (tuple(one.prompt_ids), one.cache_salt) == (wanted.prompt_ids, wanted.cache_salt)
+
+
+def test_suspended_answers_are_sent_as_such_beside_those_that_are_not() -> None:
+    first = request(1, prompt=(1, 2, 3))
+    asked = [replace(first, request_id=f"r{i}", params=replace(first.params, seed=i)) for i in range(6)]
+    heard = [one for command in _commands(asked, {"r1", "r2", "r5"}) for one in command.requests()]
+    assert {one.request_id: one.is_suspended for one in heard} == {f"r{i}": i in (1, 2, 5) for i in range(6)}
 
 
 def test_choices_of_one_prompt_get_the_answers_they_get_alone() -> None:

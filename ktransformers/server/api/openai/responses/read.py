@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 from ktransformers.errors import ConfigError
+from ktransformers.server.answers.again import Again
 from ktransformers.server.answers.constraints import constraint_of
-from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, Sampling, ToolChoice
+from ktransformers.server.answers.requests import (
+    ChatRequest,
+    Conversation,
+    Message,
+    Sampling,
+    ToolChoice,
+    derived_id,
+)
+from ktransformers.server.api.openai.responses.earlier import Earlier
 from ktransformers.server.api.openai.responses.items import Turns, kind_of
 from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.responses.store import ResponseStore, Turn
 from ktransformers.server.api.openai.responses.tools import ToolSet, read_tools
 
-__all__ = ["Exchange", "begin_exchange", "made_id"]
+__all__ = ["Exchange", "begin_exchange"]
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -37,23 +46,21 @@ _INCLUDABLE = frozenset(
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
-def made_id(prefix: str) -> str:
+def _made_id(prefix: str) -> str:
     """An id that nothing else has, spelled as OpenAI's are."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request on its way. id: of the response. history: what previous_response_id stands for.
+    """One request on its way. id: of the response. earlier: what it refers to. note: told of fields without effect.
 
-    referred: the turns that hold the items which the input names by their ids. note: told of fields without effect.
     items (the input's), context and tools are there once `read` was called, which works on a thread.
     """
 
     body: ResponsesBody
     id: str
-    history: tuple[Turn, ...]
-    referred: Mapping[str, Turn]
+    earlier: Earlier
     note: Callable[[Sequence[str]], None]
     template_knows: Callable[[str], bool]
     items: Sequence[dict[str, Any]] = ()
@@ -63,7 +70,7 @@ class Exchange:
     @property
     def num_bytes(self) -> int:
         """What `read` has to go through beside the body."""
-        return sum(len(turn.data) for turn in {*self.history, *self.referred.values()})
+        return sum(len(turn.data) for turn in self.earlier.turns)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -81,7 +88,7 @@ class Exchange:
         self.tools = read_tools(body.tools, body.tool_choice)
         self.items = self._resolved()
         turns = Turns()
-        for turn in self.history:
+        for turn in self.earlier.history:
             for item in turn.items():
                 turns.add(item, "previous_response_id")
         for index, item in enumerate(self.items):
@@ -92,7 +99,8 @@ class Exchange:
         knows_effort = self.template_knows("reasoning_effort")
         self.note([*self._ignored_fields(knows_effort), *self.tools.ignored, *turns.ignored])
         if body.keeps:
-            self.context = (*self.history, Turn.of(map(_listed, self.items)))
+            listed = (_listed(item, self.id, index) for index, item in enumerate(self.items))
+            self.context = (*self.earlier.history, Turn.of(listed))
         return ChatRequest(
             id=self.id,
             model=body.model,
@@ -117,8 +125,9 @@ class Exchange:
 
     def _resolved(self) -> list[dict[str, Any]]:
         """The input's items, those in the place of references too. Each turn is parsed once."""
-        turns = set(self.referred.values())
-        found = {item["id"]: item for turn in turns for item in turn.items() if item["id"] in self.referred}
+        referred = self.earlier.referred
+        turns = set(referred.values())
+        found = {item["id"]: item for turn in turns for item in turn.items() if item["id"] in referred}
         return [found[item["id"]] if _refers(item) else item for item in self.body.input or ()]
 
     def _ignored_fields(self, knows_effort: bool) -> Iterable[str]:
@@ -154,13 +163,20 @@ def begin_exchange(
     key: str,
     note: Callable[[Sequence[str]], None],
     template_knows: Callable[[str], bool],
+    again: Again | None = None,
 ) -> Exchange:
-    """Looks up what the request refers to. Raises UnknownIdError for what is not kept."""
+    """Looks up what the request refers to. Raises UnknownIdError for what is not kept.
+
+    again: it goes on here, and has with it what it referred to then.
+    """
+    id = _made_id("resp") if again is None else again.kept.opened.id
+    if again is not None and again.kept.opened.beside:
+        return Exchange(body, id, Earlier.unpacked(again.kept.opened.beside), note, template_knows)
     previous = body.previous_response_id
     history = store.get(key, previous).turns if previous is not None else ()
     ids = [_reference(item, index) for index, item in enumerate(body.input or ()) if _refers(item)]
     referred = {id: store.turn_of(key, id) for id in ids}
-    return Exchange(body, made_id("resp"), history, referred, note, template_knows)
+    return Exchange(body, id, Earlier(history, referred), note, template_knows)
 
 
 def _refers(item: dict[str, Any]) -> bool:
@@ -184,10 +200,12 @@ def _with_instructions(instructions: str | None, messages: list[Message]) -> lis
     return [Message(role=role, text="\n\n".join(filter(None, texts))), *messages[len(leading) :]]
 
 
-def _listed(item: dict[str, Any]) -> dict[str, Any]:
+def _listed(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
     """An item of the input as it is kept and listed: with an id, and with parts for its text."""
     kind, id = kind_of(item), item.get("id")
-    made = item | {"type": kind, "id": id if isinstance(id, str) and id else made_id(_PREFIXES.get(kind, "item"))}
+    if not isinstance(id, str) or not id:
+        id = derived_id(_PREFIXES.get(kind, "item"), f"{response_id}/input", index, "_")
+    made = item | {"type": kind, "id": id}
     if kind == "message" and isinstance(item.get("content"), str):
         is_ours = item.get("role") == "assistant"
         text = {"text": item["content"]}

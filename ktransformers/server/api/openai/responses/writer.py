@@ -28,7 +28,6 @@ class ResponsesWriter(Writer):
     """keep_response: is given what later requests may refer to, once the answer is complete."""
 
     def __init__(self, job: Job, exchange: Exchange, keep_response: Callable[[KeptResponse], None] | None):
-        exchange.id = job.id  # another one where the request is asked again
         self._job, self._exchange, self._keep_response = job, exchange, keep_response
         body = exchange.body
         self._output = Output(
