@@ -122,7 +122,7 @@ def one_of_each(model: nn.Module, kinds: Sequence[int]) -> Iterator[list[int]]:
     try:
         for index, layer in enumerate(layers):
             if index >= chooser.done:  # others were found in a stack
-                layer.forward = chooser.stand_in(layer)  # type: ignore[method-assign]
+                layer.forward = chooser.stand_in(layer)
                 replaced.append(layer)
         logger.debug("a rehearsal runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
         yield chooser.run
