@@ -11,6 +11,7 @@ from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.engine.decode import DecodeSteps
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
+from ktransformers.engine.layer_kinds import layer_kinds
 from ktransformers.engine.rehearsal import Extent, rehearse
 from ktransformers.kernels.triton.compiling import compiles
 from ktransformers.optimize.plan import Plan
@@ -57,6 +58,7 @@ def prepare_decode(
     can_pad = all(device.is_gpu for device in layout.devices)
     if compiles():
         decode = steps(None) if can_pad else None
-        rehearse(forward, cache, decode, extent, lambda done, total: report(done, total, COMPILING))
+        kinds = layer_kinds(forward.model, plan, cache.shapes)
+        rehearse(forward, cache, decode, extent, kinds, lambda done, total: report(done, total, COMPILING))
         forget_positions(plan)
     return steps(backend) if can_pad else None

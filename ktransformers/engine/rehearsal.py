@@ -1,13 +1,14 @@
 """Compiles the kernels of all steps that a loaded model can meet, before it is ready: no stream waits for a compiler.
 
 Steps of every kind are called in a rehearsal, which launches nothing (kernels.triton.compiling): caches, statistics and
-results are left alone. Knows row counts, sequences and pages; not which kernels there are.
+results are left alone. Of the decoder layers one of each kind is called (layer_kinds.py), and all that is no layer.
+Knows row counts, sequences and pages; not which kernels there are.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from ktransformers.engine.context import PREFILL_ROWS, StateSlots, state_step
 from ktransformers.engine.decode import DecodeSteps
 from ktransformers.engine.decode_inputs import decode_batch_sizes
 from ktransformers.engine.forward import ForwardPass
+from ktransformers.engine.layer_kinds import one_of_each
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention_launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal
@@ -122,15 +124,16 @@ def rehearse(
     cache: PagedCache,
     decode: DecodeSteps | None,
     extent: Extent,
+    kinds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Compiled:
     """Compile what steps of this extent launch. decode: how steps of few rows will run, without graphs.
 
-    progress: called with (done, all) kernels. Logs one line.
+    kinds: of the decoder layers (`layer_kinds`). progress: called with (done, all) kernels. Logs one line.
     """
     layout = forward.layout
     assert layout is not None, "steps on the CPU launch nothing"
-    with rehearsal(progress) as found:
+    with rehearsal(progress) as found, one_of_each(forward.model, kinds):
         if decode is not None:
             for size in decode_batch_sizes(decode.max_rows):
                 positions, context = _context(cache, forward.pool, _Step(size, seqs=size))
@@ -141,14 +144,7 @@ def rehearse(
         else:  # layers on the CPU compute theirs
             steps = (_Step(rows) for rows in row_counts(extent, least) if rows <= _ROWS[-1])
         for step in steps:
-            positions, context = _context(cache, forward.pool, step)
-            ids, keep = torch.zeros(step.rows, dtype=torch.int64), torch.arange(step.rows - step.kept, step.rows)
-            try:
-                forward.run(forward.inputs_of(ids, positions, context, keep))
-            except _FAILURES as error:
-                logger.debug("a rehearsed step failed", exc_info=True)
-                reason = next(iter(str(error).splitlines()), type(error).__name__)
-                logger.warning("kernels may be compiled while serving: %s was not rehearsed (%s)", step, reason)
+            if not _is_called(forward, cache, step):
                 break
     if any(device.torch_device.type == "cuda" for device in layout.devices):
         torch.cuda.empty_cache()  # of large steps; graphs that are captured next cannot take it from there
@@ -160,3 +156,17 @@ def rehearse(
         found.seconds,
     )
     return found
+
+
+def _is_called(forward: ForwardPass, cache: PagedCache, step: _Step) -> bool:
+    """Whether a step can be called; one line when it cannot."""
+    positions, context = _context(cache, forward.pool, step)
+    ids, keep = torch.zeros(step.rows, dtype=torch.int64), torch.arange(step.rows - step.kept, step.rows)
+    try:
+        forward.run(forward.inputs_of(ids, positions, context, keep))
+    except _FAILURES as error:
+        logger.debug("a rehearsed step failed", exc_info=True)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        logger.warning("kernels may be compiled while serving: %s was not rehearsed (%s)", step, reason)
+        return False
+    return True

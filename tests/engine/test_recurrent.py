@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.builder import Engine
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.generate import Control
 from ktransformers.engine.paged import PagedExecutor
@@ -24,6 +22,7 @@ from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu.layer import RecurrentLayer
+from tests.support.made import Made, logits_in, logits_of
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
 from tests.support.tiny_models import VOCAB_SIZE
@@ -36,31 +35,10 @@ def some_ids(count: int, seed: int = 7) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@dataclass
-class Made:
-    """A model, in transformers and here."""
-
-    model: PreTrainedModel
-    config: EngineConfig
-
-    @cached_property
-    def engine(self) -> Engine:
-        return build_engine(self.config)
-
-    @cached_property
-    def paged(self) -> PagedEngine:
-        return build_paged_engine(self.config, page_size=PAGE, max_batch_size=8)
-
-    def close(self) -> None:
-        for name in ("engine", "paged"):
-            if name in self.__dict__:
-                getattr(self, name).close()
-
-
 def make(model_type: str, folder: Path, **values: object) -> Made:
     model = recurrent_model(model_type, **values)
     model.save_pretrained(folder)
-    return Made(model, EngineConfig(model_path=folder, cache_lens=4096, cpu_infer=1, self_check=False))
+    return Made(model, EngineConfig(model_path=folder, cache_lens=4096, cpu_infer=1, self_check=False), PAGE)
 
 
 @pytest.fixture(scope="module", params=RECURRENT_TYPES)
@@ -77,21 +55,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     made.close()
 
 
-def logits_in(engine: Engine, ids: list[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Of all tokens, in steps of these sizes."""
-    parts, start = [], 0
-    for size in sizes:
-        chunk = ids[start : start + size]
-        parts.append(engine.runner.forward(chunk, start, range(len(chunk))).clone())
-        start += len(chunk)
-    return torch.cat(parts)
-
-
 def test_agrees_with_transformers_whatever_the_steps(family: Made) -> None:
     ids = some_ids(80)
-    with torch.no_grad():
-        want = family.model(torch.tensor([ids]), use_cache=False).logits[0]
-    got = logits_in(family.engine, ids, [64, *[1] * 16])
+    want, got = logits_of(family.model, ids), logits_in(family.engine, ids, [64, *[1] * 16])
     assert float((got - want).abs().max()) <= TOLERANCE * float(want.abs().max())
     for sizes in ([80], [7] * 12, [1] * 80, [63, 2, 15]):
         assert torch.equal(logits_in(family.engine, ids, sizes), got), sizes

@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import COMPILING
 from ktransformers.engine import builder, ready
 from ktransformers.engine import prefill as prefill_module
 from ktransformers.engine.builder import Hardware, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.forward import ForwardPass
+from ktransformers.engine.layer_kinds import one_of_each
 from ktransformers.engine.rehearsal import Extent, row_counts
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal, watch_launches
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.scheduler.records import StepPlan
 from tests.support.agreement import prompt
+from tests.support.attention_families import config_of
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
 from tests.support.gpu_engines import Gpu, logits_in_steps, sequence_start, step_row
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.recurrent_models import recurrent_model
+from tests.support.tiny_models import random_model, tiny_model, write_safetensors
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
@@ -40,15 +46,35 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Trito
 PAGE, CHUNK, BATCH, PAGES = 32, 300, 5, 16
 
 
+@dataclass
+class Rehearsed:
+    """What was rehearsed while loading, with how many launches; the kinds of the decoder layers, and those that ran."""
+
+    found: Compiled
+    num_launches: int
+    kinds: list[int]
+    run: list[int]
+
+
 @pytest.fixture
-def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
-    """What was rehearsed while loading."""
-    found: list[Compiled] = []
+def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
+    rehearsed: list[Rehearsed] = []
     real = ready.rehearse
+
+    def rehearse(forward: ForwardPass, *args: Any) -> Compiled:
+        launches: list[tuple[Any, ...]] = []
+        (kinds,) = (arg for arg in args if isinstance(arg, list))
+        with watch_launches(launches.append, launches=False):
+            found = real(forward, *args)
+        model: Any = forward.model
+        with one_of_each(model, kinds) as run:
+            rehearsed.append(Rehearsed(found, len(launches), kinds, list(run)))
+        return found
+
     for module in (builder, ready):
         monkeypatch.setattr(module, "compiles", lambda: True)
-    monkeypatch.setattr(ready, "rehearse", lambda *args: found.append(real(*args)))
-    return found
+    monkeypatch.setattr(ready, "rehearse", rehearse)
+    return rehearsed
 
 
 def new_paged(path: Path, hardware: Hardware | None = None, **settings: Any) -> PagedEngine:
@@ -65,7 +91,7 @@ def new_paged(path: Path, hardware: Hardware | None = None, **settings: Any) -> 
     )
 
 
-def server_steps(vocab_size: int, count: int, seed: int, most: int) -> Iterator[StepPlan]:
+def server_steps(vocab_size: int, count: int, seed: int, most: int, has_states: bool = False) -> Iterator[StepPlan]:
     """Steps of one to BATCH sequences, at most `most` tokens in all, each at any place of its sequence."""
     rng = random.Random(seed)
     for number in range(count):
@@ -83,7 +109,8 @@ def server_steps(vocab_size: int, count: int, seed: int, most: int) -> Iterator[
             run_id, start = number * BATCH + i, rng.randint(0, pages * PAGE - tokens)
             ids = [rng.randrange(vocab_size) for _ in range(start + tokens)]
             starts.append(sequence_start(run_id, ids))
-            rows.append(step_row(run_id, ids[start:], start, table))
+            slots = {"read_slot": i if start else -1, "write_slot": i} if has_states else {}
+            rows.append(step_row(run_id, ids[start:], start, table, **slots))
         ended = [run_id for run_id in range((number - 1) * BATCH, number * BATCH) if number]
         yield StepPlan(step_id=number + 1, ended=ended, starts=starts, rows=rows)
 
@@ -99,54 +126,102 @@ def unknown(met: set[tuple[Any, ...]], known: set[tuple[Any, ...]]) -> list[str]
 
 def check_no_other(paged: PagedEngine, known: Compiled, num_steps: int) -> None:
     """Steps that are computed, and many whose launches are only looked at."""
-    met, vocab_size = set[tuple[Any, ...]](), paged.model.vocab_size
+    met, vocab_size, has_states = set[tuple[Any, ...]](), paged.model.vocab_size, paged.cache.states is not None
     assert known.variants
     with watch_launches(met.add):
-        for plan in server_steps(vocab_size, num_steps, seed=3, most=20):
+        for plan in server_steps(vocab_size, num_steps, 3, 20, has_states):
             paged.executor.execute(plan)
     with rehearsal() as more:
-        for plan in server_steps(vocab_size, 40, seed=5, most=CHUNK):
+        for plan in server_steps(vocab_size, 40, 5, CHUNK, has_states):
             paged.executor.execute(plan)
     assert len(more.variants) > 4
     assert unknown(met | more.variants, known.variants) == []
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_a_server_meets_no_other_kernel(model_type: str, tmp_path: Path, rehearsals: list[Compiled]) -> None:
-    write_safetensors(tiny_model(model_type, seed=1), tmp_path)
-    paged = new_paged(tmp_path)
-    assert len(rehearsals) == 1
-    check_no_other(paged, rehearsals[0], num_steps=3)
-
-
-def test_quantized_weights_on_the_gpu(tmp_path: Path, rehearsals: list[Compiled]) -> None:
+def test_quantized_weights_on_the_gpu(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
     model = tiny_model("qwen3_moe", seed=3, hidden=256, layers=1)
     path = write_gguf(model, tmp_path / "m.gguf", QuantType.Q4_K, QuantType.Q4_K)
     paged = new_paged(path, fake_hardware(dtype=torch.bfloat16))
-    check_no_other(paged, rehearsals[0], num_steps=0)
-    names = {variant[0] for variant in rehearsals[0].variants}
+    check_no_other(paged, rehearsals[0].found, num_steps=0)
+    names = {variant[0] for variant in rehearsals[0].found.variants}
     assert {"_vector_kernel", "_tile_kernel", "_gate_up_vector", "_gate_up_tile"} <= names
 
 
-def test_experts_that_are_streamed(tmp_path: Path, rehearsals: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, in steps of more rows than decode steps have: the CPU is said to be slow."""
+@pytest.fixture
+def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts on the CPU are streamed in steps of more rows than decode steps have: the CPU is said to be slow."""
     slow = CpuRate((1,), (100.0,))
 
     def calibrate(prefill: ExpertPrefill, *args: object) -> None:
         prefill.rates, prefill.threshold = PrefillRates(1e-3, 0.0, slow, slow), prefill.least_rows
 
     monkeypatch.setattr(prefill_module, "calibrate", calibrate)
-    write_safetensors(tiny_model("qwen3_moe", seed=1, layers=1), tmp_path)
+
+
+@pytest.mark.usefixtures("streaming")
+def test_experts_that_are_streamed(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
+    write_safetensors(tiny_model("qwen3_moe", seed=1, layers=3), tmp_path)
     rules, gpu = RULES_DIR / "default-moe.yaml", Gpu()
     paged = new_paged(tmp_path, gpu.hardware(), optimize_config_path=rules, cpu_quant="q8_0")
     copied = gpu.copies.num_copies
-    check_no_other(paged, rehearsals[0], num_steps=3)
+    check_no_other(paged, rehearsals[0].found, num_steps=1)
     assert gpu.copies.num_copies > copied
-    assert {"_gate_up_tile", "_down_tile", "_place_kernel", "_sum_kernel"} <= {one[0] for one in rehearsals[0].variants}
+    names = {variant[0] for variant in rehearsals[0].found.variants}
+    assert {"_gate_up_tile", "_down_tile", "_place_kernel", "_sum_kernel"} <= names
+    assert (rehearsals[0].kinds, rehearsals[0].run) == ([0, 0, 0], [0, 1])
+
+
+S, F = "sliding_attention", "full_attention"
+
+
+def of_kinds(name: str) -> PreTrainedModel:
+    """A model with several layers of each kind."""
+    if name == "qwen3_next":
+        return recurrent_model(name, num_hidden_layers=4, layer_types=["linear_attention", F] * 2)
+    if name == "gemma4-shared":
+        return random_model(
+            config_of(name, num_hidden_layers=8, layer_types=[S, F] * 4, num_kv_shared_layers=4), seed=1
+        )
+    if name == "gemma4-moe":
+        return random_model(config_of(name, num_hidden_layers=4, layer_types=[S, F] * 2), seed=1)
+    return tiny_model(name, seed=1, layers=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts_on_cpu", "kinds", "run"),
+    [
+        ("qwen3_moe", True, [0] * 4, [0, 1]),
+        ("qwen3_moe", False, [0] * 4, [0, 1]),
+        ("deepseek_v2", True, [0, 1, 1, 1], [0, 1, 2]),
+        ("qwen3_next", False, [0, 1] * 2, [0, 1, 2]),
+        ("gpt_oss", True, [0, 1] * 2, [0, 1, 2]),
+        ("gemma4-shared", False, [0, 1, 2, 3, 4, 5, 4, 5], [0, 1, 2, 3, 4, 5, 6]),
+        ("gemma4-moe", False, [0, 1] * 2, [0, 1, 2]),
+    ],
+)
+def test_one_layer_of_each_kind_stands_for_all(
+    name: str, experts_on_cpu: bool, kinds: list[int], run: list[int], tmp_path: Path, rehearsals: list[Rehearsed]
+) -> None:
+    """Layers of other kinds have other windows, head sizes, caches or feed-forwards."""
+    write_safetensors(of_kinds(name).bfloat16(), tmp_path)
+    where = {"optimize_config_path": RULES_DIR / "default-moe.yaml"} if experts_on_cpu else {}
+    paged = new_paged(tmp_path, self_check=False, **where)
+    experts = [op for op in paged.plan.operators.values() if isinstance(op, KTransformersExperts)]
+    assert {op.device.name for op in experts} <= {"cpu" if experts_on_cpu else "cuda:0"}
+    (rehearsed,) = rehearsals
+    assert (rehearsed.kinds, rehearsed.run) == (kinds, run)
+    check_no_other(paged, rehearsed.found, num_steps=int(experts_on_cpu))  # of others the interpreter takes long
+
+
+def test_more_layers_of_a_kind_are_no_more_work(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
+    for layers in (3, 5):
+        write_safetensors(tiny_model("qwen3_moe", seed=1, layers=layers), tmp_path / str(layers))
+        new_paged(tmp_path / str(layers))
+    assert rehearsals[0].num_launches == rehearsals[1].num_launches > 0
 
 
 def test_a_rehearsal_changes_nothing(
-    tmp_path: Path, rehearsals: list[Compiled], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rehearsals: list[Rehearsed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither logits nor the statistics of experts; and progress is told of."""
     model = tiny_model("qwen3_moe", seed=1)

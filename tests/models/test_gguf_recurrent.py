@@ -25,6 +25,7 @@ from ktransformers.operators.linear.tiled import TiledInput
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from tests.support.gguf_recurrent import write_recurrent_gguf
+from tests.support.recurrent_models import FALCON_MULTIPLIERS
 from tests.support.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.source_checks import fill
 from tests.support.tiny_models import random_model
@@ -76,18 +77,7 @@ def test_config_and_parameters_come_back(name: str, tmp_path: Path) -> None:
 
 
 def test_multipliers_of_falcon_h1_are_in_the_weights(tmp_path: Path) -> None:
-    scales: dict[str, object] = {
-        "lm_head_multiplier": 0.5,
-        "embedding_multiplier": 3.0,
-        "mlp_multipliers": [0.75, 1.5],
-        "key_multiplier": 0.25,
-        "attention_in_multiplier": 1.25,
-        "attention_out_multiplier": 0.875,
-        "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.625],
-        "ssm_in_multiplier": 1.75,
-        "ssm_out_multiplier": 0.375,
-    }
-    wanted = random_model(recurrent_config("falcon_h1", **scales), seed=3)
+    wanted = random_model(recurrent_config("falcon_h1", **FALCON_MULTIPLIERS), seed=3)
     model, source = opened(write_recurrent_gguf(wanted, tmp_path / "m.gguf"))
     fill(model, source)
     ids = torch.randint(3, 160, (1, 40), generator=torch.Generator().manual_seed(7))

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 from transformers.models.qwen4_exp.modeling_qwen4_exp import _build_layer_multipliers
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.builder import build_engine, build_paged_engine
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner
@@ -33,6 +31,7 @@ from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.recurrent.per_layer import hash_multipliers
 from tests.support.fake_gpus import fake_hardware
+from tests.support.made import Made, logits_in, logits_of
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.pooled_models import EOS, POOLED_TYPES, pooled_model
 from tests.support.tiny_models import VOCAB_SIZE, write_safetensors
@@ -52,47 +51,10 @@ def config_of(folder: Path, **settings: object) -> EngineConfig:
     return EngineConfig(model_path=folder, **{"cache_lens": 512, "cpu_infer": 1, **settings})  # type: ignore[arg-type]
 
 
-def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
-    return logits
-
-
-def logits_in(engine: Engine, ids: list[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Of all tokens, in steps of these sizes."""
-    parts, start = [], 0
-    for size in sizes:
-        chunk = ids[start : start + size]
-        parts.append(engine.runner.forward(chunk, start, range(len(chunk))).clone())
-        start += len(chunk)
-    return torch.cat(parts)
-
-
-@dataclass
-class Made:
-    """A model, in transformers and here."""
-
-    model: PreTrainedModel
-    config: EngineConfig
-
-    @cached_property
-    def engine(self) -> Engine:
-        return build_engine(self.config)
-
-    @cached_property
-    def paged(self) -> PagedEngine:
-        return build_paged_engine(self.config, page_size=PAGE, max_batch_size=8)
-
-    def close(self) -> None:
-        for name in ("engine", "paged"):
-            if name in self.__dict__:
-                getattr(self, name).close()
-
-
 @pytest.fixture(scope="module", params=POOLED_TYPES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     model = pooled_model(request.param)
-    made = Made(model, config_of(write_safetensors(model, tmp_path_factory.mktemp(request.param))))
+    made = Made(model, config_of(write_safetensors(model, tmp_path_factory.mktemp(request.param))), PAGE)
     yield made
     made.close()
 

@@ -13,10 +13,19 @@ from tests.support.gguf_recurrent_names import FALCON_NAMES, JAMBA_NAMES, MIXER_
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 
-def split(name: str) -> tuple[str, str]:
-    """("blk.3.", the rest) of a parameter of a layer."""
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.", rest
+def of_layers(state: dict[str, np.ndarray]) -> Iterator[tuple[str, str, np.ndarray]]:
+    """("blk.3.", the rest of the name, values) of each parameter of a layer."""
+    for name, values in state.items():
+        if ".layers." in name:
+            _, _, layer, rest = name.split(".", 3)
+            yield f"blk.{layer}.", rest, values
+
+
+def ends(state: dict[str, np.ndarray], embedding: str, norm: str) -> Tensors:
+    """What comes before the layers, and behind them. embedding, norm: what they are called in the model."""
+    yield "token_embd.weight", state[embedding]
+    yield "output_norm.weight", state[norm]
+    yield "output.weight", state["lm_head.weight"]
 
 
 def mamba2(writer: gguf.GGUFWriter, heads: int, head_dim: int, groups: int, state: int, width: int) -> None:
@@ -72,10 +81,7 @@ def falcon_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     yield "token_embd.weight", state["model.embed_tokens.weight"] * config.embedding_multiplier
     yield "output_norm.weight", state["model.final_layernorm.weight"]
     yield "output.weight", state["lm_head.weight"] * config.lm_head_multiplier
-    for name, values in state.items():
-        if ".layers." not in name:
-            continue
-        block, rest = split(name)
+    for block, rest, values in of_layers(state):
         values = (values * _falcon_factor(rest, config)).astype(np.float32)
         if rest.startswith("mamba."):
             yield mamba2_tensor(block, rest.removeprefix("mamba."), values, config.mamba_n_groups)
@@ -97,13 +103,8 @@ def mamba(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def mamba_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
-    yield "token_embd.weight", state["backbone.embeddings.weight"]
-    yield "output_norm.weight", state["backbone.norm_f.weight"]
-    yield "output.weight", state["lm_head.weight"]
-    for name, values in state.items():
-        if ".layers." not in name:
-            continue
-        block, rest = split(name)
+    yield from ends(state, "backbone.embeddings.weight", "backbone.norm_f.weight")
+    for block, rest, values in of_layers(state):
         if rest == "norm.weight":
             yield block + "attn_norm.weight", values
         elif config.model_type == "mamba2":

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from tests.support.gguf_mamba import (
     Tensors,
+    ends,
     falcon_h1,
     falcon_tensors,
     mamba,
     mamba2,
     mamba2_tensor,
     mamba_tensors,
-    split,
+    of_layers,
 )
 from tests.support.gguf_recurrent_names import (
     GDN_NAMES,
@@ -123,11 +124,8 @@ def _gdn_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     yield "token_embd.weight", state["model.embed_tokens.weight"]
     yield "output_norm.weight", state["model.norm.weight"] + 1
     yield "output.weight", state["lm_head.weight"]
-    for name, values in state.items():
-        if ".layers." not in name:
-            continue
-        block, rest = split(name)
-        if ".experts." in name:
+    for block, rest, values in of_layers(state):
+        if ".experts." in rest:
             yield from _experts(block, rest, values)
             continue
         if config.model_type != "qwen3_next" and "linear_attn." in rest:
@@ -215,14 +213,9 @@ def _kimi_linear(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _kimi_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
-    yield "token_embd.weight", state["model.embed_tokens.weight"]
-    yield "output_norm.weight", state["model.norm.weight"]
-    yield "output.weight", state["lm_head.weight"]
-    for name, values in state.items():
-        if ".layers." not in name:
-            continue
-        block, rest = split(name)
-        if ".experts." in name:
+    yield from ends(state, "model.embed_tokens.weight", "model.norm.weight")
+    for block, rest, values in of_layers(state):
+        if ".experts." in rest:
             yield from _experts(block, rest, values)
         elif rest == "self_attn.conv1d.weight":
             for part, third in zip("qkv", np.split(values, 3), strict=True):
@@ -287,15 +280,10 @@ def _permuted(rest: str, values: np.ndarray, config: Any) -> np.ndarray:
 
 
 def _nemotron_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
-    yield "token_embd.weight", state["model.embeddings.weight"]
-    yield "output_norm.weight", state["model.norm_f.weight"]
-    yield "output.weight", state["lm_head.weight"]
-    for name, values in state.items():
-        if ".layers." not in name:
-            continue
-        block, rest = split(name)
+    yield from ends(state, "model.embeddings.weight", "model.norm_f.weight")
+    for block, rest, values in of_layers(state):
         word = config.layers_block_type[int(block.split(".")[1])]
-        if ".experts." in name:
+        if ".experts." in rest:
             yield from _experts(block, rest, values)
         elif word == "linear_attention" and rest.startswith("mixer."):
             yield mamba2_tensor(block, rest.removeprefix("mixer."), values, config.n_groups)
@@ -304,15 +292,10 @@ def _nemotron_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
 
 
 def _granite_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
-    yield "token_embd.weight", state["model.embed_tokens.weight"]
-    yield "output_norm.weight", state["model.norm.weight"]
-    yield "output.weight", state["lm_head.weight"]
+    yield from ends(state, "model.embed_tokens.weight", "model.norm.weight")
     suffix = "_shexp" if config.num_local_experts else ""
-    for name, values in state.items():
-        if ".layers." not in name:
-            continue
-        block, rest = split(name)
-        if ".experts." in name:
+    for block, rest, values in of_layers(state):
+        if ".experts." in rest:
             yield from _experts(block, rest, values)
         elif rest == "shared_mlp.input_linear.weight":
             gate, up = np.split(values, 2)
@@ -340,14 +323,9 @@ def _jamba(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _jamba_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
-    yield "token_embd.weight", state["model.embed_tokens.weight"]
-    yield "output_norm.weight", state["model.final_layernorm.weight"]
-    yield "output.weight", state["lm_head.weight"]
-    for name, values in state.items():
-        if ".layers." not in name:
-            continue
-        block, rest = split(name)
-        if ".experts." in name:
+    yield from ends(state, "model.embed_tokens.weight", "model.final_layernorm.weight")
+    for block, rest, values in of_layers(state):
+        if ".experts." in rest:
             yield from _experts(block, rest, values)
         elif rest == "mamba.A_log":
             yield block + "ssm_a", -np.exp(values)
@@ -380,11 +358,8 @@ def _lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
 def _lfm2_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     yield "token_embd.weight", state["model.embed_tokens.weight"]
     yield "token_embd_norm.weight", state["model.embedding_norm.weight"]
-    for name, values in state.items():
-        if ".layers." not in name:
-            continue
-        block, rest = split(name)
-        if ".experts." in name:
+    for block, rest, values in of_layers(state):
+        if ".experts." in rest:
             yield from _experts(block, rest, values)
         elif rest == "conv.conv.weight":
             yield block + "shortconv.conv.weight", values.squeeze(1)

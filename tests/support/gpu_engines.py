@@ -54,8 +54,10 @@ def sequence_start(run_id: int, ids: list[int]) -> SequenceStart:
     return SequenceStart(run_id=run_id, request_id=str(run_id), params=params, prompt_len=len(ids), token_ids=ids)
 
 
-def step_row(run_id: int, ids: list[int], start: int, table: list[int]) -> Row:
-    return Row(run_id=run_id, start=start, token_ids=ids, token_source=None, block_table=table, is_sampled=True)
+def step_row(run_id: int, ids: list[int], start: int, table: list[int], **slots: int) -> Row:
+    """slots: of the state, read_slot and write_slot."""
+    where = {"start": start, "block_table": table, **slots}
+    return Row(run_id=run_id, token_ids=ids, token_source=None, is_sampled=True, **where)  # type: ignore[arg-type]
 
 
 class Gpu:

@@ -44,6 +44,18 @@ _MLA: dict[str, object] = {
     "v_head_dim": 32,
     "num_key_value_heads": 4,
 }
+FALCON_MULTIPLIERS: dict[str, object] = {
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.75, 1.5],
+    "key_multiplier": 0.25,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.875,
+    "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.625],
+    "ssm_in_multiplier": 1.75,
+    "ssm_out_multiplier": 0.375,
+}
+"""Of Falcon-H1, none of them 1."""
 
 _VALUES: dict[str, dict[str, object]] = {
     "bailing_hybrid": {
@@ -156,15 +168,7 @@ _VALUES: dict[str, dict[str, object]] = {
         "mamba_d_ssm": 128,
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
-        "lm_head_multiplier": 0.5,
-        "embedding_multiplier": 3.0,
-        "mlp_multipliers": [0.75, 1.5],
-        "key_multiplier": 0.25,
-        "attention_in_multiplier": 1.25,
-        "attention_out_multiplier": 0.875,
-        "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.625],
-        "ssm_in_multiplier": 1.75,
-        "ssm_out_multiplier": 0.375,
+        **FALCON_MULTIPLIERS,
     },
     "zamba": {
         "tie_word_embeddings": True,  # and blocks with them

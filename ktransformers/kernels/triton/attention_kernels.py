@@ -82,9 +82,10 @@ def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
     """Positions start .. stop - 1 into the running state. MASKED: some rows do not see some of them.
 
     end: the first position that no row sees; nothing is read from there on. With a softcap `scale` already holds the
-    division by it and `softcap` the factor behind tanh.
+    division by it and `softcap` the factor behind tanh. Of keys that are values too there are so many addresses in
+    shared memory that do not change that, kept in registers over the loop, they would spill others.
     """
-    for first in range(start, stop, BLOCK_N):
+    for first in tl.range(start, stop, BLOCK_N, disable_licm=SHARED):
         positions = first + tl.arange(0, BLOCK_N)
         keep = positions < end
         slots = _slots(table_ptr, first, positions, keep, PAGE, BLOCK_N)

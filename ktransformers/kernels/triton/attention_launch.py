@@ -302,17 +302,29 @@ def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
     return Tile(block_m, block_n, num_warps, 7 if block_n * call.position_bytes <= 16384 else 5)
 
 
+def _fit_widened(call: Call, block_m: int, num_warps: int) -> Tile:
+    """As `_fit`; of codes that are key and value at once fewer rows where keys leave room for the fewest positions.
+
+    A program's sums take all registers but those that codes are widened in: with 64 rows of them they spill.
+    """
+    tile = _fit(call, block_m, num_warps)
+    if call.has_codes and call.is_shared and tile.block_m > 32 and tile.block_n == _LEAST_N:
+        return _fit(call, 32, num_warps)
+    return tile
+
+
 def decode_tile(call: Call) -> Tile:
-    """Tile of the split-KV kernel: the heads that share a KV head, up to 64."""
+    """Tile of the split-KV kernel: the heads that share a KV head, up to 64. Codes are widened by more warps."""
     block_m = 16 if _is_wide(call) else _rows(call, min(MAX_HEADS, max(16, power_of_two(call.group))))
-    return _fit(call, block_m, 8 if block_m * call.dim_v > 16384 else 4)
+    most = 4096 if call.has_codes and call.is_shared else 16384
+    return _fit_widened(call, block_m, 8 if block_m * call.dim_v > most else 4)
 
 
 def prefill_tile(call: Call) -> Tile:
     """64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
     is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.element_bytes == 4
     block_m = 16 if _is_wide(call) else _rows(call, 64 if is_small else 128)
-    return _fit(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
+    return _fit_widened(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
 
 
 def _tile_constants(call: Call, tile: Tile) -> dict[str, int]:

@@ -162,6 +162,25 @@ def _gated(out, gate_ptr, norm_ptr, values, eps, V: tl.constexpr, KIND: tl.const
     return out * _gate(tl.load(gate_ptr + values, mask=values < V, other=0.0).to(tl.float32), KIND)
 
 
+@jit
+def _key(at, keys, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """A key or a query, fp32 [BK]; with NORM as a unit vector."""
+    x = tl.load(at + keys, mask=keys < K, other=0.0).to(tl.float32)
+    if NORM:
+        x = x / tl.sqrt(tl.sum(x * x, 0) + eps)
+    return x
+
+
+@jit
+def _corrected(v, k, state, at, GATES: tl.constexpr):
+    """What the delta rule adds for a value: how it differs from what the state holds for its key, times beta, which is
+    at `at`, or with GATES its logit."""
+    beta = tl.load(at).to(tl.float32)
+    if GATES:
+        beta = tl.sigmoid(beta)
+    return (v - tl.sum(state * k[:, None], 0)) * beta
+
+
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP)
 def rows_kernel(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, rate_ptr, bias_ptr, gate_ptr, norm_ptr, state_ptr, out_ptr,
@@ -189,12 +208,9 @@ def rows_kernel(
     state = tl.load(home + read * slot, mask=inside & (read >= 0), other=0.0)
     for row in range(first, last):
         t = _wide(row)
-        q = tl.load(q_ptr + t * q_row + group * q_head + keys, mask=keys < K, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + t * k_row + group * k_head + keys, mask=keys < K, other=0.0).to(tl.float32)
+        q = _key(q_ptr + t * q_row + group * q_head, keys, eps, K, NORM)
+        k = _key(k_ptr + t * k_row + group * k_head, keys, eps, K, NORM)
         v = tl.load(v_ptr + t * v_row + head * v_head + values, mask=is_value, other=0.0).to(tl.float32)
-        if NORM:
-            q = q / tl.sqrt(tl.sum(q * q, 0) + eps)
-            k = k / tl.sqrt(tl.sum(k * k, 0) + eps)
         own = v
         if SSM:
             dt = tl.load(decay_ptr + t * decay_row + head).to(tl.float32)
@@ -206,10 +222,7 @@ def rows_kernel(
             decay = tl.exp(_decay_of(at, rate_ptr, bias_ptr, head, keys, K, GATES, PER_KEY))
             state *= decay[:, None] if PER_KEY else decay
         if DELTA:
-            beta = tl.load(beta_ptr + t * beta_row + group * beta_head + nth).to(tl.float32)
-            if GATES:
-                beta = tl.sigmoid(beta)
-            v = (v - tl.sum(state * k[:, None], 0)) * beta
+            v = _corrected(v, k, state, beta_ptr + t * beta_row + group * beta_head + nth, GATES)
         state += k[:, None] * v[None, :]
         out = scale * tl.sum(state * q[:, None], 0)
         if SSM:

@@ -176,6 +176,27 @@ def check_ids(name: str, ids: Tensor, num_rows: int) -> None:
         raise ValueError(f"{name} must be contiguous with shape {[num_rows]}, got {list(ids.shape)}")
 
 
+def _checked_rotary(rotary: int, dim: int) -> int:
+    """Raises ValueError for a number of columns that cannot be rotated in pairs."""
+    if rotary < 2 or rotary % 2 or rotary > dim:
+        raise ValueError(f"rotary_dim must be even and within 2 .. {dim}, got {rotary}")
+    return rotary
+
+
+def _check_caches(k_cache: Tensor, v_cache: Tensor, scales: KvScales, sizes: tuple[int, int, int]) -> None:
+    """sizes: heads, columns of a key, columns of a value. Raises TypeError or ValueError for caches that do not fit."""
+    heads, dim, dim_v = sizes
+    check_cache("k_cache", k_cache, scales[0], (None, heads, dim))
+    check_cache("v_cache", v_cache, scales[1], (None, heads, dim_v))
+    if has_codes(k_cache) != has_codes(v_cache):
+        raise TypeError(f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: give one type")
+
+
+def _held(cache: Tensor, scales: Tensor | None) -> Tensor:
+    """What kernels take for scales: without any the cache takes their place, and nothing is written there."""
+    return cache if scales is None else scales
+
+
 def rope_to_cache(
     q: Tensor,
     k: Tensor,
@@ -206,17 +227,12 @@ def rope_to_cache(
     """
     num_rows, num_heads, dim = q.shape
     num_kv_heads, dim_v = v.shape[1:]
-    rotary = dim if rotary_dim is None else rotary_dim
-    if rotary < 2 or rotary % 2 or rotary > dim:
-        raise ValueError(f"rotary_dim must be even and within 2 .. {dim}, got {rotary}")
+    rotary = _checked_rotary(dim if rotary_dim is None else rotary_dim, dim)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if q_out is None else q_out
     check_float("q", q, (None, None, None))
     check_float("k", k, (num_rows, num_kv_heads, dim))
     check_float("v", v, (num_rows, num_kv_heads, dim_v))
-    check_cache("k_cache", k_cache, scales[0], (None, num_kv_heads, dim))
-    check_cache("v_cache", v_cache, scales[1], (None, num_kv_heads, dim_v))
-    if has_codes(k_cache) != has_codes(v_cache):
-        raise TypeError(f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: give one type")
+    _check_caches(k_cache, v_cache, scales, (num_kv_heads, dim, dim_v))
     check_float("q_out", out, tuple(q.shape))
     check_angles(cos, sin, positions, num_rows, rotary)
     check_ids("slot_mapping", slot_mapping, num_rows)
@@ -225,8 +241,7 @@ def rope_to_cache(
     if num_rows == 0:
         return out
     q_weight, k_weight = norm_weights or (None, None)
-    # without scales the caches take their places, and nothing is written there
-    k_scales, v_scales = k_cache if scales[0] is None else scales[0], v_cache if scales[1] is None else scales[1]
+    k_scales, v_scales = _held(k_cache, scales[0]), _held(v_cache, scales[1])
     q_programs = -(-num_heads // _HEADS_PER_PROGRAM)
     _rope_kernel[(num_rows, q_programs + -(-num_kv_heads // _HEADS_PER_PROGRAM))](
         q, k, v, out, bits_of(k_cache), bits_of(v_cache), slot_mapping, positions, cos, sin, q_weight, k_weight,
@@ -331,7 +346,7 @@ def latent_to_cache(
     check_ids("slot_mapping", slot_mapping, num_rows)
     if num_rows == 0:
         return out
-    held = cache if scales is None else scales  # nothing is written to the former as scales
+    held = _held(cache, scales)
     heads_per_program = 16
     q_programs = -(-num_heads // heads_per_program)
     _latent_kernel[(num_rows, q_programs + 1)](

@@ -122,7 +122,8 @@ def _choose(
         tl.atomic_add(counts_ptr + ids, 1, mask=mask & is_token[:, None], sem="relaxed")
 
 
-@jit(do_not_specialize=["num_rows"])
+# Counts of one layer lie behind those of another: where they begin is no reason for another variant.
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counts_ptr"])
 def _router_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling,
     num_rows, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr,
@@ -145,7 +146,7 @@ def _row_product(x_ptr, x_row, row, num_rows, columns, w, acc, WIDTH: tl.constex
     return acc + x[None, :] * w
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counts_ptr"])
 def _product_kernel(
     x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, counters, x_row,
     w_row, logits_row, ids_row, weights_row, scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr,

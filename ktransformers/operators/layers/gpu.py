@@ -87,6 +87,11 @@ class LayerStack(nn.Module):
         """The layers from `first` to before `last` as a stack of their own."""
         return LayerStack(list(self.layers[first:last]), self._parts[first:last], self.first + first, self.device)
 
+    def picked(self, numbers: Sequence[int]) -> LayerStack:
+        """Layers of the stack, by their places in it, as one that is not timed: at least one."""
+        parts = [self._parts[i] for i in numbers]
+        return LayerStack([self.layers[i] for i in numbers], parts, self.first, self.device)
+
     @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         use(self.device.torch_device)

@@ -94,7 +94,10 @@ class RecurrentOperator(WrapperOperator):
         self.prepare()
 
     def prepare(self) -> None:
-        """Make what `mix` reads of what was loaded."""
+        """Make what `mix` reads of what was loaded: `a`, the rates of decays, where the module has their logarithms."""
+        logs = getattr(self.inner, "A_log", None)
+        if isinstance(logs, Tensor):
+            self.a = -logs.float().exp()
 
     @override
     def bypassed(self) -> Iterable[nn.Module]:

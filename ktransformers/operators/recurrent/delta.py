@@ -66,8 +66,8 @@ class KGatedDeltaNet(RecurrentOperator):
 
     @override
     def prepare(self) -> None:
+        super().prepare()
         inner: Any = self.inner
-        self.a = -inner.A_log.float().exp()
         if not self.device.is_gpu:
             return
         sizes = (self.k_heads, self.v_heads, self.k_dim, self.v_dim)

@@ -43,10 +43,6 @@ class KGatedDeltaParts(RecurrentOperator):
         return {"conv": self.conv_shape(), "recurrent": (self.v_heads, self.k_dim, self.v_dim)}
 
     @override
-    def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
-
-    @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         inner: Any = self.inner
         count, width = len(rows), self.k_heads * self.k_dim

@@ -69,10 +69,6 @@ class KMamba2(RecurrentOperator):
         return workspace_nbytes(num_rows, self.num_heads, self.state_size, self.head_dim, is_delta=False) + steps
 
     @override
-    def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
-
-    @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         inner: Any = self.inner
         count, keys = len(rows), self.groups * self.state_size
@@ -130,10 +126,6 @@ class KMamba(RecurrentOperator):
         return {"conv": self.conv_shape(), "recurrent": (self.width, self.state_size)}
 
     @override
-    def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
-
-    @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         inner: Any = self.inner
         mixed, gate = inner.in_proj(rows).chunk(2, dim=-1)
@@ -170,10 +162,6 @@ class KMambaHeads(RecurrentOperator):
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
         heads = {f"recurrent.{head}": (self.head_dim, self.sizes[1]) for head in range(self.num_heads)}
         return {"conv": self.conv_shape(), **heads}
-
-    @override
-    def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
