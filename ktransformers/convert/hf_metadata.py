@@ -1,7 +1,7 @@
 """From a Hugging Face config to the metadata of a GGUF file: the inverse of `models/gguf_config.py`.
 
-Keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as llama.cpp's converter writes them. What is
-written is read back and compared with the config: a model whose config says more than the format has keys for is
+Keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as llama.cpp's converter writes them. What
+is written is read back and compared with the config: a model whose config says more than the format has keys for is
 refused, not written without it.
 """
 
@@ -196,8 +196,8 @@ def hf_metadata(config: PretrainedConfig) -> tuple[str, Values]:
     known = WRITABLE_FAMILIES.get(config.model_type)
     if known is None:
         raise UnsupportedError(
-            f"safetensors of {config.model_type} cannot be written as GGUF; those of {', '.join(WRITABLE_FAMILIES)} can. "
-            "A GGUF of the model can be quantized again"
+            f"safetensors of {config.model_type} cannot be written as GGUF; those of {', '.join(WRITABLE_FAMILIES)} "
+            "can. A GGUF of the model can be quantized again"
         )
     arch, family = known
     values: Values = {
@@ -309,9 +309,8 @@ def check_comes_back(
         if name in given and name not in _NOT_COMPARED and not _same(value, given[name])
     ]
     facts, back = ModelFacts.of(config), ModelFacts.of(got)
-    for name in ("vocab_size", "hidden_size", "layers", "latent", "experts", "is_tied", "context_len"):
-        if getattr(facts, name) != getattr(back, name):
-            differ.append(name)
+    compared = ("vocab_size", "hidden_size", "layers", "latent", "experts", "is_tied", "context_len")
+    differ += [name for name in compared if getattr(facts, name) != getattr(back, name)]
     if config.model_type != got.model_type and (config.model_type, got.model_type) != ("mistral", "llama"):
         differ.append("model_type")
     if differ:

@@ -56,7 +56,8 @@ class _Part:
 def hf_tensors(model: PreTrainedModel, facts: ModelFacts, source: WeightSource, arch: str) -> list[OutTensor]:
     """The tensors of a model on meta whose weights are in `source`, as a GGUF of architecture `arch` has them.
 
-    Raises UnsupportedError for a parameter that the architecture has no place for, TensorMismatchError for a missing one.
+    Raises UnsupportedError for a parameter that the architecture has no place for, TensorMismatchError for one that is
+    missing.
     """
     names = GGUFNames(arch, facts, WantedNames())
     experts = routed_experts(model)

@@ -98,8 +98,8 @@ class PartialFile:
         disk = os.statvfs(self.out.parent)
         free = format_bytes(disk.f_bavail * disk.f_frsize)
         return CapacityError(
-            f"{self.out.parent} has no room for {self.out.name} of {format_bytes(self.layout.nbytes)}: {free} are free. "
-            "Free some, or name another place"
+            f"{self.out.parent} has no room for {self.out.name} ({format_bytes(self.layout.nbytes)}): {free} are free; "
+            "free some, or name another place"
         )
 
     def _write(self, offset: int, data: bytes | memoryview) -> None:

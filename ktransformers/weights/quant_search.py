@@ -42,6 +42,9 @@ Picked greedily from a grid, on normal and Laplace distributed weights, as those
 what the whole grid finds.
 """
 
+_WEIGHTED_TRIALS = ((0.08, 0.0), (0.0, 0.08), (0.06, 0.06))
+_POLISHES = 2
+
 
 def inverse(scale: F32Array) -> F32Array:
     """1 / scale, and 0 where the scale is 0 (then every code is 0 as well). Subnormal scales count as 0."""
@@ -107,7 +110,7 @@ def fit_affine(x: F32Array, max_code: int, w: F32Array | None = None) -> tuple[F
     best_scale, best_offset = span / max_code, -low
     best_error = np.full_like(span, np.inf)
     codes = np.empty_like(x)
-    for cut_low, cut_high in AFFINE_TRIALS[max_code]:
+    for cut_low, cut_high in AFFINE_TRIALS[max_code] + (() if w is None else _WEIGHTED_TRIALS):
         inverse_scale = inverse(span * np.float32((1 - cut_low - cut_high) / max_code))
         shift = np.maximum(-(low + span * np.float32(cut_low)), 0) * inverse_scale
         for _ in range(2):
@@ -142,7 +145,7 @@ def _least_squares(
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Super-blocks as they are stored: fp16 bytes [n, 2] of both steps, whole scales and offsets [sub-blocks], codes."""
+    """Super-blocks as they are stored: fp16 bytes [n, 2] of both steps, whole scales and offsets, codes."""
 
     d_bytes: U8Array
     dmin_bytes: U8Array
@@ -253,6 +256,7 @@ class IntGrid(Grid):
     tries: Sequence[float]
 
     def snap(self, r: F32Array, out: F32Array) -> F32Array:
+        """See Grid."""
         np.rint(r, out=out)
         return np.clip(out, self.low, self.high, out=out)
 
@@ -273,6 +277,7 @@ class TableGrid(Grid):
         return halves.astype(np.intp) + self._reach
 
     def snap(self, r: F32Array, out: F32Array) -> F32Array:
+        """See Grid."""
         return np.take(self._value_of, self._bins(r), out=out)
 
     def codes(self, r: F32Array) -> U8Array:
@@ -288,9 +293,10 @@ def fit_scale(x: F32Array, grid: Grid, w: F32Array | None = None) -> F32Array:
     inverse_largest = inverse(largest)
     wx = x if w is None else w * x
     values = np.empty_like(x)
-    for trial in grid.tries:
-        np.multiply(x, inverse_largest * np.float32(-trial), out=values)
-        grid.snap(values, values)
+    for step in range(len(grid.tries) + (_POLISHES if w is not None else 0)):
+        # Weighted, the first scales are farther from the best: it is tried itself, with the codes that it gives.
+        shrink = inverse_largest * np.float32(-grid.tries[step]) if step < len(grid.tries) else inverse(best_scale)
+        grid.snap(np.multiply(x, shrink, out=values), values)
         sum_xv = sums(wx, values)
         scale = sum_xv * inverse(sums(values, values) if w is None else sums(w * values, values))
         gain = scale * sum_xv
@@ -311,15 +317,28 @@ def round_scales(
     per_block, lowest = shape
     by_block = scale.reshape(-1, per_block)
     at = np.abs(by_block).argmax(axis=1)
-    _, d = to_f16(by_block[np.arange(len(at)), at] / lowest)
-    step = np.repeat(d, per_block)
-    nearest = np.rint(scale * inverse(step))
+    d_bytes, d = to_f16(by_block[np.arange(len(at)), at] / lowest)
+    whole = np.zeros_like(scale)
+    for _ in range(1 if w is None else 2):
+        step = np.repeat(d, per_block)
+        whole, sum_xv, sum_vv = _nearest_scale(x, w, step, np.rint(scale * inverse(step)), grid, lowest)
+        top = (whole * sum_xv).astype(np.float64).reshape(-1, per_block).sum(axis=1)
+        bottom = (whole * whole * sum_vv).astype(np.float64).reshape(-1, per_block).sum(axis=1)
+        fitted = np.divide(top, bottom, out=d.astype(np.float64), where=bottom > 0)
+        d_bytes, d = to_f16(fitted.astype(np.float32))
+    return d_bytes, whole, np.repeat(d, per_block) * whole
+
+
+def _nearest_scale(
+    x: F32Array, w: F32Array | None, step: F32Array, nearest: F32Array, grid: Grid, lowest: int
+) -> tuple[F32Array, F32Array, F32Array]:
+    """The whole scale around `nearest` that errs least with this step, and weighted sums of x v and v v."""
     wx = x if w is None else w * x
     best_gain = np.full_like(step, -np.inf)
-    best = [np.zeros_like(step) for _ in range(3)]  # whole scale, sums of x v and of v v
+    best = [np.zeros_like(step) for _ in range(3)]
     values = np.empty_like(x)
     for add in (0, -1, 1):
-        whole = np.clip(nearest + add, lowest, -lowest - 1)
+        whole = np.clip(nearest + np.float32(add), lowest, -lowest - 1)
         made = step * whole
         grid.snap(np.multiply(x, inverse(made), out=values), values)
         sum_xv, sum_vv = sums(wx, values), sums(values if w is None else w * values, values)
@@ -327,10 +346,4 @@ def round_scales(
         better = gain > best_gain
         best_gain = np.where(better, gain, best_gain)
         best = [np.where(better, new, old) for new, old in zip((whole, sum_xv, sum_vv), best, strict=True)]
-    whole, sum_xv, sum_vv = best
-    top = (whole * sum_xv).astype(np.float64).reshape(-1, per_block).sum(axis=1)
-    bottom = (whole * whole * sum_vv).astype(np.float64).reshape(-1, per_block).sum(axis=1)
-    fitted = np.divide(top, bottom, out=d.astype(np.float64), where=bottom > 0).astype(np.float32)
-    d_bytes, d = to_f16(fitted)
-    whole = whole.astype(np.float32)
-    return d_bytes, whole, np.repeat(d, per_block) * whole
+    return best[0], best[1], best[2]

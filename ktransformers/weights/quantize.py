@@ -5,8 +5,8 @@ others, whose layouts are those that `gguf.quants` dequantizes, are searched for
 
 1. Per sub-block of 32 (16 for Q2_K, Q3_K, Q6_K), several trial scales around the one that spans the values give codes;
    for fixed codes the best scale (and offset) has a closed form, and the trial with the least error wins.
-2. The sub-block scales (and offsets) of a super-block of 256 are rounded to 4, 6 or 8 bits of a common fp16 step. Of few
-   bits the neighbours of the nearest whole number are tried as well, and the step is fitted again.
+2. The sub-block scales (and offsets) of a super-block of 256 are rounded to 4, 6 or 8 bits of a common fp16 step. Of
+   types with few bits the neighbours of the nearest whole number are tried as well, and the step is fitted again.
 3. The codes are taken again for the rounded scales, and the offsets of Q4_K and Q5_K once more for those codes.
 
 With the importance of each column the squared error is weighted by it. weights/quant_search.py has the arithmetic.
@@ -48,9 +48,9 @@ _WIDE_TYPES = (QuantType.F32, QuantType.BF16)
 
 # What the largest magnitude is tried on, found greedily on normal and Laplace distributed weights.
 _Q6_GRID = IntGrid(-32, 31, tuple(range(25, 33)))
-_Q3_GRID = IntGrid(-4, 3, (4.0, 3.4, 2.9, 2.4, -3.4, -2.9, -2.4))
-_Q4_GRID = IntGrid(-8, 7, (8.0, 7.3, 6.6, 5.9, -7.3, -6.6))
-_Q5_GRID = IntGrid(-16, 15, (16.0, 15.0, 14.0, 13.0, -15.0, -14.0))
+_Q3_GRID = IntGrid(-4, 3, (4.3, 3.8, 3.4, 3.0, 2.6, 2.2, -3.4, -3.0, -2.6, -2.2))
+_Q4_GRID = IntGrid(-8, 7, (8.4, 7.9, 7.4, 6.9, 6.4, 5.9, 5.3, -7.4, -6.9, -6.4, -5.9))
+_Q5_GRID = IntGrid(-16, 15, (16.2, 15.6, 15.0, 14.4, 13.8, 13.0, -15.0, -14.4, -13.8))
 _IQ4_GRID = TableGrid(gguf.quants.IQ4_NL.kvalues, (127, 119, 111, 103, 95, -113, -105, -97, -89))
 _FP4_GRID = TableGrid(gguf.quants.MXFP4.kvalues, ())
 
@@ -126,6 +126,11 @@ def _encode_affine(values: F32Array, weights: F32Array | None, max_code: int) ->
     n = values.size // SUPER_BLOCK
     x, w = _blocks(values, weights, 32)
     scale, offset = fit_affine(x, max_code, w)
+    if w is not None:  # here the nearest whole scale is seldom the best one
+        found = round_affine(x, w, scale, offset, (8, 63, max_code))
+        packed = _pack_scales(*(part.astype(np.uint8).reshape(n, 8) for part in (found.scales, found.offsets)))
+        header = np.concatenate([found.d_bytes, found.dmin_bytes, packed], axis=1)
+        return header, found.codes.T.astype(np.uint8, order="C").reshape(n, 8, 32)
     d_bytes, d = to_f16(scale.reshape(n, 8).max(axis=1) / 63)
     dmin_bytes, dmin = to_f16(offset.reshape(n, 8).max(axis=1) / 63)
     d, dmin = np.repeat(d, 8), np.repeat(dmin, 8)
@@ -136,10 +141,7 @@ def _encode_affine(values: F32Array, weights: F32Array | None, max_code: int) ->
     inverse_scale = inverse(scale)
     codes = np.empty_like(x)
     round_codes(x, inverse_scale, dmin * offset6 * inverse_scale, 0, max_code, codes)
-    if w is None:
-        offset = (scale * codes.sum(axis=0) - x.sum(axis=0)) / 32
-    else:
-        offset = (scale * sums(w, codes) - sums(w, x)) / w.sum(axis=0)
+    offset = (scale * codes.sum(axis=0) - x.sum(axis=0)) / 32
     offset6 = np.clip(np.rint(offset * inverse_dmin), 0, 63)
     round_codes(x, inverse_scale, dmin * offset6 * inverse_scale, 0, max_code, codes)
     packed = _pack_scales(scale6.astype(np.uint8).reshape(n, 8), offset6.astype(np.uint8).reshape(n, 8))
