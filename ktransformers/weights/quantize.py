@@ -48,7 +48,7 @@ _WIDE_TYPES = (QuantType.F32, QuantType.BF16)
 
 # What the largest magnitude is tried on, found greedily on normal and Laplace distributed weights.
 _Q6_GRID = IntGrid(-32, 31, tuple(range(25, 33)))
-_Q3_GRID = IntGrid(-4, 3, (4.3, 3.8, 3.4, 3.0, 2.6, 2.2, -3.4, -3.0, -2.6, -2.2))
+_Q3_GRID = IntGrid(-4, 3, (4.4, 4.0, 3.7, 3.4, 3.1, 2.8, 2.5, 2.2, 1.8, -3.6, -3.3, -3.0, -2.7, -2.4, -2.0))
 _Q4_GRID = IntGrid(-8, 7, (8.4, 7.9, 7.4, 6.9, 6.4, 5.9, 5.3, -7.4, -6.9, -6.4, -5.9))
 _Q5_GRID = IntGrid(-16, 15, (16.2, 15.6, 15.0, 14.4, 13.8, 13.0, -15.0, -14.4, -13.8))
 _IQ4_GRID = TableGrid(gguf.quants.IQ4_NL.kvalues, (127, 119, 111, 103, 95, -113, -105, -97, -89))
