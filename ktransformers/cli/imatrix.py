@@ -57,9 +57,7 @@ def imatrix_command(args: argparse.Namespace) -> int:
     found: Imatrix | None = None
     partial, code = out.with_name(f"{out.name}.partial"), 0
     try:
-        for found in collect(
-            config, args.text, partial, chunk_size=args.chunk, most_chunks=args.chunks, shown=_show
-        ):
+        for found in collect(config, args.text, partial, chunk_size=args.chunk, most_chunks=args.chunks, shown=_show):
             pass
     except KeyboardInterrupt:
         code = 130

@@ -73,7 +73,9 @@ class Collector:
                 at = slice(None) if expert is None else slice(expert, expert + 1)
                 self._add(target.name, target.matrices, at, sums, len(rows))
 
-    def _add(self, name: str, matrices: int, at: slice, sums: np.ndarray[tuple[int, ...], np.dtype[np.float64]], count: int) -> None:
+    def _add(
+        self, name: str, matrices: int, at: slice, sums: np.ndarray[tuple[int, ...], np.dtype[np.float64]], count: int
+    ) -> None:
         found = self.tensors.get(name)
         if found is None:
             found = self.tensors[name] = Statistics(np.zeros((matrices, len(sums))), np.zeros(matrices))

@@ -24,6 +24,7 @@ from ktransformers.weights.quantize import quantize
 __all__ = ["Importance", "write_tensors"]
 
 _PIECE_WEIGHTS = 1 << 22
+_BLOCK_ROWS = 128  # of FP8 with one scale for so many
 
 Importance = Mapping[str, npt.NDArray[np.float32]]
 """By tensor fp32 [matrices, cols], or [1, cols] for all of them: what an error in each column weighs."""
@@ -114,7 +115,7 @@ def write_tensors(
 def _cut(tensor: OutTensor) -> Iterator[tuple[int, int, int]]:
     """(matrix, first row, row behind the last) of its pieces."""
     step = max(1, _PIECE_WEIGHTS // max(tensor.shape[-1], 1))
-    step = -(-step // 128) * 128  # of FP8, whole blocks of scales
+    step = -(-step // _BLOCK_ROWS) * _BLOCK_ROWS
     for index in range(tensor.num_matrices):
         for start in range(0, tensor.rows, step):
             yield index, start, min(start + step, tensor.rows)
