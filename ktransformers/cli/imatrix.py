@@ -56,9 +56,10 @@ def imatrix_command(args: argparse.Namespace) -> int:
 
     found: Imatrix | None = None
     partial, code = out.with_name(f"{out.name}.partial"), 0
+    collecting = collect(config, args.text, partial, chunk_size=args.chunk, most_chunks=args.chunks, shown=_show)
     try:
-        for found in collect(config, args.text, partial, chunk_size=args.chunk, most_chunks=args.chunks, shown=_show):
-            pass
+        while (more := next(collecting, None)) is not None:
+            found = more
     except KeyboardInterrupt:
         code = 130
     if found is None:

@@ -40,8 +40,9 @@ class WantedNames:
 
     def __contains__(self, name: object) -> bool:
         text = str(name)
-        is_whole = text.endswith(("attn_kv_b.weight", "attn_qkv.weight", "attn_qkv.bias"))
-        return text.endswith((".weight", ".bias", ".scale")) and not is_whole
+        base, _, suffix = text.rpartition(".")
+        is_whole = base.endswith((".attn_kv_b", ".attn_qkv"))
+        return suffix in ("weight", "bias", "scale") and not is_whole and not base.endswith((".weight", ".bias"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ def test_a_family_comes_back(model_type: str, tmp_path: Path) -> None:
 
 def test_transformers_reads_the_same_numbers(tmp_path: Path) -> None:
     """Its own GGUF loader, on the demo model."""
+    pytest.importorskip("accelerate")  # it wants that
     out = tmp_path / "demo.gguf"
     quantized(DEMO_CHECKPOINT, out)
     wanted = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32).state_dict()

@@ -12,12 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.cli import main
+from ktransformers.config import EngineConfig
 from ktransformers.convert.collect import Collector, chunks_of
 from ktransformers.convert.imatrix import Imatrix, Statistics, read_imatrix, write_imatrix
 from ktransformers.engine.builder import plan_model
 from ktransformers.engine.opened import open_model
 from ktransformers.engine.twin import StoredWeights, build_twin
-from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.optimize.tied import TiedSource
@@ -156,7 +156,7 @@ def test_old_files_are_read(tmp_path: Path) -> None:
     data = (tmp_path / "im.dat").read_bytes()
     for end in (2, 9, 40, len(data) - 1):
         (tmp_path / "cut.dat").write_bytes(data[:end])
-        with pytest.raises(FormatError, match="cut.dat: neither a GGUF file nor a whole file"):
+        with pytest.raises(FormatError, match=r"cut.dat: neither a GGUF file nor a whole file"):
             read_imatrix(tmp_path / "cut.dat")
 
 

@@ -78,7 +78,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
 
 
 def test_blocks_of_the_same_type_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The demo model's Q4_K and Q6_K are copied where they are asked for, and quantized again, with a word, where not."""
+    """The demo model's Q6_K is copied where it is asked for, and Q4_K quantized again, with a word."""
     out = tmp_path / "out.gguf"
     quantized(DEMO_GGUF, out, "q6_k")
     before, got = tensors(DEMO_GGUF), tensors(out)
@@ -180,9 +180,10 @@ def test_a_full_disk_is_said_before_and_meanwhile(tmp_path: Path, monkeypatch: p
     def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(CapacityError, match=r"has no room for out.gguf \(.* are free"):
+    with monkeypatch.context() as patch:
         patch.setattr(partial_file.os, "posix_fallocate", full)
-        quantized(given, out, "q8_0")
+        with pytest.raises(CapacityError, match=r"has no room for out.gguf \(.* are free"):
+            quantized(given, out, "q8_0")
     calls = [0]
     original = os.pwrite
 
@@ -190,9 +191,10 @@ def test_a_full_disk_is_said_before_and_meanwhile(tmp_path: Path, monkeypatch: p
         calls[0] += 1
         return full() if calls[0] > 4 else original(fd, data, offset)
 
-    with monkeypatch.context() as patch, pytest.raises(CapacityError, match="has no room"):
+    with monkeypatch.context() as patch:
         patch.setattr(partial_file.os, "pwrite", later)
-        quantized(given, out, "q8_0", num_threads=1)
+        with pytest.raises(CapacityError, match="has no room"):
+            quantized(given, out, "q8_0", num_threads=1)
     assert (tmp_path / "out.gguf.partial").exists()
     quantized(given, out, "q8_0")
     assert out.exists()

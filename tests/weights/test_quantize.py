@@ -140,7 +140,7 @@ def importances(cols: int) -> np.ndarray:
 
 
 def best_of_table(values: np.ndarray, table: np.ndarray, scales: np.ndarray) -> float:
-    """Brute force: the relative error of blocks of 32 whose scale is the best of `scales` [n] times the largest value."""
+    """Brute force: the relative error of blocks of 32 whose scale is the best of `scales` times the largest value."""
     x = values.reshape(-1, 32).astype(np.float64)
     largest = np.abs(x).max(1, keepdims=True)
     best = np.full(len(x), np.inf)
@@ -174,7 +174,7 @@ def test_columns_that_matter_err_less(qtype: T) -> None:
     values, importance = laplace(), importances(1024)
     plain, weighted = quantize(values, qtype), quantize(values, qtype, importance)
     assert weighted_error(values, weighted, qtype, importance) < weighted_error(values, plain, qtype, importance)
-    assert (weighted == quantize(values, qtype, importance * 1000)).all()  # only their ratios count
+    assert (weighted == quantize(values, qtype, importance * 1024)).all()  # only their ratios count
     assert (quantize(values, qtype, np.zeros(1024, dtype=np.float32)) == plain).all()  # nothing was seen
 
 
