@@ -23,6 +23,7 @@ from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.names import Change, GGUFNames, Stored
 from ktransformers.weights.recurrent_names import Form
 from ktransformers.weights.source import ExpertsLayout, WeightSource
+from ktransformers.weights.transcode import dequantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,7 +111,9 @@ def _opener(source: WeightSource, name: str, part: _Part) -> Callable[[], Sequen
 
 
 def _values(raw: RawTensor) -> torch.Tensor:
-    """A float tensor's numbers without a copy."""
+    """A tensor's numbers, of floats without a copy."""
+    if raw.qtype not in _DTYPES:
+        return dequantize(raw, "a matrix of safetensors")
     return typed_view(raw.data, _DTYPES[raw.qtype]).reshape(raw.shape)
 
 

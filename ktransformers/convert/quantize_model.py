@@ -179,11 +179,10 @@ def _from_safetensors(folder: Path) -> _Input:
     opened = open_model(EngineConfig(model_path=folder))
     arch, values = hf_metadata(opened.hf_config)
     tokenizer = load_tokenizer(folder, None)
-    name = opened.hf_config.to_dict().get("_name_or_path") or folder.resolve().name
     entries: Entries = {
         "general.architecture": entry(arch),
         "general.type": entry("model"),
-        "general.name": entry(str(name)),
+        "general.name": entry(folder.resolve().name),
         **{key: entry(value) for key, value in values.items()},
     }
     if tokenizer.has_vocabulary:

@@ -214,7 +214,8 @@ def _fitted_steps(
     sum_q, sum_qq, sum_xq = moments.of_codes(codes)
 
     def total(values: F32Array) -> npt.NDArray[np.float64]:
-        return values.astype(np.float64).reshape(-1, per_block).sum(axis=1)
+        added: npt.NDArray[np.float64] = values.astype(np.float64).reshape(-1, per_block).sum(axis=1)
+        return added
 
     aa, bb = total(scales * scales * sum_qq), total(offsets * offsets * moments.count)
     ab, xa, xb = total(scales * offsets * sum_q), total(scales * sum_xq), total(offsets * moments.sum_x)
@@ -274,7 +275,8 @@ class TableGrid(Grid):
     def _bins(self, r: F32Array) -> npt.NDArray[np.intp]:
         halves = np.floor(r * np.float32(2))
         np.clip(halves, -self._reach, self._reach - 1, out=halves)
-        return halves.astype(np.intp) + self._reach
+        bins: npt.NDArray[np.intp] = halves.astype(np.intp) + self._reach
+        return bins
 
     def snap(self, r: F32Array, out: F32Array) -> F32Array:
         """See Grid."""

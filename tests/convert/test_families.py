@@ -88,6 +88,7 @@ def test_metadata_have_the_types_that_llama_cpp_reads(tmp_path: Path) -> None:
              "tokenizer.ggml.eos_token_id": "UINT32", "tokenizer.chat_template": "STRING"}  # fmt: skip
     assert {key: found[key][0] for key in kinds} == {key: [kind] for key, kind in kinds.items()}
     assert found["tokenizer.ggml.token_type"][0] == ["ARRAY", "INT32"]
+    assert found["general.name"][1] == "checkpoint"
     assert found["general.file_type"][1] == gguf.LlamaFileType.MOSTLY_Q4_K_M
     assert found["general.quantization_version"][1] == gguf.GGML_QUANT_VERSION
 
