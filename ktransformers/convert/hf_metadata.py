@@ -42,7 +42,7 @@ def _heads(config: Any) -> Values:
 
 
 def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _dense(config: Any) -> Values:
@@ -265,7 +265,8 @@ def _llama3_factors(config: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
     turns = rope["original_max_position_embeddings"] / wavelengths
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = (turns >= low).astype(np.float64) if high == low else np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    factors: np.ndarray[Any, np.dtype[np.float32]] = (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    return factors
 
 
 _NOT_COMPARED = frozenset(

@@ -70,7 +70,8 @@ class Imatrix:
         common = found.sums.sum(axis=0) / max(total, 1.0)
         counts = found.counts[:, None]
         mean = np.divide(found.sums, counts, out=np.tile(common, (len(counts), 1)), where=counts > 0)
-        return mean.astype(np.float32)
+        narrow: F32Array = mean.astype(np.float32)
+        return narrow
 
     def described(self) -> dict[str, str | int]:
         """What a quantized file says of it, by llama.cpp's keys."""

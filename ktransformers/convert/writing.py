@@ -63,7 +63,7 @@ class _Writer:
             except WeightError as error:
                 raise WeightError(f"{tensor.name}: {error}") from error
         size = row_bytes(placed.qtype, placed.shape[-1])
-        self.file.write(placed, (index * tensor.rows + start) * size, memoryview(np.ascontiguousarray(data)))
+        self.file.write(placed, (index * tensor.rows + start) * size, np.ascontiguousarray(data).data)
         with self.lock:
             pieces.left -= 1
             is_last = pieces.left == 0
