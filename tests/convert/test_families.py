@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.convert.hf_metadata import WRITABLE_FAMILIES
 from ktransformers.engine.opened import config_of_model
@@ -52,7 +52,10 @@ def test_transformers_reads_the_same_numbers(tmp_path: Path) -> None:
     out = tmp_path / "demo.gguf"
     quantized(DEMO_CHECKPOINT, out)
     wanted = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32).state_dict()
-    got = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=out.name, dtype=torch.float32).state_dict()
+    # It does not read the width of experts from a file, so it is given the config.
+    config = AutoConfig.from_pretrained(DEMO_CHECKPOINT)
+    got = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=out.name, config=config, dtype=torch.float32)
+    got = got.state_dict()
     assert got.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
 
