@@ -151,7 +151,7 @@ def _ernie4_5_moe(config: Any) -> Values:
         "interleave_moe_layer_step": config.moe_layer_interval,
         "leading_dense_block_count": config.moe_layer_start_index,
         "expert_shared_count": config.moe_num_shared_experts,
-        "expert_shared_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.moe_num_shared_experts * config.moe_intermediate_size,
     }
 
 
