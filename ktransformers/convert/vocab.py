@@ -177,8 +177,7 @@ def _check(backend: PreTrainedTokenizerFast, made: Entries) -> None:
         back = build_gguf_tokenizer(read_gguf_vocab({key: one.value for key, one in made.items()}))
     except KTransformersError as error:
         raise UnsupportedError(f"the tokenizer cannot be written into a GGUF file: {error}") from error
-    special = "".join(token for token in dict.fromkeys(backend.all_special_tokens))
-    for text in (PROBE, "a", " a b", special + "text" + special):
+    for text in (PROBE, "a", " a b"):
         for adds in (False, True):
             wanted = backend(text, add_special_tokens=adds)["input_ids"]
             got = back(text, add_special_tokens=adds)["input_ids"]
@@ -190,3 +189,7 @@ def _check(backend: PreTrainedTokenizerFast, made: Entries) -> None:
                     "the tokenizer cannot be written into a GGUF file: what was written reads a text differently, from "
                     f"token {at} on ({wanted[at : at + 3]} becomes {got[at : at + 3]})"
                 )
+    special = "".join(dict.fromkeys(backend.all_special_tokens))
+    text = f"{special}text{special}"
+    if back(text, add_special_tokens=False)["input_ids"] != backend(text, add_special_tokens=False)["input_ids"]:
+        logger.warning("readers of GGUF put other spaces after special tokens than this tokenizer does")

@@ -1,7 +1,7 @@
 """Quantizes fp32 matrices to GGML block formats. Knows no file, no model and no kernel.
 
-Q8_0, TQ1_0, TQ2_0 and, where all columns matter alike, Q4_0, Q4_1, Q5_0 and Q5_1 are the `gguf` package's own. The
-others, whose layouts are those that `gguf.quants` dequantizes, are searched for the least squared error:
+Q8_0, TQ1_0 and TQ2_0 are the `gguf` package's own. The others, whose layouts are those that `gguf.quants` dequantizes,
+are searched for the least squared error:
 
 1. Per sub-block of 32 (16 for Q2_K, Q3_K, Q6_K), several trial scales around the one that spans the values give codes;
    for fixed codes the best scale (and offset) has a closed form, and the trial with the least error wins.
@@ -288,7 +288,10 @@ def _fifth_bits(codes: U8Array) -> U8Array:
     return np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
 
 
-def _encode_symmetric(grid: IntGrid) -> Callable[[F32Array, F32Array | None], U8Array]:
+_Encoder = Callable[[F32Array, F32Array | None], U8Array]
+
+
+def _encode_symmetric(grid: IntGrid) -> _Encoder:
     def encode(values: F32Array, weights: F32Array | None) -> U8Array:
         x, w = _blocks(values, weights, 32)
         d_bytes, d = to_f16(fit_scale(x, grid, w))
@@ -300,7 +303,7 @@ def _encode_symmetric(grid: IntGrid) -> Callable[[F32Array, F32Array | None], U8
     return encode
 
 
-def _encode_with_minimum(max_code: int) -> Callable[[F32Array, F32Array | None], U8Array]:
+def _encode_with_minimum(max_code: int) -> _Encoder:
     def encode(values: F32Array, weights: F32Array | None) -> U8Array:
         x, w = _blocks(values, weights, 32)
         scale, offset = fit_affine(x, max_code, w)
@@ -314,15 +317,10 @@ def _encode_with_minimum(max_code: int) -> Callable[[F32Array, F32Array | None],
     return encode
 
 
-_Encoder = Callable[[F32Array, F32Array | None], U8Array]
-
-
-def _by_gguf(qtype: QuantType, weighted: _Encoder | None = None) -> _Encoder:
-    """gguf's own quantizer; weighted: what does it where columns do not matter alike, if anything can."""
+def _by_gguf(qtype: QuantType) -> _Encoder:
+    """gguf's own quantizer, to which all columns are alike."""
 
     def encode(values: F32Array, weights: F32Array | None) -> U8Array:
-        if weights is not None and weighted is not None:
-            return weighted(values, weights)
         encoded: U8Array = gguf.quants.quantize(values, qtype)
         return encoded.view(np.uint8)
 
@@ -331,15 +329,15 @@ def _by_gguf(qtype: QuantType, weighted: _Encoder | None = None) -> _Encoder:
 
 _ENCODERS: dict[QuantType, _Encoder] = {
     QuantType.Q8_0: _by_gguf(QuantType.Q8_0),
-    QuantType.Q4_0: _by_gguf(QuantType.Q4_0, _encode_symmetric(_Q4_GRID)),
+    QuantType.Q4_0: _encode_symmetric(_Q4_GRID),
     QuantType.Q4_K: _encode_q4_k,
     QuantType.Q5_K: _encode_q5_k,
     QuantType.Q6_K: _encode_q6_k,
     QuantType.Q2_K: _encode_q2_k,
     QuantType.Q3_K: _encode_q3_k,
-    QuantType.Q4_1: _by_gguf(QuantType.Q4_1, _encode_with_minimum(15)),
-    QuantType.Q5_0: _by_gguf(QuantType.Q5_0, _encode_symmetric(_Q5_GRID)),
-    QuantType.Q5_1: _by_gguf(QuantType.Q5_1, _encode_with_minimum(31)),
+    QuantType.Q4_1: _encode_with_minimum(15),
+    QuantType.Q5_0: _encode_symmetric(_Q5_GRID),
+    QuantType.Q5_1: _encode_with_minimum(31),
     QuantType.IQ4_NL: _encode_iq4_nl,
     QuantType.IQ4_XS: _encode_iq4_xs,
     QuantType.MXFP4: _encode_mxfp4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ktransformers.cli import main
 from ktransformers.config import EngineConfig
 from ktransformers.convert.collect import Collector, chunks_of
 from ktransformers.convert.imatrix import Imatrix, Statistics, read_imatrix, write_imatrix
+from ktransformers.convert.mixtures import TypeRule
 from ktransformers.engine.builder import plan_model
 from ktransformers.engine.opened import open_model
 from ktransformers.engine.twin import StoredWeights, build_twin
@@ -183,10 +185,11 @@ def test_from_text_to_better_rounding(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--force overwrites it" in capsys.readouterr().err
     imatrix = read_imatrix(out)
     assert imatrix.tensors["blk.0.attn_q.weight"].counts.tolist() == [3 * 64]
-    for name, given in (("plain", None), ("weighted", imatrix), ("exact", None)):
-        quantized(DEMO_CHECKPOINT, tmp_path / f"{name}.gguf", "f32" if name == "exact" else "q3_k_s", imatrix=given)
-    exact, plain, weighted = (tensors(tmp_path / f"{name}.gguf") for name in ("exact", "plain", "weighted"))
     name = "blk.1.ffn_up_exps.weight"
+    rules = [TypeRule(re.compile(re.escape(name)), gguf.GGMLQuantizationType.Q3_K, 1)]
+    for file, given, some in (("exact", None, []), ("plain", None, rules), ("weighted", imatrix, rules)):
+        quantized(DEMO_CHECKPOINT, tmp_path / f"{file}.gguf", imatrix=given, rules=some)
+    exact, plain, weighted = (tensors(tmp_path / f"{file}.gguf") for file in ("exact", "plain", "weighted"))
     importance = imatrix.importance(name, 16, 256)
     assert importance is not None
     errors = []
