@@ -98,9 +98,11 @@ class StoredWeights(TorchFunctionMode):
     """While active, parameters of `model` that are on meta stand for the numbers in `source`.
 
     is_rounded: whether activations are rounded, before they are multiplied, as the plan's operators round them.
+    observe: told of every product the name of its parameter, which expert (None: none), and what it is multiplied with.
     """
 
     is_rounded = False
+    observe: Callable[[str, int | None, torch.Tensor], None] | None = None
 
     def __init__(self, model: nn.Module, source: WeightSource, plan: Plan, pool: WorkerPool):
         super().__init__()
@@ -117,6 +119,7 @@ class StoredWeights(TorchFunctionMode):
         self._space = min(_KEPT_BYTES, detect_machine(gpus=dict).available_bytes // 8)
         self._matrices: dict[str, ExpertWeights] = {}  # of the experts read last
         self._issued: dict[int, tuple[torch.Tensor, str]] = {}  # single experts that modules hold now
+        self._expert_of: dict[str, int] = {}  # the one asked for last, by the parameter
 
     @property
     def rounds(self) -> bool:
@@ -178,6 +181,8 @@ class StoredWeights(TorchFunctionMode):
         return made
 
     def _rounded(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if self.observe is not None:
+            self.observe(name, self._expert_of.get(name), x)
         rounding = self._rounding(name) if self.is_rounded else None
         return x if rounding is None else rounding(x)
 
@@ -233,6 +238,7 @@ class StoredWeights(TorchFunctionMode):
         if len(self._issued) > 8:
             self._issued.clear()
         self._issued[id(made)] = (made, name)
+        self._expert_of[name] = index
         return made
 
     def _weights_of(self, key: str) -> ExpertWeights:

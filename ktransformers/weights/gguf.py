@@ -64,12 +64,16 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """One parsed file. `data` is the whole file, mapped."""
+    """One parsed file. `data` is the whole file, mapped.
+
+    value_types: by metadata key the number of the value's type in GGUF, and of an array's elements behind it.
+    """
 
     path: Path
     metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GGUFTensor]
     data: torch.Tensor
+    value_types: Mapping[str, tuple[int, ...]]
 
     def raw(self, name: str) -> RawTensor:
         """The tensor's bytes as a view of the mapping."""
@@ -161,11 +165,14 @@ def parse_file(path: Path) -> GGUFFile:
     tensor_count = reader.count("Q", 24, "the tensor count")
     kv_count = reader.count("Q", 13, "the metadata count")
     metadata: dict[str, MetadataValue] = {}
+    value_types: dict[str, tuple[int, ...]] = {}
     for index in range(kv_count):
         key = reader.string(f"metadata key {index}", MAX_NAME_BYTES)
         if key in metadata:
             raise reader.fail(f"metadata key {shown(key)} occurs twice")
+        start = reader.at
         metadata[key] = reader.value(key)
+        value_types[key] = _value_type(reader, start)
     alignment = _alignment(reader, metadata)
     tensors: dict[str, GGUFTensor] = {}
     for index in range(tensor_count):
@@ -177,7 +184,13 @@ def parse_file(path: Path) -> GGUFFile:
     _check_complete(reader, tensors.values(), start)
     placed = {name: _placed(reader, tensor, start, alignment) for name, tensor in tensors.items()}
     _check_overlap(reader, placed)
-    return GGUFFile(path, metadata, placed, data)
+    return GGUFFile(path, metadata, placed, data, value_types)
+
+
+def _value_type(reader: _Reader, start: int) -> tuple[int, ...]:
+    """The type of the value at `start`, which was read already."""
+    kind: int = struct.unpack_from("<I", reader.bytes, start)[0]
+    return (kind, *struct.unpack_from("<I", reader.bytes, start + 4)) if kind == _ARRAY else (kind,)
 
 
 def _check_magic(reader: _Reader) -> None:

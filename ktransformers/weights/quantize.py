@@ -1,14 +1,15 @@
 """Quantizes fp32 matrices to GGML block formats. Knows no file, no model and no kernel.
 
-Q8_0 and Q4_0 are the `gguf` package's own. The K-quants (Q4_K, Q5_K, Q6_K), whose layouts are those that
-`gguf.quants` dequantizes, are searched for the least squared error:
+Q8_0, TQ1_0 and TQ2_0 are the `gguf` package's own. The others, whose layouts are those that `gguf.quants` dequantizes,
+are searched for the least squared error:
 
-1. Per sub-block of 32 (16 for Q6_K), several trial scales around the one that spans the values give integer codes;
+1. Per sub-block of 32 (16 for Q2_K, Q3_K, Q6_K), several trial scales around the one that spans the values give codes;
    for fixed codes the best scale (and offset) has a closed form, and the trial with the least error wins.
-2. The sub-block scales (and offsets) of a super-block of 256 are rounded to 6 bits (8 for Q6_K) of a common fp16 step.
-3. The codes are taken again for the rounded scales, and the offsets once more for those codes.
+2. The sub-block scales (and offsets) of a super-block of 256 are rounded to 4, 6 or 8 bits of a common fp16 step. Of
+   types with few bits the neighbours of the nearest whole number are tried as well, and the step is fitted again.
+3. The codes are taken again for the rounded scales, and the offsets of Q4_K and Q5_K once more for those codes.
 
-Arrays are kept as [values of one sub-block, sub-blocks], so that every step is one vector operation over sub-blocks.
+With the importance of each column the squared error is weighted by it. weights/quant_search.py has the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,50 +23,77 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.errors import UnsupportedError, WeightError
+from ktransformers.weights.quant_search import (
+    F32Array,
+    IntGrid,
+    TableGrid,
+    U8Array,
+    fit_affine,
+    fit_scale,
+    inverse,
+    round_affine,
+    round_codes,
+    round_scales,
+    sums,
+    to_f16,
+)
 
-__all__ = ["QUANTIZABLE_TYPES", "quantize", "target_type"]
-
-F32Array = npt.NDArray[np.float32]
-U8Array = npt.NDArray[np.uint8]
+__all__ = ["QUANTIZABLE_TYPES", "WRITABLE_TYPES", "quantize", "target_type"]
 
 SUPER_BLOCK = 256
 CHUNK_WEIGHTS = 1 << 16  # the ten or so temporaries of one chunk stay in a core's L2 and L3 cache
 MAX_MAGNITUDE = 65504.0  # of fp16; anything larger is no trained weight, and its scale might overflow
-AFFINE_TRIALS = {
-    15: ((0.02, 0.02), (0.04, 0.0), (-0.015, 0.02), (0.0, -0.015), (-0.03, 0.04)),
-    31: ((0.0, 0.0), (0.0, -0.03), (0.02, 0.0), (-0.03, -0.03), (0.0, 0.02)),
-}
-"""Per largest code: shares of a sub-block's span that the codes leave out at its low and its high end.
 
-Picked greedily from a 9 x 9 grid, on normal and Laplace distributed weights, as the five that together err least:
-within 2 % of what the whole grid finds.
-"""
-SYMMETRIC_TRIALS = tuple(range(25, 33))  # codes for the largest magnitude; whole ones err least, found the same way
+_WIDE_TYPES = (QuantType.F32, QuantType.BF16)
+
+# What the largest magnitude is tried on, found greedily on normal and Laplace distributed weights.
+_Q6_GRID = IntGrid(-32, 31, tuple(range(25, 33)))
+_Q3_GRID = IntGrid(-4, 3, (4.4, 4.0, 3.7, 3.4, 3.1, 2.8, 2.5, 2.2, 1.8, -3.6, -3.3, -3.0, -2.7, -2.4, -2.0))
+_Q4_GRID = IntGrid(-8, 7, (8.4, 7.9, 7.4, 6.9, 6.4, 5.9, 5.3, -7.4, -6.9, -6.4, -5.9))
+_Q5_GRID = IntGrid(-16, 15, (16.2, 15.6, 15.0, 14.4, 13.8, 13.0, -15.0, -14.4, -13.8))
+_IQ4_GRID = TableGrid(gguf.quants.IQ4_NL.kvalues, (127, 119, 111, 103, 95, -113, -105, -97, -89))
+_FP4_GRID = TableGrid(gguf.quants.MXFP4.kvalues, ())
 
 
-def quantize(values: npt.NDArray[np.floating], qtype: QuantType) -> U8Array:
+def quantize(
+    values: npt.NDArray[np.floating], qtype: QuantType, importance: npt.NDArray[np.float32] | None = None
+) -> U8Array:
     """Quantize [rows, cols] of any float dtype to uint8 [rows, row_bytes].
 
-    cols must be a multiple of the type's block size (32 or 256). Raises UnsupportedError for a type that is not in
-    QUANTIZABLE_TYPES, WeightError for values that are not finite or exceed fp16's range, ValueError for a bad shape.
+    cols must be a multiple of the type's block size (32 or 256). importance: fp32 [cols], what a squared error in each
+    column weighs; not negative. Raises UnsupportedError for a type that is not in WRITABLE_TYPES, WeightError for
+    values that are not finite or exceed fp16's range, ValueError for a bad shape.
     """
     encode = _ENCODERS.get(qtype)
     if encode is None:
-        names = ", ".join(t.name.lower() for t in QUANTIZABLE_TYPES)
+        names = ", ".join(t.name.lower() for t in WRITABLE_TYPES)
         raise UnsupportedError(f"cannot quantize to {qtype.name}; possible types are {names}")
     block, block_bytes = GGML_QUANT_SIZES[qtype]
     if values.ndim != 2 or values.shape[1] % block:
         raise ValueError(f"{qtype.name} needs [rows, multiple of {block}], got {list(values.shape)}")
     rows, cols = values.shape
+    limit = float(np.finfo(np.float32).max) if qtype in _WIDE_TYPES else MAX_MAGNITUDE
+    weighted = None if importance is None else _usable(importance, cols)
     out = np.empty((rows, cols // block * block_bytes), dtype=np.uint8)
     step = max(1, CHUNK_WEIGHTS // max(cols, 1))
     for start in range(0, rows, step):
         chunk = np.ascontiguousarray(values[start : start + step], dtype=np.float32)
         # One pass that also catches NaN, which fails every comparison.
-        if not (chunk.size == 0 or (chunk.max() <= MAX_MAGNITUDE and chunk.min() >= -MAX_MAGNITUDE)):
-            raise WeightError(f"cannot quantize to {qtype.name}: a weight is not finite or exceeds {MAX_MAGNITUDE:g}")
-        out[start : start + step] = encode(chunk).reshape(chunk.shape[0], -1)
+        if not (chunk.size == 0 or (chunk.max() <= limit and chunk.min() >= -limit)):
+            raise WeightError(f"cannot quantize to {qtype.name}: a weight is not finite or exceeds {limit:g}")
+        weights = None if weighted is None else np.broadcast_to(weighted, chunk.shape)
+        out[start : start + step] = encode(chunk, weights).reshape(chunk.shape[0], -1)
     return out
+
+
+def _usable(importance: npt.NDArray[np.float32], cols: int) -> F32Array | None:
+    """Importances around 1, none of them nearly 0: columns that a text never used still count a little."""
+    if importance.shape != (cols,):
+        raise ValueError(f"importance needs the shape [{cols}], got {list(importance.shape)}")
+    mean = float(importance.astype(np.float64).mean()) if cols else 0.0
+    if not np.isfinite(mean) or mean <= 0:
+        return None
+    return np.maximum((importance / mean).astype(np.float32), np.float32(1e-4))
 
 
 _SHORT_ROW_TYPES = {QuantType.Q4_K: QuantType.Q4_0, QuantType.Q5_K: QuantType.Q8_0, QuantType.Q6_K: QuantType.Q8_0}
@@ -84,90 +112,38 @@ def target_type(qtype: QuantType, cols: int) -> QuantType | None:
     return None
 
 
-def _inverse(scale: F32Array) -> F32Array:
-    """1 / scale, and 0 where the scale is 0 (then every code is 0 as well). Subnormal scales count as 0."""
-    usable = np.abs(scale) > np.finfo(np.float32).tiny
-    return np.divide(1.0, scale, out=np.zeros_like(scale), where=usable)
+def _blocks(values: F32Array, weights: F32Array | None, size: int) -> tuple[F32Array, F32Array | None]:
+    """x and w as [values of one sub-block, sub-blocks] of `size` values."""
+    x = np.ascontiguousarray(values.reshape(-1, size).T)
+    return x, None if weights is None else np.ascontiguousarray(weights.reshape(-1, size).T)
 
 
-def _to_f16(step: F32Array) -> tuple[U8Array, F32Array]:
-    """fp16 bytes [n, 2] and the fp32 values [n] that they decode to."""
-    half = step.astype(np.float16)
-    return half.view(np.uint8).reshape(-1, 2), half.astype(np.float32)
+# -- K-quants with offsets
 
 
-def _codes(x: F32Array, inverse: F32Array, shift: F32Array | None, low: int, high: int, out: F32Array) -> F32Array:
-    """round(x * inverse + shift) clipped to [low, high]; all [values, sub-blocks]."""
-    np.multiply(x, inverse, out=out)
-    if shift is not None:
-        out += shift
-    np.rint(out, out=out)
-    return np.clip(out, low, high, out=out)
-
-
-def _fit_affine(x: F32Array, max_code: int) -> tuple[F32Array, F32Array]:
-    """Scale and offset [sub-blocks], both >= 0, with x ~ scale * code - offset of least squared error."""
-    count = np.float32(x.shape[0])
-    low = np.minimum(x.min(axis=0), 0.0)
-    span = np.maximum(x.max(axis=0), 0.0) - low
-    sum_x = x.sum(axis=0)
-    sum_xx = np.einsum("ij,ij->j", x, x)
-    best_scale, best_offset = span / max_code, -low
-    best_error = np.full_like(span, np.inf)
-    codes = np.empty_like(x)
-    for cut_low, cut_high in AFFINE_TRIALS[max_code]:
-        inverse = _inverse(span * np.float32((1 - cut_low - cut_high) / max_code))
-        shift = np.maximum(-(low + span * np.float32(cut_low)), 0) * inverse
-        for _ in range(2):
-            _codes(x, inverse, shift, 0, max_code, codes)
-            sum_q = codes.sum(axis=0)
-            sum_qq = np.einsum("ij,ij->j", codes, codes)
-            sum_xq = np.einsum("ij,ij->j", x, codes)
-            scale, offset = _least_squares(count, sum_x, sum_q, sum_qq, sum_xq)
-            error = (
-                sum_xx
-                + scale * scale * sum_qq
-                + count * offset * offset
-                - 2 * (scale * sum_xq - offset * sum_x + scale * offset * sum_q)
-            )
-            better = error < best_error
-            best_error = np.where(better, error, best_error)
-            best_scale = np.where(better, scale, best_scale)
-            best_offset = np.where(better, offset, best_offset)
-            inverse = _inverse(scale)
-            shift = offset * inverse
-    return best_scale, best_offset
-
-
-def _least_squares(
-    count: np.float32, sum_x: F32Array, sum_q: F32Array, sum_qq: F32Array, sum_xq: F32Array
-) -> tuple[F32Array, F32Array]:
-    """Least-squares scale and offset for fixed codes, the offset held at >= 0 (the format cannot store less)."""
-    scale = (count * sum_xq - sum_x * sum_q) * _inverse(count * sum_qq - sum_q * sum_q)
-    offset = (scale * sum_q - sum_x) / count
-    is_bounded = offset <= 0
-    scale = np.where(is_bounded, sum_xq * _inverse(sum_qq), scale)
-    return np.maximum(scale, 0), np.where(is_bounded, 0, offset).astype(np.float32)
-
-
-def _encode_affine(values: F32Array, max_code: int) -> tuple[U8Array, U8Array]:
+def _encode_affine(values: F32Array, weights: F32Array | None, max_code: int) -> tuple[U8Array, U8Array]:
     """Header bytes [n, 16] (d, dmin, packed 6-bit scales and offsets) and codes [n, 8, 32] of Q4_K and Q5_K."""
     n = values.size // SUPER_BLOCK
-    x = np.ascontiguousarray(values.reshape(n * 8, 32).T)
-    scale, offset = _fit_affine(x, max_code)
-    d_bytes, d = _to_f16(scale.reshape(n, 8).max(axis=1) / 63)
-    dmin_bytes, dmin = _to_f16(offset.reshape(n, 8).max(axis=1) / 63)
+    x, w = _blocks(values, weights, 32)
+    scale, offset = fit_affine(x, max_code, w)
+    if w is not None:  # here the nearest whole scale is seldom the best one
+        found = round_affine(x, w, scale, offset, (8, 63, max_code))
+        packed = _pack_scales(*(part.astype(np.uint8).reshape(n, 8) for part in (found.scales, found.offsets)))
+        header = np.concatenate([found.d_bytes, found.dmin_bytes, packed], axis=1)
+        return header, found.codes.T.astype(np.uint8, order="C").reshape(n, 8, 32)
+    d_bytes, d = to_f16(scale.reshape(n, 8).max(axis=1) / 63)
+    dmin_bytes, dmin = to_f16(offset.reshape(n, 8).max(axis=1) / 63)
     d, dmin = np.repeat(d, 8), np.repeat(dmin, 8)
-    inverse_dmin = _inverse(dmin)
-    scale6 = np.clip(np.rint(scale * _inverse(d)), 0, 63)
+    inverse_dmin = inverse(dmin)
+    scale6 = np.clip(np.rint(scale * inverse(d)), 0, 63)
     offset6 = np.clip(np.rint(offset * inverse_dmin), 0, 63)
     scale = d * scale6
-    inverse = _inverse(scale)
+    inverse_scale = inverse(scale)
     codes = np.empty_like(x)
-    _codes(x, inverse, dmin * offset6 * inverse, 0, max_code, codes)
+    round_codes(x, inverse_scale, dmin * offset6 * inverse_scale, 0, max_code, codes)
     offset = (scale * codes.sum(axis=0) - x.sum(axis=0)) / 32
     offset6 = np.clip(np.rint(offset * inverse_dmin), 0, 63)
-    _codes(x, inverse, dmin * offset6 * inverse, 0, max_code, codes)
+    round_codes(x, inverse_scale, dmin * offset6 * inverse_scale, 0, max_code, codes)
     packed = _pack_scales(scale6.astype(np.uint8).reshape(n, 8), offset6.astype(np.uint8).reshape(n, 8))
     header = np.concatenate([d_bytes, dmin_bytes, packed], axis=1)
     return header, codes.T.astype(np.uint8, order="C").reshape(n, 8, 32)
@@ -188,50 +164,48 @@ def _pack_nibbles(codes: U8Array) -> U8Array:
     return (pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4)).reshape(-1, 128)
 
 
-def _encode_q4_k(values: F32Array) -> U8Array:
-    header, codes = _encode_affine(values, 15)
+def _encode_q4_k(values: F32Array, weights: F32Array | None) -> U8Array:
+    header, codes = _encode_affine(values, weights, 15)
     return np.concatenate([header, _pack_nibbles(codes)], axis=1)
 
 
-def _encode_q5_k(values: F32Array) -> U8Array:
-    header, codes = _encode_affine(values, 31)
+def _encode_q5_k(values: F32Array, weights: F32Array | None) -> U8Array:
+    header, codes = _encode_affine(values, weights, 31)
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     fifth_bits = np.bitwise_or.reduce((codes >> 4) << shifts, axis=1)
     return np.concatenate([header, fifth_bits, _pack_nibbles(codes)], axis=1)
 
 
-def _fit_symmetric(x: F32Array) -> F32Array:
-    """Signed scale [sub-blocks] with x ~ scale * code, code in [-32, 31], of least squared error.
-
-    The largest magnitude goes to the negative end, which reaches one further: that is why the scale is signed.
-    """
-    largest = np.where(x.max(axis=0) > -x.min(axis=0), x.max(axis=0), x.min(axis=0))
-    best_gain = np.full_like(largest, -1.0)  # how much the squared error falls below that of all-zero codes
-    best_scale: F32Array = np.zeros_like(largest)
-    inverse_largest = _inverse(largest)
-    codes = np.empty_like(x)
-    for trial in SYMMETRIC_TRIALS:
-        _codes(x, inverse_largest * np.float32(-trial), None, -32, 31, codes)
-        sum_xq = np.einsum("ij,ij->j", x, codes)
-        scale = sum_xq * _inverse(np.einsum("ij,ij->j", codes, codes))
-        gain = scale * sum_xq
-        better = gain > best_gain
-        best_gain = np.where(better, gain, best_gain)
-        best_scale = np.where(better, scale, best_scale)
-    return best_scale
+def _pack_pairs_of_bits(codes: U8Array) -> U8Array:
+    """[n, 256] codes of two bits to [n, 64] bytes: each 128 are four times 32, at bits 0, 2, 4 and 6 of 32 bytes."""
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
+    packed: U8Array = np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << shifts, axis=2)
+    return packed.reshape(-1, 64)
 
 
-def _encode_q6_k(values: F32Array) -> U8Array:
+def _encode_q2_k(values: F32Array, weights: F32Array | None) -> U8Array:
     n = values.size // SUPER_BLOCK
-    x = np.ascontiguousarray(values.reshape(n * 16, 16).T)
-    scale = _fit_symmetric(x)
+    x, w = _blocks(values, weights, 16)
+    found = round_affine(x, w, *fit_affine(x, 3, w), (16, 15, 3))
+    scales = found.scales.astype(np.uint8) | found.offsets.astype(np.uint8) << np.uint8(4)
+    codes = found.codes.T.astype(np.uint8, order="C").reshape(n, SUPER_BLOCK)
+    return np.concatenate([scales.reshape(n, 16), _pack_pairs_of_bits(codes), found.d_bytes, found.dmin_bytes], axis=1)
+
+
+# -- K-quants without
+
+
+def _encode_q6_k(values: F32Array, weights: F32Array | None) -> U8Array:
+    n = values.size // SUPER_BLOCK
+    x, w = _blocks(values, weights, 16)
+    scale = fit_scale(x, _Q6_GRID, w)
     per_block = scale.reshape(n, 16)
     at = np.abs(per_block).argmax(axis=1)
     # The largest scale is stored as -128, which the sign of the step makes up for.
-    d_bytes, d = _to_f16(per_block[np.arange(n), at] / -128)
+    d_bytes, d = to_f16(per_block[np.arange(n), at] / -128)
     step = np.repeat(d, 16)
-    scale8 = np.clip(np.rint(scale * _inverse(step)), -128, 127)
-    codes = _codes(x, _inverse(step * scale8), None, -32, 31, np.empty_like(x))
+    scale8 = np.clip(np.rint(scale * inverse(step)), -128, 127)
+    codes = round_codes(x, inverse(step * scale8), None, -32, 31, np.empty_like(x))
     unsigned = (codes.T + 32).astype(np.uint8).reshape(n, 2, 4, 32)
     low, high = unsigned & np.uint8(15), unsigned >> np.uint8(4)
     low_bytes = (low[:, :, :2] | low[:, :, 2:] << np.uint8(4)).reshape(n, 128)
@@ -241,21 +215,147 @@ def _encode_q6_k(values: F32Array) -> U8Array:
     return np.concatenate([low_bytes, high_bytes, scale_bytes, d_bytes], axis=1)
 
 
-def _encode_by_gguf(qtype: QuantType) -> Callable[[F32Array], U8Array]:
-    def encode(values: F32Array) -> U8Array:
-        encoded: U8Array = gguf.quants.quantize(values, qtype)
-        return encoded
+def _encode_q3_k(values: F32Array, weights: F32Array | None) -> U8Array:
+    n = values.size // SUPER_BLOCK
+    x, w = _blocks(values, weights, 16)
+    d_bytes, whole, scale = round_scales(x, w, fit_scale(x, _Q3_GRID, w), _Q3_GRID, (16, -32))
+    codes = round_codes(x, inverse(scale), None, -4, 3, np.empty_like(x))
+    unsigned = (codes.T + 4).astype(np.uint8).reshape(n, SUPER_BLOCK)
+    bits = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    third = np.bitwise_or.reduce((unsigned.reshape(n, 8, 32) >> np.uint8(2)) << bits, axis=1)
+    scale6 = (whole + 32).astype(np.uint8).reshape(n, 16)
+    packed = np.empty((n, 12), dtype=np.uint8)
+    packed[:, :8] = scale6[:, :8] & 15 | (scale6[:, 8:] & 15) << 4
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 4, 1)
+    packed[:, 8:] = np.bitwise_or.reduce((scale6.reshape(n, 4, 4) >> np.uint8(4)) << shifts, axis=1)
+    return np.concatenate([third, _pack_pairs_of_bits(unsigned & np.uint8(3)), packed, d_bytes], axis=1)
+
+
+# -- tables of values
+
+
+def _halves(codes: U8Array) -> U8Array:
+    """[blocks, 32] codes to [blocks, 16] bytes: the first half in the low nibbles."""
+    return codes[:, :16] | codes[:, 16:] << np.uint8(4)
+
+
+def _encode_iq4_nl(values: F32Array, weights: F32Array | None) -> U8Array:
+    x, w = _blocks(values, weights, 32)
+    d_bytes, d = to_f16(fit_scale(x, _IQ4_GRID, w))
+    codes = _IQ4_GRID.codes(x * inverse(d)).T
+    return np.concatenate([d_bytes, _halves(codes)], axis=1)
+
+
+def _encode_iq4_xs(values: F32Array, weights: F32Array | None) -> U8Array:
+    n = values.size // SUPER_BLOCK
+    x, w = _blocks(values, weights, 32)
+    d_bytes, whole, scale = round_scales(x, w, fit_scale(x, _IQ4_GRID, w), _IQ4_GRID, (8, -32))
+    nibbles = _halves(_IQ4_GRID.codes(x * inverse(scale)).T).reshape(n, 128)
+    scale6 = (whole + 32).astype(np.uint16).reshape(n, 8)
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    high = np.bitwise_or.reduce((scale6 >> np.uint16(4)) << shifts, axis=1).astype("<u2").view(np.uint8).reshape(n, 2)
+    low = (scale6 & np.uint16(15)).astype(np.uint8)
+    return np.concatenate([d_bytes, high, low[:, 0::2] | low[:, 1::2] << np.uint8(4), nibbles], axis=1)
+
+
+def _encode_mxfp4(values: F32Array, weights: F32Array | None) -> U8Array:
+    """The power of two is the one that brings the largest value to 4 .. 8, or one of its neighbours."""
+    x, w = _blocks(values, weights, 32)
+    largest = np.abs(x).max(axis=0)
+    _, exponent = np.frexp(largest)  # largest in [2 ** (exponent - 1), 2 ** exponent)
+    usual = np.where(largest > 0, exponent - 3 + 127, 0)
+    best_error = np.full_like(largest, np.inf)
+    best = np.zeros_like(usual)
+    values_of, wide = np.empty_like(x), np.empty_like(x)
+    for add in (0, -1, 1):
+        stored = np.clip(usual + add, 0, 254)
+        scale = np.ldexp(np.float32(1), stored - 128).astype(np.float32)  # of doubled values
+        _FP4_GRID.snap(np.multiply(x, inverse(scale), out=values_of), values_of)
+        np.subtract(x, np.multiply(values_of, scale, out=values_of), out=wide)
+        error = sums(wide, wide) if w is None else sums(wide * w, wide)
+        better = error < best_error
+        best_error, best = np.where(better, error, best_error), np.where(better, stored, best)
+    scale = np.ldexp(np.float32(1), best - 128).astype(np.float32)
+    codes = _FP4_GRID.codes(x * inverse(scale)).T
+    return np.concatenate([best.astype(np.uint8).reshape(-1, 1), _halves(codes)], axis=1)
+
+
+# -- types of one scale per 32
+
+
+def _fifth_bits(codes: U8Array) -> U8Array:
+    """[blocks, 32] codes to the bytes [blocks, 4] of their fifth bits."""
+    return np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
+
+
+_Encoder = Callable[[F32Array, F32Array | None], U8Array]
+
+
+def _encode_symmetric(grid: IntGrid) -> _Encoder:
+    def encode(values: F32Array, weights: F32Array | None) -> U8Array:
+        x, w = _blocks(values, weights, 32)
+        d_bytes, d = to_f16(fit_scale(x, grid, w))
+        codes = round_codes(x, inverse(d), None, grid.low, grid.high, np.empty_like(x))
+        unsigned = (codes.T - grid.low).astype(np.uint8)
+        parts = [d_bytes] + [_fifth_bits(unsigned)] * (grid.high > 7) + [_halves(unsigned & np.uint8(15))]
+        return np.concatenate(parts, axis=1)
 
     return encode
 
 
-_ENCODERS: dict[QuantType, Callable[[F32Array], U8Array]] = {
-    QuantType.Q8_0: _encode_by_gguf(QuantType.Q8_0),
-    QuantType.Q4_0: _encode_by_gguf(QuantType.Q4_0),
+def _encode_with_minimum(max_code: int) -> _Encoder:
+    def encode(values: F32Array, weights: F32Array | None) -> U8Array:
+        x, w = _blocks(values, weights, 32)
+        scale, offset = fit_affine(x, max_code, w)
+        (d_bytes, d), (m_bytes, m) = to_f16(scale), to_f16(-offset)
+        inverse_scale = inverse(d)
+        codes = round_codes(x, inverse_scale, -m * inverse_scale, 0, max_code, np.empty_like(x))
+        unsigned = codes.T.astype(np.uint8)
+        parts = [d_bytes, m_bytes] + [_fifth_bits(unsigned)] * (max_code > 15) + [_halves(unsigned & np.uint8(15))]
+        return np.concatenate(parts, axis=1)
+
+    return encode
+
+
+def _by_gguf(qtype: QuantType) -> _Encoder:
+    """gguf's own quantizer, to which all columns are alike."""
+
+    def encode(values: F32Array, weights: F32Array | None) -> U8Array:
+        encoded: U8Array = gguf.quants.quantize(values, qtype)
+        return encoded.view(np.uint8)
+
+    return encode
+
+
+_ENCODERS: dict[QuantType, _Encoder] = {
+    QuantType.Q8_0: _by_gguf(QuantType.Q8_0),
+    QuantType.Q4_0: _encode_symmetric(_Q4_GRID),
     QuantType.Q4_K: _encode_q4_k,
     QuantType.Q5_K: _encode_q5_k,
     QuantType.Q6_K: _encode_q6_k,
+    QuantType.Q2_K: _encode_q2_k,
+    QuantType.Q3_K: _encode_q3_k,
+    QuantType.Q4_1: _encode_with_minimum(15),
+    QuantType.Q5_0: _encode_symmetric(_Q5_GRID),
+    QuantType.Q5_1: _encode_with_minimum(31),
+    QuantType.IQ4_NL: _encode_iq4_nl,
+    QuantType.IQ4_XS: _encode_iq4_xs,
+    QuantType.MXFP4: _encode_mxfp4,
+    QuantType.TQ1_0: _by_gguf(QuantType.TQ1_0),
+    QuantType.TQ2_0: _by_gguf(QuantType.TQ2_0),
+    QuantType.F32: _by_gguf(QuantType.F32),
+    QuantType.F16: _by_gguf(QuantType.F16),
+    QuantType.BF16: _by_gguf(QuantType.BF16),
 }
 
-QUANTIZABLE_TYPES: tuple[QuantType, ...] = tuple(_ENCODERS)
+QUANTIZABLE_TYPES: tuple[QuantType, ...] = (
+    QuantType.Q8_0,
+    QuantType.Q4_0,
+    QuantType.Q4_K,
+    QuantType.Q5_K,
+    QuantType.Q6_K,
+)
+"""Types that experts can be quantized to while a model is loaded: kernels read them."""
+
+WRITABLE_TYPES: tuple[QuantType, ...] = tuple(_ENCODERS)
 """Types that `quantize` writes."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import gguf.quants
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as T
 
+from ktransformers.bench.peers import llama
 from ktransformers.errors import UnsupportedError, WeightError
-from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize, target_type
+from ktransformers.weights.quantize import QUANTIZABLE_TYPES, WRITABLE_TYPES, quantize, target_type
 
 
 def relative_rms(values: np.ndarray, qtype: T) -> float:
@@ -74,7 +77,7 @@ def test_values_on_the_grid_survive(qtype: T) -> None:
     assert np.abs(decoded - codes).max() <= steps + 16 * 2.0**-9
 
 
-@pytest.mark.parametrize("qtype", QUANTIZABLE_TYPES)
+@pytest.mark.parametrize("qtype", WRITABLE_TYPES)
 def test_special_blocks(qtype: T) -> None:
     values = np.zeros((6, 256), dtype=np.float32)
     values[1] = 1.5  # constant
@@ -89,7 +92,7 @@ def test_special_blocks(qtype: T) -> None:
     assert np.abs(decoded[5] / 65504 - 1).max() < 0.1
 
 
-@pytest.mark.parametrize("qtype", QUANTIZABLE_TYPES)
+@pytest.mark.parametrize("qtype", WRITABLE_TYPES)
 def test_rows_do_not_depend_on_their_neighbours(qtype: T) -> None:
     values = weights(300, 512)
     whole = quantize(values, qtype)
@@ -101,8 +104,8 @@ def test_rows_do_not_depend_on_their_neighbours(qtype: T) -> None:
 
 def test_bad_input_is_refused() -> None:
     values = weights(2, 256)
-    with pytest.raises(UnsupportedError, match="Q2_K"):
-        quantize(values, T.Q2_K)
+    with pytest.raises(UnsupportedError, match="IQ1_S"):
+        quantize(values, T.IQ1_S)
     with pytest.raises(ValueError, match="multiple of 256"):
         quantize(weights(2, 96), T.Q4_K)
     for bad in (np.nan, np.inf, -np.inf, 1e6):
@@ -116,3 +119,90 @@ def test_target_type_falls_back_by_row_length() -> None:
     assert target_type(T.Q4_K, 1408) is T.Q4_0
     assert target_type(T.Q5_K, 1408) is target_type(T.Q6_K, 96) is T.Q8_0
     assert target_type(T.Q8_0, 33) is target_type(T.Q4_K, 33) is None
+
+
+SEARCHED = (T.Q2_K, T.Q3_K, T.IQ4_NL, T.IQ4_XS, T.MXFP4)
+WEIGHTED = (*SEARCHED, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K)
+
+
+def weighted_error(values: np.ndarray, blocks: np.ndarray, qtype: T, importance: np.ndarray | None) -> float:
+    difference = gguf.quants.dequantize(blocks, qtype).astype(np.float64) - values
+    return float((difference**2 * (1.0 if importance is None else importance)).sum())
+
+
+def laplace(rows: int = 16, cols: int = 1024) -> np.ndarray:
+    return np.random.default_rng(1).laplace(size=(rows, cols)).astype(np.float32) * np.float32(0.02)
+
+
+def importances(cols: int) -> np.ndarray:
+    """Mean squares of activations spread like this: over more than two orders of magnitude."""
+    return np.exp(np.random.default_rng(2).standard_normal(cols)).astype(np.float32)
+
+
+def best_of_table(values: np.ndarray, table: np.ndarray, scales: np.ndarray) -> float:
+    """Brute force: the relative error of blocks of 32 whose scale is the best of `scales` times the largest value."""
+    x = values.reshape(-1, 32).astype(np.float64)
+    largest = np.abs(x).max(1, keepdims=True)
+    best = np.full(len(x), np.inf)
+    for scale in scales:
+        grid = largest * scale * table
+        error = (np.abs(x[:, :, None] - grid[:, None, :]).min(axis=2) ** 2).sum(1)
+        best = np.minimum(best, error)
+    return float(np.sqrt(best.sum() / (x**2).sum()))
+
+
+def test_a_table_of_values_is_used_as_well_as_can_be() -> None:
+    table = np.array(gguf.quants.IQ4_NL.kvalues, dtype=np.float64)
+    steps = np.linspace(1 / 180, 1 / 80, 160)
+    bound = best_of_table(weights(4), table, np.concatenate([steps, -steps]))
+    assert relative_rms(weights(4), T.IQ4_NL) <= 1.02 * bound
+    assert relative_rms(weights(4), T.IQ4_XS) <= 1.04 * bound  # a scale of six bits per 32 instead of fp16
+
+
+def test_mxfp4_takes_the_power_of_two_that_errs_least() -> None:
+    values = weights(4)
+    x = values.reshape(-1, 32).astype(np.float64)
+    table = np.array(gguf.quants.MXFP4.kvalues, dtype=np.float64) / 2
+    errors = [(np.abs(x[:, :, None] - 2.0**power * table).min(axis=2) ** 2).sum(1) for power in range(-14, 2)]
+    best = float(np.sqrt(np.min(errors, axis=0).sum() / (x**2).sum()))
+    assert relative_rms(values, T.MXFP4) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("qtype", WEIGHTED)
+def test_columns_that_matter_err_less(qtype: T) -> None:
+    """By their own measure weighted blocks are better than plain ones, and no better by the plain one."""
+    values, importance = laplace(), importances(1024)
+    plain, weighted = quantize(values, qtype), quantize(values, qtype, importance)
+    assert weighted_error(values, weighted, qtype, importance) < weighted_error(values, plain, qtype, importance)
+    assert (weighted == quantize(values, qtype, importance * 1024)).all()  # only their ratios count
+    assert (quantize(values, qtype, np.zeros(1024, dtype=np.float32)) == plain).all()  # nothing was seen
+
+
+def test_importances_of_another_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="shape \\[256\\]"):
+        quantize(weights(2, 256), T.Q4_K, importances(128))
+
+
+def by_llama_cpp(values: np.ndarray, qtype: T, importance: np.ndarray | None) -> np.ndarray:
+    folder = llama.library_folder()
+    assert folder is not None
+    call = ctypes.CDLL(str(folder / "libggml-base.so")).ggml_quantize_chunk
+    call.restype = ctypes.c_size_t
+    call.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    block, nbytes = GGML_QUANT_SIZES[qtype]
+    rows, cols = values.shape
+    out = np.empty((rows, cols // block * nbytes), dtype=np.uint8)
+    given = None if importance is None else importance.ctypes.data
+    call(int(qtype), values.ctypes.data, out.ctypes.data, 0, rows, cols, given)
+    return out
+
+
+@pytest.mark.skipif(llama.library_folder() is None, reason="llama-cpp-python is not installed")
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("qtype", [*WEIGHTED, T.Q8_0, T.TQ1_0, T.TQ2_0])
+def test_errors_are_at_most_those_of_llama_cpp(qtype: T, is_weighted: bool) -> None:
+    importance = importances(2048) if is_weighted else None
+    for values in (weights(32, 2048), laplace(32, 2048)):
+        ours, theirs = quantize(values, qtype, importance), by_llama_cpp(values, qtype, importance)
+        got, wanted = (weighted_error(values, blocks, qtype, importance) for blocks in (ours, theirs))
+        assert got <= wanted * (1 + 1e-6)

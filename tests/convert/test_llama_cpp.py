@@ -1,0 +1,44 @@
+"""llama.cpp opens what `quantize` writes, and its logits are ours but for the rounding of activations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ktransformers.models.facts import ModelFacts
+from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf_source import GGUFSource
+from tests.support.converting import quantized
+from tests.support.demo import DEMO_CHECKPOINT
+from tests.support.source_checks import fill
+
+llama_cpp: Any = pytest.importorskip("llama_cpp")
+
+IDS = list(range(300, 348))
+
+
+def logits_of(path: Path) -> np.ndarray:
+    model = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, n_gpu_layers=0, logits_all=True, verbose=False)
+    try:
+        model.eval(IDS)
+        return np.array(model.scores[: len(IDS)], dtype=np.float64)
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize(("mixture", "most"), [("f32", 1e-4), ("q8_0", 2e-3), ("q4_k_m", 2e-2)])
+def test_logits_agree(mixture: str, most: float, tmp_path: Path) -> None:
+    """KL divergence to transformers in fp32, on the file's own numbers."""
+    out = tmp_path / "demo.gguf"
+    quantized(DEMO_CHECKPOINT, out, mixture)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32)
+    fill(model, GGUFSource(open_gguf(out), ModelFacts.of(model.config)))
+    with torch.no_grad():
+        wanted = model(torch.tensor([IDS])).logits[0].double().log_softmax(-1)
+    got = torch.from_numpy(logits_of(out)).log_softmax(-1)
+    assert float((wanted.exp() * (wanted - got)).sum(-1).mean()) < most
