@@ -24,6 +24,7 @@
 #include "ops/transcode.h"
 #include "runtime/allocations.h"
 #include "runtime/pages.h"
+#include "tiers/grouped.h"
 #include "tiers/isa.h"
 
 namespace nb = nanobind;
@@ -431,6 +432,13 @@ NB_MODULE(_native, m) {
     for (const kt::QTypeInfo& info : kt::qtype_infos())
       if (info.type != kt::QType::F8_E4M3)
         types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
+    return types;
+  });
+  // The same of weights in groups, which ggml does not have.
+  m.def("group_types", [] {
+    nb::dict types;
+    for (const kt::QTypeInfo& info : kt::grouped_infos())
+      types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
     return types;
   });
   m.def("activation_kinds", [] {

@@ -7,3 +7,4 @@
 #include "kernels/narrow.inl"
 #include "kernels/packing.inl"
 #include "kernels/fp8.inl"
+#include "kernels/packed_groups.inl"

@@ -13,7 +13,16 @@ from torch import Tensor
 from ktransformers.kernels.cpu import pages
 from ktransformers.kernels.cpu.base import Isa, WorkerPool, check_tensor, check_weight, has_bf16
 from ktransformers.kernels.extension import extension
-from ktransformers.kernels.types import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType, type_size
+from ktransformers.kernels.types import (
+    Fp8Matrix,
+    GroupType,
+    OwnType,
+    PackedTensor,
+    QuantType,
+    RawTensor,
+    WeightType,
+    type_size,
+)
 
 __all__ = [
     "PACKED_TYPES",
@@ -27,7 +36,7 @@ __all__ = [
     "transcode_blocks",
 ]
 
-#: The block formats that `pack` packs.
+#: The block formats of ggml that `pack` packs; it packs every GroupType too.
 PACKED_TYPES = frozenset(
     {
         QuantType.Q8_0,
@@ -52,7 +61,7 @@ def can_pack(qtype: WeightType, cols: int, isa: Isa) -> bool:
     """Whether `pack` takes matrices of this type with `cols` columns, on a pool of this tier."""
     if qtype is QuantType.BF16:
         return has_bf16(isa) and cols % extension.BF16_COLS == 0
-    return qtype in PACKED_TYPES
+    return qtype in PACKED_TYPES or isinstance(qtype, GroupType)
 
 
 def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
