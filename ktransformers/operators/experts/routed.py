@@ -226,7 +226,7 @@ class KTransformersExperts(Operator):
             norm.load(source)
         if self.device.is_gpu:
             assert self.activation is not None, "the constructor refuses such experts"
-            self._gpu = GpuExperts.of(weights, self.activation, self.device)
+            self._gpu = GpuExperts.of(weights, self.activation, self.device, self.config.require_pool())
             self.config.expert_stats.watch_gpu(self._usage())
             return
         pool = self.config.require_pool()
