@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ktransformers.engine.builder import Engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear
+from tests.support import few_bits
 from tests.support.agreement import engine_of, prompt
-from tests.support.tiny_models import tiny_model, write_safetensors
-
-State = dict[str, torch.Tensor]
-
-
-def _int4(name: str, weight: torch.Tensor) -> tuple[State, torch.Tensor]:
-    """As Kimi-K2.5: groups of 32 columns, symmetric, bf16 scales."""
-    groups = weight.view(weight.shape[0], -1, 32)
-    scales = (groups.abs().amax(2) / 7).bfloat16()
-    codes = (groups / scales.float()[:, :, None]).round().clamp(-8, 7)
-    parts = {"weight_packed": pack_to_int32(codes.view(weight.shape).to(torch.int8), 4), "weight_scale": scales}
-    parts["weight_shape"] = torch.tensor(weight.shape)
-    stored = {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
-    return stored, (codes * scales.float()[:, :, None]).view(weight.shape)
-
-
-def _fp8_by_row(name: str, weight: torch.Tensor) -> tuple[State, torch.Tensor]:
-    scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
-    codes = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {name: codes, f"{name}_scale": scales}, codes.float() * scales.float()
-
-
-def write_both(model_type: str, few: Path, wide: Path, config: dict[str, object], parts: dict[str, object]) -> int:
-    """The checkpoint with few bits, and the same numbers in F32. parts: by the end of a name, what makes it so."""
-    model = tiny_model(model_type, seed=1, hidden=256)
-    for folder in (few, wide):
-        write_safetensors(model, folder)
-    in_few, in_wide = State(), State()
-    for name, tensor in safetensors.torch.load_file(few / "model.safetensors").items():
-        make = next((make for end, make in parts.items() if name.endswith(end)), None)
-        in_few[name], in_wide[name] = tensor, tensor
-        if make is not None:
-            del in_few[name]
-            stored, in_wide[name] = make(name, tensor)
-            in_few |= stored
-    safetensors.torch.save_file(in_few, few / "model.safetensors")
-    safetensors.torch.save_file(in_wide, wide / "model.safetensors")
-    said = json.loads((few / "config.json").read_text()) | {"quantization_config": config}
-    (few / "config.json").write_text(json.dumps(said))
-    return int(model.config.vocab_size)
 
 
 def check_planned_bytes(engine: Engine, names: set[str]) -> None:
@@ -91,16 +49,16 @@ ROUNDED = 0.05
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_moe"])
 def test_experts_in_4_bits_and_linear_layers_in_fp8(model_type: str, tmp_path: Path) -> None:
-    linears = dict.fromkeys(("self_attn.o_proj.weight", "self_attn.kv_b_proj.weight"), _fp8_by_row)
-    experts = {f"experts.{e}.{part}_proj.weight": _int4 for e in range(8) for part in ("gate", "up", "down")}
+    linears = dict.fromkeys(("self_attn.o_proj.weight", "self_attn.kv_b_proj.weight"), few_bits.fp8_by_row)
+    experts = {f"experts.{e}.{part}_proj.weight": few_bits.int4 for e in range(8) for part in ("gate", "up", "down")}
     config: dict[str, object] = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
     config |= {"ignore": ["lm_head", "re:.*shared_experts.*"]}
-    size = write_both(model_type, tmp_path / "few", tmp_path / "wide", config, {**linears, **experts})
+    size = few_bits.write_both(model_type, tmp_path / "few", tmp_path / "wide", config, {**linears, **experts})
     engine = check_logits(tmp_path / "few", tmp_path / "wide", size, ROUNDED)
     check_planned_bytes(engine, {"I4_32_BF16", "F8_ROW_BF16>F8_128_BF16"})
 
 
-def _mxfp4(name: str, weight: torch.Tensor) -> tuple[State, torch.Tensor]:
+def _mxfp4(name: str, weight: torch.Tensor) -> tuple[few_bits.State, torch.Tensor]:
     """Random codes in place of the parameter [E, cols, rows]."""
     experts, cols, rows = weight.shape
     generator = torch.Generator().manual_seed(len(name))
@@ -111,9 +69,9 @@ def _mxfp4(name: str, weight: torch.Tensor) -> tuple[State, torch.Tensor]:
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    parts: dict[str, object] = dict.fromkeys(("experts.gate_up_proj", "experts.down_proj"), _mxfp4)
+    parts: dict[str, few_bits.Make] = dict.fromkeys(("experts.gate_up_proj", "experts.down_proj"), _mxfp4)
     config: dict[str, object] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    size = write_both("gpt_oss", tmp_path / "few", tmp_path / "wide", config, parts)
+    size = few_bits.write_both("gpt_oss", tmp_path / "few", tmp_path / "wide", config, parts)
     engine = check_logits(tmp_path / "few", tmp_path / "wide", size, ROUNDED)
     kinds = {kind for entry in engine.plan.entries if entry.key.endswith(".experts") for kind in entry.quant_types}
     assert kinds == {"MXFP4"}
