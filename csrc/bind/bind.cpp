@@ -18,6 +18,7 @@
 #include "ops/index.h"
 #include "ops/kv.h"
 #include "ops/limits.h"
+#include "ops/group_blocks.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
 #include "ops/stream.h"
@@ -138,6 +139,17 @@ void bind_linear(nb::module_& m) {
         kt::transcode(type, at<const uint8_t>(blocks), count, at<uint8_t>(out));
       },
       nb::arg("type"), nb::arg("blocks"), nb::arg("count"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "write_group_blocks",
+      [](Address codes, bool is_paired, Address scales, int64_t piece_bytes, Address zeros, Address numbers,
+         std::array<int64_t, 5> sizes, Address out) {
+        const auto [rows, cols, groups, size, group] = sizes;
+        kt::write_group_blocks({at<const uint8_t>(codes), at<const uint8_t>(scales), at<const uint8_t>(zeros),
+                                at<const uint8_t>(numbers), rows, cols, groups, size, group, piece_bytes, is_paired},
+                               at<uint8_t>(out));
+      },
+      nb::arg("codes"), nb::arg("is_paired"), nb::arg("scales"), nb::arg("piece_bytes"), nb::arg("zeros"),
+      nb::arg("numbers"), nb::arg("sizes"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "read_ahead", [](Address data, int64_t bytes) { kt::read_ahead(at<const uint8_t>(data), bytes); },
       nb::arg("data"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());

@@ -23,14 +23,15 @@ import torch
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.types import BlockType, GroupType, QuantType, RawTensor, block_size, row_bytes
+from ktransformers.kernels.cpu.packing import write_group_blocks
+from ktransformers.kernels.types import BlockType, GroupType, QuantType, RawTensor
 from ktransformers.weights.experts import FLOAT_DTYPES, BlockMatrix
 
 __all__ = ["CodeKind", "CodeSpec", "Codes", "LowBitMatrix"]
 
 
 class CodeKind(Enum):
-    """What a code is. I4 is value + 8 in the low four bits of a byte, I8 a signed byte."""
+    """What a code is. I4 is value + 8, I8 a signed byte. Two codes of four bits are a byte, the first the low half."""
 
     I4 = "I4"
     I8 = "I8"
@@ -41,6 +42,9 @@ class CodeKind(Enum):
     def is_integer(self) -> bool:
         return self in (CodeKind.I4, CodeKind.I8)
 
+
+CHUNK_WEIGHTS = 1 << 17  # written at a time, times ROW_MULTIPLE
+ROW_MULTIPLE = 8  # of the rows that one word of AWQ has
 
 SCALE_DTYPES = {
     "F16": torch.float16,
@@ -106,7 +110,7 @@ class CodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Some rows. codes: uint8 [rows, cols]. scales: [rows, groups], as stored.
+    """Some rows. codes: uint8 [rows, cols], of four bits [rows, cols / 2]. scales: [rows, groups], as stored.
 
     zeros: int8 [rows, groups], what is subtracted from a value, or None. numbers: fp32 [rows], of E4M3 scales, which
     they are multiplied with. index: int64 [cols], the group of each column where `CodeSpec.is_shuffled`.
@@ -121,22 +125,20 @@ class Codes:
 
     def values(self) -> torch.Tensor:
         """What the codes say, fp32 [rows, cols]."""
-        if self.kind is CodeKind.I4:
-            return self.codes.float() - 8
         if self.kind is CodeKind.I8:
             return self.codes.view(torch.int8).float()
-        if self.kind is CodeKind.E2M1:
-            return _E2M1[self.codes.int()]
-        return self.codes.view(torch.float8_e4m3fn).float()
+        if self.kind is CodeKind.E4M3:
+            return self.codes.view(torch.float8_e4m3fn).float()
+        single = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(-2)
+        return single.float() - 8 if self.kind is CodeKind.I4 else _E2M1[single.int()]
 
     def dequantized(self, group: int) -> torch.Tensor:
         """The weights, fp32 [rows, cols], each product rounded once."""
-        cols = self.codes.shape[1]
-        index = torch.arange(cols) // group if self.index is None else self.index
+        values = self.values()
+        index = torch.arange(values.shape[1]) // group if self.index is None else self.index
         scales = self.scales.float()
         if self.numbers is not None:
             scales = scales * self.numbers[:, None]
-        values = self.values()
         if self.zeros is not None:
             values -= self.zeros.float()[:, index]
         return values * scales[:, index]
@@ -167,35 +169,19 @@ class LowBitMatrix(BlockMatrix):
         return self.read(start, stop).dequantized(self.spec.group)
 
     @override
-    def write_blocks(self, start: int, stop: int, out: RawTensor) -> None:
-        """Rows start .. stop - 1 into `out`, which is of the type `CodeSpec.resident`."""
+    def write_blocks(self, out: RawTensor) -> None:
+        """All rows into `out`, which is of the type `CodeSpec.resident`, some at a time."""
+        step = max(CHUNK_WEIGHTS // max(self.spec.cols, 1), 1) * ROW_MULTIPLE
+        for start in range(0, self.rows, step):
+            stop = min(start + step, self.rows)
+            self._write(start, stop, out.rows_slice(start, stop))
+
+    def _write(self, start: int, stop: int, out: RawTensor) -> None:
         if out.qtype in FLOAT_DTYPES:
             values = self.rows_f32(start, stop)
             out.data.view(FLOAT_DTYPES[QuantType(out.qtype)]).copy_(values.reshape(-1))
             return
         codes = self.read(start, stop)
-        size, cols = block_size(out.qtype), self.spec.cols
-        count, blocks = stop - start, cols // size
-        of_block = torch.arange(blocks) * size // self.spec.group
-        parts = list[torch.Tensor]()
-        if codes.numbers is not None:  # two groups are one block
-            numbers = codes.numbers[:, None].expand(count, blocks).contiguous()
-            parts = [_as_bytes(numbers, count, blocks), _as_bytes(codes.scales, count, blocks)]
-        else:
-            parts = [_as_bytes(codes.scales[:, of_block], count, blocks)]
-        if codes.zeros is not None:
-            parts.append(_as_bytes(codes.zeros[:, of_block], count, blocks))
-        parts.append(_code_bytes(codes).reshape(count, blocks, -1))
-        torch.cat(parts, dim=2, out=out.data.view(count, blocks, row_bytes(out.qtype, cols) // blocks))
-
-
-def _as_bytes(values: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8).reshape(rows, blocks, -1)
-
-
-def _code_bytes(codes: Codes) -> torch.Tensor:
-    """Bytes as they are; of 4 bits columns i and 16 + i of every 32 in one byte, as ggml has them."""
-    if codes.kind in (CodeKind.I8, CodeKind.E4M3):
-        return codes.codes.contiguous()
-    halves = codes.codes.reshape(codes.codes.shape[0], -1, 2, 16)
-    return halves[:, :, 0] | (halves[:, :, 1] << 4)
+        scales = codes.scales.contiguous()
+        zeros, numbers = (None if one is None else one.contiguous() for one in (codes.zeros, codes.numbers))
+        write_group_blocks(codes.codes.contiguous(), scales, zeros, numbers, self.spec.group, out)

@@ -77,8 +77,8 @@ class BlockMatrix(ExpertMatrix, Protocol):
     @property
     def resident(self) -> BlockType: ...
 
-    def write_blocks(self, start: int, stop: int, out: RawTensor) -> None:
-        """Rows start .. stop - 1 into `out`, which is of the type `resident`."""
+    def write_blocks(self, out: RawTensor) -> None:
+        """All rows into `out`, which is of the type `resident`, some at a time."""
         ...
 
 
@@ -216,13 +216,13 @@ def load_matrices(matrices: Sequence[ExpertMatrix], target: WeightType) -> Seque
 
 def _convert(matrix: ExpertMatrix, out: RawTensor) -> None:
     rows, cols = matrix.shape
+    if isinstance(matrix, BlockMatrix) and out.qtype is matrix.resident:
+        matrix.write_blocks(out)
+        return
     step = max(1, CHUNK_WEIGHTS // max(cols, 1))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         part = out.rows_slice(start, stop)
-        if isinstance(matrix, BlockMatrix) and out.qtype is matrix.resident:
-            matrix.write_blocks(start, stop, part)
-            continue
         values = matrix.rows_f32(start, stop)
         dtype = FLOAT_DTYPES.get(out.qtype)
         if dtype is not None:

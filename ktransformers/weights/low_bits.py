@@ -29,6 +29,7 @@ from ktransformers.models.facts import Quantization
 from ktransformers.weights.codes import SCALE_DTYPES, CodeKind, CodeSpec, LowBitMatrix
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.packings import ByteRows, ColumnWords, PairRows, WordRows
+from ktransformers.weights.quantization import weight_groups
 from ktransformers.weights.safetensors import SafetensorsModel, SafetensorsTensor
 
 __all__ = ["LowBitTensor", "find_low_bits"]
@@ -68,10 +69,7 @@ class LowBitTensor:
         rows, cols = matrix.shape
         out = torch.empty(rows * row_bytes(self.resident, cols), dtype=torch.uint8)
         raw = RawTensor(out, self.resident, (rows, cols))
-        step = max(1, (1 << 20) // max(cols, 1))
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            matrix.write_blocks(start, stop, raw.rows_slice(start, stop))
+        matrix.write_blocks(raw)
         return raw
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
@@ -122,11 +120,12 @@ class _Finder:
             f"{name}_{part}" for part in ("shape", "scale", "zero_point", "g_idx")
         )
         self._need(name, shape_name, scale_name)
-        stored = [int(n) for n in self._raw(shape_name)]
         scale = self._tensors[scale_name]
-        if len(stored) != 2 or len(tensor.shape) != 2 or len(scale.shape) != 2 or stored[0] != tensor.shape[0]:
-            raise TensorMismatchError(f"{name!r}: {shape_name!r} says {stored}; the codes are {list(tensor.shape)}")
-        rows, cols = stored
+        if len(tensor.shape) != 2 or len(scale.shape) != 2:
+            raise TensorMismatchError(f"{name!r} has codes {list(tensor.shape)} and scales {list(scale.shape)}")
+        # The config spares reading a page of the file for every matrix of a model that has tens of thousands.
+        bits, rows = self._config_bits(), tensor.shape[0]
+        cols = tensor.shape[1] * 32 // bits if bits is not None else self._stored_shape(name, rows)[1]
         bits = next((b for b in (4, 8) if -(-cols * b // 32) == tensor.shape[1]), None)
         if bits is None:
             raise UnsupportedError(f"{name!r} is packed in neither 4 nor 8 bits a weight; use another version of it")
@@ -137,8 +136,10 @@ class _Finder:
         parts = self._parts(f"{name}_packed", scale_name, shape_name, zero_name, index_name)
 
         def matrix(_: int, __: slice) -> LowBitMatrix:
+            if self._stored_shape(name, rows)[1] != cols:
+                raise TensorMismatchError(f"{name!r} has {cols} columns by its codes, and others by {shape_name!r}")
             zeros = self._raw(zero_name) if has_zeros else None
-            index = self._raw(index_name) if is_shuffled else None
+            index = self._index(index_name, scale.shape[1], cols) if is_shuffled else None
             read = WordRows(self._raw(f"{name}_packed"), self._scales(scale_name), zeros, bits, cols, index).read
             return LowBitMatrix(spec, rows, read)
 
@@ -224,7 +225,7 @@ class _Finder:
 
         def matrix(_: int, __: slice) -> LowBitMatrix:
             zeros = self._raw(zero_name) if zero_name in self._tensors else None
-            index = self._raw(index_name) if is_shuffled else None
+            index = self._index(index_name, groups, cols) if is_shuffled else None
             columns = ColumnWords(
                 self._raw(words), self._scales(scale_name), zeros, spec.kind, is_awq, offset, index, not has_zeros
             )
@@ -250,6 +251,18 @@ class _Finder:
         return self._made(name, (experts, rows, 32 * groups), spec, (codes, scale_name), matrix)
 
     # -- what layouts have in common
+
+    def _config_bits(self) -> int | None:
+        """How many bits the config says that integers have, where it says that of all alike."""
+        said = {one.get("num_bits") for one in weight_groups(self._fields) if one.get("type", "int") == "int"}
+        return 4 if said == {4} else 8 if said == {8} else None
+
+    def _stored_shape(self, name: str, rows: int) -> tuple[int, int]:
+        """What pack-quantized says of a matrix beside it."""
+        said = [int(n) for n in self._raw(f"{name}_shape")]
+        if len(said) != 2 or said[0] != rows:
+            raise TensorMismatchError(f"{name!r}: {name + '_shape'!r} says {said}; the codes have {rows} rows")
+        return (said[0], said[1])
 
     def _made(
         self,
@@ -291,10 +304,19 @@ class _Finder:
         """Whether columns are of groups in another order than theirs: GPTQ with desc_act."""
         if index_name not in self._tensors:
             return False
-        if self._method == "gptq":
-            return bool(self._fields.get("desc_act"))
-        index = self._raw(index_name)
-        return bool((index >= 0).all()) and bool((index.diff() < 0).any())
+        if self._method == "gptq" and not self._fields.get("desc_act"):
+            return False
+        index = self._raw(index_name)  # in order after all where groups were chosen first
+        return bool((index.diff() < 0).any())
+
+    def _index(self, name: str, groups: int, cols: int) -> torch.Tensor:
+        """The group of every column."""
+        index = self._raw(name)
+        if index.shape != (cols,) or int(index.min()) < 0 or int(index.max()) >= groups:
+            raise TensorMismatchError(
+                f"{name!r} has {list(index.shape)} numbers; one below {groups} for each of {cols} is needed"
+            )
+        return index
 
     def _scale_kind(self, name: str) -> str:
         kind = _SCALES.get(self._tensors[name].dtype)

@@ -33,9 +33,10 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
 
 
-def _integers(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes that are value + 2^(bits - 1), as `CodeKind` wants them."""
-    return codes if bits == 4 else codes ^ 0x80
+def _integers(words: torch.Tensor, kind: CodeKind, cols: int) -> torch.Tensor:
+    """Words of rows, with values + 8 or + 128, as `Codes` has them."""
+    data = words.contiguous().view(torch.uint8)
+    return data[:, : -(-cols // 2)] if kind is CodeKind.I4 else data[:, :cols] ^ 0x80
 
 
 def _zeros(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -60,14 +61,14 @@ class WordRows:
 
     def read(self, start: int, stop: int) -> Codes:
         """See LowBitMatrix."""
-        codes = _integers(unpack_words(self.words[start:stop], self.bits)[:, : self.cols], self.bits)
+        kind = CodeKind.I4 if self.bits == 4 else CodeKind.I8
+        codes = _integers(self.words[start:stop], kind, self.cols)
         zeros = None
         if self.zeros is not None:
             per_word = 32 // self.bits
             first = start // per_word
             some = unpack_words(self.zeros[first : -(-stop // per_word)].T, self.bits)
             zeros = _zeros(some[:, start - first * per_word : stop - first * per_word].T, self.bits)
-        kind = CodeKind.I4 if self.bits == 4 else CodeKind.I8
         index = None if self.index is None else self.index.long()
         return Codes(kind, codes, self.scales[start:stop], zeros, index=index)
 
@@ -97,10 +98,8 @@ class PairRows:
 
     def read(self, start: int, stop: int) -> Codes:
         """See LowBitMatrix."""
-        pairs = self.pairs[start:stop]
-        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
         numbers = None if self.numbers is None else self.numbers[start:stop]
-        return Codes(CodeKind.E2M1, codes, self.scales[start:stop], numbers=numbers)
+        return Codes(CodeKind.E2M1, self.pairs[start:stop], self.scales[start:stop], numbers=numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,10 @@ class ColumnWords:
     def read(self, start: int, stop: int) -> Codes:
         """See LowBitMatrix."""
         if self.is_awq:
-            codes = self._by_words(self.words, start, stop)
+            codes = self._awq_codes(start, stop)
         else:
-            codes = unpack_words(self.words[:, start:stop].T, self.bits)
+            words = self.words[:, start:stop].T
+            codes = _integers(words, self.kind, words.shape[1] * 32 // self.bits)
         zeros = None
         if self.zeros is not None:
             stored = self._by_words(self.zeros, start, stop)
@@ -140,7 +140,17 @@ class ColumnWords:
                 raise TensorMismatchError("the config says sym, and the files have zero points that differ")
             zeros = None
         index = None if self.index is None else self.index.long()
-        return Codes(self.kind, _integers(codes, self.bits), self.scales[:, start:stop].T, zeros, index=index)
+        return Codes(self.kind, codes, self.scales[:, start:stop].T, zeros, index=index)
+
+    def _awq_codes(self, start: int, stop: int) -> torch.Tensor:
+        """Pairs of columns of rows start .. stop - 1."""
+        first = start // 8
+        words = self.words[:, first : -(-stop // 8)].T.contiguous()  # [rows / 8, cols]
+        planes = words.view(torch.uint8).view(*words.shape, 4).movedim(2, 0).contiguous()  # two rows in each
+        even, odd = planes[..., 0::2], planes[..., 1::2]
+        halves = ((even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0))
+        places = torch.stack(halves, dim=1).flatten(0, 1)
+        return places[list(_AWQ_PLACES)].transpose(0, 1).flatten(0, 1)[start - 8 * first : stop - 8 * first]
 
     def _by_words(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Rows start .. stop - 1 [rows, n] of words [n, rows * bits / 32]."""

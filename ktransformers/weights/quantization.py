@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import Quantization
 
-__all__ = ["METHODS", "check_quantization", "scale_block"]
+__all__ = ["METHODS", "check_quantization", "scale_block", "weight_groups"]
 
 #: The values of quant_method whose weights can be read. modelopt and compressed-tensors are several formats each.
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "nvfp4", "compressed-tensors", "modelopt", "gptq", "awq")
@@ -48,14 +48,15 @@ def scale_block(quantization: Quantization | None) -> tuple[int, int]:
         return _DEFAULT_BLOCK
     if quantization.block is not None:
         return quantization.block
-    for weights in _weight_groups(quantization.fields):
+    for weights in weight_groups(quantization.fields):
         block = weights.get("block_structure")
         if isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
             return (block[0], block[1])
     return _DEFAULT_BLOCK
 
 
-def _weight_groups(fields: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+def weight_groups(fields: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """What compressed-tensors' config says of the weights of each of its groups."""
     groups = fields.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
