@@ -28,12 +28,10 @@ inline vf group_scales(ScaleKind kind, const uint8_t* head, int64_t group) {
     case ScaleKind::F32: return load(reinterpret_cast<const float*>(head + 64 * group));
     default: break;
   }
-  alignas(64) float d[16];
-  for (int r = 0; r < 16; ++r) {  // twice half the number: the smallest is exact too
-    const uint8_t e = head[16 * group + r];
-    d[r] = e == 255 ? __builtin_nanf("") : 2.0f * half_of_e8m0(e);
-  }
-  return load(d);
+  // 2^(e - 127), of which the smallest is subnormal; of 255 infinity, which less 0 times itself is NaN.
+  const vi exponents = shl<23>(andi(load_s8(head + 16 * group), set1i(255)));
+  const vf powers = from_bits(maxi(exponents, set1i(0x00400000)));
+  return sub(powers, mul(powers, zero()));
 }
 
 // The head of a tile of I4, I8 or F8.

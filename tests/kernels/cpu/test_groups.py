@@ -107,6 +107,20 @@ def test_all_fp8_codes_and_nans(isa: Isa) -> None:
 
 
 @pytest.mark.parametrize("isa", TIERS)
+def test_all_exponents(isa: Isa) -> None:
+    pool, weight = WorkerPool(1, isa), random_blocks(GroupType["MXFP8"], 256, 32)
+    blocks = weight.data.view(256, 33)
+    blocks[:, 0], blocks[:, 1:] = torch.arange(256), 0
+    blocks[:, 1] = 0x38 - 8 * 6  # 2^-6, so that 256 times the largest scale is finite
+    x = torch.zeros(1, 32)
+    x[0, 0] = 1
+    out, wanted = cpu.linear(x, cpu.pack(weight, pool), pool)[0], dequantized(weight)[:, 0]
+    assert torch.equal(out[:247], wanted[:247])
+    assert out[255].isnan()
+    pool.close()
+
+
+@pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize("name", ["I4_32_BF16", "I8_128_F32_Z", "NVFP4_F32", "MXFP8"])
 def test_experts_equal_their_linears(isa: Isa, name: str) -> None:
     experts, width, hidden = 3, 128, 256
