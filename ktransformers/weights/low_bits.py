@@ -188,7 +188,8 @@ class _Finder:
         if scale_name is None or cols % 32:
             return None
         scale = self._tensors[scale_name]
-        if rows == 1 or scale.shape not in ((rows,), (rows, 1), (rows, cols // 32)):
+        groups = 1 if scale.shape == (rows,) else scale.shape[1] if len(scale.shape) == 2 else 0
+        if rows == 1 or scale.shape[:1] != (rows,) or not groups or cols % (32 * groups):
             return None
         spec = CodeSpec(CodeKind.E4M3, cols, self._group(name, cols, scale.shape, rows), self._scale_kind(scale_name))
 
@@ -208,15 +209,18 @@ class _Finder:
                 f"{words!r} is of GPTQ or of AWQ, and the config's quantization_config says neither; add its "
                 "quant_method"
             )
+        groups, rows = self._tensors[scale_name].shape
+        zeros = self._tensors.get(zero_name)
         bits = self._fields.get("bits", self._fields.get("w_bit", 4))
+        if zeros is not None:  # which knows of modules that the config has exceptions for
+            bits = zeros.shape[-1] * 32 // max(rows, 1)
         if bits not in ((4,) if is_awq else (4, 8)) or tensor.dtype != "I32" or len(tensor.shape) != 2:
             raise UnsupportedError(
                 f"{words!r} holds {self._method} of {bits} bits; 4 bits are supported, and 8 of GPTQ"
             )
-        groups, rows = self._tensors[scale_name].shape
         cols = tensor.shape[0] if is_awq else tensor.shape[0] * 32 // int(str(bits))
         is_symmetric = not is_awq and bool(self._fields.get("sym", True))
-        has_zeros = zero_name in self._tensors and not is_symmetric
+        has_zeros = zeros is not None and not is_symmetric
         is_shuffled = self._is_shuffled(index_name)
         kind = CodeKind.I4 if bits == 4 else CodeKind.I8
         group = self._group(name, cols, (rows, groups), rows)
@@ -224,10 +228,10 @@ class _Finder:
         offset = 0 if is_awq or self._fields.get("checkpoint_format") == "gptq_v2" else 1
 
         def matrix(_: int, __: slice) -> LowBitMatrix:
-            zeros = self._raw(zero_name) if zero_name in self._tensors else None
+            points = None if zeros is None else self._raw(zero_name)
             index = self._index(index_name, groups, cols) if is_shuffled else None
             columns = ColumnWords(
-                self._raw(words), self._scales(scale_name), zeros, spec.kind, is_awq, offset, index, not has_zeros
+                self._raw(words), self._scales(scale_name), points, spec.kind, is_awq, offset, index, not has_zeros
             )
             return LowBitMatrix(spec, rows, columns.read)
 

@@ -50,7 +50,12 @@ _TABLE = re.compile(r".*\.tid2eid")  # whole numbers: the experts of each token;
 _TABLE_TYPES = ("I32", "I64")
 _MOST_EXACT = 1 << 24
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # DeepSeek's block scales; per-tensor or per-row scales of other tools
-_SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SCALE_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 _IGNORABLE = (
     re.compile(r".*\.(input|activation|input_global)_scale(_ub)?"),  # of activations, which are never as the files say
     re.compile(r".*rotary_emb\.inv_freq"),  # computed from the config
@@ -331,7 +336,9 @@ class SafetensorsSource:
             raise TensorMismatchError(f"FP8 tensor {stored!r} has no {stored + _SCALE_SUFFIXES[0]!r} beside it")
         dtype = _SCALE_DTYPES.get(self._tensors[name].dtype)
         if dtype is None:
-            raise UnsupportedError(f"scales {name!r} are {self._tensors[name].dtype}; F32, F16 and BF16 are supported")
+            raise UnsupportedError(
+                f"scales {name!r} are {self._tensors[name].dtype}; {', '.join(_SCALE_DTYPES)} are supported"
+            )
         return typed_view(self._model.bytes_of(name), dtype).reshape(self._tensors[name].shape).float()
 
     def _fp8_matrix(self, stored: str, values: torch.Tensor, scales: torch.Tensor) -> BlockScaledMatrix:

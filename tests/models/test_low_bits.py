@@ -12,7 +12,7 @@ from ktransformers.engine.builder import Engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear
 from tests.support import few_bits
-from tests.support.agreement import engine_of, prompt
+from tests.support.agreement import INT8_TOLERANCE, engine_of, prompt
 
 
 def check_planned_bytes(engine: Engine, names: set[str]) -> None:
@@ -36,20 +36,24 @@ def check_logits(few: Path, wide: Path, vocab_size: int, tolerance: float) -> En
     ids = prompt(vocab_size)
     got = engine.runner.forward(ids, 0, range(len(ids)))
     want = engine_of(wide).runner.forward(ids, 0, range(len(ids)))
-    assert (got - want).abs().max() <= tolerance * want.abs().max()
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert errors.median() <= tolerance
+    assert (errors > tolerance).sum() <= 2  # a row whose router nearly ties may take another expert
     fresh = engine_of(few)
     parts = [fresh.runner.forward(ids[at : at + 7], at, range(len(ids[at : at + 7]))) for at in range(0, len(ids), 7)]
     assert torch.equal(torch.cat(parts), got)
     return engine
 
 
-# Activations in front of integers are rounded to 1/254 of their block's largest; two layers of that stay below 5 %.
-ROUNDED = 0.05
+# Activations in front of integers are rounded to 1/254 of their block's largest, as in front of a GGUF's.
+ROUNDED = INT8_TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_moe"])
 def test_experts_in_4_bits_and_linear_layers_in_fp8(model_type: str, tmp_path: Path) -> None:
     linears = dict.fromkeys(("self_attn.o_proj.weight", "self_attn.kv_b_proj.weight"), few_bits.fp8_by_row)
+    names = ("q_proj", "k_proj", "v_proj") if model_type == "qwen3_moe" else ("q_a_proj", "kv_a_proj_with_mqa")
+    linears |= dict.fromkeys((f"self_attn.{name}.weight" for name in names), few_bits.int4)
     experts = {f"experts.{e}.{part}_proj.weight": few_bits.int4 for e in range(8) for part in ("gate", "up", "down")}
     config: dict[str, object] = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
     config |= {"ignore": ["lm_head", "re:.*shared_experts.*"]}
