@@ -17,6 +17,7 @@ FP8 with one scale, or one per block of rows and columns, is no matrix of this m
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,12 +28,15 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import BlockType, RawTensor, row_bytes
 from ktransformers.models.facts import Quantization
 from ktransformers.weights.codes import SCALE_DTYPES, CodeKind, CodeSpec, LowBitMatrix
+from ktransformers.weights.experts import FLOAT_DTYPES
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.packings import ByteRows, ColumnWords, PairRows, WordRows
 from ktransformers.weights.quantization import weight_groups
 from ktransformers.weights.safetensors import SafetensorsModel, SafetensorsTensor
 
 __all__ = ["LowBitTensor", "find_low_bits"]
+
+logger = logging.getLogger(__name__)
 
 _SCALES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "U8": "E8M0", "F8_E8M0": "E8M0", "F8_E4M3": "E4M3"}
 _RAW = {"I32": torch.int32, "I64": torch.int64, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.uint8}
@@ -80,7 +84,16 @@ class LowBitTensor:
 
 def find_low_bits(model: SafetensorsModel, quantization: Quantization | None) -> dict[str, LowBitTensor]:
     """By the name that the parameter has unquantized. Raises UnsupportedError and TensorMismatchError."""
-    return _Finder(model, quantization).found()
+    found = _Finder(model, quantization).found()
+    wide = sum(one.resident in FLOAT_DTYPES for one in found.values())
+    if wide:
+        logger.warning(
+            "%d of %d matrices of few bits are held in F16 or F32: their columns are of groups in any order (GPTQ with "
+            "desc_act), or of groups that are no multiples of 32",
+            wide,
+            len(found),
+        )
+    return found
 
 
 class _Finder:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -215,6 +216,8 @@ class SafetensorsSource:
 
     def _low_bits(self, origin: Origin) -> LowBitTensor | None:
         """The matrix of few bits that a parameter is, None where it is none or made of several or of a part of one."""
+        if origin.operations and origin.sources[0] in self._low:
+            _say_dequantized(origin.operations)
         return None if origin.operations else self._low.get(origin.sources[0])
 
     def _origin(self, name: str) -> Origin | None:
@@ -462,6 +465,13 @@ class SafetensorsSource:
             halves = (up[:, :inner], up[:, inner:]) if layout.is_concatenated else (up[:, 0::2], up[:, 1::2])
             out["gate"], out["up"] = halves[0].contiguous(), halves[1].contiguous()
         return out
+
+
+@cache
+def _say_dequantized(operations: tuple[str, ...]) -> None:
+    logger.warning(
+        "matrices of few bits that the model has in another shape (%s) are held in F32", ", ".join(operations)
+    )
 
 
 def _names_of(where: _Stored) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import GroupType, RawTensor, row_bytes
 from ktransformers.kernels.types import QuantType as T
 from ktransformers.models.facts import ModelFacts
+from ktransformers.weights.checkpoint_names import Origin
 from ktransformers.weights.safetensors import open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
@@ -316,7 +317,14 @@ GPTQ = [
 
 @pytest.mark.parametrize(("bits", "group", "is_symmetric", "is_shuffled", "version", "resident"), GPTQ)
 def test_gptq(
-    bits: int, group: int, is_symmetric: bool, is_shuffled: bool, version: str, resident: str, tmp_path: Path
+    bits: int,
+    group: int,
+    is_symmetric: bool,
+    is_shuffled: bool,
+    version: str,
+    resident: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     generator = torch.Generator().manual_seed(7)
     top, half = 1 << bits, 1 << (bits - 1)
@@ -340,6 +348,7 @@ def test_gptq(
     if not is_symmetric:  # as where the config has an exception for this module
         config["bits"] = 12 - bits
     source = source_of(tmp_path, stored, config)
+    assert ("1 of 1 matrices of few bits are held in F16" in caplog.text) == is_shuffled
     wanted = (scales.float()[index] * (codes - zeros[index]).float()).T
     if is_shuffled:  # the product that the library multiplies with is of the type of its scales
         wanted = wanted.half().float()
@@ -381,6 +390,19 @@ def test_awq(tmp_path: Path) -> None:
     source = source_of(tmp_path, stored, config)
     index = torch.arange(COLS) // 128
     check_linear(source, (scales.float()[index] * (codes - zeros[index]).float()).T, "I4_128_F16_Z", set(stored))
+
+
+def test_a_part_of_a_matrix_is_held_in_f32(tmp_path: Path) -> None:
+    weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(9)) * 0.05
+    made, wanted = compressed(weight, "pack-quantized", torch.bfloat16, strategy="group", group_size=32)
+    stored = {f"{NAME}.{name}": tensor for name, tensor in made.items()}
+    source = source_of(tmp_path, stored, {"quant_method": "compressed-tensors"})
+    source._names.converted["a.weight"] = Origin(("Chunk",), (f"{NAME}.weight",), 1, 2, 0)
+    info = source.find("a.weight")
+    assert info is not None
+    assert (info.resident_type, info.shape, info.nbytes) == (T.F32, (ROWS // 2, COLS), ROWS // 2 * COLS * 4)
+    assert torch.equal(values_of(source.tensor("a.weight")), wanted[ROWS // 2 :])
+    assert set(info.stored_names) == set(stored)
 
 
 # -- what is refused
