@@ -18,6 +18,7 @@
 #include "ops/index.h"
 #include "ops/kv.h"
 #include "ops/limits.h"
+#include "ops/group_blocks.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
 #include "ops/stream.h"
@@ -25,6 +26,7 @@
 #include "runtime/allocations.h"
 #include "runtime/files.h"
 #include "runtime/pages.h"
+#include "tiers/grouped.h"
 #include "tiers/isa.h"
 
 namespace nb = nanobind;
@@ -138,6 +140,17 @@ void bind_linear(nb::module_& m) {
         kt::transcode(type, at<const uint8_t>(blocks), count, at<uint8_t>(out));
       },
       nb::arg("type"), nb::arg("blocks"), nb::arg("count"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "write_group_blocks",
+      [](Address codes, bool is_paired, Address scales, int64_t piece_bytes, Address zeros, Address numbers,
+         std::array<int64_t, 5> sizes, Address out) {
+        const auto [rows, cols, groups, size, group] = sizes;
+        kt::write_group_blocks({at<const uint8_t>(codes), at<const uint8_t>(scales), at<const uint8_t>(zeros),
+                                at<const uint8_t>(numbers), rows, cols, groups, size, group, piece_bytes, is_paired},
+                               at<uint8_t>(out));
+      },
+      nb::arg("codes"), nb::arg("is_paired"), nb::arg("scales"), nb::arg("piece_bytes"), nb::arg("zeros"),
+      nb::arg("numbers"), nb::arg("sizes"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "read_ahead", [](Address data, int64_t bytes) { kt::read_ahead(at<const uint8_t>(data), bytes); },
       nb::arg("data"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
@@ -457,6 +470,13 @@ NB_MODULE(_native, m) {
     for (const kt::QTypeInfo& info : kt::qtype_infos())
       if (info.type != kt::QType::F8_E4M3)
         types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
+    return types;
+  });
+  // The same of weights in groups, which ggml does not have.
+  m.def("group_types", [] {
+    nb::dict types;
+    for (const kt::QTypeInfo& info : kt::grouped_infos())
+      types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
     return types;
   });
   m.def("activation_kinds", [] {

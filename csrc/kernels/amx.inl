@@ -374,10 +374,13 @@ template <class P> void amx32_tiles(const TileArgs* a, int count) {
   tiles_end();
 }
 
+void amx_grouped_tiles(const TileArgs* a, int count);  // amx_groups.inl
+
 // Tiles of one type.
 void amx_packed_tiles(const TileArgs* a, int count) {
   for (int i = 0; i < count; ++i)
     for (int t = 0; t < a->num_tokens; ++t) store(a[i].acc + t * 16, zero());
+  if (is_grouped(a->type)) return amx_grouped_tiles(a, count);
   switch (a->type) {
     case QType::Q4_K: return amx256_tiles<PackedQ4K>(a, count);
     case QType::Q5_K: return amx256_tiles<PackedQ5K>(a, count);

@@ -32,17 +32,28 @@ inline vf fp8_total(vf acc, vf scale, vf s0, vf s1, vf s2, vf s3) {
   return add(acc, mul(scale, add(add(s0, s1), add(s2, s3))));
 }
 
+// The blocks of columns of a tile; packed_groups.inl has others.
+struct Fp8Blocks {
+  const uint8_t* packed;
+  int64_t k, count;
+  static constexpr int size = kFp8Block;
+  explicit Fp8Blocks(const TileArgs& a) : packed(a.packed), k(a.k), count(fp8_blocks(a.k)) {}
+  const uint8_t* lines() const { return packed + fp8_head_bytes(k); }
+  int cols(int64_t block) const { return fp8_cols(k, block); }
+  vf scale(int64_t block) const { return fp8_scale(packed, block); }
+};
+
 // C tokens from t on, straight from the lines: weights stay in registers, sums of C tokens beside them.
-template <int C> void fp8_few(const TileArgs& a, int t) {
-  const uint8_t* p = a.packed + fp8_head_bytes(a.k);
+template <int C, class B> void fp8_few(const TileArgs& a, const B& blocks, int t) {
+  const uint8_t* p = blocks.lines();
   const float* x[C];
   vf acc[C];
   for (int c = 0; c < C; ++c) {
     x[c] = a.act.x + token_row(a, t + c) * a.act.ldx;
     acc[c] = load(a.acc + (t + c) * 16);
   }
-  for (int64_t b = 0; b < fp8_blocks(a.k); ++b) {
-    const int cols = fp8_cols(a.k, b);
+  for (int64_t b = 0; b < blocks.count; ++b) {
+    const int cols = blocks.cols(b);
     vf s[C][4];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c)
@@ -61,11 +72,11 @@ template <int C> void fp8_few(const TileArgs& a, int t) {
         }
       }
     }
-    const vf scale = fp8_scale(a.packed, b);
+    const vf scale = blocks.scale(b);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       acc[c] = fp8_total(acc[c], scale, s[c][0], s[c][1], s[c][2], s[c][3]);
-      x[c] += kFp8Cols;
+      x[c] += blocks.size;
     }
   }
   for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
@@ -90,14 +101,15 @@ inline const uint8_t* stage_fp8(const uint8_t* p, int cols, Fp8Stage& st) {
 
 // Some of the four sums at a time, of C tokens: as many independent chains as the units for fma need, and no more than
 // there are registers.
-template <int C> void fp8_tokens(const TileArgs& a, const Fp8Stage& st, int64_t block, int t) {
+template <int C, class B>
+void fp8_tokens(const TileArgs& a, const B& blocks, const Fp8Stage& st, int64_t block, int t) {
   constexpr int J = C >= 4 ? 1 : C >= 2 ? 2 : 4;
-  const int steps = fp8_cols(a.k, block) / 4;
-  const vf scale = fp8_scale(a.packed, block);
+  const int steps = blocks.cols(block) / 4;
+  const vf scale = blocks.scale(block);
   for (; t + C <= a.num_tokens; t += C) {
     const float* x[C];
     vf s[4][C];
-    for (int c = 0; c < C; ++c) x[c] = a.act.x + token_row(a, t + c) * a.act.ldx + block * kFp8Cols;
+    for (int c = 0; c < C; ++c) x[c] = a.act.x + token_row(a, t + c) * a.act.ldx + block * blocks.size;
     for (int first = 0; first < 4; first += J) {
       vf sum[J][C];
 #pragma GCC unroll 4
@@ -122,24 +134,25 @@ template <int C> void fp8_tokens(const TileArgs& a, const Fp8Stage& st, int64_t 
       store(acc, fp8_total(load(acc), scale, s[0][c], s[1][c], s[2][c], s[3][c]));
     }
   }
-  if constexpr (C > 1) fp8_tokens<(C > 6 ? fewer(C) : C - 1)>(a, st, block, t);
+  if constexpr (C > 1) fp8_tokens<(C > 6 ? fewer(C) : C - 1)>(a, blocks, st, block, t);
 }
 
-template <int C> void fp8_few_tokens(const TileArgs& a, int t) {
-  for (; t + C <= a.num_tokens; t += C) fp8_few<C>(a, t);
-  if constexpr (C > 1) fp8_few_tokens<C - 1>(a, t);
+template <int C, class B> void fp8_few_tokens(const TileArgs& a, const B& blocks, int t) {
+  for (; t + C <= a.num_tokens; t += C) fp8_few<C>(a, blocks, t);
+  if constexpr (C > 1) fp8_few_tokens<C - 1>(a, blocks, t);
 }
 
 // Adds to a.acc.
-void fp8_tile(const TileArgs& a) {
-  if (a.num_tokens <= kFp8Few) return fp8_few_tokens<kFp8Few>(a, 0);
-  const uint8_t* p = a.packed + fp8_head_bytes(a.k);
+template <class B> void fp8_blocks_tile(const TileArgs& a, const B& blocks) {
+  if (a.num_tokens <= kFp8Few) return fp8_few_tokens<kFp8Few>(a, blocks, 0);
+  const uint8_t* p = blocks.lines();
   Fp8Stage st;
-  for (int64_t b = 0; b < fp8_blocks(a.k); ++b) {
-    p = stage_fp8(p, fp8_cols(a.k, b), st);
-    fp8_tokens<kFp8Staged>(a, st, b, 0);
+  for (int64_t b = 0; b < blocks.count; ++b) {
+    p = stage_fp8(p, blocks.cols(b), st);
+    fp8_tokens<kFp8Staged>(a, blocks, st, b, 0);
   }
 }
+void fp8_tile(const TileArgs& a) { fp8_blocks_tile(a, Fp8Blocks(a)); }
 
 // ---- re-laying ----
 

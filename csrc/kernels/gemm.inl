@@ -443,9 +443,11 @@ template <class F> void q256_tile(const TileArgs& a) {
 // Formats that are computed with in re-laid form only, see packed.inl.
 void relaid_tile(const TileArgs& a);
 void grid_rows_tile(const TileArgs& a);  // packed_grid.inl
+void relaid_grouped(const TileArgs& a);  // packed_groups.inl
 
 void tile(const TileArgs& a) {
   for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
+  if (is_grouped(a.type)) return relaid_grouped(a);
   switch (a.type) {
     case QType::F32: return float_tile<QType::F32>(a);
     case QType::F16: return float_tile<QType::F16>(a);

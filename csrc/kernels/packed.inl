@@ -437,9 +437,11 @@ template <class P> void packed32_tile(const TileArgs& a) {
 
 void fp8_tile(const TileArgs& a);          // fp8.inl
 void packed_grid_tile(const TileArgs& a);  // packed_grid.inl
+void grouped_tile(const TileArgs& a);  // packed_groups.inl
 
 // Adds to a.acc.
 void packed_tile(const TileArgs& a) {
+  if (is_grouped(a.type)) return grouped_tile(a);
   switch (a.type) {
     case QType::Q8_0: return packed32_tile<PackedQ8_0>(a);
     case QType::Q4_0: return packed32_tile<PackedQ4_0>(a);

@@ -113,7 +113,10 @@ void pack_bf16(const uint8_t* const* rows, int64_t k, uint8_t* out) {
   }
 }
 
+void pack_grouped(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);  // packed_groups.inl
+
 void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  if (is_grouped(type)) return pack_grouped(type, rows, k, out);
   switch (type) {
     case QType::Q8_0: return pack_tile32<PackedQ8_0>(rows, k, out);
     case QType::Q4_0: return pack_tile32<PackedQ4_0>(rows, k, out);

@@ -10,6 +10,7 @@
 
 #include "ops/tiles.h"
 #include "runtime/files.h"
+#include "runtime/grouped.h"
 #include "tiers/isa.h"
 
 namespace kt {
@@ -38,6 +39,7 @@ void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
 
 int64_t packed_tile_bytes(QType type, int64_t cols) {
   const QTypeInfo& info = qtype_info(type);
+  if (is_grouped(type)) return GroupForm(type).tile_bytes(cols);
   const int64_t blocks = cols / info.block, head = (blocks * 32 + 63) / 64 * 64;
   switch (type) {
     case QType::Q8_0: return head + blocks * 512;
@@ -76,7 +78,7 @@ WeightView make_view(QType type, const uint8_t* data, int64_t rows, int64_t cols
 }
 
 bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t cols, bool is_many) {
-  if (layout == Layout::Rows) return false;
+  if (layout == Layout::Rows || is_grouped(type)) return false;  // of groups, only the exact products are known
   if (kernels.bf16_tiles == nullptr) {
     if (type == QType::BF16)
       throw std::invalid_argument(std::string("re-laid BF16 weights cannot be computed with on the tier ") +

@@ -3,6 +3,9 @@
 
 #include <stdexcept>
 
+#include "runtime/grouped.h"
+#include "tiers/grouped.h"
+
 #if defined(KT_X86)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -98,6 +101,7 @@ const std::vector<QTypeInfo>& qtype_infos() {
 }
 
 const QTypeInfo& qtype_info(QType type) {
+  if (is_grouped(type)) return grouped_info(type);
   for (const QTypeInfo& info : qtype_infos())
     if (info.type == type) return info;
   throw std::invalid_argument("no kernel for ggml type " + std::to_string(static_cast<int>(type)));

@@ -9,3 +9,4 @@
 #include "kernels/packed_grid.inl"
 #include "kernels/packing.inl"
 #include "kernels/fp8.inl"
+#include "kernels/packed_groups.inl"

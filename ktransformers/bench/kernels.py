@@ -23,7 +23,15 @@ from ktransformers.bench.random_weights import random_weight
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.bench.timing import mean_time
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, limits
-from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, OwnType, QuantType, WeightType
+from ktransformers.kernels.types import (
+    ActivationSpec,
+    ExpertWeight,
+    ExpertWeights,
+    GroupType,
+    OwnType,
+    QuantType,
+    WeightType,
+)
 from ktransformers.operators.linear.packed import pack_experts
 
 __all__ = ["KernelWork", "Shape", "bench_kernels"]
@@ -91,7 +99,8 @@ def _projection_types(name: str) -> tuple[WeightType, WeightType, WeightType]:
     """gate, up, down. Q4_K_M keeps down in Q6_K."""
     if name == "q4_k_m":
         return QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K
-    qtype = OwnType.F8_E4M3 if name == "fp8" else QuantType[name.upper()]
+    known = {"FP8": OwnType.F8_E4M3, **GroupType.__members__, **QuantType.__members__}
+    qtype = known[name.upper()]
     return qtype, qtype, qtype
 
 

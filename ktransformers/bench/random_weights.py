@@ -6,7 +6,9 @@ import torch
 
 from ktransformers.kernels.types import (
     FP8_BLOCK,
+    BlockType,
     Fp8Matrix,
+    GroupType,
     OwnType,
     QuantType,
     RawTensor,
@@ -28,12 +30,15 @@ def random_weight(qtype: WeightType, rows: int, cols: int) -> RawTensor | Fp8Mat
     return random_raw(qtype, rows, cols)
 
 
-def random_raw(qtype: QuantType, rows: int, cols: int) -> RawTensor:
-    """[rows, cols] of a GGML type: random blocks whose scales are small numbers."""
+def random_raw(qtype: BlockType, rows: int, cols: int) -> RawTensor:
+    """[rows, cols] of a block type: random blocks whose scales are small numbers."""
     if qtype in _UNQUANTIZED:
         return RawTensor.from_tensor((torch.randn(rows, cols) * 0.02).to(_UNQUANTIZED[qtype]))
     data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8)
     blocks = data.view(-1, type_size(qtype))
+    if isinstance(qtype, GroupType):
+        _tame_groups(qtype, blocks)
+        return RawTensor(data, qtype, (rows, cols))
     if qtype is QuantType.MXFP4:
         blocks[:, 0] = 117  # 2^-11
         return RawTensor(data, qtype, (rows, cols))
@@ -46,3 +51,16 @@ def random_raw(qtype: QuantType, rows: int, cols: int) -> RawTensor:
     if qtype in (QuantType.Q4_K, QuantType.Q5_K):
         blocks[:, 3] = 0x04
     return RawTensor(data, qtype, (rows, cols))
+
+
+def _tame_groups(qtype: GroupType, blocks: torch.Tensor) -> None:
+    """No code is a NaN, scales are about 1e-4."""
+    if qtype.name.startswith(("F8", "MXFP8")):
+        blocks &= 0x7D
+    if qtype.name == "MXFP8":
+        blocks[:, 0] = 117
+    elif qtype.name == "NVFP4_F32":
+        blocks[:, 3], blocks[:, 4:6] = 0x39, 0x38
+    else:
+        scale = qtype.name.split("_")[2]
+        blocks[:, 3 if scale == "F32" else 1] = 0x04 if scale == "F16" else 0x39

@@ -24,7 +24,7 @@ from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
-from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, PackedTensor, RawTensor
+from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, GroupType, PackedTensor, RawTensor
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.optimize.machine import detect_machine
@@ -233,7 +233,7 @@ def _fill_experts(module: Any, key: str, source: TiedSource) -> int:
 
 def _dequantized(raw: RawTensor | Fp8Matrix) -> torch.Tensor:
     """fp32 [rows, cols] by the `gguf` package or torch, not by our kernels."""
-    if isinstance(raw, Fp8Matrix):
+    if isinstance(raw, Fp8Matrix) or isinstance(raw.qtype, GroupType):
         return reference.dequantize(raw)
     blocks = raw.data.numpy().reshape(raw.rows, raw.row_bytes)
     values = gguf.quants.dequantize(blocks, raw.qtype)

@@ -27,6 +27,7 @@ from ktransformers.kernels.types import (
     ExpertWeight,
     ExpertWeights,
     Fp8Matrix,
+    GroupType,
     OwnType,
     QuantType,
     RawTensor,
@@ -217,7 +218,7 @@ class StoredWeights(TorchFunctionMode):
 
     def _numbers(self, raw: RawTensor, name: str) -> torch.Tensor:
         """A matrix in fp32."""
-        if raw.qtype not in cpu.NATIVE_TYPES:
+        if isinstance(raw.qtype, QuantType) and raw.qtype not in cpu.NATIVE_TYPES:
             return dequantize(raw, name)
         return cpu.dequantize_rows(raw, torch.arange(raw.rows), self._pool)
 
@@ -348,7 +349,9 @@ class _Roundings:
                 return None
             products = operator.products
             return _to_bf16 if (products.takes_bf16 if resident is QuantType.BF16 else products.wants_bf16) else None
-        assert isinstance(resident, QuantType)
+        assert not isinstance(resident, OwnType)
+        if isinstance(resident, GroupType):
+            return None if resident.name.startswith(("F8", "MXFP8")) else lambda x: _to_int8(x, 32)
         size = block_size(resident)  # cpu_prefill bf16 rounds to less than this, and large calls only
         return lambda x: _to_int8(x, size)
 

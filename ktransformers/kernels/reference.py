@@ -12,12 +12,13 @@ import torch.nn.functional as functional
 from gguf import quants
 from torch import Tensor
 
-from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix, QuantType, RawTensor
+from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix, GroupType, QuantType, RawTensor, block_size
 
 __all__ = [
     "attention",
     "choose_positions",
     "dequantize",
+    "group_parts",
     "linear",
     "moe",
     "quantize_kv",
@@ -36,9 +37,44 @@ def dequantize(weight: RawTensor | Fp8Matrix) -> Tensor:
         return weight.data.clone().view(torch.float16).float().reshape(weight.shape)
     if weight.qtype == QuantType.BF16:
         return weight.data.clone().view(torch.bfloat16).float().reshape(weight.shape)
+    if isinstance(weight.qtype, GroupType):
+        values, scales = group_parts(weight)
+        return values * scales
     rows = weight.data.numpy().reshape(weight.rows, weight.row_bytes)
     values = quants.dequantize(rows, weight.qtype)
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(weight.shape)
+
+
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+
+
+def group_parts(weight: RawTensor) -> tuple[Tensor, Tensor]:
+    """Blocks of a GroupType [N, K] as (values less zero points, scales), whose products are the weights: fp32 [N, K].
+
+    Values of E2M1 are twice what the format says, and its scales half.
+    """
+    qtype, (rows, cols) = weight.qtype, weight.shape
+    size = block_size(qtype)
+    blocks = weight.data.clone().view(rows * cols // size, -1)
+    if qtype.name == "NVFP4_F32":
+        scales = blocks[:, 4:6].contiguous().view(torch.float8_e4m3fn).float() * blocks[:, :4].contiguous().view(
+            torch.float32
+        )
+        values = _TWICE_E2M1[torch.cat((blocks[:, 6:] & 15, blocks[:, 6:] >> 4), dim=1).int()]
+        return values.float().view(rows, cols), (scales / 2).repeat_interleave(16, dim=1).view(rows, cols)
+    dtype = torch.float8_e8m0fnu if qtype.name == "MXFP8" else _SCALES[qtype.name.split("_")[2]]
+    has_zero, at = qtype.name.endswith("_Z"), dtype.itemsize
+    scales = blocks[:, :at].contiguous().view(dtype).float().expand(-1, size).reshape(rows, cols)
+    body = blocks[:, at + has_zero :].contiguous()
+    if qtype.name.startswith("I4"):
+        some = body.view(len(blocks), -1, 16)
+        values = torch.stack((some & 15, some >> 4), dim=2).view(len(blocks), size).float() - 8
+    else:
+        values = body.view(torch.int8 if qtype.name.startswith("I8") else torch.float8_e4m3fn).float()
+    if has_zero:
+        values -= blocks[:, at : at + 1].contiguous().view(torch.int8).float()
+    return values.view(rows, cols), scales
 
 
 def linear(x: Tensor, weight: RawTensor | Fp8Matrix, bias: Tensor | None = None) -> Tensor:

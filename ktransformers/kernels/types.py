@@ -22,9 +22,11 @@ __all__ = [
     "FP8_BLOCK",
     "Activation",
     "ActivationSpec",
+    "BlockType",
     "ExpertWeight",
     "ExpertWeights",
     "Fp8Matrix",
+    "GroupType",
     "OwnType",
     "PackedTensor",
     "QuantType",
@@ -44,7 +46,24 @@ class OwnType(IntEnum):
     F8_E4M3 = extension.F8_E4M3  # e4m3fn codes under one fp32 scale per FP8_BLOCK rows and columns
 
 
-WeightType: TypeAlias = QuantType | OwnType
+_GROUP_TYPES: dict[str, tuple[int, int, int]] = extension.group_types()
+
+
+class GroupType(IntEnum):
+    """Block types that ggml does not have: groups of columns with scales of their own, as safetensors hold them.
+
+    I4_32_BF16 is integers of 4 bits in groups of 32 columns under a bf16 scale, ..._Z those with a zero point beside
+    it; I8 has 8 bits, F8 e4m3fn. Larger groups are several blocks of the same scale. MXFP8: F8 under e8m0; NVFP4_F32:
+    e2m1 under an e4m3 scale per 16 columns and an fp32 number. Bytes: csrc/kernels/packed_groups.inl. The extension
+    names the members.
+    """
+
+    vars().update({name: number for name, (number, _, _) in _GROUP_TYPES.items()})
+
+
+BlockType: TypeAlias = QuantType | GroupType
+"""Types whose rows are blocks of columns."""
+WeightType: TypeAlias = QuantType | OwnType | GroupType
 
 FP8_BLOCK: int = extension.FP8_BLOCK
 
@@ -62,17 +81,21 @@ _FLOAT_TYPES = {
 }
 
 
-def block_size(qtype: QuantType) -> int:
+def block_size(qtype: BlockType) -> int:
     """Elements in one block of `qtype` (1 for F32, 32 for Q8_0, 256 for Q4_K)."""
+    if isinstance(qtype, GroupType):
+        return _GROUP_TYPES[qtype.name][1]
     return int(GGML_QUANT_SIZES[qtype][0])
 
 
-def type_size(qtype: QuantType) -> int:
+def type_size(qtype: BlockType) -> int:
     """Bytes in one block of `qtype` (4 for F32, 34 for Q8_0, 144 for Q4_K)."""
+    if isinstance(qtype, GroupType):
+        return _GROUP_TYPES[qtype.name][2]
     return int(GGML_QUANT_SIZES[qtype][1])
 
 
-def row_bytes(qtype: QuantType, cols: int) -> int:
+def row_bytes(qtype: BlockType, cols: int) -> int:
     """Bytes in one row of `cols` elements.
 
     Raises ValueError when `cols` is negative or no multiple of the block size.
@@ -96,7 +119,7 @@ class RawTensor:
     """
 
     data: torch.Tensor
-    qtype: QuantType
+    qtype: BlockType
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:

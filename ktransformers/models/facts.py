@@ -6,7 +6,8 @@ wrongly typed values are refused, by the name of their field. Knows no files and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -149,10 +150,11 @@ class DeltaFacts:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the config says of quantized safetensors. block: (rows, columns) that share a scale."""
+    """What the config says of quantized safetensors. block: (rows, columns) that share a scale. fields: all it says."""
 
     method: str | None
     block: tuple[int, int] | None = None
+    fields: Mapping[str, object] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,4 +412,4 @@ def _quantization(config: ConfigFields) -> Quantization | None:
     if block and not (isinstance(block, list | tuple) and len(block) == 2 and all(type(one) is int for one in block)):
         raise ConfigError(f"the model's config says weight_block_size {block!r:.60}; two numbers are needed")
     name = None if method is None else str(getattr(method, "value", method))
-    return Quantization(name, (block[0], block[1]) if block else None)
+    return Quantization(name, (block[0], block[1]) if block else None, dict(values))

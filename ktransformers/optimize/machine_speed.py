@@ -41,6 +41,8 @@ FORMAT = 2
 _BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "Q8_0": 8.5, "F8_E4M3": 8.0, "Q6_K": 6.56, "Q5_K": 5.5, "Q4_K": 4.5,
          "Q4_0": 4.5, "MXFP4": 4.25, "IQ4_XS": 4.25, "IQ3_S": 3.44, "IQ3_XXS": 3.06, "IQ2_S": 2.56, "IQ2_XS": 2.31,
          "IQ2_XXS": 2.06, "IQ1_M": 1.81, "IQ1_S": 1.56}  # fmt: skip
+_GROUP_BITS = {"I4": 4.5, "I8": 8.5, "F8": 8.25, "MXFP8": 8.25, "NVFP4": 4.5}
+"""Of weights in groups, by what their names begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +194,15 @@ def nearest_type(name: str, known: Mapping[str, object]) -> str:
     """The measured type whose weights are as wide as those of `name`, or most nearly so. Raises ValueError for none."""
     if name in known:
         return name
-    bits = _BITS.get(name, 8.0)
-    candidates = sorted(known, key=lambda one: (abs(_BITS.get(one, 8.0) - bits), one))
+    bits = _bits(name)
+    candidates = sorted(known, key=lambda one: (abs(_bits(one) - bits), one))
     if not candidates:
         raise ValueError("no type was measured")
     return candidates[0]
+
+
+def _bits(name: str) -> float:
+    return _BITS.get(name, _GROUP_BITS.get(name.partition("_")[0], 8.0))
 
 
 def machine_key(root: Path = Path("/")) -> dict[str, object]:

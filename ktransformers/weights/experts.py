@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from typing_extensions import override
@@ -22,6 +22,7 @@ from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import (
     FP8_BLOCK,
+    BlockType,
     Fp8Matrix,
     OwnType,
     QuantType,
@@ -36,6 +37,7 @@ from ktransformers.weights.source import TensorInfo
 
 __all__ = [
     "FLOAT_DTYPES",
+    "BlockMatrix",
     "BlockScaledMatrix",
     "ExpertMatrix",
     "FloatMatrix",
@@ -66,6 +68,18 @@ class ExpertMatrix(Protocol):
 
     def rows_f32(self, start: int, stop: int) -> torch.Tensor:
         """Rows start .. stop - 1 as a new fp32 tensor."""
+        ...
+
+
+@runtime_checkable
+class BlockMatrix(ExpertMatrix, Protocol):
+    """One that has the numbers of a type of blocks and can write them."""
+
+    @property
+    def resident(self) -> BlockType: ...
+
+    def write_blocks(self, out: RawTensor) -> None:
+        """All rows into `out`, which is of the type `resident`, some at a time."""
         ...
 
 
@@ -213,11 +227,14 @@ def _convert(matrix: ExpertMatrix, out: RawTensor) -> None:
     if isinstance(matrix, FloatMatrix) and FLOAT_DTYPES.get(out.qtype) is matrix.values.dtype:
         _copy_strided(matrix.values, out.data.view(matrix.values.dtype).view(rows, cols))
         return
+    if isinstance(matrix, BlockMatrix) and out.qtype is matrix.resident:
+        matrix.write_blocks(out)
+        return
     step = max(1, CHUNK_WEIGHTS // max(cols, 1))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        values = matrix.rows_f32(start, stop)
         part = out.rows_slice(start, stop)
+        values = matrix.rows_f32(start, stop)
         dtype = FLOAT_DTYPES.get(out.qtype)
         if dtype is not None:
             part.data.view(dtype).copy_(values.reshape(-1))

@@ -7,6 +7,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -32,8 +34,10 @@ from ktransformers.weights.experts import (
     load_matrices,
 )
 from ktransformers.weights.fused_experts import FusedPart, by_expert, fused_parts
+from ktransformers.weights.low_bits import LowBitTensor, find_low_bits
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.merged import MergedExperts, MergedTensors
+from ktransformers.weights.quantization import check_quantization, scale_block
 from ktransformers.weights.safetensors import SafetensorsModel
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
@@ -47,14 +51,18 @@ _TABLE = re.compile(r".*\.tid2eid")  # whole numbers: the experts of each token;
 _TABLE_TYPES = ("I32", "I64")
 _MOST_EXACT = 1 << 24
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # DeepSeek's block scales; per-tensor or per-row scales of other tools
-_SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SCALE_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 _IGNORABLE = (
-    re.compile(r".*\.(input|activation)_scale"),  # of FP8 activations; here activations are never FP8
+    re.compile(r".*\.(input|activation|input_global)_scale(_ub)?"),  # of activations, which are never as the files say
     re.compile(r".*rotary_emb\.inv_freq"),  # computed from the config
     re.compile(r"(.*\.)?mtp(_block)?\..*"),  # multi-token prediction: drafts tokens, no part of the model's answer
     re.compile(r".*\.(k|v)_scale"),  # of FP8 KV caches
 )
-_SUPPORTED_QUANT = (None, "fp8")
 _Stored = tuple[str, ...] | FusedPart
 
 
@@ -62,20 +70,20 @@ class SafetensorsSource:
     """WeightSource over the safetensors files of one model. facts are those of the module tree."""
 
     def __init__(self, model: SafetensorsModel, facts: ModelFacts):
-        quantization = facts.quantization
-        if quantization is not None and quantization.method not in _SUPPORTED_QUANT:
-            raise UnsupportedError(
-                f"safetensors quantized with {quantization.method!r:.40} are not supported; use the model's BF16 or "
-                "FP8 safetensors, or a GGUF of it"
-            )
+        check_quantization(facts.quantization)
         self._model = model
-        self._tensors = model.tensors
+        self._stored = model.tensors
+        self._low = find_low_bits(model, facts.quantization)
+        parts = {part for low in self._low.values() for part in low.parts}
+        self._tensors = {name: tensor for name, tensor in self._stored.items() if name not in parts}
+        self._tensors |= {name: low.header for name, low in self._low.items()}
         self._facts = facts
         self._names = CheckpointNames(facts.model_type, self._tensors, facts.composite_type)
-        if self._names.others:
-            logger.info("%d tensors for images and sound are left unread", len(self._names.others))
+        self._others = {part for name in self._names.others for part in self._parts(name)}
+        if self._others:
+            logger.info("%d tensors for images and sound are left unread", len(self._others))
         self._merged = MergedTensors.of(model, facts)
-        self._block = (None if quantization is None else quantization.block) or (128, 128)
+        self._block = scale_block(facts.quantization)
         self._log_fp8()
 
     def describe(self) -> str:
@@ -90,11 +98,11 @@ class SafetensorsSource:
 
     def stored_names(self) -> Sequence[str]:
         """Every tensor in the files, under its own name there."""
-        return tuple(self._tensors)
+        return tuple(self._stored)
 
     def ignorable(self, stored_name: str) -> bool:
         """Whether a stored tensor that no module asked for may be left over."""
-        if stored_name in self._names.others:
+        if stored_name in self._others:
             return True
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored_name)
         if layer is not None:  # layers for multi-token prediction follow the model's own
@@ -116,15 +124,19 @@ class SafetensorsSource:
             return None
         shape = self._shape(name, origin)
         types = tuple(dict.fromkeys(self._tensors[part].dtype for part in origin.sources))
-        resident = self._natural(origin.sources[0])
+        low = self._low_bits(origin)
+        resident = self._natural(origin.sources[0]) if low is None else low.resident
         nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1]) if shape else 4
-        scales = tuple(scale for part in origin.sources if (scale := self._scale_name(part)) is not None)
         is_fp8 = not origin.operations and self._is_native_fp8(origin.sources[0])
-        return TensorInfo(name, shape, "+".join(types), resident, nbytes, origin.sources + scales, is_fp8)
+        used = tuple(name for source in origin.sources for name in self._parts(source))
+        return TensorInfo(name, shape, "+".join(types), resident, nbytes, used, is_fp8)
 
     def tensor(self, name: str) -> RawTensor:
         """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
         origin = self._found(name)
+        low = self._low_bits(origin)
+        if low is not None:
+            return low.load()
         dtype = {QuantType.F32: torch.float32, QuantType.F16: torch.float16}.get(
             self._natural(origin.sources[0]), torch.bfloat16
         )
@@ -159,11 +171,11 @@ class SafetensorsSource:
             types = sorted({self._tensors[name].dtype for name in names})
             if len(types) > 1:
                 raise TensorMismatchError(f"the experts of {key!r} have different dtypes ({', '.join(types)})")
-            scales = tuple(scale for name in names if (scale := self._scale_name(name)) is not None)
-            natural: WeightType = self._natural(names[0])
+            used = tuple(part for name in names for part in self._parts(name))
+            natural: WeightType = self._low[names[0]].resident if names[0] in self._low else self._natural(names[0])
             if self._are_native_fp8(where, layout):
                 natural = OwnType.F8_E4M3
-            infos[part] = expert_info(f"{key}.{part}", types[0], natural, shape, names + scales, quantize_to)
+            infos[part] = expert_info(f"{key}.{part}", types[0], natural, shape, used, quantize_to)
         biases = self._bias_names(key, layout)
         nbytes = sum(info.nbytes for info in infos.values())
         nbytes += sum(4 * math.prod(self._tensors[name].shape) for name in biases)
@@ -194,6 +206,19 @@ class SafetensorsSource:
         )
 
     # -- dense tensors
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """The stored tensors that the tensor `name` is made of."""
+        if name in self._low:
+            return self._low[name].parts
+        scale = self._scale_name(name)
+        return (name,) if scale is None else (name, scale)
+
+    def _low_bits(self, origin: Origin) -> LowBitTensor | None:
+        """The matrix of few bits that a parameter is, None where it is none or made of several or of a part of one."""
+        if origin.operations and origin.sources[0] in self._low:
+            _say_dequantized(origin.operations)
+        return None if origin.operations else self._low.get(origin.sources[0])
 
     def _origin(self, name: str) -> Origin | None:
         origin = self._names.find(name)
@@ -240,6 +265,8 @@ class SafetensorsSource:
 
     def _values(self, stored: str, dtype: torch.dtype) -> torch.Tensor:
         self._natural(stored)
+        if stored in self._low:
+            return self._low[stored].dense(dtype)
         if self._is_table(stored):
             return self._table(stored).to(dtype)
         if self._tensors[stored].dtype != FP8:
@@ -262,7 +289,7 @@ class SafetensorsSource:
 
     def _natural(self, stored: str) -> QuantType:
         dtype = self._tensors[stored].dtype
-        if self._is_table(stored):
+        if self._is_table(stored) or stored in self._low:
             return QuantType.F32
         if dtype not in _NATURAL:
             raise UnsupportedError(
@@ -312,7 +339,9 @@ class SafetensorsSource:
             raise TensorMismatchError(f"FP8 tensor {stored!r} has no {stored + _SCALE_SUFFIXES[0]!r} beside it")
         dtype = _SCALE_DTYPES.get(self._tensors[name].dtype)
         if dtype is None:
-            raise UnsupportedError(f"scales {name!r} are {self._tensors[name].dtype}; F32, F16 and BF16 are supported")
+            raise UnsupportedError(
+                f"scales {name!r} are {self._tensors[name].dtype}; {', '.join(_SCALE_DTYPES)} are supported"
+            )
         return typed_view(self._model.bytes_of(name), dtype).reshape(self._tensors[name].shape).float()
 
     def _fp8_matrix(self, stored: str, values: torch.Tensor, scales: torch.Tensor) -> BlockScaledMatrix:
@@ -352,6 +381,8 @@ class SafetensorsSource:
         if up is None or down is None:
             raise TensorMismatchError(f"{key!r}: the files hold only one of the experts' two fused tensors")
         shapes = [[self._tensors[name].shape for name in origin.sources] for origin in (up, down)]
+        if up.sources[0] in self._low:  # in rows, whatever the module has
+            layout = replace(layout, is_transposed=False)
         found = fused_parts(up, down, layout, shapes)
         if found is None:
             made = ", ".join(up.operations or down.operations)
@@ -374,6 +405,9 @@ class SafetensorsSource:
             for name in where:
                 check_expert_shape(name, self._tensors[name].shape, shape)
             return [self._matrix(name) for name in where]
+        if where.stored in self._low:
+            rows = slice(where.start, where.stop, where.step)
+            return [self._low[where.stored].matrix(e, rows) for e in range(layout.num_experts)]
         fused = self._model.torch_tensor(where.stored)
         if self._tensors[where.stored].dtype != FP8:
             fused = fused.view(by_expert(tuple(fused.shape), layout.num_experts))
@@ -392,6 +426,8 @@ class SafetensorsSource:
         return shape[1:]
 
     def _matrix(self, stored: str) -> ExpertMatrix:
+        if stored in self._low:
+            return self._low[stored].matrix(0, slice(None))
         values = self._model.torch_tensor(stored)
         if self._tensors[stored].dtype != FP8:
             return FloatMatrix(values)
@@ -429,6 +465,13 @@ class SafetensorsSource:
             halves = (up[:, :inner], up[:, inner:]) if layout.is_concatenated else (up[:, 0::2], up[:, 1::2])
             out["gate"], out["up"] = halves[0].contiguous(), halves[1].contiguous()
         return out
+
+
+@cache
+def _say_dequantized(operations: tuple[str, ...]) -> None:
+    logger.warning(
+        "matrices of few bits that the model has in another shape (%s) are held in F32", ", ".join(operations)
+    )
 
 
 def _names_of(where: _Stored) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.streaming import STAGING
+from tests.support import few_bits
 from tests.support.agreement import dequantized, logits_of, prompt
 from tests.support.fake_gpus import fake_hardware
 from tests.support.fp8_models import write_both
@@ -133,4 +134,25 @@ def test_fp8_experts(is_streamed: bool, tmp_path: Path, monkeypatch: pytest.Monk
         assert ops_of(engine) == {("cuda:0", "KExpertsMarlin")}
     check(engine.runner.forward(ids, 0, range(len(ids))), want)
     assert not is_streamed or gpu.copies.num_copies > 0
+    engine.close()
+
+
+def test_experts_of_a_type_that_the_gpu_does_not_know_are_widened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_few = {f"experts.{e}.{part}_proj.weight": few_bits.int4 for e in range(8) for part in ("gate", "up", "down")}
+    write_few["self_attn.o_proj.weight"] = few_bits.fp8_by_row
+    config: dict[str, object] = {"quant_method": "compressed-tensors"}
+    few, wide = tmp_path / "few", tmp_path / "wide"
+    size = few_bits.write_both("qwen3_moe", few, wide, config, write_few, layers=1)
+    ids = prompt(size)
+    engine = build_engine(
+        EngineConfig(model_path=few, cache_lens=64, cpu_infer=1, use_cuda_graph=False), hardware=fake_hardware()
+    )
+    assert ops_of(engine) == {("cuda:0", "KExpertsMarlin")}
+    assert "experts of type I4_32_BF16 take 16 bits a weight" in caplog.text
+    assert "matrices of type F8_128_BF16 are dequantized" in caplog.text
+    (experts,) = (entry for entry in engine.plan.entries if entry.operator == "KTransformersExperts")
+    assert experts.nbytes == {"cuda:0": 8 * 3 * 256 * 256 * 2}
+    check(engine.runner.forward(ids, 0, range(len(ids))), logits_of(AutoModelForCausalLM.from_pretrained(wide), ids))
     engine.close()

@@ -150,7 +150,7 @@ MODELS = [
     ),
     ("extra_tensor", "1 tensors are read by no module: model.layers.0.self_attn.z_proj.weight"),
     ("wrong_shape", "model.layers.0.self_attn.q_proj.weight has shape (3, 64), the model's config needs (128, 64)"),
-    ("awq", "quantized with 'awq' are not supported"),
+    ("quip", "quantized with 'quip' are not supported"),
     ("truncated_safetensors", "model.safetensors: the file is truncated or damaged: 97.7 KiB missing of the 1.4 MiB"),
     ("shard_missing", "model-00002-of-00002.safetensors of the 2 files | missing; download them"),
     ("index_broken", "model.safetensors.index.json is not valid JSON"),

@@ -131,7 +131,7 @@ def _model_folders(folder: Path) -> None:
     _variant(good, folder / "config_negative_layers", num_hidden_layers=-1)
     _variant(good, folder / "more_layers", num_hidden_layers=3)
     _variant(good, folder / "wider", hidden_size=128)
-    _variant(good, folder / "awq", quantization_config={"quant_method": "awq"})
+    _variant(good, folder / "quip", quantization_config={"quant_method": "quip"})
     name = "model.layers.0.self_attn.q_proj.weight"
     _rewritten(_variant(good, folder / "missing_tensor") / "model.safetensors", lambda t: t.pop(name))
     _rewritten(

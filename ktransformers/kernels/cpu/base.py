@@ -14,7 +14,7 @@ from ktransformers.errors import ConfigError, KernelError
 from ktransformers.kernels.cpu.grids import hand_over_grids
 from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
 from ktransformers.kernels.extension import extension
-from ktransformers.kernels.types import OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
+from ktransformers.kernels.types import GroupType, OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
 
 __all__ = [
     "ISA_VARIABLE",
@@ -177,7 +177,7 @@ def check_weight(name: str, weight: object, dims: int) -> RawTensor | PackedTens
     if not isinstance(weight, (RawTensor, PackedTensor)):
         raise TypeError(f"{name} must be a RawTensor or made by pack or pack_fp8, got {type(weight).__name__}")
     is_fp8 = isinstance(weight, PackedTensor) and weight.qtype is OwnType.F8_E4M3
-    if weight.qtype not in NATIVE_TYPES and not is_fp8:
+    if weight.qtype not in NATIVE_TYPES and not is_fp8 and not isinstance(weight.qtype, GroupType):
         names = ", ".join(sorted(qtype.name for qtype in NATIVE_TYPES))
         raise ValueError(f"{name} is {weight.qtype.name}, which has no kernel; transcode it to one of {names}")
     if len(weight.shape) != dims:

@@ -13,7 +13,17 @@ from torch import Tensor
 from ktransformers.kernels.cpu import pages
 from ktransformers.kernels.cpu.base import Isa, WorkerPool, check_tensor, check_weight, has_bf16
 from ktransformers.kernels.extension import extension
-from ktransformers.kernels.types import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType, type_size
+from ktransformers.kernels.types import (
+    Fp8Matrix,
+    GroupType,
+    OwnType,
+    PackedTensor,
+    QuantType,
+    RawTensor,
+    WeightType,
+    block_size,
+    type_size,
+)
 
 __all__ = [
     "PACKED_TYPES",
@@ -28,9 +38,10 @@ __all__ = [
     "packed_nbytes",
     "page_out",
     "transcode_blocks",
+    "write_group_blocks",
 ]
 
-#: The block formats that `pack` packs.
+#: The block formats of ggml that `pack` packs; it packs every GroupType too.
 PACKED_TYPES = frozenset(
     {
         QuantType.Q8_0,
@@ -62,7 +73,7 @@ def can_pack(qtype: WeightType, cols: int, isa: Isa) -> bool:
     """Whether `pack` takes matrices of this type with `cols` columns, on a pool of this tier."""
     if qtype is QuantType.BF16:
         return has_bf16(isa) and cols % extension.BF16_COLS == 0
-    return qtype in PACKED_TYPES
+    return qtype in PACKED_TYPES or isinstance(qtype, GroupType)
 
 
 def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
@@ -167,6 +178,40 @@ def page_out(*weights: RawTensor | Fp8Matrix) -> None:
     fp8 = [weight for weight in weights if isinstance(weight, Fp8Matrix)]
     raw = [weight.data for weight in weights if isinstance(weight, RawTensor)]
     pages.page_out([*raw, *(weight.values for weight in fp8), *(weight.scales for weight in fp8)])
+
+
+def write_group_blocks(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, numbers: Tensor | None, group: int, out: RawTensor
+) -> None:
+    """Rows of codes, scales and zero points, apart as safetensors have them, as the blocks of `out`, of its type.
+
+    codes: uint8 [N, K], or [N, K / 2] with two columns of four bits in a byte, the first the low half. scales: [N, G],
+    one per `group` columns of a type that the blocks have; of NVFP4_F32 uint8 [N, K / 16], and numbers fp32 [N]. zeros:
+    int8 [N, G] or None. All contiguous. One thread; raises ValueError for what does not fit.
+    """
+    rows, cols = out.rows, out.cols
+    size, is_paired = block_size(out.qtype), codes.shape[1] != cols
+    check_tensor("codes", codes, (rows, cols // 2 if is_paired else cols), torch.uint8)
+    groups, piece = scales.shape[1], scales.element_size()
+    if numbers is not None:
+        groups, piece, group = groups // 2, 2, size
+        check_tensor("numbers", numbers, (rows,), torch.float32)
+    check_tensor("scales", scales, (rows, groups * piece // scales.element_size()), scales.dtype)
+    if zeros is not None:
+        check_tensor("zeros", zeros, (rows, groups), torch.int8)
+    head = piece + (0 if zeros is None else 1) + (0 if numbers is None else 4)
+    if type_size(out.qtype) != head + (size // 2 if is_paired else size):
+        raise ValueError(f"blocks of {out.qtype.name} have other parts than codes of {codes.shape[1]} bytes a row")
+    extension.write_group_blocks(
+        codes.data_ptr(),
+        is_paired,
+        scales.data_ptr(),
+        piece,
+        0 if zeros is None else zeros.data_ptr(),
+        0 if numbers is None else numbers.data_ptr(),
+        (rows, cols, groups, size, group),
+        out.data.data_ptr(),
+    )
 
 
 def transcode_blocks(rows: Tensor, qtype: QuantType, out: Tensor) -> None:

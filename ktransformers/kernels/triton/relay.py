@@ -88,7 +88,7 @@ _EXTRA = {QuantType.Q4_K: 4, QuantType.Q5_K: 4}
 
 def can_relay(qtype: WeightType, rows: int, cols: int) -> bool:
     """Whether a matrix [rows, cols] can be re-laid; others are read in rows."""
-    if isinstance(qtype, QuantType) and qtype not in GPU_TYPES:
+    if not isinstance(qtype, OwnType) and qtype not in GPU_TYPES:
         return False
     unit = FP8_COLUMNS if isinstance(qtype, OwnType) else block_size(qtype)
     return rows % ROW_MULTIPLE == 0 and cols % unit == 0 and rows * cols > 0

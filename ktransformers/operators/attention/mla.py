@@ -29,7 +29,7 @@ from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import LatentShape, Shape
-from ktransformers.kernels.types import QuantType, RawTensor
+from ktransformers.kernels.types import GroupType, QuantType, RawTensor
 from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.indexer import KIndexer
@@ -182,7 +182,9 @@ class KMLAAttention(WrapperOperator):
             return needs
         info = self._merged_info(source)
         needs.add("cpu", info)
-        if info.resident_type not in _TWO_BYTE:  # k_b is transposed, which blocks of 32 cannot be: it becomes F32
+        if isinstance(info.resident_type, GroupType):
+            needs.nbytes["cpu"] += 4 * math.prod(info.shape) - info.nbytes
+        elif info.resident_type not in _TWO_BYTE:  # k_b is transposed, which blocks of 32 cannot be: it becomes F32
             v_share = info.nbytes * self.v_dim // (self.nope_dim + self.v_dim)
             needs.nbytes["cpu"] += v_share + 4 * self.num_heads * self.nope_dim * self.rank - info.nbytes
         return needs
@@ -222,6 +224,9 @@ class KMLAAttention(WrapperOperator):
     def _split(self, merged: RawTensor) -> tuple[RawTensor, RawTensor]:
         """k_b [H, R, N] and v_b [H, V, R] out of kv_b [H * (N + V), R]."""
         heads, nope, v_dim, rank = self.num_heads, self.nope_dim, self.v_dim, self.rank
+        if isinstance(merged.qtype, GroupType):  # which kernels read fast when packed only
+            ids, pool = torch.arange(merged.rows), self.config.require_pool()
+            merged = RawTensor.from_tensor(cpu.dequantize_rows(merged, ids, pool))
         rows = merged.data.view(heads, nope + v_dim, merged.row_bytes)
         v_b = RawTensor(rows[:, nope:].contiguous().view(-1), merged.qtype, (heads, v_dim, rank))
         if merged.qtype in _TWO_BYTE:

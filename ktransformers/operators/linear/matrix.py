@@ -5,7 +5,9 @@ Knows block formats and devices; not modules or where bytes come from.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -23,7 +25,7 @@ from ktransformers.kernels.triton.relay import (
     relay,
     relay_fp8,
 )
-from ktransformers.kernels.types import Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
+from ktransformers.kernels.types import Fp8Matrix, GroupType, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 from ktransformers.operators.device import Device
 from ktransformers.operators.linear.upload import upload
 
@@ -39,6 +41,8 @@ __all__ = [
     "stays_quantized",
     "takes_fp8",
 ]
+
+logger = logging.getLogger(__name__)
 
 _FLOATS = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _PIECE = 1 << 26  # weights widened at once
@@ -113,6 +117,11 @@ def gpu_layout(qtype: WeightType, rows: int, cols: int) -> GpuLayout:
     return GpuLayout.PLANES if can_relay(qtype, rows, cols) else GpuLayout.ROWS
 
 
+@cache
+def _say_widened(qtype: GroupType) -> None:
+    logger.warning("matrices of type %s are dequantized on a GPU, whose kernels do not know it", qtype.name)
+
+
 def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.Tensor:
     """`weight` on `device` in its type, with the weight's shape; widened on the CPU piece by piece."""
     if weight.qtype in _FLOATS:
@@ -143,6 +152,8 @@ def gpu_matrix(
     """Bring a matrix [N, K] to a GPU. Pages of a file that were read through its map are given back."""
     rows, cols = weight.shape
     if isinstance(weight, RawTensor) and not stays_quantized(weight.qtype, is_dense_wanted):
+        if isinstance(weight.qtype, GroupType) and not is_dense_wanted:
+            _say_widened(weight.qtype)
         made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.take(bias))
         cpu.page_out(weight)
         return made

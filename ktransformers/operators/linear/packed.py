@@ -7,9 +7,11 @@ time, so that memory holds each weight once.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar, TypeGuard
 
 import torch
@@ -22,15 +24,19 @@ from ktransformers.kernels.types import (
     ExpertWeight,
     ExpertWeights,
     Fp8Matrix,
+    GroupType,
     OwnType,
     PackedTensor,
     QuantType,
     RawTensor,
+    WeightType,
 )
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.weights.source import TensorInfo
 
 __all__ = ["CpuProducts", "pack_experts", "pack_matrix", "resident_nbytes"]
+
+logger = logging.getLogger(__name__)
 
 _PRECISE = re.compile(r"(^|\.)(\w*attn|\w*attention|gate|router)(\.|$)")
 """Names of attention and routers, and of what is in them."""
@@ -90,11 +96,25 @@ def pack_matrix(
     """A matrix [N, K] as the kernels want it."""
     if isinstance(weight, RawTensor) and not _is_packed(weight, pool, products.takes_bf16):
         return weight
+    wants_bf16 = _takes_bf16(products, weight.qtype)
     rows, cols = weight.shape
     data = cpu.empty_bytes(cpu.packed_nbytes(weight.qtype, rows, cols), pool)
     cpu.pack_all([weight], pool, data)
     cpu.let_go([weight])
-    return PackedTensor(data, weight.qtype, (rows, cols), products.wants_bf16)
+    return PackedTensor(data, weight.qtype, (rows, cols), wants_bf16)
+
+
+def _takes_bf16(products: CpuProducts, qtype: WeightType) -> bool:
+    """Whether many rows are multiplied in bf16: not with weights in groups, whose only products are exact."""
+    if products.wants_bf16 and isinstance(qtype, GroupType):
+        _say_exact(qtype)
+        return False
+    return products.wants_bf16
+
+
+@cache
+def _say_exact(qtype: GroupType) -> None:
+    logger.warning("weights of type %s are multiplied exactly: there are no products of bf16 with them", qtype.name)
 
 
 def _is_packed(weight: ExpertWeight, pool: WorkerPool, takes_bf16: bool) -> TypeGuard[RawTensor | Fp8Matrix]:
@@ -141,8 +161,8 @@ def _projection(
     if not _is_packed(weights[0], pool, products.takes_bf16):
         kept = weights if isinstance(weights, list) else weights[:]  # of what is made on demand
         return _copied_all(kept, pool) if is_pinned else kept
-    made = _packed_all(weights, pool)
-    return [replace(one, wants_bf16=True) for one in made] if products.wants_bf16 else made
+    wants_bf16, made = _takes_bf16(products, weights[0].qtype), _packed_all(weights, pool)
+    return [replace(one, wants_bf16=True) for one in made] if wants_bf16 else made
 
 
 def pack_experts(
