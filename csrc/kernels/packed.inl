@@ -437,7 +437,7 @@ template <class P> void packed32_tile(const TileArgs& a) {
 
 void fp8_tile(const TileArgs& a);          // fp8.inl
 void packed_grid_tile(const TileArgs& a);  // packed_grid.inl
-void grouped_tile(const TileArgs& a);  // packed_groups.inl
+void grouped_tile(const TileArgs& a);      // packed_groups.inl
 
 // Adds to a.acc.
 void packed_tile(const TileArgs& a) {
