@@ -89,6 +89,11 @@ const std::vector<QTypeInfo>& qtype_infos() {
       {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32},        {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256},
       {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256},     {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256},
       {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256}, {QType::MXFP4, "MXFP4", 32, 17, ActForm::Q32},
+      {QType::Q4_1, "Q4_1", 32, 20, ActForm::Q32},        {QType::Q5_0, "Q5_0", 32, 22, ActForm::Q32},
+      {QType::Q5_1, "Q5_1", 32, 24, ActForm::Q32},        {QType::Q2_K, "Q2_K", 256, 84, ActForm::Q256},
+      {QType::Q3_K, "Q3_K", 256, 110, ActForm::Q256},     {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32},
+      {QType::TQ1_0, "TQ1_0", 256, 54, ActForm::Q256},    {QType::TQ2_0, "TQ2_0", 256, 66, ActForm::Q256},
+      {QType::NVFP4, "NVFP4", 64, 36, ActForm::Q32},
       {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float},
   };
   return infos;

@@ -30,13 +30,22 @@ __all__ = [
 #: The block formats that `pack` packs.
 PACKED_TYPES = frozenset(
     {
-        QuantType.Q8_0,
         QuantType.Q4_0,
-        QuantType.MXFP4,
+        QuantType.Q4_1,
+        QuantType.Q5_0,
+        QuantType.Q5_1,
+        QuantType.Q8_0,
+        QuantType.Q2_K,
+        QuantType.Q3_K,
         QuantType.Q4_K,
         QuantType.Q5_K,
         QuantType.Q6_K,
+        QuantType.IQ4_NL,
         QuantType.IQ4_XS,
+        QuantType.TQ1_0,
+        QuantType.TQ2_0,
+        QuantType.MXFP4,
+        QuantType.NVFP4,
     }
 )
 
@@ -44,7 +53,7 @@ TILE_ROWS: int = extension.TILE_ROWS
 
 
 def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more, of rows filled up to a multiple of 16."""
+    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more (Q3_K 5 %), of rows filled up to 16s."""
     return int(-(-rows // TILE_ROWS) * extension.packed_tile_bytes(int(qtype), cols))
 
 
