@@ -392,8 +392,7 @@ void amx32_blocks(const TileArgs& a, const TokenPiece& rows, const TokenTiles& t
     const int j = 2 * item.weight, second = j + 1 < units ? j + 1 : j;
     const int8_t* q = rows.q[item.token * tiles.height];
     if (step == 0)
-      multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], q + 32 * (j / parts),
-                                         q + 32 * (second / parts));
+      multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], q + 32 * (j / parts), q + 32 * (second / parts));
     next.fetch();
   };
   const auto add = [&](TileItem item, const TileSums& sums, int step) {

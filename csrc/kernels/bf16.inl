@@ -119,7 +119,7 @@ template <class P> struct Steps32 {
       for (int i = 0; i < 8; ++i) store_bytes(flip_signs(load_wb(p + 64 * i)), f, out + 64 * i);
     } else {
       const Affine f = {scale, zero()};
-      const vf table = load(std::is_same_v<P, PackedMXFP4>    ? kMxfp4Floats.v
+      const vf table = load(std::is_same_v<P, PackedMXFP4>   ? kMxfp4Floats.v
                             : std::is_same_v<P, PackedIQ4NL> ? kIq4Floats.v
                                                              : kQ4_0Floats.v);
       for (int i = 0; i < 4; ++i) {

@@ -92,7 +92,8 @@ inline uint8_t nvfp4_scale(uint8_t stored) { return stored == 127 ? 0 : stored &
 
 // The following ones follow the sequence of operations of gguf.quants, so that results are equal bit for bit.
 inline void dequantize_block32(QType type, const uint8_t* p, float* out) {
-  const bool has_min = type == QType::Q4_1 || type == QType::Q5_1, has_fifth = type == QType::Q5_0 || type == QType::Q5_1;
+  const bool has_min = type == QType::Q4_1 || type == QType::Q5_1,
+             has_fifth = type == QType::Q5_0 || type == QType::Q5_1;
   uint8_t q[32];
   nibble_codes(p + 2 + 2 * has_min + 4 * has_fifth, q);
   if (has_fifth) add_fifth_bits(p + 2 + 2 * has_min, q);
@@ -109,8 +110,7 @@ inline void dequantize_nvfp4(const uint8_t* p, float* out) {
     uint8_t q[32];
     nvfp4_codes(p, h, q);
     for (int i = 0; i < 32; ++i)
-      out[32 * h + i] =
-          half_of_ue4m3(nvfp4_scale(p[2 * h + i / 16])) * static_cast<float>(kMxfp4Values[q[i]]);
+      out[32 * h + i] = half_of_ue4m3(nvfp4_scale(p[2 * h + i / 16])) * static_cast<float>(kMxfp4Values[q[i]]);
   }
 }
 

@@ -15,8 +15,8 @@
 //       msum = sum_s m[s] sum_k a[k];                     acc = acc - (dmin * da) * float(msum)
 // (4) Q6_K, for every super-block of 256, with sub-blocks s of 16:
 //       isum = sum_s sc[s] sum_k (q[k] - 32) a[k];        acc = acc + (d * da) * float(isum)
-//     Q2_K as (3) with sub-blocks of 16, Q3_K as (4) with q[k] - 4; what formats_low.inl has besides is in packed_small.inl
-//     and packed_ternary.inl
+//     Q2_K as (3) with sub-blocks of 16, Q3_K as (4) with q[k] - 4; what formats_low.inl has besides is in
+//     packed_small.inl and packed_ternary.inl
 // (5) MXFP4 as (2), IQ4_XS as (4) with sub-blocks of 32, q the value in the format's table (no offset).
 // Integer sums cannot overflow: |isum| <= 256 * 127 * 128 * 63 in (4).
 

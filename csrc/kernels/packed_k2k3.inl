@@ -3,8 +3,9 @@
 //   Q2_K  256 columns   d[16], dmin[16], scales and minima, 16 lines                        84 B a row and block
 //   Q3_K  256 columns   scales - 32, 16 lines, 8 lines of third bits                        114 B (110 in the file)
 //
-// Lines of 256 columns: line 4 g + i (i < 4, g < 4) holds steps 16 g + i, + 4, + 8, + 12, two bits each, from the lowest
-// up. Third bits lie as the fifth ones of Q5_K. A byte of Q2_K's scales holds a scale and a minimum, as in the file.
+// Lines of 256 columns: line 4 g + i (i < 4, g < 4) holds steps 16 g + i, + 4, + 8, + 12, two bits each, from the
+// lowest up. Third bits lie as the fifth ones of Q5_K. A byte of Q2_K's scales holds a scale and a minimum, as in the
+// file.
 
 namespace {
 

@@ -5,9 +5,10 @@
 //   Q4_1    a head of 16 d, 16 m for every block; 4 lines as Q4_0                           20 B
 //   Q5_0    a head of halves d; 4 lines as Q4_0, a line of fifth bits                       22 B
 //   Q5_1    a head as Q4_1; lines as Q5_0                                                   24 B
-//   NVFP4   a head of 16 bytes UE4M3 for every 16 columns; 4 lines as Q4_0                  36 B in 64 columns
+//   NVFP4   a head of 16 pairs of bytes UE4M3 for every block; 4 lines as Q4_0              36 B in 64 columns
 //
-// Fifth bits: bit i is that of step i. NVFP4's scales have 7 bits; its low nibbles are the first 16 columns.
+// Fifth bits: bit i is that of step i. NVFP4's scales have 7 bits; the first of a pair and the low nibbles are those of
+// the first 16 columns.
 //
 // IQ4_NL and Q5_0 are (2) of gemm.inl. Of the others an output sees, for every block, ascending:
 //   Q4_1, Q5_1  isum = sum q[k] a[k];            acc = acc + (d * da) * float(isum)
@@ -83,9 +84,11 @@ struct PackedNVFP4 {
   static constexpr bool has_min = false, has_fifth = false, is_tile_signed = true, is_halved = true;
   static constexpr int tile_offset = 0, value_offset = 12;  // of the table below
   static int64_t head(int64_t blocks) { return 32 * blocks; }
-  // Of columns 32 b .. + 15, and of the other 16.
+  // Of columns 32 b .. + 15, and of the other 16. fp8_pair gives 256ths, of twice what the table wants.
   static vf scale(const uint8_t* tile, int64_t b, int half = 0) {
-    return mul(from_bits(shl<20>(load_s8(tile + 32 * b + 16 * half))), set1(0x1p119f));  // see half_of_ue4m3
+    vf first, second;
+    fp8_pair(tile + 32 * b, &first, &second);
+    return mul(half == 0 ? first : second, set1(128.0f));
   }
   static vf minimum(const uint8_t* tile, int64_t b) { return scale(tile, b, 1); }
   static void unpack(const uint8_t* p, wb* steps) {
@@ -106,7 +109,7 @@ struct PackedNVFP4 {
   static void row_block(const uint8_t* row, int64_t b, uint8_t* codes, int r, uint8_t* tile) {
     const uint8_t* p = row + b / 2 * 36;
     nvfp4_codes(p, b % 2, codes);
-    for (int half = 0; half < 2; ++half) tile[32 * b + 16 * half + r] = nvfp4_scale(p[2 * (b % 2) + half]);
+    for (int half = 0; half < 2; ++half) tile[32 * b + 2 * r + half] = nvfp4_scale(p[2 * (b % 2) + half]);
   }
 };
 
@@ -174,7 +177,8 @@ inline void add_small(const Step& step, vf dw, vf mw, int64_t b, SmallTokens<C>&
       const vf da = set1(tokens.d[c][b]);
       tokens.acc[c] = add(tokens.acc[c], mul(mul(dw, da), to_float(isum[c])));
       if constexpr (P::has_min)
-        tokens.acc[c] = add(tokens.acc[c], mul(mul(mw, da), set1(static_cast<float>(tokens.sums[c][kSumsPerBlock * b]))));
+        tokens.acc[c] =
+            add(tokens.acc[c], mul(mul(mw, da), set1(static_cast<float>(tokens.sums[c][kSumsPerBlock * b]))));
     }
   }
 }

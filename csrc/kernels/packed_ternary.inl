@@ -15,7 +15,7 @@ struct PackedTQ2 {
   static constexpr int64_t bytes = 1024;
 
   // use(step, codes) for half of the steps, H = 0 or 1: sums in int16 hold no more (32 * 2 * 3 * 127).
-  template <int H, class Use> static inline void half(const uint8_t* p, const Use& use) {
+  template <int H, class Use> __attribute__((always_inline)) static inline void half(const uint8_t* p, const Use& use) {
 #pragma GCC unroll kStepUnroll
     for (int l = 8 * H; l < 8 * H + 8; ++l) {
       const wb line = load_wb(p + 64 * l);
@@ -48,7 +48,7 @@ struct PackedTQ1 {
   static constexpr int64_t bytes = 832;
 
   static inline wb rest(wb line) { return add_bytes(add_bytes(line, line), line); }
-  template <int H, class Use> static inline void half(const uint8_t* p, const Use& use) {
+  template <int H, class Use> __attribute__((always_inline)) static inline void half(const uint8_t* p, const Use& use) {
 #pragma GCC unroll kStepUnroll
     for (int l = 7 * H; l < (H == 0 ? 7 : 13); ++l) {
       wb line = load_wb(p + 64 * l);
@@ -126,7 +126,7 @@ template <class P, int C> void ternary_few(const TileArgs& a, int t) {
 
 // Steps as they are staged, in the interface of the packed ones.
 struct StagedTernary {
-  template <int H, class Use> static inline void half(const uint8_t* w, const Use& use) {
+  template <int H, class Use> __attribute__((always_inline)) static inline void half(const uint8_t* w, const Use& use) {
 #pragma GCC unroll kStepUnroll
     for (int step = 32 * H; step < 32 * H + 32; ++step) use(step, load_wb(w + 64 * step));
   }

@@ -51,8 +51,8 @@ ActRows QuantizedRows::view() const {
 
 QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t rows, int64_t cols) {
   const ActForm form = form_for(type);
-  const int64_t block = form == ActForm::Q32 ? 32 : 256, per_block = form == ActForm::Q32 ? kSumsPerBlock : kSumsPerSuper,
-                blocks = rows * (cols / block);
+  const int64_t block = form == ActForm::Q32 ? 32 : 256,
+                per_block = form == ActForm::Q32 ? kSumsPerBlock : kSumsPerSuper, blocks = rows * (cols / block);
   return {form,
           block,
           per_block,

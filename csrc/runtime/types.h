@@ -91,7 +91,7 @@ struct TokenBlocks {
   float* d = nullptr;       // [pieces][rows][8]; of a block of 256: the first
   int64_t rows = 0;
   int16_t* sums16 = nullptr;  // [pieces][rows][16], of 16 columns each; of blocks of 256 only
-  uint16_t* bf16 = nullptr;  // [columns / 32][rows][32], rounded to bf16, instead of the others: what bf16_tiles reads
+  uint16_t* bf16 = nullptr;   // [columns / 32][rows][32], rounded to bf16, instead of the others: what bf16_tiles reads
 };
 
 // One tile of 16 weight rows times `num_tokens` activation rows.

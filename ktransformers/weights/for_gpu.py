@@ -71,7 +71,7 @@ class ForGpu:
         return ExpertsInfo(gate, up, down, info.stored_names, info.nbytes - before + after)
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
-        """The experts in types that a GPU's kernels read, where there are such; each transcoded when it is asked for."""
+        """The experts in types that a GPU's kernels read, where there are such."""
         weights = self._source.experts(key, layout, quantize_to)
         gate = None if weights.gate is None else _transcoded(weights.gate, key)
         up, down = _transcoded(weights.up, key), _transcoded(weights.down, key)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QuantType
 
-LAYERS, HIDDEN, EXPERTS, WIDTH, VOCAB = 12, 512, 16, 256, 8192
+LAYERS, HIDDEN, EXPERTS, WIDTH, VOCAB = 16, 512, 16, 256, 8192
 
 MEASURE = """
 import json, sys
@@ -92,7 +92,7 @@ def write_model(path: Path, qtype: QuantType) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about memory")
 @pytest.mark.parametrize("qtype", [QuantType.Q5_0, QuantType.Q3_K], ids=lambda qtype: qtype.name)
-def test_transcoded_weights_hold_what_was_planned(qtype: QuantType, tmp_path: Path) -> None:
+def test_weights_hold_what_was_planned(qtype: QuantType, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_model(path, qtype)
     command = [sys.executable, "-c", MEASURE, str(path)]

@@ -18,8 +18,13 @@ TIERS = (*cpu.available_isas(), Isa.AMX_EMULATED)
 # Where the halves of a block are; the other types have bytes of exponents.
 HALVES = {
     **dict.fromkeys((QuantType.Q4_1, QuantType.Q5_1, QuantType.Q4_K, QuantType.Q5_K), (0, 2)),
-    **{QuantType.Q2_K: (80, 82), QuantType.Q3_K: (108,), QuantType.Q6_K: (208,)},
-    **{QuantType.TQ1_0: (52,), QuantType.TQ2_0: (64,), QuantType.MXFP4: (), QuantType.NVFP4: ()},
+    QuantType.Q2_K: (80, 82),
+    QuantType.Q3_K: (108,),
+    QuantType.Q6_K: (208,),
+    QuantType.TQ1_0: (52,),
+    QuantType.TQ2_0: (64,),
+    QuantType.MXFP4: (),
+    QuantType.NVFP4: (),
 }
 
 
