@@ -180,7 +180,7 @@ template <class P> inline void split_group(const uint8_t* p, int g, TilePlanes& 
 }
 
 template <class P> inline void split_ternary(const uint8_t* p, TilePlanes& planes) {
-  const auto keep = [&](int step, wb codes) {
+  const auto keep = [&](int, int step, wb codes) {
     wb low, high;
     split_products(codes, 1, both_halves(set1i(1)), &low, &high);
     store_wb(planes.low + 64 * step, low);

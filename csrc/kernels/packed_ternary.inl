@@ -14,16 +14,17 @@ struct PackedTQ2 {
   using F = FormatTQ2;
   static constexpr int64_t bytes = 1024;
 
-  // use(step, codes) for half of the steps, H = 0 or 1: sums in int16 hold no more (32 * 2 * 3 * 127).
+  // use(chain, step, codes) for half of the steps, H = 0 or 1: sums in int16 hold no more (32 * 2 * 3 * 127). chain: a
+  // number that neighbours do not share, so that their sums need not wait for one another.
   template <int H, class Use> __attribute__((always_inline)) static inline void half(const uint8_t* p, const Use& use) {
 #pragma GCC unroll kStepUnroll
     for (int l = 8 * H; l < 8 * H + 8; ++l) {
       const wb line = load_wb(p + 64 * l);
       const int step = 16 * (l / 4) + l % 4;
-      use(step, move_bits<0, 0>(line, 3));
-      use(step + 4, move_bits<2, 0>(line, 3));
-      use(step + 8, move_bits<4, 0>(line, 3));
-      use(step + 12, move_bits<6, 0>(line, 3));
+      use(0, step, move_bits<0, 0>(line, 3));
+      use(1, step + 4, move_bits<2, 0>(line, 3));
+      use(0, step + 8, move_bits<4, 0>(line, 3));
+      use(1, step + 12, move_bits<6, 0>(line, 3));
     }
   }
   static void pack(const uint8_t* steps, uint8_t* out) {
@@ -54,7 +55,7 @@ struct PackedTQ1 {
       wb line = load_wb(p + 64 * l);
 #pragma GCC unroll 5
       for (int n = 0; n < 5; ++n) {
-        if (5 * l + n < 64) use(5 * l + n, first_digit(line));
+        if (5 * l + n < 64) use(n % 2, 5 * l + n, first_digit(line));
         line = rest(line);
       }
     }
@@ -84,15 +85,20 @@ inline vi minus_sum(const int16_t* sums) {
 
 // The products of half a block with C tokens are added to their totals.
 template <class P, int C, int H> inline void ternary_half(const uint8_t* p, const int8_t* const* y, vi* total) {
-  uacc u[C];
+  constexpr int chains = C <= 2 ? 2 : 1;
+  uacc u[chains][C];
+#pragma GCC unroll 2
+  for (int i = 0; i < chains; ++i)
 #pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) u[c] = uacc_zero();
-  P::template half<H>(p, [&](int step, wb w) __attribute__((always_inline)) {
+    for (int c = 0; c < C; ++c) u[i][c] = uacc_zero();
+  P::template half<H>(p, [&](int chain, int step, wb w) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) u[c] = udot(u[c], w, y[c] + 4 * step);
+    for (int c = 0; c < C; ++c) u[chain % chains][c] = udot(u[chain % chains][c], w, y[c] + 4 * step);
   });
+#pragma GCC unroll 2
+  for (int i = 0; i < chains; ++i)
 #pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) total[c] = flush(total[c], u[c]);
+    for (int c = 0; c < C; ++c) total[c] = flush(total[c], u[i][c]);
 }
 
 template <class P, int C> void ternary_few(const TileArgs& a, int t) {
@@ -128,7 +134,10 @@ template <class P, int C> void ternary_few(const TileArgs& a, int t) {
 struct StagedTernary {
   template <int H, class Use> __attribute__((always_inline)) static inline void half(const uint8_t* w, const Use& use) {
 #pragma GCC unroll kStepUnroll
-    for (int step = 32 * H; step < 32 * H + 32; ++step) use(step, load_wb(w + 64 * step));
+    for (int step = 32 * H; step < 32 * H + 32; step += 2) {
+      use(0, step, load_wb(w + 64 * step));
+      use(1, step + 1, load_wb(w + 64 * step + 64));
+    }
   }
 };
 
@@ -154,7 +163,7 @@ template <int C> void ternary_tokens(const TileArgs& a, const QuantStage& st, in
 }
 
 template <class P> inline void stage_ternary(const uint8_t* p, uint8_t* w) {
-  const auto keep = [w](int step, wb codes) { store_wb(w + 64 * step, codes); };
+  const auto keep = [w](int, int step, wb codes) { store_wb(w + 64 * step, codes); };
   P::template half<0>(p, keep);
   P::template half<1>(p, keep);
 }
