@@ -47,7 +47,10 @@ _log = logging.getLogger(__name__)
 MODEL_PEERS = ("llama.cpp",)
 PEERS = ("kt-kernel", "llama.cpp")
 FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
-TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "fp8", "bf16")
+TYPES = (
+    *("q4_k_m", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
+    *("tq1_0", "tq2_0", "mxfp4", "nvfp4", "fp8", "bf16"),
+)
 BACKENDS = ("balance_serve", "ktransformers", "transformers")
 OPERATIONS = ("linear", "attention", "delta_scan", "rms_norm")
 SHAPE_NAMES = (
