@@ -5,6 +5,8 @@
 // sub-block, so scales are multiplied into the weights, which then take two planes of bytes:
 //   Q4_K, Q5_K   sc = 8 a + b with a, b < 8:   sum sc q y = 8 sum (a q) y + sum (b q) y,   a q and b q at most 217
 //   others       the 16 bits of sc q, q with its offset, upper half signed:   sum sc q y = 256 sum hi y + sum lo y
+// or one, where the products fit in a byte: sc q of Q2_K, at most 45; -sc (q - 4) of Q3_K, from -128 to 124; q - 1 of
+// TQ1_0 and TQ2_0.
 // Blocks of 32 have one scale each: their sums leave the registers after every block.
 
 namespace {
@@ -23,10 +25,12 @@ struct TokenTiles {
 struct TokenPiece {
   const int8_t (*q)[kTileCols];
   const int16_t (*sums)[8];
+  const int16_t (*sums16)[16];
   const float (*d)[8];
   TokenPiece(const TokenBlocks& blocks, int64_t piece)
       : q(reinterpret_cast<const int8_t (*)[kTileCols]>(blocks.q + piece * blocks.rows * kTileCols)),
         sums(reinterpret_cast<const int16_t (*)[8]>(blocks.sums + piece * blocks.rows * 8)),
+        sums16(reinterpret_cast<const int16_t (*)[16]>(blocks.sums16 + piece * blocks.rows * 16)),
         d(reinterpret_cast<const float (*)[8]>(blocks.d + piece * blocks.rows * 8)) {}
 };
 
@@ -35,7 +39,7 @@ struct TilePlanes {
 };
 
 struct TileScales {
-  alignas(64) int32_t m[4 * 16];  // [pair of sub-blocks][row], two int16
+  alignas(64) int32_t m[8 * 16];  // [pair of sub-blocks][row], two int16
   alignas(64) float d[16], dmin[16];
 };
 
@@ -118,13 +122,19 @@ template <class P> struct PlaneShift { static constexpr int value = 8; };
 template <> struct PlaneShift<PackedQ4K> { static constexpr int value = 3; };
 template <> struct PlaneShift<PackedQ5K> { static constexpr int value = 3; };
 
-// A scale as multiplication wants it: its two digits, or itself.
+template <class P> constexpr bool kIsTernary = std::is_same_v<P, PackedTQ1> || std::is_same_v<P, PackedTQ2>;
+template <class P>
+constexpr bool kHasOnePlane = std::is_same_v<P, PackedQ2K> || std::is_same_v<P, PackedQ3K> || kIsTernary<P>;
+
+// A scale as multiplication wants it: its two digits, or itself, or less itself.
 template <class P> struct PlaneScale {
   vi low, high;
   explicit PlaneScale(vi scale) {
     if constexpr (PlaneShift<P>::value == 3) {
       low = both_halves(andi(scale, set1i(7)));
       high = both_halves(shr3(scale));
+    } else if constexpr (std::is_same_v<P, PackedQ3K>) {
+      low = high = both_halves(subi(set1i(0), scale));
     } else {
       low = high = both_halves(scale);
     }
@@ -133,14 +143,16 @@ template <class P> struct PlaneScale {
 
 template <class P> inline void split_step(wb w, const PlaneScale<P>& scale, TilePlanes& planes, int step) {
   wb low, high;
-  if constexpr (PlaneShift<P>::value == 3) {
+  if constexpr (kHasOnePlane<P> && P::F::has_min) {
+    low = high = times(w, scale.low);
+  } else if constexpr (PlaneShift<P>::value == 3) {
     low = times(w, scale.low);
     high = times(w, scale.high);
   } else {
     split_products(w, P::offset, scale.low, &low, &high);
   }
   store_wb(planes.low + 64 * step, low);
-  store_wb(planes.high + 64 * step, high);
+  if constexpr (!kHasOnePlane<P>) store_wb(planes.high + 64 * step, high);
 }
 
 // Steps 16 g + I and 16 g + 8 + I and the following ones of the same sub-blocks, see packed_group.
@@ -148,7 +160,7 @@ template <class P, int I, int N>
 inline void split_lines(const uint8_t* p, int g, const PlaneScale<P>& first, const PlaneScale<P>& second,
                         TilePlanes& planes) {
   if constexpr (I < N) {
-    const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+    const wb line = group_line<P>(p, g, I);
     const wb low = P::template low<I>(p, g, line), high = P::template high<I>(p, g, line);
     split_step<P>(low, first, planes, 16 * g + I);
     split_step<P>(high, second, planes, 16 * g + 8 + I);
@@ -183,18 +195,31 @@ template <class P> inline void split_grid(const uint8_t* p, TilePlanes& planes) 
   }
 }
 
+template <class P> inline void split_ternary(const uint8_t* p, TilePlanes& planes) {
+  const auto keep = [&](int, int step, wb codes) {
+    wb low, high;
+    split_products(codes, 1, both_halves(set1i(1)), &low, &high);
+    store_wb(planes.low + 64 * step, low);
+  };
+  P::template half<0>(p, keep);
+  P::template half<1>(p, keep);
+}
+
 template <class P>
 inline void split_planes(const uint8_t* packed, const uint8_t* p, int64_t b, TilePlanes& planes, TileScales& scales) {
   if constexpr (kHasGrid<P>) {
     split_grid<P>(p, planes);
     store(scales.d, grid_d<P>(packed, b));
   } else {
-    for (int g = 0; g < 4; ++g) split_group<P>(p, g, planes);
+    if constexpr (kIsTernary<P>)
+      split_ternary<P>(p, planes);
+    else
+      for (int g = 0; g < 4; ++g) split_group<P>(p, g, planes);
     store(scales.d, P::F::has_min ? load_f16(p) : block_d(packed, b));
   }
   if constexpr (P::F::has_min) {
     store(scales.dmin, load_f16(p + 32));
-    for (int j = 0; j < 4; ++j) storei(scales.m + 16 * j, load_minima<P>(p, j));
+    for (int j = 0; j < P::F::subs / 2; ++j) storei(scales.m + 16 * j, load_minima<P>(p, j));
   }
 }
 
@@ -208,6 +233,13 @@ inline void split_planes(const uint8_t* packed, const uint8_t* p, int64_t b, Til
     }                                            \
     KT_TILE_LOAD(4, q[0] + 64 * g, kTileCols);   \
     KT_TILE_LOAD(6, planes.low + 1024 * g, 64);  \
+    if constexpr (kHasOnePlane<P>) {             \
+      if constexpr (P::F::has_min)               \
+        KT_TILE_DOT_UNSIGNED(LOW, 4, 6);         \
+      else                                       \
+        KT_TILE_DOT_SIGNED(LOW, 4, 6);           \
+      break;                                     \
+    }                                            \
     KT_TILE_DOT_UNSIGNED(LOW, 4, 6);             \
     KT_TILE_LOAD(7, planes.high + 1024 * g, 64); \
     if constexpr (PlaneShift<P>::value == 3)     \
@@ -230,18 +262,19 @@ inline void add_planes(const TileScales& scales, const TokenPiece& rows, int fir
                        const TileSums& sums, float* acc) {
   using F = typename P::F;
   const vf d = load(scales.d), dmin = F::has_min ? load(scales.dmin) : zero();
-  vi m[4];
+  constexpr int pairs = F::subs / 2;
+  vi m[pairs];
   if constexpr (F::has_min)
-    for (int j = 0; j < 4; ++j) m[j] = loadi(scales.m + 16 * j);
+    for (int j = 0; j < pairs; ++j) m[j] = loadi(scales.m + 16 * j);
   const int32_t *low = sums.v[0] + 16 * at, *high = sums.v[1] + 16 * at;
   const auto add_token = [&](int t, int i) {
-    const vi isum = addi(shl<PlaneShift<P>::value>(loadi(high + 16 * i)), loadi(low + 16 * i));
-    vi msum = set1i(0);
+    vi isum = loadi(low + 16 * i), msum = set1i(0);
+    if constexpr (std::is_same_v<P, PackedQ3K>) isum = subi(set1i(0), isum);
+    if constexpr (!kHasOnePlane<P>) isum = addi(shl<PlaneShift<P>::value>(loadi(high + 16 * i)), isum);
     if constexpr (F::has_min) {
-      msum = pair_dot(msum, m[0], rows.sums[t]);
-      msum = pair_dot(msum, m[1], rows.sums[t] + 2);
-      msum = pair_dot(msum, m[2], rows.sums[t] + 4);
-      msum = pair_dot(msum, m[3], rows.sums[t] + 6);
+      const int16_t* sums_of_subs = F::subs == 16 ? rows.sums16[t] : rows.sums[t];
+#pragma GCC unroll 8
+      for (int j = 0; j < pairs; ++j) msum = pair_dot(msum, m[j], sums_of_subs + 2 * j);
     }
     store(acc + 16 * t, add_super<F>(load(acc + 16 * t), d, dmin, set1(rows.d[t][0]), isum, msum));
   };
@@ -286,146 +319,6 @@ template <class P> void amx256_tiles(const TileArgs* a, int count) {
   tiles_begin(tiles.height, 64);
   for (int64_t b = 0; b < a->k / 256; ++b) amx256_block<P>(a, count, TokenPiece(*a->blocks, b), tiles, b);
   tiles_end();
-}
-
-// ---- blocks of 32 ----
-
-// One tile of tokens times two neighbouring blocks.
-template <bool SIGNED> inline void multiply_blocks(int set, const uint8_t* w0, const uint8_t* w1, const int8_t* q) {
-  tiles_see_memory();
-  KT_TILE_LOAD(6, w0, 64);
-  KT_TILE_LOAD(7, w1, 64);
-  KT_TILE_LOAD(4, q, kTileCols);
-  KT_TILE_LOAD(5, q + 32, kTileCols);
-  if (set == 0) {
-    KT_TILE_ZERO(0);
-    KT_TILE_ZERO(1);
-  } else {
-    KT_TILE_ZERO(2);
-    KT_TILE_ZERO(3);
-  }
-  if (SIGNED && set == 0) {
-    KT_TILE_DOT_SIGNED(0, 4, 6);
-    KT_TILE_DOT_SIGNED(1, 5, 7);
-  } else if (SIGNED) {
-    KT_TILE_DOT_SIGNED(2, 4, 6);
-    KT_TILE_DOT_SIGNED(3, 5, 7);
-  } else if (set == 0) {
-    KT_TILE_DOT_UNSIGNED(0, 4, 6);
-    KT_TILE_DOT_UNSIGNED(1, 5, 7);
-  } else {
-    KT_TILE_DOT_UNSIGNED(2, 4, 6);
-    KT_TILE_DOT_UNSIGNED(3, 5, 7);
-  }
-}
-
-// Adds blocks j and, if has_second, j + 1 of the piece.
-template <class P>
-inline void add_blocks(vf d0, vf d1, bool has_second, const TokenPiece& rows, int j, TokenRange tokens,
-                       const TileSums& sums, int at, float* acc) {
-  const int32_t *sum0 = sums.v[0] + 16 * at, *sum1 = sums.v[1] + 16 * at;
-  for (int t = tokens.first; t < tokens.end; ++t, sum0 += 16, sum1 += 16) {
-    vf total = load(acc + 16 * t);
-    vi isum = loadi(sum0);
-    if constexpr (!P::is_tile_signed) isum = addi(isum, set1i(-P::tile_offset * rows.sums[t][j]));
-    total = add(total, mul(mul(d0, set1(rows.d[t][j])), to_float(isum)));
-    if (has_second) {
-      isum = loadi(sum1);
-      if constexpr (!P::is_tile_signed) isum = addi(isum, set1i(-P::tile_offset * rows.sums[t][j + 1]));
-      total = add(total, mul(mul(d1, set1(rows.d[t][j + 1])), to_float(isum)));
-    }
-    store(acc + 16 * t, total);
-  }
-}
-
-// Blocks first .. first + count - 1, at most 8, those of `rows`: tiles of tokens within pairs of blocks.
-template <class P>
-void amx32_blocks(const TileArgs& a, const TokenPiece& rows, const TokenTiles& tiles, int64_t first, int count) {
-  alignas(64) uint8_t steps[8][512];
-  const uint8_t* lines[8];
-  const uint8_t* p = a.packed + P::head(a.k / 32) + first * P::bytes;
-  for (int b = 0; b < count; ++b) lines[b] = P::tile_lines(p + b * P::bytes, steps[b]);
-  NextLines next(p + count * P::bytes, 8 * P::bytes, (count + 1) / 2 * tiles.count * 4);
-  const auto multiply = [&](TileItem item, int set, int step) {
-    const int j = 2 * item.weight, second = j + 1 < count ? j + 1 : j;
-    if (step == 0)
-      multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], rows.q[item.token * tiles.height] + 32 * j);
-    next.fetch();
-  };
-  const auto add = [&](TileItem item, const TileSums& sums, int step) {
-    const int j = 2 * item.weight;
-    const bool has_second = j + 1 < count;
-    const vf d0 = P::scale(a.packed, first + j), d1 = has_second ? P::scale(a.packed, first + j + 1) : zero();
-    const TokenRange tokens(tiles, item.token, step, a.num_tokens);
-    add_blocks<P>(d0, d1, has_second, rows, j, tokens, sums, tokens.first - item.token * tiles.height, a.acc);
-  };
-  pipeline((count + 1) / 2, tiles.count, multiply, add);
-}
-
-template <class P> void amx32_tiles(const TileArgs* a, int count) {
-  const TokenTiles tiles(a->num_tokens);
-  tiles_begin(tiles.height, 32);
-  const int64_t blocks = a->k / 32;
-  for (int64_t b = 0; b < blocks; b += 8) {
-    const int some = static_cast<int>(blocks - b < 8 ? blocks - b : 8);
-    const TokenPiece rows(*a->blocks, b / 8);
-    for (int i = 0; i < count; ++i) amx32_blocks<P>(a[i], rows, tiles, b, some);
-  }
-  tiles_end();
-}
-
-void amx_grouped_tiles(const TileArgs* a, int count);  // amx_groups.inl
-
-// Tiles of one type.
-void amx_packed_tiles(const TileArgs* a, int count) {
-  for (int i = 0; i < count; ++i)
-    for (int t = 0; t < a->num_tokens; ++t) store(a[i].acc + t * 16, zero());
-  if (is_grouped(a->type)) return amx_grouped_tiles(a, count);
-  switch (a->type) {
-    case QType::Q4_K: return amx256_tiles<PackedQ4K>(a, count);
-    case QType::Q5_K: return amx256_tiles<PackedQ5K>(a, count);
-    case QType::Q6_K: return amx256_tiles<PackedQ6K>(a, count);
-    case QType::IQ4_XS: return amx256_tiles<PackedIQ4XS>(a, count);
-    case QType::Q8_0: return amx32_tiles<PackedQ8_0>(a, count);
-    case QType::Q4_0: return amx32_tiles<PackedQ4_0>(a, count);
-    case QType::MXFP4: return amx32_tiles<PackedMXFP4>(a, count);
-    default: return with_grid(a->type, [&](auto form) { amx256_tiles<decltype(form)>(a, count); });
-  }
-}
-
-// See KernelTable.
-void tiles_packed_tiles(const TileArgs* a, int count) {
-  if (a->blocks == nullptr || a->blocks->rows == 0) return packed_tiles(a, count);
-  for (int i = 0; i < count;) {
-    int same = 1;
-    while (i + same < count && a[i + same].type == a[i].type) ++same;
-    amx_packed_tiles(a + i, same);
-    i += same;
-  }
-}
-
-// As multiply_registers of probe.inl, in tiles.
-int64_t multiply_tiles(int64_t rounds, int32_t* out) {
-  alignas(64) int32_t sums[kTileTokens * 16];
-  tiles_begin(kTileTokens, 64);
-  KT_TILE_ZERO(0);
-  KT_TILE_ZERO(1);
-  KT_TILE_ZERO(2);
-  KT_TILE_ZERO(3);
-  KT_TILE_ZERO(4);
-  KT_TILE_ZERO(5);
-  KT_TILE_ZERO(6);
-  KT_TILE_ZERO(7);
-  for (int64_t i = 0; i < rounds; ++i) {
-    KT_TILE_DOT_SIGNED(0, 4, 6);
-    KT_TILE_DOT_SIGNED(1, 4, 7);
-    KT_TILE_DOT_SIGNED(2, 5, 6);
-    KT_TILE_DOT_SIGNED(3, 5, 7);
-  }
-  KT_TILE_STORE(0, sums, 64);
-  tiles_end();
-  std::memcpy(out, sums, 128);
-  return rounds * 4 * 32768;
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ template <class P> struct Steps256 {
   template <int HALF, int I> static void lines(const uint8_t* p, int g, const Affine* f, vf table, uint16_t* out) {
     if constexpr (I < 8) {
       const Affine& affine = f[P::F::subs == 16 ? I / 4 : 0];
-      const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+      const wb line = group_line<P>(p, g, I);
       if constexpr (is_nibbles)
         store_nibbles<4 * HALF>(line, table, affine, out + 64 * I);
       else
@@ -79,8 +79,12 @@ template <class P> struct Steps256 {
       const vf dmin = mul(load_f16(p + 32), set1(-kBeforeCut));
       offset = mul(dmin, to_float(j % 2 == 0 ? lane_scale_low(minima) : lane_scale_high(minima)));
     }
-    if constexpr (is_nibbles) return {scale, offset};
-    return of_bytes(scale, offset, P::F::has_min ? 0.0f : 32.0f);
+    if constexpr (is_nibbles)
+      return {scale, offset};
+    else if constexpr (P::F::has_min)
+      return of_bytes(scale, offset, 0.0f);
+    else
+      return of_bytes(scale, offset, static_cast<float>(P::offset));
   }
 
   static void unpack(const uint8_t* packed, int64_t k, int64_t step, uint16_t* out) {
@@ -115,13 +119,54 @@ template <class P> struct Steps32 {
       for (int i = 0; i < 8; ++i) store_bytes(flip_signs(load_wb(p + 64 * i)), f, out + 64 * i);
     } else {
       const Affine f = {scale, zero()};
-      const vf table = load(std::is_same_v<P, PackedMXFP4> ? kMxfp4Floats.v : kQ4_0Floats.v);
+      const vf table = load(std::is_same_v<P, PackedMXFP4>   ? kMxfp4Floats.v
+                            : std::is_same_v<P, PackedIQ4NL> ? kIq4Floats.v
+                                                             : kQ4_0Floats.v);
       for (int i = 0; i < 4; ++i) {
         const wb line = load_wb(p + 64 * i);
         store_nibbles<0>(line, table, f, out + 64 * i);
         store_nibbles<4>(line, table, f, out + 256 + 64 * i);
       }
     }
+  }
+};
+
+// Q4_1 .. NVFP4, see packed_small.inl: two scales of 16 columns, or one and an offset.
+template <class P> struct StepsSmall {
+  static constexpr bool is_direct = false;
+  static constexpr int64_t step_bytes = P::bytes;
+  static int64_t head(int64_t k) { return P::head(k / 32); }
+
+  static void unpack(const uint8_t* packed, int64_t k, int64_t step, uint16_t* out) {
+    const uint8_t* p = packed + head(k) + step * P::bytes;
+    const vf scale = mul(P::scale(packed, step), set1(kBeforeCut));
+    const vf second = mul(P::minimum(packed, step), set1(kBeforeCut));
+    if constexpr (P::has_fifth) {
+      wb steps[8];
+      P::unpack(p, steps);
+      const Affine f = of_bytes(scale, second, static_cast<float>(P::tile_offset));
+      for (int i = 0; i < 8; ++i) store_bytes(steps[i], f, out + 64 * i);
+    } else {
+      const Affine low = {scale, P::has_min ? second : zero()}, high = P::is_halved ? Affine{second, zero()} : low;
+      const vf table = load(P::is_halved ? kMxfp4Floats.v : kNibbleFloats.v);
+      for (int i = 0; i < 4; ++i) {
+        const wb line = load_wb(p + 64 * i);
+        store_nibbles<0>(line, table, low, out + 64 * i);
+        store_nibbles<4>(line, table, high, out + 256 + 64 * i);
+      }
+    }
+  }
+};
+
+template <class P> struct StepsTernary {
+  static constexpr bool is_direct = false;
+  static constexpr int64_t step_bytes = P::bytes / 8;
+  static int64_t head(int64_t k) { return head_bytes(k / 256); }
+
+  static void unpack(const uint8_t* packed, int64_t k, int64_t step, uint16_t* out) {
+    const uint8_t* p = packed + head(k) + step / 8 * P::bytes;
+    const Affine f = of_bytes(mul(block_d(packed, step / 8), set1(kBeforeCut)), zero(), 1.0f);
+    for (int i = 0; i < 8; ++i) store_bytes(P::one(p, static_cast<int>(step % 8) * 8 + i), f, out + 64 * i);
   }
 };
 
@@ -209,6 +254,15 @@ template <class Task> inline void with_steps(QType type, const Task& task) {
     case QType::Q4_0: return task(Steps32<PackedQ4_0>{});
     case QType::MXFP4: return task(Steps32<PackedMXFP4>{});
     case QType::F8_E4M3: return task(StepsFp8{});
+    case QType::Q4_1: return task(StepsSmall<PackedQ4_1>{});
+    case QType::Q5_0: return task(StepsSmall<PackedQ5_0>{});
+    case QType::Q5_1: return task(StepsSmall<PackedQ5_1>{});
+    case QType::IQ4_NL: return task(Steps32<PackedIQ4NL>{});
+    case QType::NVFP4: return task(StepsSmall<PackedNVFP4>{});
+    case QType::Q2_K: return task(Steps256<PackedQ2K>{});
+    case QType::Q3_K: return task(Steps256<PackedQ3K>{});
+    case QType::TQ1_0: return task(StepsTernary<PackedTQ1>{});
+    case QType::TQ2_0: return task(StepsTernary<PackedTQ2>{});
     default: return with_grid(type, [&](auto form) { task(StepsGrid<decltype(form)>{}); });
   }
 }

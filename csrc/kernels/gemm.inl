@@ -15,6 +15,8 @@
 //       msum = sum_s m[s] sum_k a[k];                     acc = acc - (dmin * da) * float(msum)
 // (4) Q6_K, for every super-block of 256, with sub-blocks s of 16:
 //       isum = sum_s sc[s] sum_k (q[k] - 32) a[k];        acc = acc + (d * da) * float(isum)
+//     Q2_K as (3) with sub-blocks of 16, Q3_K as (4) with q[k] - 4; what formats_low.inl has besides is in
+//     packed_small.inl and packed_ternary.inl
 // (5) MXFP4 as (2), IQ4_XS as (4) with sub-blocks of 32, q the value in the format's table (no offset).
 // (6) IQ2, IQ3 and IQ1 as (4), with q as packed_grid.inl says.
 // Integer sums cannot overflow: |isum| <= 256 * 127 * 128 * 63 in (4).
@@ -223,7 +225,7 @@ template <class F, int C> void q32_tokens(const TileArgs& a, const QuantStage& s
       const int64_t row = token_row(a, t + c);
       y[c] = a.act.q + row * a.act.ldq + block * 32;
       d[c] = a.act.d + row * a.act.ldd + block;
-      s[c] = a.act.sums + row * a.act.lds + block;
+      s[c] = a.act.sums + row * a.act.lds + kSumsPerBlock * block;
       acc[c] = load(a.acc + (t + c) * 16);
     }
     for (int b = 0; b < count; ++b) {
@@ -233,7 +235,7 @@ template <class F, int C> void q32_tokens(const TileArgs& a, const QuantStage& s
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) {
         yb[c] = y[c] + 32 * b;
-        sb[c] = s[c][b];
+        sb[c] = s[c][kSumsPerBlock * b];
       }
       dot32<F, C>(st.w + 512 * b, yb, sb, isum);
       const vf dw = load(st.d + 16 * b);
@@ -274,7 +276,7 @@ template <class F> void q32_few(const TileArgs& a) {
       vp parts[16];
 #pragma GCC unroll 16
       for (int r = 0; r < 16; ++r) parts[r] = F::dot(a.rows[r] + b * F::bytes, y + 32 * b);
-      const vi isum = subi(reduce_rows(parts), set1i(F::offset * sums[b]));
+      const vi isum = subi(reduce_rows(parts), set1i(F::offset * sums[kSumsPerBlock * b]));
       acc = add(acc, mul(mul(load_halves(a.rows, b * F::bytes), set1(da[b])), to_float(isum)));
     }
     store(a.acc + t * 16, acc);
@@ -326,7 +328,10 @@ template <class F> void stage_q256(const uint8_t* const* rows, int64_t block, Qu
 // 127 fits in an int16, the sum of 4 steps does not; but that of (w - 32) y does, for 4 * 2 * 32 * 127 = 32512, and
 // int16 sums wrap around. So the sum begins with -32 times that of the activations, is exact after 4 steps (a
 // sub-block), whatever it was in between, and needs no minimum.
-template <class F> constexpr bool kIsCentred = kNarrowSums && !F::has_min;
+template <class F> constexpr bool kIsCentred = kNarrowSums && std::is_same_v<F, FormatQ6K>;
+
+// Where the sums of activations begin that the sub-blocks' minima are multiplied with, see ActForm::Q256.
+template <class F> constexpr int kSumsAt = F::subs == 16 ? 0 : 16;
 
 template <class F> constexpr int steps_of_sum() {
   constexpr int sub_steps = 64 / F::subs;
@@ -381,7 +386,7 @@ template <class F, int C> void q256_tokens(const TileArgs& a, const QuantStage& 
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       const int64_t row = token_row(a, t + c);
-      const int16_t* sums = a.act.sums + row * a.act.lds + block * kSumsPerSuper + (F::has_min ? 16 : 0);
+      const int16_t* sums = a.act.sums + row * a.act.lds + block * kSumsPerSuper + kSumsAt<F>;
       const vf da = set1(a.act.d[row * a.act.ldd + block]);
       vi low = set1i(0);
       if constexpr (!kIsCentred<F>)
@@ -459,6 +464,15 @@ void tile(const TileArgs& a) {
     case QType::Q6_K: return q256_tile<FormatQ6K>(a);
     case QType::IQ4_XS:
     case QType::MXFP4: return relaid_tile(a);
+    case QType::Q4_1:
+    case QType::Q5_0:
+    case QType::Q5_1:
+    case QType::Q2_K:
+    case QType::Q3_K:
+    case QType::IQ4_NL:
+    case QType::TQ1_0:
+    case QType::TQ2_0:
+    case QType::NVFP4: return relaid_tile(a);
     case QType::F8_E4M3: return;  // make_weight refuses it
     default: return grid_rows_tile(a);
   }

@@ -11,7 +11,7 @@ namespace {
 template <class P, int C, bool IS_HIGH, int I, int N>
 inline void narrow_lines(const uint8_t* p, int g, const int8_t* const* y, uacc* sum) {
   if constexpr (I < N) {
-    const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+    const wb line = group_line<P>(p, g, I);
     prefetch_ahead<P, (IS_HIGH ? 8 : 0) + I, 16>(p, g);
     const wb w = IS_HIGH ? P::template high<I>(p, g, line) : P::template low<I>(p, g, line);
 #pragma GCC unroll 16
@@ -51,7 +51,7 @@ template <class P, int C> void narrow256_few(const TileArgs& a, int t) {
     const int64_t row = token_row(a, t + c);
     y[c] = a.act.q + row * a.act.ldq;
     da[c] = a.act.d + row * a.act.ldd;
-    sums[c] = a.act.sums + row * a.act.lds + 16;
+    sums[c] = a.act.sums + row * a.act.lds + kSumsAt<F>;
     pairs[c] = a.act.sums + row * a.act.lds + kPairSums;
   }
   float* acc = a.acc + t * 16;
@@ -67,8 +67,8 @@ template <class P, int C> void narrow256_few(const TileArgs& a, int t) {
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       vi low = set1i(0);
-      if constexpr (F::has_min)
-        for (int j = 0; j < 4; ++j) low = pair_dot(low, load_minima<P>(p, j), sums[c] + 2 * j);
+      if constexpr (!kIsCentred<F>)
+        for (int j = 0; j < F::subs / 2; ++j) low = pair_dot(low, load_minima<P>(p, j), sums[c] + 2 * j);
       store(acc + 16 * c,
             add_super<F>(load(acc + 16 * c), d, F::has_min ? load_f16(p + 32) : zero(), set1(da[c][b]), total[c], low));
       y[c] += 256;

@@ -11,6 +11,7 @@
 //   Q6_K  256 columns   scales, 32 lines, 16 lines of upper bits                            210 B
 //   IQ4_XS 256 columns  scales - 32, 32 lines                                               138 B (136)
 //   MXFP4  32 columns   4 lines as Q4_0; the head holds bytes e instead of halves            17 B
+//   those of formats_low.inl: packed_k2k3.inl, packed_ternary.inl, packed_small.inl
 //
 // Lines of 256 columns: line 8 g + i holds step 16 g + i in its low and step 16 g + 8 + i in its high nibbles (g < 4).
 // Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
@@ -37,6 +38,12 @@ constexpr ByteTable kIq4Staged(kIq4Values, kSignFlip), kIq4Unsigned(kIq4Values, 
 constexpr ByteTable kMxfp4Staged(kMxfp4Values, kSignFlip), kMxfp4Signed(kMxfp4Values, 0);
 
 // ---- what differs between the formats of 256 ----
+
+// Lines of a group of 16 steps: 8 of nibbles, or 4 of two bits each.
+template <class P> constexpr int kGroupRun = 8;
+template <class P> inline wb group_line(const uint8_t* p, int g, int i) {
+  return load_wb(p + P::lines + 64 * (kGroupRun<P> * g + i % kGroupRun<P>));
+}
 
 struct PackedQ4K {
   using F = FormatQ4K;
@@ -105,7 +112,7 @@ template <class P> inline const uint8_t* first_block(const uint8_t* tile, int64_
 template <class P, int C, int I, int N>
 inline void packed_lines(const uint8_t* p, int g, const int8_t* const* y, uacc* lo, uacc* hi) {
   if constexpr (I < N) {
-    const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+    const wb line = group_line<P>(p, g, I);
     prefetch_ahead<P, I, 8>(p, g);
     const wb first = P::template low<I>(p, g, line), second = P::template high<I>(p, g, line);
 #pragma GCC unroll 16
@@ -154,7 +161,7 @@ template <class P, int C> void packed256_few(const TileArgs& a, int t) {
     const int64_t row = token_row(a, t + c);
     y[c] = a.act.q + row * a.act.ldq;
     da[c] = a.act.d + row * a.act.ldd;
-    sums[c] = a.act.sums + row * a.act.lds + (F::has_min ? 16 : 0);
+    sums[c] = a.act.sums + row * a.act.lds + kSumsAt<F>;
     acc[c] = load(a.acc + (t + c) * 16);
   }
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
@@ -232,7 +239,7 @@ template <int C> void packed_signed_few(const TileArgs& a, int t) {
 
 template <class P, int I> inline void stage_group(const uint8_t* p, int g, uint8_t* w) {
   if constexpr (I < 8) {
-    const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+    const wb line = group_line<P>(p, g, I);
     prefetch_ahead<P, I, 8>(p, g);
     store_wb(w + 64 * (16 * g + I), P::template low<I>(p, g, line));
     store_wb(w + 64 * (16 * g + 8 + I), P::template high<I>(p, g, line));
@@ -347,7 +354,7 @@ template <class P, int C> void packed32_few(const TileArgs& a, int t) {
     vi isum[C];
     if constexpr (F::is_signed) {
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c][b]);
+      for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c][kSumsPerBlock * b]);
 #pragma GCC unroll 8
       for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 16
@@ -361,7 +368,7 @@ template <class P, int C> void packed32_few(const TileArgs& a, int t) {
 #pragma GCC unroll 16
         for (int c = 0; c < C; ++c) u[c] = udot(u[c], steps[i], y[c] + 32 * b + 4 * i);
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) isum[c] = flush(set1i(-F::offset * sums[c][b]), u[c]);
+      for (int c = 0; c < C; ++c) isum[c] = flush(set1i(-F::offset * sums[c][kSumsPerBlock * b]), u[c]);
     }
     const vf dw = P::scale(a.packed, b);
 #pragma GCC unroll 16
@@ -439,6 +446,8 @@ void fp8_tile(const TileArgs& a);          // fp8.inl
 void packed_grid_tile(const TileArgs& a);  // packed_grid.inl
 void grouped_tile(const TileArgs& a);      // packed_groups.inl
 
+void low_tile(const TileArgs& a);  // packed_small.inl
+
 // Adds to a.acc.
 void packed_tile(const TileArgs& a) {
   if (is_grouped(a.type)) return grouped_tile(a);
@@ -451,6 +460,15 @@ void packed_tile(const TileArgs& a) {
     case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
     case QType::IQ4_XS: return in_few_parts<FewSigned>(a);
     case QType::F8_E4M3: return fp8_tile(a);
+    case QType::Q4_1:
+    case QType::Q5_0:
+    case QType::Q5_1:
+    case QType::Q2_K:
+    case QType::Q3_K:
+    case QType::IQ4_NL:
+    case QType::TQ1_0:
+    case QType::TQ2_0:
+    case QType::NVFP4: return low_tile(a);
     default: return packed_grid_tile(a);  // make_packed refuses the others
   }
 }

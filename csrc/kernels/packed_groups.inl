@@ -80,7 +80,7 @@ template <bool IS_BYTE, bool HAS_ZERO> struct FewGroups {
       vi isum[C];
       if constexpr (IS_BYTE) {
 #pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c][b]);
+        for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c][kSumsPerBlock * b]);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 16
@@ -94,12 +94,12 @@ template <bool IS_BYTE, bool HAS_ZERO> struct FewGroups {
 #pragma GCC unroll 16
           for (int c = 0; c < C; ++c) u[c] = udot(u[c], steps[i], y[c] + 32 * b + 4 * i);
 #pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) isum[c] = flush(set1i(-8 * sums[c][b]), u[c]);
+        for (int c = 0; c < C; ++c) isum[c] = flush(set1i(-8 * sums[c][kSumsPerBlock * b]), u[c]);
       }
       if constexpr (HAS_ZERO) {
         const vi minus = head.minus_zero(b);
 #pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) isum[c] = add_times(isum[c], minus, set1i(sums[c][b]));
+        for (int c = 0; c < C; ++c) isum[c] = add_times(isum[c], minus, set1i(sums[c][kSumsPerBlock * b]));
       }
       const vf dw = head.scale(b);
 #pragma GCC unroll 16
@@ -121,7 +121,7 @@ void group_tokens(const TileArgs& a, const QuantStage& st, int64_t block, int co
       const int64_t row = token_row(a, t + c);
       y[c] = a.act.q + row * a.act.ldq + block * 32;
       d[c] = a.act.d + row * a.act.ldd + block;
-      s[c] = a.act.sums + row * a.act.lds + block;
+      s[c] = a.act.sums + row * a.act.lds + kSumsPerBlock * block;
       acc[c] = load(a.acc + (t + c) * 16);
     }
     for (int b = 0; b < count; ++b) {
@@ -131,7 +131,7 @@ void group_tokens(const TileArgs& a, const QuantStage& st, int64_t block, int co
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) {
         yb[c] = y[c] + 32 * b;
-        sb[c] = s[c][b];
+        sb[c] = s[c][kSumsPerBlock * b];
       }
       dot32<F, C>(st.w + 512 * b, yb, sb, isum);
       if constexpr (HAS_ZERO) {
@@ -204,7 +204,7 @@ struct FewNvfp4 {
       for (int c = 0; c < C; ++c) {
         int first = 0;
         for (int i = 0; i < 16; ++i) first += y[c][32 * b + i];
-        const int part[2] = {first, sums[c][b] - first};
+        const int part[2] = {first, sums[c][kSumsPerBlock * b] - first};
         for (int half = 0; half < 2; ++half) {
           uacc u = uacc_zero();  // at most 4 * 2 * 24 * 127 in an int16
 #pragma GCC unroll 4
@@ -327,7 +327,7 @@ void relaid_grouped(const TileArgs& a) {
     } else {
       one.act.q += b * form.size;
       one.act.d += b * (form.size / 32);
-      one.act.sums += b * (form.size / 32);
+      one.act.sums += kSumsPerBlock * b * (form.size / 32);
     }
     grouped_tile(one);
   }

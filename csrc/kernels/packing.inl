@@ -113,7 +113,8 @@ void pack_bf16(const uint8_t* const* rows, int64_t k, uint8_t* out) {
   }
 }
 
-void pack_grouped(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);  // packed_groups.inl
+void pack_grouped(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);   // packed_groups.inl
+void pack_low_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);  // packed_small.inl
 
 void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
   if (is_grouped(type)) return pack_grouped(type, rows, k, out);
@@ -126,14 +127,41 @@ void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) 
     case QType::IQ4_XS: return pack_tile256<PackedIQ4XS>(rows, k, out);
     case QType::MXFP4: return pack_tile32<PackedMXFP4>(rows, k, out);
     case QType::BF16: return pack_bf16(rows, k, out);
+    case QType::Q4_1:
+    case QType::Q5_0:
+    case QType::Q5_1:
+    case QType::Q2_K:
+    case QType::Q3_K:
+    case QType::IQ4_NL:
+    case QType::TQ1_0:
+    case QType::TQ2_0:
+    case QType::NVFP4: return pack_low_tile(type, rows, k, out);
     default: return pack_grid(type, rows, k, out);
+  }
+}
+
+// Columns and bytes of a block of the types that have no other kernels for rows.
+struct BlockSize { int64_t cols, bytes; };
+inline BlockSize relaid_block(QType type) {
+  switch (type) {
+    case QType::Q4_1: return {32, 20};
+    case QType::Q5_0: return {32, 22};
+    case QType::Q5_1: return {32, 24};
+    case QType::Q2_K: return {256, 84};
+    case QType::Q3_K: return {256, 110};
+    case QType::IQ4_NL: return {32, 18};
+    case QType::IQ4_XS: return {256, 136};
+    case QType::TQ1_0: return {256, 54};
+    case QType::TQ2_0: return {256, 66};
+    case QType::NVFP4: return {64, 36};
+    default: return {32, 17};  // MXFP4
   }
 }
 
 // A block at a time is re-laid and used: for the few weights that stay in block layout.
 void relaid_tile(const TileArgs& a) {
   const QType type = a.type;
-  const int64_t block = type == QType::IQ4_XS ? 256 : 32, block_bytes = type == QType::IQ4_XS ? 136 : 17;
+  const auto [block, block_bytes] = relaid_block(type);
   alignas(64) uint8_t room[PackedIQ4XS::bytes + 64];
   for (int64_t b = 0; b < a.k / block; ++b) {
     const uint8_t* rows[kTileRows];
@@ -143,8 +171,8 @@ void relaid_tile(const TileArgs& a) {
     one.packed = room;
     one.k = block;
     one.act.q += b * block;
-    one.act.d += b;
-    one.act.sums += b * (block == 256 ? kSumsPerSuper : 1);
+    one.act.d += block == 256 ? b : b * block / 32;
+    one.act.sums += block == 256 ? b * kSumsPerSuper : b * block / 32 * kSumsPerBlock;
     packed_tile(one);
   }
 }

@@ -143,6 +143,7 @@ template <QType TYPE> void dequantize_float(const uint8_t* row, int64_t k, float
 }
 
 void dequantize_grouped(QType type, const uint8_t* row, int64_t k, float* out);  // packed_groups.inl
+void dequantize_low(QType type, const uint8_t* row, int64_t k, float* out);      // formats_low.inl
 
 void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
   if (dequantize_grid(type, row, k, out)) return;
@@ -185,6 +186,15 @@ void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
         for (int i = 0; i < 32; ++i) out[32 * b + i] = d * static_cast<float>(static_cast<int>(q[i]) - 8);
       }
       return;
+    case QType::Q4_1:
+    case QType::Q5_0:
+    case QType::Q5_1:
+    case QType::Q2_K:
+    case QType::Q3_K:
+    case QType::IQ4_NL:
+    case QType::TQ1_0:
+    case QType::TQ2_0:
+    case QType::NVFP4: return dequantize_low(type, row, k, out);
     default: {
       const int64_t bytes = type == QType::Q4_K ? 144 : type == QType::Q5_K ? 176 : 210;
       for (int64_t b = 0; b < k / 256; ++b) dequantize_k(type, row + bytes * b, out + 256 * b);
@@ -221,7 +231,9 @@ void quantize_row(ActForm form, const float* x, int64_t k, int8_t* q, float* d, 
   if (form == ActForm::Q32) {
     for (int64_t b = 0; b < k / 32; ++b) {
       d[b] = quantize_block<32>(x + 32 * b, q + 32 * b);
-      sums[b] = static_cast<int16_t>(sum_int8(q + 32 * b, 32));
+      const int first = sum_int8(q + 32 * b, 16);
+      sums[kSumsPerBlock * b] = static_cast<int16_t>(first + sum_int8(q + 32 * b + 16, 16));
+      sums[kSumsPerBlock * b + 1] = static_cast<int16_t>(first);
     }
     return;
   }

@@ -51,8 +51,8 @@ ActRows QuantizedRows::view() const {
 
 QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t rows, int64_t cols) {
   const ActForm form = form_for(type);
-  const int64_t block = form == ActForm::Q32 ? 32 : 256, per_block = form == ActForm::Q32 ? 1 : kSumsPerSuper,
-                blocks = rows * (cols / block);
+  const int64_t block = form == ActForm::Q32 ? 32 : 256,
+                per_block = form == ActForm::Q32 ? kSumsPerBlock : kSumsPerSuper, blocks = rows * (cols / block);
   return {form,
           block,
           per_block,
@@ -74,9 +74,11 @@ void copy_piece(const ActRows& act, ActForm form, const TokenGroup& group, int64
     std::memcpy(out.q + to * kPiece, act.q + row * act.ldq + piece * kPiece, static_cast<size_t>(width));
     if (form == ActForm::Q256) {
       std::memcpy(out.sums + to * 8, act.sums + row * act.lds + piece * kSumsPerSuper + 16, 16);
+      std::memcpy(out.sums16 + to * 16, act.sums + row * act.lds + piece * kSumsPerSuper, 32);
       out.d[to * 8] = act.d[row * act.ldd + piece];
     } else {
-      std::memcpy(out.sums + to * 8, act.sums + row * act.lds + piece * 8, static_cast<size_t>(2 * blocks));
+      const int16_t* sums = act.sums + row * act.lds + piece * 8 * kSumsPerBlock;
+      for (int64_t b = 0; b < blocks; ++b) out.sums[to * 8 + b] = sums[kSumsPerBlock * b];
       std::memcpy(out.d + to * 8, act.d + row * act.ldd + piece * 8, static_cast<size_t>(4 * blocks));
     }
   }
@@ -97,7 +99,8 @@ Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, 
     if (groups[i].count < least) continue;
     const int64_t rows = (groups[i].count + 15) / 16 * 16;  // a kernel may read whole tiles
     made[i] = {session.scratch<int8_t>(pieces * rows * kPiece), session.scratch<int16_t>(pieces * rows * 8),
-               session.scratch<float>(pieces * rows * 8), rows};
+               session.scratch<float>(pieces * rows * 8), rows,
+               form == ActForm::Q256 ? session.scratch<int16_t>(pieces * rows * 16) : nullptr};
     filled[filled.count++] = i;
   }
   session.run(filled.count * pieces, [&](int64_t i) {

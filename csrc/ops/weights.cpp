@@ -42,6 +42,15 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
   if (is_grouped(type)) return GroupForm(type).tile_bytes(cols);
   const int64_t blocks = cols / info.block, head = (blocks * 32 + 63) / 64 * 64;
   switch (type) {
+    case QType::Q4_1: return blocks * 320;
+    case QType::Q5_0: return head + blocks * 320;
+    case QType::Q5_1: return blocks * 384;
+    case QType::Q2_K: return blocks * 1344;
+    case QType::Q3_K: return head + blocks * 1792;
+    case QType::IQ4_NL: return head + blocks * 256;
+    case QType::TQ1_0: return head + blocks * 832;
+    case QType::TQ2_0: return head + blocks * 1024;
+    case QType::NVFP4: return blocks * 576;
     case QType::Q8_0: return head + blocks * 512;
     case QType::Q4_0: return head + blocks * 256;
     case QType::Q4_K: return blocks * 2368;

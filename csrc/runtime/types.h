@@ -17,7 +17,12 @@ enum class QType : int32_t {
   F32 = 0,
   F16 = 1,
   Q4_0 = 2,
+  Q4_1 = 3,
+  Q5_0 = 6,
+  Q5_1 = 7,
   Q8_0 = 8,
+  Q2_K = 10,
+  Q3_K = 11,
   Q4_K = 12,
   Q5_K = 13,
   Q6_K = 14,
@@ -25,12 +30,16 @@ enum class QType : int32_t {
   IQ2_XS = 17,
   IQ3_XXS = 18,
   IQ1_S = 19,
+  IQ4_NL = 20,
   IQ3_S = 21,
   IQ2_S = 22,
   IQ4_XS = 23,
   IQ1_M = 29,
   BF16 = 30,
+  TQ1_0 = 34,
+  TQ2_0 = 35,
   MXFP4 = 39,
+  NVFP4 = 40,
   F8_E4M3 = 1000
 };
 
@@ -47,7 +56,7 @@ enum class ActKind : int32_t {
 
 // What a weight type wants its activations to be.
 //   Float: fp32 as given.
-//   Q32:   int8 with one fp32 scale and one int16 sum per 32 values.
+//   Q32:   int8 with one fp32 scale per 32 values, and two int16: the sum of the 32, and that of the first 16.
 //   Q256:  int8 with one fp32 scale per 256 values, and as int16: 16 sums of 16 values, 8 sums of 32 values, and for
 //          every 16 values a pair: -32 times the sums of those whose index mod 4 is 0 or 1, and 2 or 3 (tiers that sum
 //          in int16).
@@ -60,6 +69,7 @@ constexpr int kFp8Block = 128;   // rows and columns of FP8 weights that share a
 constexpr int kBf16Cols = 32;    // columns of a tile of bf16
 constexpr int kPairSums = 24;    // 16 + 8 sums come before the pairs, see ActForm::Q256
 constexpr int kSumsPerSuper = kPairSums + 32;
+constexpr int kSumsPerBlock = 2;  // of 32 values
 
 struct QTypeInfo {
   QType type;
@@ -88,7 +98,8 @@ struct TokenBlocks {
   int16_t* sums = nullptr;  // [pieces][rows][8], of 32 columns each
   float* d = nullptr;       // [pieces][rows][8]; of a block of 256: the first
   int64_t rows = 0;
-  uint16_t* bf16 = nullptr;  // [columns / 32][rows][32], rounded to bf16, instead of the others: what bf16_tiles reads
+  int16_t* sums16 = nullptr;  // [pieces][rows][16], of 16 columns each; of blocks of 256 only
+  uint16_t* bf16 = nullptr;   // [columns / 32][rows][32], rounded to bf16, instead of the others: what bf16_tiles reads
 };
 
 // One tile of 16 weight rows times `num_tokens` activation rows.

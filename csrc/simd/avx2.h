@@ -191,6 +191,21 @@ template <int K> inline __m256i to_bit4(__m256i x, int mask) {
 }
 template <int K> inline wb bit_at_4(wb x) { return {to_bit4<K>(x.a, 1), to_bit4<K>(x.b, 1)}; }
 template <int K> inline wb two_at_4(wb x) { return {to_bit4<K>(x.a, 3), to_bit4<K>(x.b, 3)}; }
+// Bits FROM .. of every byte, as many as `mask` has, to bit TO ..
+template <int FROM, int TO> inline __m256i move_half(__m256i x, int mask) {
+  if constexpr (FROM < TO) return mask_shl<TO - FROM>(x, mask << FROM);
+  if constexpr (FROM == TO) return andb(x, mask << TO);
+  return shr_mask<(FROM > TO ? FROM - TO : 0)>(x, mask << TO);
+}
+template <int FROM, int TO> inline wb move_bits(wb x, int mask) {
+  return {move_half<FROM, TO>(x.a, mask), move_half<FROM, TO>(x.b, mask)};
+}
+inline wb add_bytes(wb x, wb y) { return {_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; }
+inline __m256i first_digit(__m256i x) {  // 3 (x - 1) / 4, rounded up twice, has the digit in its upper two bits
+  const __m256i less = _mm256_subs_epu8(x, _mm256_set1_epi8(1));
+  return shr_mask<6>(_mm256_avg_epu8(less, _mm256_avg_epu8(less, _mm256_setzero_si256())), 3);
+}
+inline wb first_digit(wb x) { return {first_digit(x.a), first_digit(x.b)}; }
 // 32 bytes: two int16 in every lane.
 inline vi pairs_u8(const uint8_t* p) {
   return {_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
@@ -201,6 +216,7 @@ inline vi pairs_s8(const uint8_t* p) {
           _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
 inline vi times32(vi x) { return {_mm256_slli_epi16(x.a, 5), _mm256_slli_epi16(x.b, 5)}; }
+inline vi times4(vi x) { return {_mm256_slli_epi16(x.a, 2), _mm256_slli_epi16(x.b, 2)}; }
 // The first and the second of the pairs, as flush_scaled wants a scale: in both halves of the lane.
 inline vi scale_low(vi x) {
   return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(x.a, 16), 0xaa),
@@ -226,7 +242,6 @@ inline wb lookup16(wb x, const uint8_t* table) {
 // ---- for types with a grid, see kernels/packed_grid.inl ----
 inline vi lanes_of(wb x) { return {x.a, x.b}; }
 inline wb xor_bytes(wb x, wb y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
-inline wb add_bytes(wb x, wb y) { return {_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; }
 inline wb bits_from(wb x, int shift, int mask) {
   const __m128i count = _mm_cvtsi32_si128(shift);
   return {andb(_mm256_srl_epi16(x.a, count), mask), andb(_mm256_srl_epi16(x.b, count), mask)};

@@ -147,6 +147,17 @@ template <int K> inline wb to_bit4(wb x, int mask) {
 }
 template <int K> inline wb bit_at_4(wb x) { return to_bit4<K>(x, 1); }
 template <int K> inline wb two_at_4(wb x) { return to_bit4<K>(x, 3); }
+// Bits FROM .. of every byte, as many as `mask` has, to bit TO ..
+template <int FROM, int TO> inline wb move_bits(wb x, int mask) {
+  if constexpr (FROM < TO) return {_mm512_slli_epi16(and_bytes(x.v, mask << FROM), TO - FROM)};
+  if constexpr (FROM == TO) return {and_bytes(x.v, mask << TO)};
+  return {and_bytes(_mm512_srli_epi16(x.v, FROM > TO ? FROM - TO : 0), mask << TO)};
+}
+inline wb add_bytes(wb x, wb y) { return {_mm512_add_epi8(x.v, y.v)}; }
+inline wb first_digit(wb x) {  // 3 (x - 1) / 4, rounded up twice, has the digit in its upper two bits
+  const __m512i less = _mm512_subs_epu8(x.v, _mm512_set1_epi8(1)), half = _mm512_avg_epu8(less, _mm512_setzero_si512());
+  return {and_bytes(_mm512_srli_epi16(_mm512_avg_epu8(less, half), 6), 3)};
+}
 // 32 bytes: two int16 in every lane.
 inline vi pairs_u8(const uint8_t* p) {
   return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
@@ -155,6 +166,7 @@ inline vi pairs_s8(const uint8_t* p) {
   return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 inline vi times32(vi x) { return {_mm512_slli_epi16(x.v, 5)}; }
+inline vi times4(vi x) { return {_mm512_slli_epi16(x.v, 2)}; }
 // The first and the second of the pairs, as flush_scaled wants a scale.
 inline vi scale_low(vi x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16), 16)}; }
 inline vi scale_high(vi x) { return {_mm512_srai_epi32(x.v, 16)}; }
@@ -179,7 +191,6 @@ inline wb lookup16(wb x, const uint8_t* table) {
 // ---- for types with a grid, see kernels/packed_grid.inl ----
 inline vi lanes_of(wb x) { return {x.v}; }
 inline wb xor_bytes(wb x, wb y) { return {_mm512_xor_si512(x.v, y.v)}; }
-inline wb add_bytes(wb x, wb y) { return {_mm512_add_epi8(x.v, y.v)}; }
 inline wb bits_from(wb x, int shift, int mask) {
   return {and_bytes(_mm512_srl_epi16(x.v, _mm_cvtsi32_si128(shift)), mask)};
 }

@@ -182,6 +182,17 @@ template <int K> inline wb two_at_4(wb x) {
   for (uint8_t& b : x.v) b = static_cast<uint8_t>((b >> K & 3) << 4);
   return x;
 }
+// Bits FROM .. of every byte, as many as `mask` has, to bit TO ..
+template <int FROM, int TO> inline wb move_bits(wb x, int mask) {
+  for (uint8_t& b : x.v) b = static_cast<uint8_t>((b >> FROM & mask) << TO);
+  return x;
+}
+inline wb add_bytes(wb x, wb y) {
+  for (int i = 0; i < 64; ++i) x.v[i] = static_cast<uint8_t>(x.v[i] + y.v[i]);
+  return x;
+}
+// The first of the five digits of base 3 that a byte codes (packed_ternary.inl): 256ths of its triple.
+inline wb first_digit(wb x) { for (uint8_t& b : x.v) b = static_cast<uint8_t>(3 * b >> 8); return x; }
 // 32 bytes: two int16 in every lane.
 inline int32_t pair_lane(int lo, int hi) {
   return static_cast<int32_t>(static_cast<uint16_t>(lo) | (static_cast<uint32_t>(static_cast<uint16_t>(hi)) << 16));
@@ -195,6 +206,7 @@ inline vi pairs_s8(const uint8_t* p) {
   return r;
 }
 inline vi times32(vi x) { KT_LANES x.v[i] = pair_lane(32 * lane_low(x.v[i]), 32 * lane_high(x.v[i])); return x; }
+inline vi times4(vi x) { KT_LANES x.v[i] = pair_lane(4 * lane_low(x.v[i]), 4 * lane_high(x.v[i])); return x; }
 // The first and the second of the pairs, as flush_scaled wants a scale.
 inline vi scale_low(vi x) { KT_LANES x.v[i] = lane_low(x.v[i]); return x; }
 inline vi scale_high(vi x) { KT_LANES x.v[i] = lane_high(x.v[i]); return x; }
@@ -222,10 +234,6 @@ inline wb lookup16(wb x, const uint8_t* table) { for (uint8_t& b : x.v) b = tabl
 // ---- for types with a grid, see kernels/packed_grid.inl ----
 inline vi lanes_of(wb x) { vi r; std::memcpy(r.v, x.v, 64); return r; }
 inline wb xor_bytes(wb x, wb y) { for (int i = 0; i < 64; ++i) x.v[i] ^= y.v[i]; return x; }
-inline wb add_bytes(wb x, wb y) {
-  for (int i = 0; i < 64; ++i) x.v[i] = static_cast<uint8_t>(x.v[i] + y.v[i]);
-  return x;
-}
 // Bits from `shift` on of every byte; the mask ends before bit 8 - shift.
 inline wb bits_from(wb x, int shift, int mask) {
   for (uint8_t& b : x.v) b = static_cast<uint8_t>(b >> shift & mask);

@@ -95,7 +95,12 @@ const std::vector<QTypeInfo>& qtype_infos() {
       {QType::IQ2_XXS, "IQ2_XXS", 256, 66, ActForm::Q256}, {QType::IQ2_XS, "IQ2_XS", 256, 74, ActForm::Q256},
       {QType::IQ2_S, "IQ2_S", 256, 82, ActForm::Q256},     {QType::IQ3_XXS, "IQ3_XXS", 256, 98, ActForm::Q256},
       {QType::IQ3_S, "IQ3_S", 256, 110, ActForm::Q256},    {QType::IQ1_S, "IQ1_S", 256, 50, ActForm::Q256},
-      {QType::IQ1_M, "IQ1_M", 256, 56, ActForm::Q256},     {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float},
+      {QType::IQ1_M, "IQ1_M", 256, 56, ActForm::Q256},     {QType::Q4_1, "Q4_1", 32, 20, ActForm::Q32},
+      {QType::Q5_0, "Q5_0", 32, 22, ActForm::Q32},         {QType::Q5_1, "Q5_1", 32, 24, ActForm::Q32},
+      {QType::Q2_K, "Q2_K", 256, 84, ActForm::Q256},       {QType::Q3_K, "Q3_K", 256, 110, ActForm::Q256},
+      {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32},     {QType::TQ1_0, "TQ1_0", 256, 54, ActForm::Q256},
+      {QType::TQ2_0, "TQ2_0", 256, 66, ActForm::Q256},     {QType::NVFP4, "NVFP4", 64, 36, ActForm::Q32},
+      {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float},
   };
   return infos;
 }

@@ -3,6 +3,7 @@
 #include "tiers/products.inl"
 
 #include "kernels/amx.inl"
+#include "kernels/amx32.inl"
 #include "kernels/amx_groups.inl"
 #include "kernels/bf16.inl"
 #include "kernels/bf16_tiles.inl"

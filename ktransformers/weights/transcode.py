@@ -1,6 +1,7 @@
-"""Turns ggml types that the native kernels do not read into ones that they read, without losing a bit.
+"""Turns ggml types that no kernel reads into ones that one reads, without losing a bit.
 
-Which type becomes which is fixed per type, so that a plan can be made from headers. Where a format's values are
+Which type becomes which is fixed per type, so that a plan can be made from headers. The CPU's kernels read all formats
+(`resident_type`), a GPU's fewer (`gpu_type`); where a format's values are
 `scale * small integer`, another integer format with the same scales holds them exactly:
 
     Q5_0 -> Q8_0      same fp16 scale per 32, 5-bit codes in 8 bits
@@ -9,7 +10,7 @@ Which type becomes which is fixed per type, so that a plan can be made from head
     TQ1_0, TQ2_0 -> Q4_0   one fp16 scale per 256 repeated eight times, codes -1, 0, 1
     NVFP4 -> BF16     4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
 
-All others have products of several scales, or an offset beside the scale, that only F32 holds. Equality with
+Others have products of several scales, or an offset beside the scale: a GPU gets them dense. Equality with
 `gguf.quants.dequantize`, bit for bit, is the test of all of this. The first three are native (csrc/ops/transcode.cpp).
 """
 
@@ -33,7 +34,7 @@ from ktransformers.kernels.cpu.pages import advise_huge_pages, page_out
 from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.mapped_file import typed_view
 
-__all__ = ["Transcoded", "dequantize", "resident_type", "transcode"]
+__all__ = ["Transcoded", "dequantize", "gpu_type", "resident_type", "transcode"]
 
 U8Array = npt.NDArray[np.uint8]
 
@@ -42,46 +43,42 @@ CHUNK_WEIGHTS = 1 << 20
 _DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _NATIVE = {QuantType.Q5_0: QuantType.Q8_0, QuantType.IQ4_NL: QuantType.Q8_0, QuantType.Q3_K: QuantType.Q6_K}
 _TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
-_BF16_EXACT = (QuantType.NVFP4,)
-_F32_ONLY = (QuantType.Q4_1, QuantType.Q5_1, QuantType.Q2_K)
+_ON_GPU = _NATIVE | dict.fromkeys(_TERNARY, QuantType.Q4_0) | {QuantType.NVFP4: QuantType.BF16}
+
+
+def gpu_type(qtype: QuantType) -> QuantType:
+    """The type that a tensor of a resident type has for a GPU; the same where another type would not help."""
+    return _ON_GPU.get(qtype, qtype)
 
 
 def resident_type(qtype: QuantType, name: str) -> QuantType:
     """The type that a tensor stored as `qtype` has once loaded. Raises UnsupportedError, naming the tensor."""
     if qtype in NATIVE_TYPES:
         return qtype
-    if qtype in _NATIVE:
-        return _NATIVE[qtype]
-    if qtype in _TERNARY:
-        return QuantType.Q4_0
-    if qtype in _BF16_EXACT:
-        return QuantType.BF16
-    if qtype in _F32_ONLY:
-        return QuantType.F32
     raise UnsupportedError(
         f"tensor {name!r} is stored as {qtype.name}, which is no type of model weights that can be read"
     )
 
 
-def transcode(raw: RawTensor, name: str) -> RawTensor:
-    """`raw` itself when the kernels read its type, else a lossless copy in `resident_type`, made by all cores.
+def transcode(raw: RawTensor, name: str, target: QuantType | None = None) -> RawTensor:
+    """`raw` itself when it is of type `target`, else a lossless copy in it, made by all cores.
 
-    Pages of a file that were only read for that are given back.
+    target: `resident_type` when None, or `gpu_type`. Pages of a file that were only read for that are given back.
     """
-    if resident_type(raw.qtype, name) is raw.qtype:
+    if (target or resident_type(raw.qtype, name)) is raw.qtype:
         return raw
-    return Transcoded([raw], name)[0]
+    return Transcoded([raw], name, target)[0]
 
 
 class Transcoded(Sequence[RawTensor]):
     """Tensors of one type and shape that no kernel reads, each transcoded when it is asked for, and not kept.
 
-    Those of a slice lie side by side in one buffer.
+    Those of a slice lie side by side in one buffer. target: as for `transcode`.
     """
 
-    def __init__(self, stored: Sequence[RawTensor], name: str):
+    def __init__(self, stored: Sequence[RawTensor], name: str, target: QuantType | None = None):
         self._stored = stored
-        self._target = resident_type(stored[0].qtype, name)
+        self._target = target or resident_type(stored[0].qtype, name)
 
     def __len__(self) -> int:
         return len(self._stored)

@@ -186,7 +186,7 @@ def test_installed_peers_are_not_missing(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("kind", [2, 8, 12, 13, 14, 23, 30, 39])
+@pytest.mark.parametrize("kind", [2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 30, 34, 35, 39, 40])
 def test_random_blocks_are_finite_weights(kind: int) -> None:
     """The gguf package tells block sizes and what the blocks mean."""
     qtype = gguf.GGMLQuantizationType(kind)

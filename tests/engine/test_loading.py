@@ -21,7 +21,7 @@ from ktransformers.optimize import apply
 from ktransformers.weights.read_ahead import ReadAhead
 from tests.support.mapped_memory import cached_bytes, settled
 
-LAYERS, HIDDEN, EXPERTS, WIDTH, VOCAB = 12, 512, 16, 256, 8192
+LAYERS, HIDDEN, EXPERTS, WIDTH, VOCAB = 16, 512, 16, 256, 8192
 
 MEASURE = """
 import json, sys
@@ -111,7 +111,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux abou
 
 @linux_only
 @pytest.mark.parametrize("qtype", [QuantType.Q5_0, QuantType.Q3_K], ids=lambda qtype: qtype.name)
-def test_transcoded_weights_hold_what_was_planned(qtype: QuantType, tmp_path: Path) -> None:
+def test_weights_hold_what_was_planned(qtype: QuantType, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_model(path, qtype)
     found = measured(path, "gguf_path")

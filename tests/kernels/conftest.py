@@ -20,10 +20,18 @@ MakeWeight = Callable[..., RawTensor]
 SCALES = {
     QuantType.Q8_0: (0,),
     QuantType.Q4_0: (0,),
+    QuantType.Q4_1: (0, 2),
+    QuantType.Q5_0: (0,),
+    QuantType.Q5_1: (0, 2),
+    QuantType.Q2_K: (80, 82),
+    QuantType.Q3_K: (108,),
     QuantType.Q4_K: (0, 2),
     QuantType.Q5_K: (0, 2),
     QuantType.Q6_K: (208,),
+    QuantType.IQ4_NL: (0,),
     QuantType.IQ4_XS: (0,),
+    QuantType.TQ1_0: (52,),
+    QuantType.TQ2_0: (64,),
     QuantType.MXFP4: (),
     QuantType.IQ2_XXS: (0,),
     QuantType.IQ2_XS: (0,),
@@ -32,6 +40,7 @@ SCALES = {
     QuantType.IQ3_S: (0,),
     QuantType.IQ1_S: (0,),
     QuantType.IQ1_M: (),
+    QuantType.NVFP4: (),  # four exponents with fractions, all of which are sane
 }
 DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 

@@ -26,6 +26,11 @@ from tests.support.tiny_models import tiny_model
 BF16_TOLERANCE = 1e-2 if cpu.has_bf16(cpu.active_isa()) else TOLERANCE
 
 
+def engine_types(engine: Engine) -> set[QuantType]:
+    """What the plan says that weights are."""
+    return {QuantType[name] for entry in engine.plan.entries for name in entry.quant_types}
+
+
 def open_engine(path: Path, **settings: object) -> Engine:
     return build_engine(EngineConfig(gguf_path=path, cache_lens=64, **{"cpu_infer": 1, **settings}))  # type: ignore[arg-type]
 
@@ -40,10 +45,14 @@ def test_f32_file_agrees_with_transformers(model_type: str, tmp_path: Path) -> N
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
+LOW_BITS = ["Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "TQ1_0", "TQ2_0", "NVFP4"]
+
+
 @pytest.mark.parametrize(
     ("model_type", "qtype"),
     [
-        *itertools.product(("qwen3_moe", "deepseek_v3"), ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16")),
+        *itertools.product(["qwen3_moe", "deepseek_v3"], ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16"]),
+        *(("qwen3_moe", qtype) for qtype in LOW_BITS),
         *(("qwen3_moe", qtype.name) for qtype in GRID_TYPES),
         ("deepseek_v3", "IQ2_XXS"),
     ],
@@ -55,6 +64,7 @@ def test_quantized_file_agrees_with_dequantized_weights(model_type: str, qtype: 
     ids = prompt(model.config.vocab_size)
     want, got = logits_of(dequantized(model, kind, kind), ids), engine.runner.forward(ids, 0, range(len(ids)))
     tolerance = {"F16": TOLERANCE, "BF16": BF16_TOLERANCE}.get(qtype, INT8_TOLERANCE)
+    assert kind in engine_types(engine)
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
     # A row whose router nearly ties may take another expert and differ by more: the median row must not.
     assert errors.median() <= tolerance

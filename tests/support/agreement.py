@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.kernels.types import QuantType
-from tests.support.gguf_writer import encoded
+from tests.support.low_bits import encode
 
 NAMED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3"]
 GENERIC = ["olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1", "qwen2"]
@@ -48,6 +48,7 @@ def dequantized(model: PreTrainedModel, experts_qtype: QuantType, dense_qtype: Q
             if parameter.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0]:
                 qtype = QuantType.Q8_0 if parameter.shape[-1] % 32 == 0 else QuantType.F16
             rows = parameter.float().contiguous().numpy().reshape(-1, parameter.shape[-1])
-            values = np.ascontiguousarray(gguf.quants.dequantize(encoded(rows, qtype), qtype), dtype=np.float32)
+            packed = encode(rows, qtype)
+            values = np.ascontiguousarray(gguf.quants.dequantize(packed, qtype), dtype=np.float32)
             parameter.copy_(torch.from_numpy(values).view(parameter.shape))
     return twin

@@ -16,8 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QuantType
 from transformers import PreTrainedModel
 
-from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
-from tests.support.grid_blocks import GRID_TYPES, grid_blocks
+from tests.support.low_bits import encode
 
 ARCH_OF = {
     "llama": "llama",
@@ -143,15 +142,8 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, qtype: Qu
     if values.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0]:
         qtype = QuantType.Q8_0 if values.shape[-1] % 32 == 0 else QuantType.F16
     rows = np.ascontiguousarray(values, dtype=np.float32).reshape(-1, values.shape[-1])
-    data = encoded(rows, qtype)
+    data = encode(rows, qtype)
     writer.add_tensor(name, data.reshape(*values.shape[:-1], -1), raw_dtype=qtype)
-
-
-def encoded(rows: np.ndarray, qtype: QuantType) -> np.ndarray:
-    """fp32 [rows, cols] as blocks of `qtype`, uint8 [rows, bytes of a row]."""
-    if qtype in GRID_TYPES:
-        return grid_blocks(rows, qtype)
-    return quantize(rows, qtype) if qtype in QUANTIZABLE_TYPES else gguf.quants.quantize(rows, qtype)
 
 
 def gguf_tensors(

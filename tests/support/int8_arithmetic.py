@@ -14,13 +14,18 @@ from gguf import quants
 from torch import Tensor
 
 from ktransformers.kernels.reference import dequantize
-from ktransformers.kernels.types import QuantType, RawTensor
+from ktransformers.kernels.types import QuantType, RawTensor, type_size
 
 _Bytes = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
 _Int = npt.NDArray[np.int32]
 
-_SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)  # blocks of 32
+# Blocks of 32, or of 64 with scales of their own for 16.
+SMALL_BLOCKS = frozenset(
+    QuantType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "NVFP4")
+)
+_TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
+_K_TYPES = frozenset(QuantType[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")) | set(_TERNARY)
 
 
 def quantize_activations(x: _Float, block: int) -> tuple[_Int, _Float]:
@@ -60,6 +65,27 @@ def _nibbles(packed: _Bytes) -> _Int:
     return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1, 32).astype(np.int32)
 
 
+def _two_bits(packed: _Bytes) -> _Int:
+    """64 bytes to 256 codes: those of the lowest bits of 32 bytes come first."""
+    pairs = packed.reshape(2, 1, 32) >> np.array([0, 2, 4, 6], dtype=np.uint8)[None, :, None]
+    return (pairs & 3).astype(np.int32).reshape(-1)
+
+
+def _q3_scales(packed: _Bytes) -> list[int]:
+    """Sixteen six-bit numbers less 32: low nibbles in 8 bytes, upper pairs of bits in 4."""
+    lower = [int(packed[s % 8]) >> 4 * (s // 8) & 15 for s in range(16)]
+    return [low + 16 * (int(packed[8 + s % 4]) >> 2 * (s // 4) & 3) - 32 for s, low in enumerate(lower)]
+
+
+def _base_3(packed: _Bytes) -> _Int:
+    """TQ1_0: a byte times 3^n, of which the lower eight bits times 3 have digit n above them."""
+    parts = [
+        ((part.astype(np.int32)[None, :] * 3 ** np.arange(count)[:, None]) % 256 * 3 // 256).reshape(-1)
+        for part, count in ((packed[:32], 5), (packed[32:48], 5), (packed[48:], 4))
+    ]
+    return np.concatenate(parts).astype(np.int32)
+
+
 def _k_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int], np.float32, np.float32]:
     """Integer weights [sub-blocks, size], scales and minima of the sub-blocks, d and dmin of one super-block."""
     if qtype == QuantType.Q6_K:
@@ -77,6 +103,23 @@ def _k_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int
             _half(block, 208),
             np.float32(0),
         )
+    if qtype == QuantType.Q2_K:
+        codes = _two_bits(block[16:80]).reshape(16, 16)
+        return (
+            codes,
+            [int(s) & 15 for s in block[:16]],
+            [int(s) >> 4 for s in block[:16]],
+            _half(block, 80),
+            _half(block, 82),
+        )
+    if qtype == QuantType.Q3_K:
+        thirds = (block[None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1).astype(np.int32).reshape(-1)
+        codes = (_two_bits(block[32:96]) + 4 * thirds - 4).reshape(16, 16)
+        return codes, _q3_scales(block[96:108]), [], _half(block, 108), np.float32(0)
+    if qtype in _TERNARY:
+        size = block.size - 2
+        codes = _two_bits(block[:64]) if qtype == QuantType.TQ2_0 else _base_3(block[:size])
+        return (codes - 1).reshape(1, 256), [1], [], _half(block, size), np.float32(0)
     if qtype == QuantType.IQ4_XS:
         upper = int(block[2:4].view(np.uint16)[0])
         scales = [((int(block[4 + s // 2]) >> 4 * (s % 2)) & 15 | ((upper >> 2 * s) & 3) << 4) - 32 for s in range(8)]
@@ -136,18 +179,46 @@ def _k_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) ->
     return acc
 
 
+def _ue4m3(code: int) -> float:
+    """Half of what the lower seven bits of a scale of NVFP4 code; 127 is no number and counts as 0."""
+    exponent, fraction = code >> 3 & 15, code & 7
+    if code == 127:
+        return 0.0
+    return fraction * 2.0**-10 if exponent == 0 else (8 + fraction) * 2.0 ** (exponent - 11)
+
+
+def _small_block(block: _Bytes, qtype: QuantType) -> list[tuple[_Int, np.float32, np.float32]]:
+    """(integer weights, scale, offset) of what has one scale in a block of 32 or 64, in order."""
+    if qtype == QuantType.NVFP4:
+        groups = block[4:].reshape(4, 8)
+        codes = np.concatenate([groups & 15, groups >> 4], axis=1)
+        table = np.array(quants.NVFP4.kvalues, dtype=np.int32)
+        return [(table[code], np.float32(_ue4m3(int(e))), np.float32(0)) for code, e in zip(codes, block, strict=False)]
+    codes = np.concatenate([block[-16:] & 15, block[-16:] >> 4]).astype(np.int32)
+    if qtype == QuantType.MXFP4:  # the table holds twice the values, so the exponent's bias is 128
+        table = np.array(quants.MXFP4.kvalues, dtype=np.int32)
+        return [(table[codes], np.float32(2.0 ** (int(block[0]) - 128)), np.float32(0))]
+    if qtype in (QuantType.Q5_0, QuantType.Q5_1):
+        codes = codes + 16 * (int(block[-20:-16].view(np.uint32)[0]) >> np.arange(32) & 1).astype(np.int32)
+    offset = _half(block, 2) if qtype in (QuantType.Q4_1, QuantType.Q5_1) else np.float32(0)
+    weights = {
+        QuantType.Q8_0: lambda: block[2:].view(np.int8).astype(np.int32),
+        QuantType.Q4_0: lambda: codes - 8,
+        QuantType.Q5_0: lambda: codes - 16,
+        QuantType.IQ4_NL: lambda: np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes],
+    }.get(qtype, lambda: codes)()
+    return [(weights, _half(block, 0), offset)]
+
+
 def _small_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) -> np.float32:
-    acc = np.float32(0)
-    for b, block in enumerate(row.reshape(-1, size)):
-        codes = np.concatenate([block[-16:] & 15, block[-16:] >> 4])
-        if qtype == QuantType.MXFP4:  # the table holds twice the values, so the exponent's bias is 128
-            d, weights = np.float32(2.0 ** (int(block[0]) - 128)), np.array(quants.MXFP4.kvalues, dtype=np.int32)[codes]
-        elif qtype == QuantType.Q8_0:
-            d, weights = _half(block, 0), block[2:].view(np.int8).astype(np.int32)
-        else:
-            d, weights = _half(block, 0), codes.astype(np.int32) - 8
-        isum = int((weights * q[32 * b : 32 * (b + 1)]).sum())
-        acc = acc + (d * scales[b]) * np.float32(isum)
+    acc, at = np.float32(0), 0
+    for block in row.reshape(-1, size):
+        for weights, d, offset in _small_block(block, qtype):
+            values, scale = q[at : at + len(weights)], scales[at // 32]
+            acc = acc + (d * scale) * np.float32(int((weights * values).sum()))
+            if qtype in (QuantType.Q4_1, QuantType.Q5_1):
+                acc = acc + (offset * scale) * np.float32(int(values.sum()))
+            at += len(weights)
     return acc
 
 
@@ -156,13 +227,10 @@ def int8_linear(x: Tensor, weight: RawTensor) -> Tensor:
 
     Raises ValueError for an unquantized weight.
     """
-    small = weight.qtype in _SMALL
-    known = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.IQ4_XS, *GRIDS)
-    if not small and weight.qtype not in known:
+    small = weight.qtype in SMALL_BLOCKS
+    if not small and weight.qtype not in _K_TYPES | GRIDS.keys():
         raise ValueError(f"int8_linear is for quantized weights, got {weight.qtype.name}")
-    block, size = (
-        (32, weight.row_bytes // (weight.cols // 32)) if small else (256, weight.row_bytes // (weight.cols // 256))
-    )
+    block, size = 32 if small else 256, type_size(weight.qtype)
     rows = weight.data.numpy().reshape(weight.rows, weight.row_bytes)
     out = np.zeros((x.shape[0], weight.rows), dtype=np.float32)
     for t in range(x.shape[0]):
@@ -179,6 +247,6 @@ def int8_tolerance(x: Tensor, weight: RawTensor) -> Tensor:
     Each activation is off by at most half a step of its block, max|x| / 254; so an output is off by at most
     sum_k |w[n, k]| * max|x of k's block| / 254. 5 % on top covers fp32 rounding of the two results.
     """
-    block = 32 if weight.qtype in _SMALL else 256
+    block = 32 if weight.qtype in SMALL_BLOCKS else 256
     step = x.abs().reshape(x.shape[0], -1, block).amax(-1, keepdim=True).expand(-1, -1, block).reshape(x.shape) / 254
     return 1.05 * step @ dequantize(weight).abs().T + math.sqrt(weight.cols) * 1e-6

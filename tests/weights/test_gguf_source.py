@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as T
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.weights import gguf_source
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
@@ -176,9 +177,13 @@ def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
         GGUFSource(open_gguf(tmp_path / "m.gguf"), ModelFacts.of(tiny_model("llama").config))
 
 
-def test_transcoding_is_said_once_per_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_transcoding_is_said_once_per_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("qwen3_moe")
     opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", T.Q5_0, T.Q4_1))
+    held = {T.Q5_0: T.Q8_0, T.Q4_1: T.F32}  # as if no kernel read them
+    monkeypatch.setattr(gguf_source, "resident_type", lambda qtype, _: held.get(qtype, qtype))
     with caplog.at_level(logging.WARNING):
         GGUFSource(opened, ModelFacts.of(model.config))
     assert [record.getMessage() for record in caplog.records] == [

@@ -29,13 +29,15 @@ from ktransformers.bench.peers.base import PeerProcess, answer_questions
 
 __all__ = ["library_folder", "llama_peer", "load_library", "start_llama"]
 
-_F32, _I32, _BF16, _Q6_K = 0, 26, 30, 14
-_K_WITH_MIN = (12, 13)  # a second scale follows the first
-_MXFP4 = 39
-_IQ1_M = 29
+_F32, _I32, _BF16 = 0, 26, 30
+_IQ1_M, _MXFP4, _NVFP4 = 29, 39, 40
+# By ggml's number: where the fp16 numbers of a block are, unless at its start.
+_SCALES_AT = {**dict.fromkeys((3, 7, 12, 13), (0, 2)), 10: (80, 82), 11: (108,), 14: (208,), 34: (52,), 35: (64,)}
 # ggml type numbers of gate, up and down.
 _TYPES = {"q4_k_m": (12, 12, 14), "q4_k": (12,) * 3, "q5_k": (13,) * 3, "q6_k": (14,) * 3, "q8_0": (8,) * 3}
 _TYPES |= {"q4_0": (2,) * 3, "iq4_xs": (23,) * 3, "mxfp4": (39,) * 3, "bf16": (30,) * 3}
+_TYPES |= {"q4_1": (3,) * 3, "q5_0": (6,) * 3, "q5_1": (7,) * 3, "q2_k": (10,) * 3, "q3_k": (11,) * 3}
+_TYPES |= {"iq4_nl": (20,) * 3, "tq1_0": (34,) * 3, "tq2_0": (35,) * 3, "nvfp4": (40,) * 3}
 _TYPES |= {"iq2_xxs": (16,) * 3, "iq2_xs": (17,) * 3, "iq3_xxs": (18,) * 3, "iq1_s": (19,) * 3, "iq3_s": (21,) * 3}
 _TYPES |= {"iq2_s": (22,) * 3, "iq1_m": (29,) * 3}
 _CPU_DEVICE = 0
@@ -188,10 +190,11 @@ def random_blocks(kind: int, count: int, block: int, nbytes: int, rng: np.random
     elif kind == _IQ1_M:  # the scale's four nibbles are the upper ones of four words
         blocks[:, 53] = blocks[:, 53] & 0x0F | 0x40
         blocks[:, 55] &= 0x0F
+    elif kind == _NVFP4:
+        blocks[:, :4] = 0x01  # 2^-10
     else:
-        blocks[:, 209 if kind == _Q6_K else 1] = 0x04  # the high byte of an fp16 scale: about 1e-4
-    if kind in _K_WITH_MIN:
-        blocks[:, 3] = 0x04
+        for at in _SCALES_AT.get(kind, (0,)):
+            blocks[:, at + 1] = 0x04  # the high byte of an fp16 scale: about 1e-4
     return blocks.reshape(-1)
 
 

@@ -44,12 +44,17 @@ __all__ = [
 #: The block formats of ggml that `pack` packs; it packs every GroupType too.
 PACKED_TYPES = frozenset(
     {
-        QuantType.Q8_0,
         QuantType.Q4_0,
-        QuantType.MXFP4,
+        QuantType.Q4_1,
+        QuantType.Q5_0,
+        QuantType.Q5_1,
+        QuantType.Q8_0,
+        QuantType.Q2_K,
+        QuantType.Q3_K,
         QuantType.Q4_K,
         QuantType.Q5_K,
         QuantType.Q6_K,
+        QuantType.IQ4_NL,
         QuantType.IQ4_XS,
         QuantType.IQ2_XXS,
         QuantType.IQ2_XS,
@@ -58,6 +63,10 @@ PACKED_TYPES = frozenset(
         QuantType.IQ3_S,
         QuantType.IQ1_S,
         QuantType.IQ1_M,
+        QuantType.TQ1_0,
+        QuantType.TQ2_0,
+        QuantType.MXFP4,
+        QuantType.NVFP4,
     }
 )
 
@@ -65,7 +74,7 @@ TILE_ROWS: int = extension.TILE_ROWS
 
 
 def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more (IQ1_M: 5 %), of rows in full tiles."""
+    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more (Q3_K and IQ1_M: 5 %), of rows in full tiles."""
     return int(-(-rows // TILE_ROWS) * extension.packed_tile_bytes(int(qtype), cols))
 
 

@@ -36,6 +36,7 @@ from ktransformers.operators.linear.packed import CpuProducts, pack_experts, res
 from ktransformers.operators.recognize.activation import expert_activation, recognize_expert_activation
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.operators.wrapper import DenseState
+from ktransformers.weights.for_gpu import ForGpu
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "read_layout"]
@@ -162,11 +163,24 @@ class KTransformersExperts(Operator):
             return "KExpertsTorch"
         return "KExpertsMarlin" if self.device.is_gpu else "KExpertsCPU"
 
-    def _info(self, source: WeightSource) -> ExpertsInfo:
+    def _find(self, source: WeightSource) -> ExpertsInfo:
         info = source.find_experts(self.key, self.layout, self.config.cpu_quant)
         if info is None:
             raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
         return info
+
+    def _seen(self, source: WeightSource) -> WeightSource:
+        """The source as whatever computes reads it: experts that are streamed lie in a type that the GPU reads too."""
+        if self.device.is_gpu:
+            return ForGpu(source)
+        if not self.home.is_gpu or self.placement.prefill_device != self.home.name:
+            return source
+        info = self._find(ForGpu(source))
+        parts = [part for part in (info.gate, info.up, info.down) if part is not None]
+        return ForGpu(source) if all(can_be_copied(part.resident_type) for part in parts) else source
+
+    def _info(self, source: WeightSource) -> ExpertsInfo:
+        return self._find(self._seen(source))
 
     def _norm_state(self) -> DenseState | None:
         norm = self.post_expert_norm
@@ -200,7 +214,7 @@ class KTransformersExperts(Operator):
         if why_not_on_gpu(self.layout, self.activation) is not None:
             return None
         try:
-            return gpu_experts_nbytes(self.key, self._info(source))
+            return gpu_experts_nbytes(self.key, self._find(ForGpu(source)))
         except UnsupportedError:
             return None  # a type that no kernel reads: they stay on the CPU
 
@@ -221,8 +235,8 @@ class KTransformersExperts(Operator):
 
     @override
     def load(self, source: WeightSource) -> None:
-        weights, norm = source.experts(self.key, self.layout, self.config.cpu_quant), self._norm_state()
-        pool = self.config.require_pool()
+        weights = self._seen(source).experts(self.key, self.layout, self.config.cpu_quant)
+        norm, pool = self._norm_state(), self.config.require_pool()
         if norm is not None:
             norm.load(source)
         if self.device.is_gpu:

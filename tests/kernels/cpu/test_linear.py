@@ -10,7 +10,7 @@ from gguf import quants
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import NATIVE_TYPES, batched_linear, dequantize_rows, linear
 from ktransformers.kernels.types import QuantType, RawTensor, block_size
-from tests.support.int8_arithmetic import int8_linear, int8_tolerance
+from tests.support.int8_arithmetic import SMALL_BLOCKS, int8_linear, int8_tolerance
 
 TYPES = sorted(NATIVE_TYPES)
 QUANTIZED = [t for t in TYPES if t not in (QuantType.F32, QuantType.F16, QuantType.BF16)]
@@ -20,7 +20,9 @@ def widths(qtype):
     """Widths that leave every kind of remainder behind blocks, chunks and registers."""
     if qtype in (QuantType.F32, QuantType.F16, QuantType.BF16):
         return (1, 7, 16, 531, 1040)
-    return (32, 96, 544) if qtype in (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4) else (256, 768)
+    if qtype is QuantType.NVFP4:
+        return (64, 192, 576)
+    return (32, 96, 544) if qtype in SMALL_BLOCKS else (256, 768)
 
 
 def activations(rows, cols, seed=0):
@@ -32,6 +34,7 @@ def test_covers_the_types_of_the_issue():
         *("F32", "F16", "BF16"),
         *("Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
         *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+        *("Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "NVFP4", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0"),
     }
 
 
@@ -52,7 +55,7 @@ def test_close_to_dequantized_weights(qtype, make_weight, pool):
 
 @pytest.mark.parametrize("qtype", QUANTIZED, ids=lambda t: t.name)
 def test_equals_the_written_down_int8_arithmetic(qtype, make_weight, pools):
-    cols = 160 if 160 % block_size(qtype) == 0 else 512
+    cols = next(cols for cols in (160, 192, 512) if cols % block_size(qtype) == 0)
     weight, x = make_weight(qtype, 5, cols), activations(6, cols)
     x[1] *= 1e-3
     x[2, :32] = 0
@@ -165,8 +168,8 @@ def test_bad_arguments_are_named(make_weight, pool):
         linear(x, weight, pool, out=torch.empty(3, 11))
     with pytest.raises(ValueError, match="2 dimensions"):
         linear(x, weight.reshape((2, 5, 64)), pool)
-    with pytest.raises(ValueError, match="Q4_1, which has no kernel"):
-        linear(x, RawTensor(torch.zeros(40, dtype=torch.uint8), QuantType.Q4_1, (1, 64)), pool)
+    with pytest.raises(ValueError, match="Q8_K, which has no kernel"):
+        linear(x, RawTensor(torch.zeros(292, dtype=torch.uint8), QuantType.Q8_K, (1, 256)), pool)
     square = make_weight(QuantType.Q8_0, 64, 64)
     with pytest.raises(ValueError, match="out must not be one of the inputs"):
         linear(x, square, pool, out=x)
@@ -185,3 +188,28 @@ def test_every_mxfp4_scale(pools):
     for each in pools:
         ours = dequantize_rows(weight, torch.arange(256), each)
         assert (ours.numpy().view(np.uint32) == expected.view(np.uint32)).all()
+
+
+def test_every_nvfp4_scale(pools):
+    """All 256 codes of scales, those that are no numbers included, times all 16 codes of weights."""
+    blocks = np.zeros((256, 36), dtype=np.uint8)
+    blocks[:, :4] = np.arange(256)[:, None]
+    blocks[:, 4:] = np.tile(np.arange(16) * 17, 2)
+    weight = RawTensor(torch.from_numpy(blocks.reshape(-1)), QuantType.NVFP4, (256, 64))
+    expected, x = quants.dequantize(blocks, QuantType.NVFP4), activations(6, 64)
+    for each in pools:
+        ours = dequantize_rows(weight, torch.arange(256), each)
+        assert (ours.numpy().view(np.uint32) == expected.astype(np.float32).view(np.uint32)).all()
+        assert torch.equal(linear(x, weight, each), int8_linear(x, weight))
+
+
+def test_every_byte_of_tq1_0(pools):
+    """Also those that no quantizer writes: five digits in a byte that has more than 243 values."""
+    blocks = np.zeros((256, 54), dtype=np.uint8)
+    blocks[:, :52] = np.arange(256)[:, None] + np.arange(52)
+    blocks[:, 53] = 0x3C
+    weight, x = RawTensor(torch.from_numpy(blocks.reshape(-1)), QuantType.TQ1_0, (256, 256)), activations(6, 256)
+    expected = torch.from_numpy(quants.dequantize(blocks, QuantType.TQ1_0))
+    for each in pools:
+        assert torch.equal(dequantize_rows(weight, torch.arange(256), each), expected)
+        assert torch.equal(linear(x, weight, each), int8_linear(x, weight))

@@ -15,16 +15,28 @@ TYPES = sorted(cpu.PACKED_TYPES)
 TIERS = (*cpu.available_isas(), Isa.AMX_EMULATED)
 
 
+# Where the halves of a block are; others have bytes of exponents, or a half in four pieces.
+HALVES = {
+    **dict.fromkeys((QuantType.Q4_1, QuantType.Q5_1, QuantType.Q4_K, QuantType.Q5_K), (0, 2)),
+    QuantType.Q2_K: (80, 82),
+    QuantType.Q3_K: (108,),
+    QuantType.Q6_K: (208,),
+    QuantType.TQ1_0: (52,),
+    QuantType.TQ2_0: (64,),
+    **dict.fromkeys((QuantType.MXFP4, QuantType.NVFP4, QuantType.IQ1_M), ()),
+}
+
+
 def random_weight(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> RawTensor:
     if qtype not in QUANTIZABLE_TYPES:
         raw = wild_weight(qtype, rows, cols, seed)
         blocks = raw.data.view(-1, type_size(qtype))
         if qtype is QuantType.MXFP4:
             blocks[:, 0] = 115 + blocks[:, 0] % 8  # scales from 2^-13 on
-        elif qtype is QuantType.IQ1_M:
+        if qtype is QuantType.IQ1_M:
             blocks[:, 55] &= 0x8F
-        else:
-            blocks[:, 1] &= 0x87  # scales below 2^-7
+        for at in HALVES.get(qtype, (0,)):
+            blocks[:, at + 1] &= 0x87  # scales below 2^-7
         return raw
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).numpy()
     return RawTensor(torch.from_numpy(quantize(values, qtype)).reshape(-1), qtype, (rows, cols))
@@ -34,19 +46,14 @@ def wild_weight(qtype: QuantType, rows: int, cols: int, seed: int = 7) -> RawTen
     """Random bytes, so that every bit of every field counts, under scales that are numbers."""
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8, generator=generator)
-    raw = RawTensor(data, qtype, (rows, cols))
-    halves = data.view(-1, type_size(qtype))
+    blocks = data.view(-1, type_size(qtype))
     if qtype is QuantType.MXFP4:
-        halves[:, 0] %= 250  # exponents of scales up to 2^121
-        return raw
+        blocks[:, 0] %= 250  # exponents of scales up to 2^121
     if qtype is QuantType.IQ1_M:
-        halves[:, 55] &= 0xBF  # the top of a scale that lies in four places
-        return raw
-    at = 208 if qtype is QuantType.Q6_K else 0
-    halves[:, at + 1] &= 0x3B  # exponents below those of infinities
-    if qtype in (QuantType.Q4_K, QuantType.Q5_K):
-        halves[:, 3] &= 0x3B
-    return raw
+        blocks[:, 55] &= 0xBF  # the top of a scale that lies in four places
+    for at in HALVES.get(qtype, (0,)):
+        blocks[:, at + 1] &= 0x3B  # exponents below those of infinities
+    return RawTensor(data, qtype, (rows, cols))
 
 
 @pytest.mark.parametrize("isa", TIERS)
@@ -65,7 +72,7 @@ def test_linear_is_bit_equal(isa: cpu.Isa, qtype: QuantType, rows: int, cols: in
 
 @pytest.mark.parametrize("qtype", TYPES)
 def test_packing_costs_at_most_three_percent(qtype: QuantType) -> None:
-    most = 1.05 if qtype is QuantType.IQ1_M else 1.03
+    most = 1.05 if qtype in (QuantType.Q3_K, QuantType.IQ1_M) else 1.03
     for rows, cols in ((768, 2048), (2048, 768), (1408, 2048), (2048, 1536), (151936, 2048)):
         assert cpu.packed_nbytes(qtype, rows, cols) <= most * rows * row_bytes(qtype, cols)
 
@@ -77,13 +84,11 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
     pool, scalar, cols = WorkerPool(1, isa), WorkerPool(1, Isa.SCALAR), 512
     extremes = RawTensor(wild_weight(qtype, 32, cols).data.clone(), qtype, (32, cols))
     ones = extremes.data.view(32, -1, type_size(qtype))
-    head = 1 if qtype is QuantType.MXFP4 else 2
-    scale = ones[0, 0, 208:210].clone() if qtype is QuantType.Q6_K else ones[0, 0, :head].clone()
     ones[::2], ones[1::2] = 0xFF, 0
-    at = 208 if qtype is QuantType.Q6_K else 0
-    ones[..., at : at + len(scale)] = scale
-    if qtype in (QuantType.Q4_K, QuantType.Q5_K):
-        ones[..., 2:4] = scale
+    if qtype in (QuantType.MXFP4, QuantType.NVFP4):
+        ones[..., : 1 if qtype is QuantType.MXFP4 else 4] = 120
+    for at in HALVES.get(qtype, (0,)):
+        ones[..., at : at + 2] = torch.tensor([0x55, 0x25], dtype=torch.uint8)  # about 0.02
     if qtype is QuantType.IQ1_M:  # its scale lies in the upper halves of four bytes
         ones[..., 53] = ones[..., 53] & 15 | 0x40
         ones[..., 49] &= 15
@@ -113,6 +118,10 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
         (QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_S),
         (QuantType.IQ3_S, QuantType.Q4_K, QuantType.IQ3_S),
         (QuantType.Q4_K, QuantType.Q8_0, QuantType.IQ4_XS),  # gate and up want different forms of activations
+        (QuantType.Q2_K, QuantType.Q2_K, QuantType.Q3_K),
+        (QuantType.Q4_1, QuantType.Q5_0, QuantType.Q5_1),
+        (QuantType.TQ1_0, QuantType.TQ2_0, QuantType.IQ4_NL),
+        (QuantType.NVFP4, QuantType.Q3_K, QuantType.NVFP4),
     ],
 )
 def test_experts_are_bit_equal(isa: cpu.Isa, kinds: tuple[QuantType, ...]) -> None:

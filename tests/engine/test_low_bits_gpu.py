@@ -1,0 +1,59 @@
+"""Types that only the CPU's kernels read, on a machine with a GPU: what that reads is transcoded, the rest is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import build_engine, plan_model
+from ktransformers.kernels.types import QuantType
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.optimize.plan import Plan
+from tests.support.fake_gpus import fake_hardware
+from tests.support.gguf_writer import write_gguf
+from tests.support.gpu_engines import EXPERTS_ON_CPU, rules_of
+from tests.support.tiny_models import tiny_model
+
+pytest.importorskip("triton")
+
+
+def config_of(qtype: QuantType, folder: Path, **settings: object) -> EngineConfig:
+    path = write_gguf(tiny_model("qwen3_moe", seed=1, hidden=256), folder / "model.gguf", qtype, qtype)
+    return EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, use_cuda_graph=False, **settings)  # type: ignore[arg-type]
+
+
+def types_of(plan: Plan, part: str) -> set[str]:
+    """What the plan says of the modules whose key has `part` in it."""
+    return {name for entry in plan.entries if part in entry.key for name in entry.quant_types}
+
+
+@pytest.mark.parametrize(
+    ("name", "becomes"), [("Q3_K", "Q6_K"), ("Q5_0", "Q8_0"), ("TQ2_0", "Q4_0"), ("NVFP4", "BF16")]
+)
+def test_a_gpu_is_given_a_type_that_it_reads(name: str, becomes: str, tmp_path: Path) -> None:
+    config = config_of(QuantType[name], tmp_path)
+    plan = plan_model(config, hardware=fake_hardware())
+    assert types_of(plan, ".q_proj") == types_of(plan, ".mlp.experts") == {f"{name}>{becomes}"}
+    assert types_of(plan_model(config, hardware=fake_hardware(0)), ".q_proj") == {name}
+
+
+def test_what_a_gpu_holds_is_what_was_planned(tmp_path: Path) -> None:
+    engine = build_engine(config_of(QuantType.Q3_K, tmp_path), hardware=fake_hardware())
+    held = [operator for operator in engine.plan.operators.values() if isinstance(operator, KTransformersExperts)]
+    assert [operator._gpu.up.qtype for operator in held if operator._gpu is not None] == [QuantType.Q6_K] * 2
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "streamed"), [("Q3_K", "Q3_K>Q6_K"), ("Q2_K", "Q2_K"), ("Q4_1", "Q4_1")])
+def test_experts_that_are_streamed_lie_in_a_type_that_the_gpu_reads(name: str, streamed: str, tmp_path: Path) -> None:
+    """Others, and those that stay on the CPU, keep the file's."""
+    config = config_of(QuantType[name], tmp_path)
+    streams = f"{EXPERTS_ON_CPU}\n      prefill_device: cuda"
+    for found, experts in ((streamed, streams), (name, streams.replace("cuda", "cpu"))):
+        rules = rules_of("qwen3_moe", tmp_path, streams, experts)
+        plan = plan_model(replace(config, optimize_config_path=rules), hardware=fake_hardware())
+        assert types_of(plan, ".mlp.experts") == {found}
+        assert types_of(plan, "embed_tokens") == {name}
