@@ -32,8 +32,8 @@ void amx_group_blocks(const TileArgs& a, const TokenPiece& rows, const TokenTile
   NextLines next(p + count * P::bytes, 8 * P::bytes, (count + 1) / 2 * tiles.count * 4);
   const auto multiply = [&](TileItem item, int set, int step) {
     const int j = 2 * item.weight, second = j + 1 < count ? j + 1 : j;
-    if (step == 0)
-      multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], rows.q[item.token * tiles.height] + 32 * j);
+    const int8_t* q = rows.q[item.token * tiles.height];
+    if (step == 0) multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], q + 32 * j, q + 32 * second);
     next.fetch();
   };
   const auto add = [&](TileItem item, const TileSums& sums, int step) {
