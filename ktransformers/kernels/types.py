@@ -100,13 +100,13 @@ def row_bytes(qtype: BlockType, cols: int) -> int:
 
     Raises ValueError when `cols` is negative or no multiple of the block size.
     """
-    size, nbytes = GGML_QUANT_SIZES[qtype]
+    size, nbytes = block_size(qtype), type_size(qtype)
     if cols < 0 or cols % size != 0:
         raise ValueError(
             f"a row of {cols} elements cannot be {qtype.name}: its blocks hold {size}; "
             f"use a type with smaller blocks (Q8_0 holds 32, F16 and BF16 any width)"
         )
-    return int(cols // size * nbytes)
+    return cols // size * nbytes
 
 
 @dataclass(frozen=True, slots=True)
