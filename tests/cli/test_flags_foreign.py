@@ -144,8 +144,9 @@ def test_every_parser_is_a_format_that_there_is(capsys: pytest.CaptureFixture[st
 
 
 def users(entry: ForeignFlag, name: str) -> list[ArgumentParser]:
-    """The commands to which an entry applies by this name."""
-    return [parser for parser in PARSERS if not parser.has_option(name) and parser._foreign(name) is entry]
+    """The commands to which an entry applies by this name, and that can be called without anything else."""
+    found = [parser for parser in PARSERS if not parser.has_option(name) and parser._foreign(name) is entry]
+    return [parser for parser in found if not any(action.required for action in parser._actions)]
 
 
 @pytest.mark.parametrize("entry", FOREIGN_FLAGS, ids=lambda entry: entry.names[0])
