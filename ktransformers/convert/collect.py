@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from ktransformers.config import EngineConfig, physical_cores
-from ktransformers.convert.hf_metadata import hf_metadata
 from ktransformers.convert.hf_tensors import WantedNames
 from ktransformers.convert.imatrix import Imatrix, Statistics
 from ktransformers.engine.builder import plan_model
@@ -23,6 +22,7 @@ from ktransformers.engine.opened import OpenedModel, describe_model, open_model
 from ktransformers.engine.twin import StoredWeights, build_twin
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.models.gguf_of_config import hf_metadata
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.optimize.tied import TiedSource

@@ -1,6 +1,6 @@
 """The whole of `ktransformers quantize`: opens what it is given, decides types, writes the file.
 
-safetensors ── open_model ── hf_tensors, hf_metadata, vocab ─┐
+safetensors ── open_model ── hf_tensors, gguf_of_config, vocab ─┐
                                                              ├─ choose_types ── lay_out ── write_tensors ──> OUT
 GGUF ── open_gguf ── gguf_tensors, entries_of ───────────────┘
 """
@@ -24,7 +24,6 @@ import torch
 from ktransformers import __version__
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.convert.header import Entries, Layout, Placed, entries_of, entry, lay_out
-from ktransformers.convert.hf_metadata import check_comes_back, factor_tensors, hf_metadata
 from ktransformers.convert.hf_tensors import hf_tensors
 from ktransformers.convert.imatrix import Imatrix
 from ktransformers.convert.mixtures import MIXTURES, ModelShape, TypeRule, choose_types, is_quantized
@@ -35,6 +34,7 @@ from ktransformers.convert.writing import Importance, write_tensors
 from ktransformers.engine.opened import open_model
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.kernels.types import QuantType
+from ktransformers.models.gguf_of_config import check_comes_back, factor_tensors, hf_metadata
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.loader import weight_format

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ktransformers.convert.hf_metadata import WRITABLE_FAMILIES
 from ktransformers.engine.opened import config_of_model
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf_of_config import WRITABLE_FAMILIES
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from tests.support.converting import contents, quantized, tensors

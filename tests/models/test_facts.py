@@ -325,7 +325,7 @@ def test_chunks() -> None:
 CONFIG_FIELDS = re.compile(
     r"\b(num_local_experts|n_routed_experts|moe_num_experts|num_experts_per_tok|moe_topk|num_attention_heads|"
     r"num_key_value_heads|max_position_embeddings|tie_word_embeddings|num_nextn_predict_layers|"
-    r"(?<!self\.)layer_types|rope_interleave|get_text_config)\b"
+    r"(?<!self\.)layer_types|rope_interleave|get_text_config)\b(?!\":)"  # a key is written, not asked for
 )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as QuantType
 
-from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
+from ktransformers.weights.quantize import WRITABLE_TYPES, quantize
 from tests.support.grid_blocks import GRID_TYPES, grid_blocks
 
 _Bytes = npt.NDArray[np.uint8]
@@ -21,7 +21,7 @@ def encode(rows: _Float, qtype: QuantType) -> _Bytes:
     """rows fp32 [N, K] -> blocks uint8 [N, bytes], by whoever can: our quantizer, gguf's, or this module."""
     if qtype in GRID_TYPES:
         return grid_blocks(rows, qtype)
-    if qtype in QUANTIZABLE_TYPES:
+    if qtype in WRITABLE_TYPES:
         return quantize(rows, qtype)
     if qtype is QuantType.NVFP4:
         return _nvfp4(rows.reshape(-1, 64)).reshape(len(rows), -1)
