@@ -1,8 +1,8 @@
 """The whole of `ktransformers quantize`: opens what it is given, decides types, writes the file.
 
 safetensors ── open_model ── hf_tensors, gguf_of_config, vocab ─┐
-                                                             ├─ choose_types ── lay_out ── write_tensors ──> OUT
-GGUF ── open_gguf ── gguf_tensors, entries_of ───────────────┘
+                                                                ├─ choose_types ── lay_out ── write_tensors ──> OUT
+GGUF ── open_gguf ── gguf_tensors, entries_of ──────────────────┘
 """
 
 from __future__ import annotations
