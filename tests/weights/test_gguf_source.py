@@ -16,9 +16,10 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import gguf_source
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
-from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
+from ktransformers.weights.quantize import quantize
 from ktransformers.weights.source import ExpertsLayout
 from tests.support.gguf_writer import write_gguf
+from tests.support.low_bits import encode
 from tests.support.source_checks import check_whole_model, expected_experts, layout_of, values_of
 from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_model
 
@@ -102,7 +103,7 @@ def test_quantized_rows_are_unpermuted_without_dequantizing(qtype: T, tmp_path: 
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
         raw = source.tensor(name)
         matrix = plain[name].numpy()
-        stored = (quantize if qtype in QUANTIZABLE_TYPES else gguf.quants.quantize)(matrix, qtype).view(np.uint8)
+        stored = encode(matrix, qtype).view(np.uint8)
         assert (values_of(raw).numpy() == gguf.quants.dequantize(stored, qtype)).all()
         assert torch.equal(source.dense(name), values_of(raw))
     layout = layout_of(model, "model.layers.0.mlp.experts")
