@@ -1,4 +1,4 @@
-"""Turns ggml types that no kernel reads into ones that one reads, without losing a bit.
+"""Turns ggml types that a GPU's kernels do not read into ones that they read, without losing a bit.
 
 Which type becomes which is fixed per type, so that a plan can be made from headers. The CPU's kernels read all formats
 (`resident_type`), a GPU's fewer (`gpu_type`); where a format's values are
@@ -71,7 +71,7 @@ def transcode(raw: RawTensor, name: str, target: QuantType | None = None) -> Raw
 
 
 class Transcoded(Sequence[RawTensor]):
-    """Tensors of one type and shape that no kernel reads, each transcoded when it is asked for, and not kept.
+    """Tensors of one type and shape that the kernels in question do not read, each transcoded when it is asked for, and not kept.
 
     Those of a slice lie side by side in one buffer. target: as for `transcode`.
     """
