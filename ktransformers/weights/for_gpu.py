@@ -73,8 +73,8 @@ class ForGpu:
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         """The experts in types that a GPU's kernels read, where there are such."""
         weights = self._source.experts(key, layout, quantize_to)
-        gate = None if weights.gate is None else _transcoded(weights.gate, key)
-        up, down = _transcoded(weights.up, key), _transcoded(weights.down, key)
+        gate = None if weights.gate is None else _transcoded(weights.gate)
+        up, down = _transcoded(weights.up), _transcoded(weights.down)
         return replace(weights, gate=gate, up=up, down=down)
 
 
@@ -87,9 +87,9 @@ def _on_gpu(info: TensorInfo) -> TensorInfo:
     return replace(info, resident_type=target, nbytes=nbytes)
 
 
-def _transcoded(weights: Sequence[ExpertWeight], key: str) -> Sequence[ExpertWeight]:
+def _transcoded(weights: Sequence[ExpertWeight]) -> Sequence[ExpertWeight]:
     first = weights[0]
     if not isinstance(first, RawTensor) or gpu_type(first.qtype) is first.qtype:
         return weights
     stored = [weight for weight in weights if isinstance(weight, RawTensor)]  # experts of a projection share one type
-    return Transcoded(stored, key, gpu_type(first.qtype))
+    return Transcoded(stored, gpu_type(first.qtype))

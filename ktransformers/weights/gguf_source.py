@@ -19,7 +19,7 @@ from ktransformers.weights.gguf import GGUFModel
 from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf
 from ktransformers.weights.recurrent_names import Form
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
-from ktransformers.weights.transcode import Transcoded, dequantize, resident_type, transcode
+from ktransformers.weights.transcode import dequantize, resident_type, transcode
 
 __all__ = ["GGUFSource"]
 
@@ -168,11 +168,7 @@ class GGUFSource:
         loaded: dict[str, Sequence[RawTensor | Fp8Matrix]] = {}
         for part, projection in projections.items():
             target = getattr(info, part).resident_type
-            picked = projection.matrices(self._model.raw)
-            if resident_type(picked[0].qtype, projection.stored[0]) is not picked[0].qtype:
-                loaded[part] = Transcoded(picked, projection.stored[0])
-            else:
-                loaded[part] = load_matrices([RawMatrix(raw) for raw in picked], target)
+            loaded[part] = load_matrices([RawMatrix(raw) for raw in projection.matrices(self._model.raw)], target)
         biases = {part: dequantize(self._model.raw(name), name) for part, name in self._bias_names(key, layout).items()}
         return ExpertWeights(
             loaded.get("gate"), loaded["up"], loaded["down"], biases.get("gate"), biases.get("up"), biases.get("down")

@@ -63,22 +63,22 @@ def resident_type(qtype: QuantType, name: str) -> QuantType:
 def transcode(raw: RawTensor, name: str, target: QuantType | None = None) -> RawTensor:
     """`raw` itself when it is of type `target`, else a lossless copy in it, made by all cores.
 
-    target: `resident_type` when None, or `gpu_type`. Pages of a file that were only read for that are given back.
+    target: None is `raw`'s own. Pages of a file that were only read for that are given back. Raises UnsupportedError,
+    naming the tensor, for a type that is no type of weights.
     """
-    if (target or resident_type(raw.qtype, name)) is raw.qtype:
-        return raw
-    return Transcoded([raw], name, target)[0]
+    own = resident_type(raw.qtype, name)
+    return raw if target in (None, own) else Transcoded([raw], target)[0]
 
 
 class Transcoded(Sequence[RawTensor]):
-    """Tensors of one type and shape that the kernels in question do not read, each transcoded when it is asked for, and not kept.
+    """Tensors of one type and shape, each transcoded to `target` when it is asked for, and not kept.
 
-    Those of a slice lie side by side in one buffer. target: as for `transcode`.
+    Those of a slice lie side by side in one buffer.
     """
 
-    def __init__(self, stored: Sequence[RawTensor], name: str, target: QuantType | None = None):
+    def __init__(self, stored: Sequence[RawTensor], target: QuantType):
         self._stored = stored
-        self._target = target or resident_type(stored[0].qtype, name)
+        self._target = target
 
     def __len__(self) -> int:
         return len(self._stored)
