@@ -64,10 +64,10 @@ def transcode(raw: RawTensor, name: str, target: QuantType | None = None) -> Raw
     """`raw` itself when it is of type `target`, else a lossless copy in it, made by all cores.
 
     target: None is `raw`'s own. Pages of a file that were only read for that are given back. Raises UnsupportedError,
-    naming the tensor, for a type that is no type of weights.
+    naming the tensor, where there is no target and the type is none of weights.
     """
-    own = resident_type(raw.qtype, name)
-    return raw if target in (None, own) else Transcoded([raw], target)[0]
+    wanted = resident_type(raw.qtype, name) if target is None else target
+    return raw if raw.qtype is wanted else Transcoded([raw], wanted)[0]
 
 
 class Transcoded(Sequence[RawTensor]):
