@@ -81,6 +81,7 @@ def test_what_scans_work_in_is_in_the_plan(model_type: str, of_row: int, tmp_pat
     assert plan.extra_bytes["workspace"]["cuda:0"] == others + 4 * 2048 * of_row
 
 
+@pytest.mark.exhaustive
 def test_replayed_steps_of_several_sequences(tmp_path: Path) -> None:
     recurrent_model("nemotron_h").save_pretrained(tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=256, cpu_infer=1, self_check=False)

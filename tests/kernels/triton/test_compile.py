@@ -42,7 +42,7 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
             id="sm90",
         ),
         pytest.param(["--sm", "90"], (*PRODUCTS, *ATTENTION), id="sm90-more", marks=pytest.mark.exhaustive),
-        pytest.param(["--sm", "89", "--attention"], ATTENTION, id="sm89"),
+        pytest.param(["--sm", "89", "--attention"], ATTENTION, id="sm89", marks=pytest.mark.exhaustive),
         pytest.param(["--sm", "90", "--recurrent"], RECURRENT, id="sm90-recurrent", marks=pytest.mark.exhaustive),
         pytest.param(["--sm", "89", "--recurrent"], RECURRENT, id="sm89-recurrent", marks=pytest.mark.exhaustive),
     ],

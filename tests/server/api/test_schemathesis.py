@@ -33,7 +33,7 @@ def test_no_server_error(server: ServerProcess, random_cases: Callable[[int, int
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) >= 24
     limits = settings(
-        max_examples=random_cases(25, 100),
+        max_examples=random_cases(10, 100),
         derandomize=True,
         database=None,
         deadline=None,
