@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in its background; servers would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and servers would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,6 +32,9 @@ from ktransformers.weights.source import WeightSource
 
 __all__ = ["KRouter"]
 
+# Of modules that were asked: one plan tries many placements of the same model, and asking takes milliseconds.
+_specs = WeakKeyDictionary[nn.Module, RouterSpec | None]()
+
 
 class KRouter(WrapperOperator):
     """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out.
@@ -48,7 +52,9 @@ class KRouter(WrapperOperator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        self.spec: RouterSpec | None = recognize_router(module)
+        if module not in _specs:
+            _specs[module] = recognize_router(module)
+        self.spec: RouterSpec | None = _specs[module]
 
     @override
     def op(self, phase: Phase) -> str:
