@@ -48,6 +48,7 @@ from ktransformers.engine.self_check import check_model, is_checked
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.stack_check import StackCheck
 from ktransformers.engine.step_runtime import StepRuntime
+from ktransformers.engine.step_sizes import replayed_sizes
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.engine.tier_plan import open_tiers
 from ktransformers.errors import UnsupportedError
@@ -273,7 +274,10 @@ def _build(
         identity = identify(opened, plan, cache, pool)
         forward = ForwardPass(opened.model, pool, loaded.layout)
         extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
-        decode = prepare_decode(forward, cache, plan, extent, _graphs(loaded, hardware), progress)
+        backend, is_padded = _graphs(loaded, hardware)
+        rows = hardware.graph_rows if is_padded else ()
+        sizes = replayed_sizes(rows, plan, loaded.layout, flash.values(), extent.most_rows, extent.max_batch_size)
+        decode = prepare_decode(forward, cache, plan, extent, backend, progress, sizes)
         undo.pop_all()
     config = replace(config, cache_lens=num_slots, chunk_size=planned.chunk_size)
     return _Built(config, plan, model, forward, decode, cache, identity)
@@ -403,15 +407,17 @@ def _extent(loaded: _Loaded, max_batch_size: int, num_pages: int) -> Extent:
     return Extent(loaded.planned.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k)
 
 
-def _graphs(loaded: _Loaded, hardware: Hardware) -> GraphBackend | None:
-    """How decode steps are captured; None, with a line in the log for a model on GPUs, where they are not."""
+def _graphs(loaded: _Loaded, hardware: Hardware) -> tuple[GraphBackend | None, bool]:
+    """How steps are captured; None, with a line in the log for a model on GPUs, where they are not. And whether steps
+    are padded to the sizes of graphs, as they are without graphs where only those are not wanted."""
     layout = loaded.layout
     if layout.is_cpu:
-        return None
+        return None, False
     reason = why_not_captured(loaded.plan, layout)
-    if reason is None and loaded.opened.config.use_cuda_graph is False:
+    is_padded = reason is None
+    if is_padded and loaded.opened.config.use_cuda_graph is False:
         reason = "--no_use_cuda_graph"
     if reason is not None:
         logger.info("decode steps run without CUDA graphs: %s", reason)
-        return None
-    return hardware.make_graphs(list(dict.fromkeys(device.torch_device for device in layout.devices)))
+        return None, is_padded
+    return hardware.make_graphs(list(dict.fromkeys(device.torch_device for device in layout.devices))), True

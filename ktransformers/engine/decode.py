@@ -1,4 +1,4 @@
-"""Decode steps of a model on GPUs: the same padded inputs, pages and kernels whether they are replayed or not.
+"""Steps of few rows on GPUs: the same padded inputs, pages and kernels whether they are replayed or not.
 
 So that graphs change speed and nothing else: which kernels run, and in how many parts attention sums, depends on the
 shapes of a step's inputs.
@@ -7,7 +7,7 @@ shapes of a step's inputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from torch import Tensor
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
-from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs, decode_batch_sizes
+from ktransformers.engine.context import PREFILL_ROWS
+from ktransformers.engine.decode_inputs import DecodeInputs, InputMemory, StaticInputs, StepSize, decode_batch_sizes
 from ktransformers.engine.forward import ForwardPass, StepInputs
 from ktransformers.engine.graphs import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.layout import StepLayout
+from ktransformers.operators.attention.latent_expansion import Choice, StepRuns
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.usage import KEPT_ROWS
 from ktransformers.optimize.plan import Plan
 
 __all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "why_not_captured"]
@@ -50,9 +53,10 @@ def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
 
 
 class DecodeSteps:
-    """Steps of up to max_batch_size rows of a model whose layers are on GPUs.
+    """Steps of up to max_batch_size rows, and others of the sizes in `mixed`, of a model whose layers are on GPUs.
 
-    num_pages: of the longest sequence. backend: None runs steps without capturing them.
+    num_pages: of the longest sequence. backend: None runs steps without capturing them. choices: which sequences latent
+    attention expands, for which steps of more rows than decode steps are left to others.
     """
 
     def __init__(
@@ -64,37 +68,53 @@ class DecodeSteps:
         num_pages: int,
         backend: GraphBackend | None,
         progress: Callable[[int, int], None] | None = None,
+        mixed: Sequence[StepSize] = (),
+        choices: Sequence[Choice] = (),
     ) -> None:
         layout = forward.layout
         assert layout is not None, "steps on the CPU are not padded"
-        self._forward, self._layout, self._cache = forward, layout, cache
+        self._forward, self._layout, self._cache, self._choices = forward, layout, cache, choices
         device = layout.entry.torch_device
-        self.max_rows = min(max_batch_size, MAX_GRAPH_ROWS)
-        self._keep = torch.arange(self.max_rows, device=layout.last.torch_device)
+        self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), tuple(mixed)
+        self._most_kept = max([self.max_rows, *(size.seqs for size in self.mixed)])
+        self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
         self._host: Tensor | None = None
         self._cuda: Any = torch.cuda  # parts of it have no types
         # A thread that spins for the GPU would take a core from the experts.
         self._done = self._cuda.Event(blocking=True) if device.type == "cuda" else None
+        memory = InputMemory(device)
         self._graphs = DecodeGraphs(
             self._run,
             decode_batch_sizes(self.max_rows),
             lambda size: StaticInputs(
-                size, num_pages, device, layout.width, layout.entry.dtype, has_states=cache.states is not None
+                size, num_pages, memory, layout.width, layout.entry.dtype, has_states=cache.states is not None
             ),
             backend,
             lambda: [stream for place in layout.devices for stream in place.expert_streams()],
             progress,
+            self.mixed,
         )
 
     def time_steps(self, marks: StepMarks | None) -> None:
-        """See DecodeGraphs.time_steps."""
-        self._graphs.time_steps(marks)
+        """See DecodeGraphs.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
+        self._graphs.time_steps(marks, KEPT_ROWS)
+
+    def takes(self, context: ForwardContext, num_kept: int) -> bool:
+        """Whether `step` is to run a step, of which so many logits are wanted. context: with tensors on the CPU."""
+        rows = len(context.seq_ids)
+        if rows <= self.max_rows:
+            return True
+        if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
+            return False
+        return not StepRuns.is_expanded(context, self._choices)
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
+        """Logits fp32 [N, V] on the first device, valid until the next run."""
+        is_mixed = StepSize(inputs.num_rows, inputs.block_table.shape[0]) in self.mixed
         context = ForwardContext(
             cache=self._cache,
             pool=self._forward.pool,
-            phase=Phase.GENERATE,
+            phase=Phase.PREFILL if is_mixed and inputs.num_rows > PREFILL_ROWS else Phase.GENERATE,
             page_size=self._cache.page_size,
             slot_mapping=inputs.slot_mapping,
             seq_ids=inputs.seq_ids,
@@ -102,12 +122,23 @@ class DecodeSteps:
             block_table=inputs.block_table,
             states=inputs.states,
             token_ids=inputs.token_ids,
+            is_replayable=True,
         ).replicated(device.torch_device for device in self._layout.devices)
-        keep = self._keep[: inputs.num_rows]
-        entry = self._layout.entry
-        hidden = entry.take(inputs.hidden_states)
+        entry, last = self._layout.entry, self._layout.last
+        assert inputs.keep is not None, "steps say which rows are kept"
+        hidden, keep = entry.take(inputs.hidden_states), last.move(inputs.keep)
         logits = self._forward.run(StepInputs(hidden[None], inputs.positions[None], keep, context))
-        return entry.move(logits.float())
+        return self._kept(logits)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """Copied to where all steps leave theirs, so that graphs need no memory of their own for them."""
+        count = len(logits)
+        if count > self._most_kept:  # prompts whose tokens are scored: of steps that fit no graph
+            return self._layout.entry.move(logits.float())
+        if self._logits is None:
+            where = self._layout.entry.torch_device
+            self._logits = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, device=where)
+        return self._logits[:count].copy_(logits)
 
     def step(
         self,
@@ -117,7 +148,7 @@ class DecodeSteps:
         keep: Tensor,
         launched: Callable[[int], None] = lambda num_rows: None,
     ) -> Tensor:
-        """A step of T rows, at most max_rows, all on the CPU. launched: called with T before its end is waited for.
+        """A step of T rows that `takes` takes, all on the CPU. launched: called with T before its end is waited for.
 
         Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, valid until the next step.
         """
@@ -131,17 +162,17 @@ class DecodeSteps:
             context.block_table,
             context.states,
             token_ids,
+            keep,
         )
         on_device = self._graphs.step(inputs)
         launched(len(token_ids))
-        logits = self._to_host(on_device)
-        return logits if len(keep) == len(logits) else logits[keep]
+        return self._to_host(on_device)
 
     def _to_host(self, logits: Tensor) -> Tensor:
-        if self._done is None:
-            return logits
+        if self._done is None or len(logits) > self._most_kept:
+            return logits.to("cpu")
         if self._host is None:
-            self._host = torch.empty(self.max_rows, logits.shape[1], dtype=torch.float32, pin_memory=True)
+            self._host = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, pin_memory=True)
         host = self._host[: len(logits)]
         host.copy_(logits, non_blocking=True)
         self._done.record(self._cuda.current_stream(logits.device))

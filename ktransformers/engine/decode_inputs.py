@@ -1,10 +1,12 @@
-"""What a decode step reads, and the same padded to a graph's size at one place of memory.
+"""What a step reads, and the same padded to a graph's size at one place of memory.
 
-B rows of a graph, T <= B of them with tokens, S sequences, P pages of a block table.
+B rows of a graph, T <= B of them with tokens, S sequences, N of their rows whose logits are kept, P pages of a block
+table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +14,31 @@ from torch import Tensor
 
 from ktransformers.kernels.types import StateStep
 
-__all__ = ["DecodeInputs", "StaticInputs", "decode_batch_sizes"]
+__all__ = ["DecodeInputs", "InputMemory", "StaticInputs", "StepSize", "decode_batch_sizes", "mixed_sizes"]
+
+_FEW_ROWS = 16
+"""Up to so many rows attention reads each row's positions apart, whoever they belong to."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepSize:
+    """How many rows a graph takes, and of how many sequences at most: as many rows' logits are kept."""
+
+    rows: int
+    seqs: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has a sequence of its own."""
+        return self.rows == self.seqs
+
+    def waste(self, rows: int, seqs: int) -> tuple[bool, int, int]:
+        """Less for a graph that suits a step better. Where each row may have a sequence of its own, attention reads
+        the positions of many rows of one sequence anew for each of them."""
+        return self.is_decode and rows > seqs and self.rows > _FEW_ROWS, self.rows, self.seqs
+
+    def __str__(self) -> str:
+        return str(self.rows) if self.is_decode else f"{self.rows} rows of {self.seqs}"
 
 
 def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:
@@ -23,9 +49,25 @@ def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def mixed_sizes(rows: Sequence[int], most_rows: int, max_batch_size: int) -> tuple[StepSize, ...]:
+    """Sizes of steps of several rows a sequence: of `rows`, as far as steps of most_rows rows need them.
+
+    Of more than a few rows at most half have sequences of their own, so that attention takes them for what they are.
+    """
+    found = set[StepSize]()
+    for count in rows:
+        size = min(count, most_rows)
+        seqs = min(max_batch_size, size if size <= _FEW_ROWS else size // 2)
+        found.add(StepSize(size, seqs))
+    return tuple(sorted(size for size in found if not size.is_decode))
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a decode step reads; see operators.context for the meaning. All on one device, hidden_states on any."""
+    """What a step reads; see operators.context for the meaning. All on one device, hidden_states on any.
+
+    keep: rows whose logits are wanted; None: all, in their order.
+    """
 
     hidden_states: Tensor  # [T, H], what the embedding gave
     positions: Tensor  # int64 [T]
@@ -35,10 +77,16 @@ class DecodeInputs:
     block_table: Tensor  # int32 [S, P]
     states: StateStep | None = None
     token_ids: Tensor | None = None  # int64 [T]; None for a step of a model whose layers look nothing up
+    keep: Tensor | None = None  # int64 [N]
 
     @property
     def num_rows(self) -> int:
         return int(self.hidden_states.shape[0])
+
+    @property
+    def num_kept(self) -> int:
+        """N."""
+        return self.num_rows if self.keep is None else len(self.keep)
 
     def to(self, device: torch.device) -> DecodeInputs:
         """A copy there, or itself."""
@@ -52,24 +100,33 @@ class DecodeInputs:
             self.block_table.to(device),
             None if self.states is None else self.states.to(device, kv_lens),
             None if self.token_ids is None else self.token_ids.to(device),
+            None if self.keep is None else self.keep.to(device),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """How much a graph reads: of so many rows, pages of a block table and columns, with states or without."""
+    """How much a graph reads: rows of sequences, pages of a block table and columns, with states or without."""
 
-    rows: int
+    size: StepSize
     pages: int
     width: int
     dtype: torch.dtype
     has_states: bool
 
     @property
+    def words(self) -> tuple[int, ...]:
+        """Numbers of 4 bytes: sequences and lengths of rows, the block table; bounds, slots that are read and written
+        and saved to."""
+        rows, seqs, on = self.size.rows, self.size.seqs, int(self.has_states)
+        return rows, rows, seqs * self.pages, on * (seqs + 1), on * seqs, on * seqs, on * rows
+
+    @property
     def fields(self) -> tuple[tuple[int, torch.dtype], ...]:
         """Elements of each type: hidden states, then numbers of either size."""
-        num_words = self.rows * (2 + self.pages) + self.has_states * (4 * self.rows + 1)
-        return (self.rows * self.width, self.dtype), (3 * self.rows, torch.int64), (num_words, torch.int32)
+        rows = self.size.rows
+        wide = 3 * rows + self.size.seqs
+        return (rows * self.width, self.dtype), (wide, torch.int64), (sum(self.words), torch.int32)
 
     @property
     def nbytes(self) -> int:
@@ -77,26 +134,28 @@ class _Extent:
 
     def views(self, data: Tensor) -> DecodeInputs:
         """The fields in `data`, bytes, each of them aligned."""
-        parts, at, rows = [], 0, self.rows
+        parts, at, rows = [], 0, self.size.rows
         for numel, kind in self.fields:
             parts.append(data[at : at + numel * kind.itemsize].view(kind))
             at += _aligned(numel * kind.itemsize)
         hidden, wide, words = parts
-        sizes = [rows, rows, rows * self.pages, self.has_states * (4 * rows + 1)]
-        seq_ids, kv_lens, table, rest = torch.split(words, sizes)
+        seq_ids, kv_lens, table, *slots = torch.split(words, list(self.words))
         states = None
         if self.has_states:
-            first_rows, read, write, saves = torch.split(rest, [rows + 1, rows, rows, rows])
-            states = StateStep(first_rows, read, write, saves, kv_lens)
+            first_rows, read, write, saves = slots
+            # Sequences of few and of many rows are told apart on the device where there may be either.
+            most = None if self.size.is_decode else rows
+            states = StateStep(first_rows, read, write, saves, kv_lens, most)
         return DecodeInputs(
             hidden.view(rows, self.width),
             wide[:rows],
             wide[rows : 2 * rows],
             seq_ids,
             kv_lens,
-            table.view(rows, self.pages),
+            table.view(self.size.seqs, self.pages),
             states,
-            wide[2 * rows :],
+            wide[2 * rows : 3 * rows],
+            wide[3 * rows :],
         )
 
 
@@ -104,28 +163,44 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
+class InputMemory:
+    """Where the inputs of graphs lie, one graph's at a time: bytes on a device, and those that are copied there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._data = self._staged = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        """The first bytes of both; of other memory than what was taken before where that does not do."""
+        if len(self._data) < nbytes:
+            self._data = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            self._staged = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return self._data[:nbytes], self._staged[:nbytes]
+
+
 class StaticInputs:
     """The inputs of a graph of B rows: where they lie on the device, and pinned memory from which one copy fills them.
 
     A row without a token writes no key (slot -1) and attends to nothing (length 0, for which attention gives zeros), so
     that padding needs no page of its own and costs attention nothing; it belongs to no sequence, and a sequence without
-    rows has no state. width, dtype: of hidden states. has_states: whether layers are recurrent.
+    rows has no state. size: of steps; a number for rows of sequences of their own. where: a device, or memory there
+    that is shared with other graphs. width, dtype: of hidden states. has_states: whether layers are recurrent.
     """
 
     def __init__(
         self,
-        batch_size: int,
+        size: StepSize | int,
         num_pages: int,
-        device: torch.device,
+        where: torch.device | InputMemory,
         width: int,
         dtype: torch.dtype = torch.bfloat16,
         has_states: bool = False,
     ) -> None:
-        extent = _Extent(batch_size, num_pages, width, dtype, has_states)
-        nbytes = extent.nbytes
-        self.batch_size, self.num_pages, self.device = batch_size, num_pages, device
-        self._data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._staged = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.size = StepSize(size, size) if isinstance(size, int) else size
+        memory = where if isinstance(where, InputMemory) else InputMemory(where)
+        extent = _Extent(self.size, num_pages, width, dtype, has_states)
+        self.num_pages, self.device = num_pages, memory.device
+        self._data, self._staged = memory.take(extent.nbytes)
         self.inputs, self._host = extent.views(self._data), extent.views(self._staged)
         self.pad()
 
@@ -156,6 +231,8 @@ class StaticInputs:
         host.seq_ids[:rows] = source.seq_ids
         host.kv_lens[:rows] = source.kv_lens
         host.block_table[:seqs, :pages] = source.block_table
+        if host.keep is not None:
+            host.keep[: source.num_kept] = torch.arange(rows) if source.keep is None else source.keep
         if host.states is not None:
             _fill_states(host.states, source.states)
         self._data.copy_(self._staged, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: captured once per batch size, replayed with one copy of the step's inputs.
+"""Steps as CUDA graphs: captured once per size, replayed with one copy of the step's inputs.
 
 Knows no models, caches or requests. What is captured is a function from a step's inputs on the device to logits.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs
+from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs, StepSize
 
 __all__ = [
     "CudaGraphs",
@@ -201,32 +201,36 @@ class StepMarks(Protocol):
 
 
 class DecodeGraphs:
-    """Decode steps of up to max(batch_sizes) rows.
+    """Decode steps of up to max(batch_sizes) rows, each of a sequence of its own, and steps of the sizes in `mixed`.
 
-    run: from inputs on the device to logits [B, V], the same computation for every batch size. make_static_inputs:
-    StaticInputs of a batch size. backend: None runs the same padded steps without capturing them. works: gives what
-    the graphs set off on the CPU, as far as it is known once a step has run. progress: called with (done, all) while
-    capturing. A size that cannot be captured, and those after it, are left out: their steps run in the next larger
-    graph, or eagerly when there is none. The reason is logged once. Errors of a step that is merely run are raised.
+    run: from inputs on the device to logits [N, V] of the rows that are kept, the same computation for every size.
+    make_static_inputs: StaticInputs of a size, largest first. backend: None runs the same padded steps without
+    capturing them. works: gives what the graphs set off on the CPU, as far as it is known once a step has run.
+    progress: called with (done, all) while capturing. A size that cannot be captured, and those of its kind after it,
+    are left out: their steps run in the next larger graph, or eagerly when there is none. The reason is logged once.
+    Errors of a step that is merely run are raised.
     """
 
     def __init__(
         self,
         run: Callable[[DecodeInputs], Tensor],
         batch_sizes: Sequence[int],
-        make_static_inputs: Callable[[int], StaticInputs],
+        make_static_inputs: Callable[[StepSize], StaticInputs],
         backend: GraphBackend | None,
         works: Callable[[], Sequence[ReplayedWork]] = lambda: (),
         progress: Callable[[int, int], None] | None = None,
+        mixed: Sequence[StepSize] = (),
     ) -> None:
         self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, works
-        self._captured: dict[int, _Captured] = {}
-        self._timed: dict[int, _Captured] = {}  # the same with marks, while somebody wants them
+        self._captured: dict[StepSize, _Captured] = {}
+        self._timed: dict[StepSize, _Captured] = {}  # the same with marks, while somebody wants them
         self._marks: StepMarks | None = None
+        self._most_timed: int | None = None
         self.reason: str | None = None  # why not all sizes were captured
-        sizes = sorted(set(batch_sizes), reverse=True)  # the largest first: the others then fit into its memory
-        if not sizes or sizes[-1] < 1:
+        decode = {StepSize(size, size) for size in batch_sizes}
+        if not decode or min(decode).rows < 1:
             raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
+        sizes = sorted({*decode, *mixed}, reverse=True)  # the largest first: the others then fit into its memory
         self._device = torch.device("cpu")
         if backend is None:
             self._captured = {size: _Captured(None, None, make_static_inputs(size), ()) for size in sizes}
@@ -236,26 +240,35 @@ class DecodeGraphs:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Sizes that were captured, or that steps are padded to."""
-        return tuple(sorted(self._captured))
+        """Sizes of decode steps that were captured, or that they are padded to."""
+        return tuple(size.rows for size in sorted(self._captured) if size.is_decode)
 
-    def _capture_all(self, sizes: Sequence[int], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
+    @property
+    def mixed_sizes(self) -> tuple[StepSize, ...]:
+        """The same of other steps."""
+        return tuple(size for size in sorted(self._captured) if not size.is_decode)
+
+    def _capture_all(
+        self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]
+    ) -> None:
         """Capture while it works."""
-        began = time.perf_counter()
+        began, left = time.perf_counter(), list(sizes)
         progress(0, len(sizes))
-        for done, size in enumerate(sizes):
+        while left:
+            size = left.pop(0)
             static = self._make(size)
             self._device = static.device
             backend.warm_up(lambda inputs=static.inputs: self._run(inputs))  # type: ignore[misc]
             try:
                 self._captured[size] = self._capture(static, backend)
             except RuntimeError as error:
+                kind = "decode" if size.is_decode else "other"
                 self.reason = f"batch size {size}: {_first_line(error)}"
-                logger.warning("decode steps are not replayed as CUDA graphs from %s", self.reason)
-                break
-            progress(done + 1, len(sizes))
+                logger.warning("%s steps are not replayed as CUDA graphs from %s", kind, self.reason)
+                left = [other for other in left if other.is_decode and not size.is_decode]
+            progress(len(sizes) - len(left), len(sizes))
         if self._captured:
-            names = ", ".join(str(size) for size in self.batch_sizes)
+            names = ", ".join(str(size) for size in sorted(self._captured))
             logger.info("captured CUDA graphs for batch sizes %s in %.1f s", names, time.perf_counter() - began)
 
     def _capture(self, static: StaticInputs, backend: GraphBackend) -> _Captured:
@@ -265,13 +278,16 @@ class DecodeGraphs:
         graph, logits = backend.capture(lambda: self._run(static.inputs))
         return _Captured(graph, logits, static, tuple((work, work.captured()) for work in works))
 
-    def time_steps(self, marks: StepMarks | None) -> None:
-        """From the next step on have those timed that are due; None: none. Captures the sizes again, with marks."""
-        self._timed, self._marks = {}, marks
+    def time_steps(self, marks: StepMarks | None, most_rows: int | None = None) -> None:
+        """From the next step on have those timed that are due; None: none. Captures the sizes again, with marks.
+
+        most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.
+        """
+        self._timed, self._marks, self._most_timed = {}, marks, None if marks is None else most_rows
         if marks is None or self._backend is None:
             return
         began = time.perf_counter()
-        for size in reversed(self.batch_sizes):
+        for size in sorted(filter(self._is_replayed, self._captured), reverse=True):
             static = self._captured[size].static
             self._backend.wait()
             static.pad()
@@ -282,31 +298,42 @@ class DecodeGraphs:
                 captured = self._capture(static, self._backend)
             except RuntimeError as error:
                 marks.take()
-                logger.warning("steps of up to %d rows are not timed: %s", size, _first_line(error))
+                logger.warning("steps of up to %s rows are not timed: %s", size, _first_line(error))
                 break
             self._timed[size] = replace(captured, marks=marks.take())
         logger.info("captured %d CUDA graphs with marks in %.1f s", len(self._timed), time.perf_counter() - began)
 
-    def _find(self, rows: int, seqs: int, pages: int) -> _Captured | None:
-        fitting = (size for size in self.batch_sizes if size >= max(rows, seqs))
-        size = next(fitting, 0)
-        captured = self._captured.get(size)
-        if self._marks is not None and self._marks.is_due() and size in self._timed:
-            captured = self._timed[size]
-        return None if captured is None or pages > captured.static.num_pages else captured
+    def _is_replayed(self, size: StepSize) -> bool:
+        return self._most_timed is None or size.rows <= self._most_timed
+
+    def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
+        """The size that a step of so many rows runs in, which keeps the logits of so many; None: it fits none."""
+        fitting = (
+            size
+            for size, captured in self._captured.items()
+            if size.rows >= rows and size.seqs >= max(kept, seqs) and pages <= captured.static.num_pages
+        )
+        return min(filter(self._is_replayed, fitting), key=lambda size: size.waste(rows, seqs), default=None)
+
+    def _find(self, inputs: DecodeInputs) -> _Captured | None:
+        size = self.size_of(inputs.num_rows, inputs.num_kept, *inputs.block_table.shape)
+        if size is None:
+            return None
+        is_due = self._marks is not None and self._marks.is_due()
+        return (self._timed.get(size) if is_due else None) or self._captured[size]
 
     def step(self, inputs: DecodeInputs) -> Tensor:
-        """Logits [T, V] of a step whose inputs are on the CPU; valid until the next step.
+        """Logits [N, V] of a step whose inputs are on the CPU; valid until the next step.
 
-        Runs in the smallest graph that fits; eagerly when none does, which is what a longer block table or a failed
+        Runs in the smallest graph that suits it; eagerly when none does, which is what a longer block table or a failed
         capture leave.
         """
-        captured = self._find(inputs.num_rows, *inputs.block_table.shape)
+        captured = self._find(inputs)
         if captured is None:
             return self._run_marked(inputs.to(self._device))
         if self._backend is None or captured.graph is None or captured.logits is None:
             captured.static.fill(inputs)
-            return self._run_marked(captured.static.inputs)[: inputs.num_rows]
+            return self._run_marked(captured.static.inputs)[: inputs.num_kept]
         self._backend.wait()  # the step before may still read its inputs and the number of its tokens
         captured.static.fill(inputs)
         for work, count in captured.counts:
@@ -315,7 +342,7 @@ class DecodeGraphs:
         self._backend.replayed()
         if self._marks is not None:
             self._marks.launched(captured.marks)
-        return captured.logits[: inputs.num_rows]
+        return captured.logits[: inputs.num_kept]
 
     def _run_marked(self, inputs: DecodeInputs) -> Tensor:
         """Run a step anew, with marks where it is to be timed."""

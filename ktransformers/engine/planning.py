@@ -21,6 +21,7 @@ from ktransformers.engine.kv_types import KvTypes
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
 from ktransformers.engine.skeleton import cache_shapes
+from ktransformers.engine.step_sizes import GRAPH_ROWS, largest_graph
 from ktransformers.engine.tier_plan import tier_bytes
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
@@ -48,13 +49,15 @@ logger = logging.getLogger(__name__)
 class Hardware:
     """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
 
-    prefill_tools: for streaming experts to a device, None where that is not possible.
+    prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows: of the steps that are
+    captured beside decode steps.
     """
 
     machine: Machine
     devices: Devices = field(default_factory=Devices)
     make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
     prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
+    graph_rows: Sequence[int] = GRAPH_ROWS
 
     @property
     def num_threads(self) -> int:
@@ -200,6 +203,9 @@ class Planner:
                 gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) + scans.get(gpu.name, 0)
                 for gpu in gpus
             }
+            rows = largest_graph(hardware.graph_rows, chunk_size)
+            if rows and opened.config.use_cuda_graph is not False:  # memory of their own, which they share
+                extra["cuda graphs"] = {gpu.name: step_nbytes(opened.facts, rows) for gpu in gpus}
         tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))
         if tables:
             extra["rope table"] = tables

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.engine.decode import DecodeSteps
+from ktransformers.engine.decode_inputs import StepSize
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
 from ktransformers.engine.layer_kinds import layer_kinds
 from ktransformers.engine.rehearsal import Extent, rehearse
+from ktransformers.engine.step_sizes import choices_of
 from ktransformers.kernels.triton.compiling import compiles
 from ktransformers.optimize.plan import Plan
 
@@ -35,8 +38,11 @@ def prepare_decode(
     extent: Extent,
     backend: GraphBackend | None,
     progress: Progress | None,
+    mixed: Sequence[StepSize] = (),
 ) -> DecodeSteps | None:
     """Compile what steps of `extent` launch, and capture those of few rows on `backend`; None: they are not captured.
+
+    mixed: sizes of steps of several rows a sequence that are padded, and captured, as decode steps are.
 
     Returns None when layers are on the CPU: their steps are all alike.
     """
@@ -53,6 +59,8 @@ def prepare_decode(
             num_pages=extent.num_pages,
             backend=backend,
             progress=lambda done, total: report(done, total, CAPTURING),
+            mixed=mixed,
+            choices=choices_of(plan),
         )
 
     can_pad = all(device.is_gpu for device in layout.devices)

@@ -138,6 +138,10 @@ def rehearse(
             for size in decode_batch_sizes(decode.max_rows):
                 positions, context = _context(cache, forward.pool, _Step(size, seqs=size))
                 decode.step(torch.zeros(size, dtype=torch.int64), positions, context, torch.arange(size))
+            for mixed in decode.mixed:
+                positions, context = _context(cache, forward.pool, _Step(mixed.rows, seqs=mixed.seqs))
+                ids = torch.zeros(mixed.rows, dtype=torch.int64)
+                decode.step(ids, positions, context, torch.arange(mixed.seqs))
         least = 1 if decode is None else decode.max_rows + 1
         if all(device.is_gpu for device in layout.devices):
             steps = _steps(extent, cache.page_size, least)

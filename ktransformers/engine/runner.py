@@ -24,7 +24,8 @@ __all__ = ["ModelRunner", "StaticRunner"]
 class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
-    decode: how steps of few rows run on GPUs; like all others when None. tap: for the hidden states behind the logits.
+    decode: how steps that can be replayed run on GPUs; like all others when None. tap: for the hidden states behind the
+    logits.
     """
 
     def __init__(self, forward_pass: ForwardPass, decode: DecodeSteps | None = None):
@@ -46,7 +47,7 @@ class ModelRunner:
         if layout is None:
             return forward.on_cpu(token_ids, positions, context, keep)
         profile = self._profile
-        if self._decode is not None and len(token_ids) <= self._decode.max_rows and not self.tap.is_open:
+        if self._decode is not None and not self.tap.is_open and self._decode.takes(context, len(keep)):
             logits = self._decode.step(token_ids, positions, context, keep, self._fetch)
         else:
             inputs = forward.inputs_of(token_ids, positions, context, keep)

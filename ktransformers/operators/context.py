@@ -69,7 +69,8 @@ class LayerCache(Protocol):
 class ForwardContext:
     """See the module's docstring. Built by `engine.context` on the CPU; `replicated` puts it on other devices too.
 
-    max_len: positions that a row of block_table covers. replicas: the same step on other devices.
+    is_replayable: the step is, or may be, captured in a CUDA graph, so that nothing about it may be planned on the
+    host, and its tensors are on its device alone. replicas: the same step on other devices.
     """
 
     cache: LayerCache
@@ -82,6 +83,7 @@ class ForwardContext:
     block_table: torch.Tensor  # int32 [S, P]
     states: StateStep | None = None
     token_ids: torch.Tensor | None = None  # int64 [T]
+    is_replayable: bool = False
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
     _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _derived: dict[tuple[str, int], tuple[torch.Tensor, Any]] = field(default_factory=dict)

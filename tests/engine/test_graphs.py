@@ -7,7 +7,14 @@ import logging
 import pytest
 import torch
 
-from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs, decode_batch_sizes
+from ktransformers.engine.decode_inputs import (
+    DecodeInputs,
+    InputMemory,
+    StaticInputs,
+    StepSize,
+    decode_batch_sizes,
+    mixed_sizes,
+)
 from ktransformers.engine.graphs import DecodeGraphs
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
@@ -177,6 +184,105 @@ def test_what_cannot_be_captured_runs_without(fails_below, left, caplog):
     logits = graphs.step(decode_inputs([[3]], [[1, 0, 0]]))
     assert torch.equal(logits, torch.eye(VOCAB)[3:4])
     assert bool(left) == any(graph.replays for graph in backend.graphs.values())
+
+
+MIXED = (StepSize(8, 2), StepSize(16, 3))
+
+
+def mixed_inputs(sequences, starts, keep):
+    """Rows of all tokens from `starts` on: sequence i has pages i, i + 3."""
+    lens = [len(sequence) - start for sequence, start in zip(sequences, starts, strict=True)]
+    seq_ids = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+    positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lens, strict=True)])
+    table = torch.tensor([[i, i + 3] for i in range(len(lens))], dtype=torch.int32)
+    slots = table[seq_ids, positions // PAGE].long() * PAGE + positions % PAGE
+    tokens = [token for sequence, start in zip(sequences, starts, strict=True) for token in sequence[start:]]
+    hidden = torch.tensor(tokens, dtype=torch.float64)[:, None]
+    lengths = (positions + 1).int()
+    return DecodeInputs(hidden, positions, slots, seq_ids.int(), lengths, table, keep=torch.tensor(keep))
+
+
+class KeptModel(CachedModel):
+    def __call__(self, inputs):
+        return super().__call__(inputs)[inputs.keep]
+
+
+def test_rows_of_prompts_beside_decoded_ones():
+    """Two sequences in eight rows: one decodes, the other reads its prompt. Logits of the last rows of both alone."""
+    model, work = KeptModel(work := FakeWork()), work
+    graphs, backend = make_graphs(model, works=lambda: [work], mixed=MIXED)
+    assert model.sizes[::2] == [16, 8, 4, 2, 1]
+    assert (graphs.batch_sizes, graphs.mixed_sizes) == ((1, 2, 4), MIXED)
+    first, second = [3, 3, 5, 7, 9], [1, 2, 3, 1, 2, 1]
+    graphs.step(mixed_inputs([first[:4]], [0], [3]))
+    assert work.expected.pop() == (2, 4)
+    replays = backend.graphs[2].replays
+    got = graphs.step(mixed_inputs([first, second], [4, 0], [0, 6]))
+    want = [torch.bincount(torch.tensor(sequence), minlength=VOCAB) for sequence in (first, second)]
+    assert torch.equal(got, torch.stack(want).float())
+    assert work.expected == [(2, 7)]
+    assert backend.graphs[2].replays == replays + 1 or backend.graphs[3].replays == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "seqs", "size"),
+    [
+        (3, 3, 3, StepSize(4, 4)),
+        (4, 1, 1, StepSize(4, 4)),  # few rows: attention takes them alike
+        (5, 1, 1, StepSize(8, 2)),
+        (8, 3, 3, StepSize(16, 3)),  # more sequences
+        (8, 3, 2, StepSize(16, 3)),  # more rows that are scored
+        (16, 4, 3, None),
+        (17, 1, 1, None),
+    ],
+)
+def test_the_size_that_suits_a_step(rows, kept, seqs, size):
+    assert make_graphs(KeptModel(), mixed=MIXED)[0].size_of(rows, kept, seqs, 3) == size
+    assert make_graphs(KeptModel(), mixed=MIXED)[0].size_of(rows, kept, seqs, 4) is None
+
+
+def test_large_decode_graphs_are_for_decode_steps():
+    graphs, _ = make_graphs(KeptModel(), (1, 32), mixed=(StepSize(64, 2),))
+    assert graphs.size_of(20, 20, 20, 3) == StepSize(32, 32)
+    assert graphs.size_of(20, 1, 1, 3) == StepSize(64, 2)
+    assert graphs.size_of(20, 3, 3, 3) == StepSize(32, 32)  # before it runs eagerly
+
+
+def test_mixed_sizes_that_cannot_be_captured_leave_decode_steps(caplog):
+    class Backend(FakeBackend):
+        def capture(self, work):
+            if model.sizes[-1] == 16:
+                raise RuntimeError("the host waits")
+            return super().capture(work)
+
+    model = KeptModel()
+    graphs, _ = make_graphs(model, backend=Backend(), mixed=MIXED)
+    assert (graphs.batch_sizes, graphs.mixed_sizes) == ((1, 2, 4), ())
+    assert "other steps are not replayed as CUDA graphs from batch size 16 rows of 3: the host waits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "batch", "sizes"),
+    [
+        (4096, 1, [(16, 1), (32, 1), (64, 1)]),
+        (4096, 16, [(32, 16), (64, 16)]),
+        (4096, 100, [(32, 16), (64, 32)]),
+        (40, 4, [(16, 4), (32, 4), (40, 4)]),
+        (9, 4, [(9, 4)]),
+    ],
+)
+def test_sizes_of_other_steps(most_rows, batch, sizes):
+    assert mixed_sizes((16, 32, 64), most_rows, batch) == tuple(StepSize(*size) for size in sizes)
+
+
+def test_graphs_share_their_inputs():
+    memory = InputMemory(CPU)
+    large, small = (StaticInputs(size, 2, memory, 3, has_states=True) for size in (StepSize(8, 2), 4))
+    assert large.inputs.hidden_states.data_ptr() == small.inputs.hidden_states.data_ptr()
+    assert large.inputs.block_table.shape == (2, 2)
+    assert large.inputs.keep.shape == (2,)
+    assert (large.inputs.states.max_rows, small.inputs.states.max_rows) == (8, None)
+    assert large.inputs.states.save_slots.shape == (8,)
 
 
 def test_steps_can_be_padded_without_being_captured():

@@ -52,9 +52,9 @@ class FlashLayer:
     def of(self, context: ForwardContext) -> Attend | None:
         """How a layer attends in the step of `context`, as the model was given it; None: with the Triton kernels.
 
-        Steps of few rows are what CUDA graphs replay, and their contexts have nothing on the CPU.
+        Steps that CUDA graphs replay have contexts with nothing on the CPU.
         """
-        if context.phase is not Phase.PREFILL:
+        if context.phase is not Phase.PREFILL or context.is_replayable:
             return None
         self.steps.plan(self.shape, context)
         return lambda q, keys, values: self.steps.kernels.run(self.shape, q, keys, values)

@@ -188,11 +188,17 @@ class StepRuns:
     def expansion_of(context: ForwardContext, choice: Choice, device: torch.device) -> Expansion | None:
         """What is expanded in the step of `context`, as the model was given it; None: nothing.
 
-        Steps of few rows are what CUDA graphs replay, and their contexts have nothing on the CPU.
+        Steps that CUDA graphs replay have contexts with nothing on the CPU: they are chosen where nothing is expanded.
         """
-        if context.phase is not Phase.PREFILL:
+        if context.phase is not Phase.PREFILL or context.is_replayable:
             return None
         return context.derived("runs", context.block_table, lambda _: StepRuns(context)).expansion(choice, device)
+
+    @staticmethod
+    def is_expanded(context: ForwardContext, choices: Iterable[Choice]) -> bool:
+        """Whether some sequence of a step is expanded by one of `choices`. context: with tensors on the CPU."""
+        runs = _runs_of(context.seq_ids, context.kv_lens)
+        return any(choice.expands(run.num_rows, run.length) for choice in choices for run in runs)
 
     def expansion(self, choice: Choice, device: torch.device) -> Expansion | None:
         """What is expanded by `choice`; None: nothing."""

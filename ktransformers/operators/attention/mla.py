@@ -150,6 +150,11 @@ class KMLAAttention(WrapperOperator):
         dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
         return Choice(dims, self.device.dtype, rates, is_forced=self.absorb_for_prefill is False)
 
+    @property
+    def prefill_choice(self) -> Choice | None:
+        """How its prefill steps choose, once it is settled."""
+        return self._choice
+
     @override
     def op(self, phase: Phase) -> str:
         return "KMLATriton" if self.device.is_gpu else "KMLANative"
