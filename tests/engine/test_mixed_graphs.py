@@ -29,10 +29,10 @@ pytest.importorskip("triton")
 
 
 def paged_step(path: Path, rows: tuple[int, ...], lengths: tuple[int, int]) -> tuple[list[int | None], object, int]:
-    """Two prompts in a step: tokens, counts of experts, and how many replays."""
+    """Two prompts in a step: tokens, counts of experts, and how many replays. Without rows nothing is captured."""
     graphs = FakeGraphs()
     where = {"model_path": path} if path.is_dir() else {"gguf_path": path}
-    config = EngineConfig(cache_lens=96, cpu_infer=1, self_check=False, **where)  # type: ignore[arg-type]
+    config = EngineConfig(cache_lens=96, cpu_infer=1, self_check=False, use_cuda_graph=bool(rows), **where)  # type: ignore[arg-type]
     hardware = fake_hardware(graphs=graphs, graph_rows=rows)
     paged = build_paged_engine(config, page_size=16, max_batch_size=2, hardware=hardware)
     slots = [{} if paged.cache.states is None else {"read_slot": -1, "write_slot": i} for i in range(2)]
@@ -48,7 +48,7 @@ def paged_step(path: Path, rows: tuple[int, ...], lengths: tuple[int, int]) -> t
 def test_prompts_are_replayed(tmp_path: Path) -> None:
     """Of a model whose experts are on the GPU: tokens, and counts of experts, which leave padding out."""
     model = tiny_model("qwen3_moe", seed=1, layers=1)
-    path = write_gguf(model, tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    path = write_gguf(model, tmp_path / "m.gguf", QuantType.F32, QuantType.Q8_0)
     tokens, experts, replays = paged_step(path, (20,), (11, 6))
     assert replays == 1
     assert paged_step(path, (), (11, 6)) == (tokens, experts, 0)
