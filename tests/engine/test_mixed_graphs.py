@@ -48,7 +48,7 @@ def paged_step(path: Path, rows: tuple[int, ...], lengths: tuple[int, int]) -> t
 def test_prompts_are_replayed(tmp_path: Path) -> None:
     """Of a model whose experts are on the GPU: tokens, and counts of experts, which leave padding out."""
     model = tiny_model("qwen3_moe", seed=1, layers=1)
-    path = write_gguf(model, tmp_path / "m.gguf", QuantType.F32, QuantType.Q8_0)
+    path = write_gguf(model, tmp_path / "m.gguf", QuantType.Q8_0, QuantType.F32)
     tokens, experts, replays = paged_step(path, (20,), (11, 6))
     assert replays == 1
     assert paged_step(path, (), (11, 6)) == (tokens, experts, 0)
