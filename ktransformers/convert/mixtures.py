@@ -20,7 +20,16 @@ from ktransformers.kernels.types import QuantType, block_size
 from ktransformers.optimize.document import Item, read_yaml
 from ktransformers.weights.quantize import WRITABLE_TYPES
 
-__all__ = ["MIXTURES", "Mixture", "ModelShape", "TypeRule", "choose_types", "is_quantized", "need_importance", "read_rules"]
+__all__ = [
+    "MIXTURES",
+    "Mixture",
+    "ModelShape",
+    "TypeRule",
+    "choose_types",
+    "is_quantized",
+    "need_importance",
+    "read_rules",
+]
 
 logger = logging.getLogger(__name__)
 

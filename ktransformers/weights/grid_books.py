@@ -63,9 +63,7 @@ class Book:
         cells: npt.NDArray[np.intp] = number.astype(np.intp)
         return cells
 
-    def nearest(
-        self, points: F32Array, weights: F32Array | None, count: int
-    ) -> tuple[npt.NDArray[np.intp], F32Array]:
+    def nearest(self, points: F32Array, weights: F32Array | None, count: int) -> tuple[npt.NDArray[np.intp], F32Array]:
         """The entry that errs least of the `count` listed ones, and by how much less than zeros do, in squares.
 
         points [D, n], weights: of the squared error in each coordinate. Both results are [n].

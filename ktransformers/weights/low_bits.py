@@ -267,7 +267,7 @@ class _Finder:
         self._need(name, scale_name, zero_name)
         size, scale, zeros = (self._fields.get("group_size", 128), self._tensors[scale_name], self._tensors[zero_name])
         if len(tensor.shape) != 2 or tensor.dtype != "I32" or not isinstance(size, int):
-            raise UnsupportedError(f"{words!r} holds no AWQ of 4 bits packed for gemv; use the model's BF16 safetensors")
+            raise UnsupportedError(f"{words!r} holds no AWQ of 4 bits packed for gemv; use the BF16 safetensors")
         rows, cols = tensor.shape[0], tensor.shape[1] * 8
         size = size if size > 0 else cols
         groups = -(-cols // size)

@@ -77,7 +77,10 @@ class WordRows:
 
 @dataclass(frozen=True, slots=True)
 class GemvRows:
-    """AWQ packed for gemv. words: int32 [rows, cols / 8]; scales: [rows, 8 n]; zeros: int32 [rows, n]; n >= groups / 8."""
+    """AWQ packed for gemv.
+
+    words: int32 [rows, cols / 8]. scales: [rows, 8 n]. zeros: int32 [rows, n]; the first `groups` of both count.
+    """
 
     words: torch.Tensor
     scales: torch.Tensor

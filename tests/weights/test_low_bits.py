@@ -284,7 +284,7 @@ def test_mxfp8(suffix: str, tmp_path: Path) -> None:
 def test_mxfp8_whose_scales_are_called_otherwise(tmp_path: Path) -> None:
     stored = {f"{NAME}.weight": torch.zeros(ROWS, COLS).to(torch.float8_e4m3fn)}
     stored[f"{NAME}.weight_exponents"] = torch.zeros(ROWS, COLS // 32).byte()
-    with pytest.raises(TensorMismatchError, match="neither '.*weight_scale_inv' nor '.*weight_scale' beside it"):
+    with pytest.raises(TensorMismatchError, match=r"neither '.*weight_scale_inv' nor '.*weight_scale' beside it"):
         source_of(tmp_path, stored, {"quant_method": "mxfp8"})
 
 
