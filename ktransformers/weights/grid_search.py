@@ -39,7 +39,7 @@ class _Form:
 
     is_even: whether the minus signs of 8 weights are an even number. by_entry: whether each entry has its own delta,
     and not each sub-block. tries: what the root mean square of a sub-block is tried on, in
-    values; found greedily on normal and Laplace distributed weights.
+    values; found greedily on normal and Laplace distributed weights; 1 is for weights that are all alike.
     """
 
     sub: int
@@ -55,7 +55,7 @@ _FORMS: Mapping[QuantType, _Form] = {
     QuantType.IQ2_XS: _Form(16, 1 / 8, (14, 17, 19, 22, 26), is_even=True),
     QuantType.IQ2_S: _Form(16, 1 / 8, (14, 18, 20, 24, 26)),
     QuantType.IQ3_XXS: _Form(32, 1 / 4, (15, 18, 22, 27, 34), is_even=True),
-    QuantType.IQ3_S: _Form(32, 1, (4, 5, 5.5, 6.5, 8)),
+    QuantType.IQ3_S: _Form(32, 1, (1, 4, 5, 6.5, 8)),
     QuantType.IQ1_S: _Form(32, 1, (0.4, 0.7, 1), max_scale=7),
     QuantType.IQ1_M: _Form(16, 1, (0.4, 0.7, 1), max_scale=7, by_entry=True),
 }
