@@ -119,7 +119,8 @@ class _Search:
 
     def _by_block(self, numbers: F32Array) -> F32Array:
         """Sums over the entries of each sub-block."""
-        return numbers.reshape(self.form.sub // self.dims, -1).sum(axis=0)
+        added: F32Array = numbers.reshape(self.form.sub // self.dims, -1).sum(axis=0)
+        return added
 
     def _codes(self, scale: F32Array, count: int) -> npt.NDArray[np.intp]:
         """The best entries [G * B] for the scale of each sub-block; of the second book they count on."""
@@ -146,17 +147,14 @@ class _Search:
     def best_scales(self) -> F32Array:
         """The scale of each sub-block [B], by least squares."""
         square = sums(self.points, self.weighted)
-        if self.w is None:
-            mean = self._by_block(square) / self.form.sub
-        else:
-            mean = self._by_block(square) * inverse(self._by_block(self.w.sum(axis=0)))
-        rms = np.sqrt(mean)
-        best_scale = np.zeros_like(rms)
+        count = np.full_like(square, self.dims) if self.w is None else self.w.sum(axis=0)
+        rms: F32Array = np.sqrt(self._by_block(square) * inverse(self._by_block(count)))
+        best_scale: F32Array = np.zeros_like(rms)
         best_gain = np.full_like(rms, -1.0)
         best_codes: npt.NDArray[np.intp] = np.zeros(self.points.shape[1], dtype=np.intp)
         for step in range(len(self.form.tries) + _POLISHES):
             is_first = step < len(self.form.tries)
-            scale = rms / np.float32(self.form.tries[step]) if is_first else best_scale
+            scale: F32Array = rms / np.float32(self.form.tries[step]) if is_first else best_scale
             codes = self._codes(scale, _FIRST if is_first else _SECOND)
             product, square = self._fit(codes)
             scale = np.maximum(product, 0) * inverse(square)
@@ -196,7 +194,8 @@ class _Search:
         top = (factors * product).astype(np.float64).reshape(-1, per_block).sum(axis=1)
         bottom = (factors * factors * square).astype(np.float64).reshape(-1, per_block).sum(axis=1)
         fitted = np.divide(top, bottom, out=d.astype(np.float64), where=(bottom > 0) & (top > 0))
-        return fitted.astype(np.float16)
+        rounded: npt.NDArray[np.float16] = fitted.astype(np.float16)
+        return rounded
 
     # -- what is stored
 
