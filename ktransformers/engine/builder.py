@@ -122,6 +122,7 @@ class Engine(LoadedModel):
 
     facts: ModelFacts
     runner: StaticRunner
+    hot: HotService = field(default_factory=HotService)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -186,7 +187,7 @@ def build_engine(
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len
     runner = StaticRunner(built.forward, cache, model.vocab_size, built.decode, is_models_limit)
-    return Engine(built.config, built.plan, model, built.forward.pool, built.identity, opened.facts, runner)
+    return Engine(built.config, built.plan, model, built.forward.pool, built.identity, opened.facts, runner, built.hot)
 
 
 def build_paged_engine(
@@ -223,7 +224,7 @@ def build_paged_engine(
         take_counts=stats.take_counts,
         eos_token_ids=model.eos_token_ids,
     )
-    executor.new_runtime = lambda: StepRuntime(runner)
+    executor.new_runtime, executor.take_hot = lambda: StepRuntime(runner), built.hot.take
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identity.digest) or (None, None)

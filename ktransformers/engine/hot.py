@@ -20,6 +20,7 @@ from typing_extensions import override
 from ktransformers.config import user_cache_dir
 from ktransformers.engine.prefill import PrefillTools
 from ktransformers.errors import KernelError
+from ktransformers.file_kinds import size_of
 from ktransformers.hot_experts import MAX_UPLOADS, HotCosts, HotExperts
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import PinnedRanges
@@ -135,6 +136,7 @@ class HotService:
 
     layers: Mapping[str, HotLayer] = field(default_factory=dict)
     gpus: Sequence[HotGpu] = ()
+    _taken: list[int] = field(default_factory=lambda: [0, 0, 0, 0], repr=False)
 
     def begin(self, file: HotFile | None) -> None:
         """Fill the slots. Until then nothing has one."""
@@ -153,6 +155,20 @@ class HotService:
         sums = [pool.policy.totals for pool in pools]
         nbytes = sum(each.uploads * pool.expert_nbytes for each, pool in zip(sums, pools, strict=True))
         return sum(t.reads for t in sums), sum(t.hits for t in sums), sum(t.uploads for t in sums), nbytes
+
+    def describe(self) -> str | None:
+        """One line; None without slots."""
+        if not self.gpus:
+            return None
+        reads, hits, uploads, nbytes = self.totals()
+        rate = 100 * hits / reads if reads else 0.0
+        return f"{rate:.1f} % of {reads} reads of experts found theirs on a GPU, {uploads} uploads ({size_of(nbytes)})"
+
+    def take(self) -> tuple[int, int, int, int]:
+        """What is new in `totals` since the last time."""
+        now = self.totals()
+        before, self._taken[:] = tuple(self._taken), now
+        return now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
 
 
 def _costs(rates: PrefillRates | None) -> HotCosts:

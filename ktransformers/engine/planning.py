@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import EngineConfig, hot_slots, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.cache_plan import CachePlan
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
@@ -84,6 +84,7 @@ class Hardware:
             asked = {
                 "--use_cuda": config.use_cuda,
                 "--gpu_memory": config.gpu_memory,
+                "--hot_experts": config.hot_experts != "off",
                 "--use_cuda_graph": config.use_cuda_graph,
             }
             reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
@@ -153,7 +154,9 @@ class Planner:
     def _settled(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         planned = self._on(hardware)
         reason = planned.plan.misfit()
-        if reason is None or self.opened.config.use_cuda is not None or not hardware.has_gpus:
+        config = self.opened.config
+        is_wanted = config.use_cuda is not None or hot_slots(config.hot_experts) is not None
+        if reason is None or is_wanted or not hardware.has_gpus:
             return planned, hardware
         cpu = hardware.without_gpus()
         instead = self._on(cpu)

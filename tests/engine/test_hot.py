@@ -142,8 +142,9 @@ def test_counts_and_totals_of_a_step(config: EngineConfig) -> None:
     more = [step_row(i, [7], 2, [i]) for i in range(2)]
     second = paged.executor.execute(StepPlan(step_id=2, ended=[], starts=[], rows=more))
     assert second.experts[0] == 2 * 2 * 4
-    reads, hits, _, _ = paged.hot.totals()
+    reads, hits, uploads, nbytes = paged.hot.totals()
     assert 0 < hits < reads <= 2 * 4 * 4
+    assert tuple(a + b for a, b in zip(first.hot, second.hot, strict=True)) == (reads, hits, uploads, nbytes)
     paged.close()
 
 
