@@ -87,7 +87,9 @@ def simulate(profile: Profile, max_steps: int = MAX_STEPS) -> HitRates | None:
         "static": _static(used, nbytes[layers], budgets),
         "layers": _whole_layers(used, nbytes[layers], budgets),
     }
-    return HitRates(budgets, {name: counts / reads for name, counts in hits.items()}, num_steps, reads)
+    return HitRates(
+        budgets, {name: np.asarray(counts, np.float64) / reads for name, counts in hits.items()}, num_steps, reads
+    )
 
 
 class _Ranks:
