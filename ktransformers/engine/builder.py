@@ -276,7 +276,7 @@ def _build(
         _arrange_layers(loaded)
         cache = cache_plan.make(planned.shapes, num_slots, planned.num_states)
         identity = identify(opened, plan, cache, pool)
-        hot.begin(HotFile(identity.digest))
+        hot.begin(HotFile(identity))
         forward = ForwardPass(opened.model, pool, loaded.layout)
         extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
         decode = prepare_decode(forward, cache, plan, extent, _graphs(loaded, hardware), progress)

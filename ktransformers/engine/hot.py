@@ -6,6 +6,7 @@ when the engine closes and now and then. Knows plans, loaded operators and devic
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from ktransformers.config import user_cache_dir
+from ktransformers.engine.fingerprint import ModelIdentity
 from ktransformers.engine.prefill import PrefillTools
 from ktransformers.errors import KernelError
 from ktransformers.file_kinds import size_of
@@ -48,70 +50,90 @@ _DIGITS = 3
 
 
 class HotFile:
-    """What was learned of one model's experts: {name of a pool: scores [L, E]}. digest: of the model."""
+    """What was learned of one model's experts: {number of a layer: scores [E]}."""
 
-    def __init__(self, digest: bytes, folder: Path | None = None) -> None:
-        self._model = digest.hex()
-        self.path = (folder or user_cache_dir()) / "hot-experts" / f"{self._model[:20]}.json"
+    def __init__(self, identity: ModelIdentity, folder: Path | None = None) -> None:
+        self._model = f"{identity.config} {identity.tensors} {identity.data}"
+        name = hashlib.sha256(self._model.encode()).hexdigest()[:20]
+        self.path = (folder or user_cache_dir()) / "hot-experts" / f"{name}.json"
 
-    def read(self) -> dict[str, Floats]:
+    def read(self) -> dict[int, Floats]:
         """What the file holds; nothing, with one line in the log, for one that is of something else or damaged."""
         try:
             held = json.loads(self.path.read_text())
             if (held["format"], held["model"]) != (_FORMAT, self._model):
                 logger.warning("%s is of another model or version: which experts are hot is learned anew", self.path)
                 return {}
-            return {name: np.array(scores, np.float64) for name, scores in held["scores"].items()}
+            scores = {int(layer): np.array(scores, np.float64) for layer, scores in held["scores"].items()}
+            if any(each.ndim != 1 or not np.isfinite(each).all() or (each < 0.0).any() for each in scores.values()):
+                raise ValueError("scores must be numbers, and not negative")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("%s cannot be used (%r): which experts are hot is learned anew", self.path, error)
             return {}
+        return scores
 
-    def write(self, scores: Mapping[str, Floats]) -> None:
-        """Keep them; a folder that cannot be written to is one logged line."""
-        rounded = {name: each.round(_DIGITS).tolist() for name, each in scores.items()}
+    def add(self, scores: Mapping[int, Floats]) -> None:
+        """Keep them, in the place of what is there of the same layers; where that cannot be, one line says so."""
+        merged = {layer: each.round(_DIGITS).tolist() for layer, each in {**self.read(), **scores}.items()}
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"format": _FORMAT, "model": self._model, "scores": rounded}))
+            temporary.write_text(json.dumps({"format": _FORMAT, "model": self._model, "scores": merged}))
             temporary.replace(self.path)
         except OSError as error:
             logger.info("%s cannot be written (%s): which experts are hot is learned at every start", self.path, error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """layers: their numbers in the model; -1: none."""
+
+    slots: HotPool
+    layers: tuple[int, ...]
+
+    def begin(self, learned: Mapping[int, Floats]) -> None:
+        scores = np.zeros(self.slots.slot_of.shape)
+        for row, layer in enumerate(self.layers):
+            known = learned.get(layer)
+            if known is not None and known.shape == scores[row].shape:
+                scores[row] = known
+        self.slots.begin(scores)
+
+    def learned(self) -> dict[int, Floats]:
+        if not self.slots.policy.totals.steps:
+            return {}
+        return {layer: each for layer, each in zip(self.layers, self.slots.policy.scores(), strict=True) if layer >= 0}
+
+
 @dataclass(slots=True)
 class HotGpu(Follower):
-    """The pools of one GPU, by name. pinned: what nobody else has pinned."""
+    """The pools of one GPU. pinned: what nobody else has pinned."""
 
-    device: Device
-    pools: Mapping[str, HotPool]
+    pools: Sequence[_Pool]
     pinned: PinnedRanges
     _file: HotFile | None = None
     _num_steps: int = 0
 
-    def begin(self, file: HotFile | None, learned: Mapping[str, Floats]) -> None:
-        """Fill the slots, with what was learned before if it is of these experts. file: keeps what is learned."""
+    def begin(self, file: HotFile, learned: Mapping[int, Floats]) -> None:
+        """Fill the slots, with what was learned before. file: keeps what is learned now."""
         self._file = file
-        for name, pool in self.pools.items():
-            scores = learned.get(name)
-            if scores is not None and scores.shape != pool.slot_of.shape:
-                logger.warning("what was learned of hot experts is not of the layers on %s: it is left", name)
-                scores = None
-            pool.begin(scores)
+        for pool in self.pools:
+            pool.begin(learned)
 
     @override
     def launched(self) -> None:
-        for pool in self.pools.values():
-            pool.launched()
+        for pool in self.pools:
+            pool.slots.launched()
         self._num_steps += 1
         if self._num_steps % _SAVED_EVERY == 0:
             self._save()
 
     @override
     def finished(self, num_rows: int) -> None:
-        for pool in self.pools.values():
-            pool.finished(num_rows)
+        for pool in self.pools:
+            pool.slots.finished(num_rows)
 
     @override
     def check(self) -> None:
@@ -120,14 +142,16 @@ class HotGpu(Follower):
     @override
     def close(self) -> None:
         self._save()
-        for pool in self.pools.values():
-            pool.drain()
+        for pool in self.pools:
+            pool.slots.drain()
         self.pinned.close()
 
     def _save(self) -> None:
-        learned = {name: pool.policy.scores() for name, pool in self.pools.items() if pool.policy.totals.steps}
+        learned: dict[int, Floats] = {}
+        for pool in self.pools:
+            learned |= pool.learned()
         if self._file is not None and learned:
-            self._file.write({**self._file.read(), **learned} if len(learned) < len(self.pools) else learned)
+            self._file.add(learned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +162,23 @@ class HotService:
     gpus: Sequence[HotGpu] = ()
     _taken: list[int] = field(default_factory=lambda: [0, 0, 0, 0], repr=False)
 
-    def begin(self, file: HotFile | None) -> None:
+    def begin(self, file: HotFile) -> None:
         """Fill the slots. Until then nothing has one."""
         if not self.gpus:
             return
-        learned = {} if file is None else file.read()
+        learned = file.read()
         for gpu in self.gpus:
             gpu.begin(file, learned)
-        slots = sum(pool.policy.num_slots for gpu in self.gpus for pool in gpu.pools.values())
-        origin = f"as learned before ({file.path})" if learned and file is not None else "any of them at first"
+        slots = sum(pool.policy.num_slots for pool in self._pools())
+        origin = f"as learned before ({file.path})" if learned else "any of them at first"
         logger.info("%d slots on GPUs are filled with experts, %s", slots, origin)
+
+    def _pools(self) -> list[HotPool]:
+        return [pool.slots for gpu in self.gpus for pool in gpu.pools]
 
     def totals(self) -> tuple[int, int, int, int]:
         """Since the start: experts that decode steps used, those that had a slot, uploads, bytes of these."""
-        pools = [pool for gpu in self.gpus for pool in gpu.pools.values()]
+        pools = self._pools()
         sums = [pool.policy.totals for pool in pools]
         nbytes = sum(each.uploads * pool.expert_nbytes for each, pool in zip(sums, pools, strict=True))
         return sum(t.reads for t in sums), sum(t.hits for t in sums), sum(t.uploads for t in sums), nbytes
@@ -209,7 +236,7 @@ def open_hot(
         for key, kernel in kernels.items():
             grouped.setdefault((kind_of(kernel), hot.slots[key]), []).append(key)
         rates = next((one.prefill.rates for key, one in prefill.items() if key in kernels), None)
-        pools: dict[str, HotPool] = {}
+        pools: list[_Pool] = []
         try:
             pinned = _pinned(tools, [kernel for key, kernel in kernels.items() if key not in prefill])
         except KernelError as error:
@@ -221,9 +248,9 @@ def open_hot(
             policy = HotExperts(len(keys), hot.num_experts, slots * len(keys), uploads, costs=_costs(rates))
             rows = max(max_batch_size, _LEAST_ROWS)
             made = HotPool(device, of_pool, policy, tools.copies, tools.driver, rows)
-            pools[f"{device.name} {','.join(str(kernel.layer) for kernel in of_pool)}"] = made
+            pools.append(_Pool(made, tuple(kernel.layer for kernel in of_pool)))
             layers |= {key: made.layer(number, prefill.get(key)) for number, key in enumerate(keys)}
-        gpu = HotGpu(device, pools, pinned)
+        gpu = HotGpu(pools, pinned)
         device.followers.append(gpu)
         gpus.append(gpu)
         logger.info("%s", hot)

@@ -118,7 +118,7 @@ def skewed_gain(num_experts: int, top_k: int) -> float:
         gains[:num_hot] = middle = (least * most) ** 0.5
         chosen = np.argpartition(-logits * gains, min(top_k, num_experts - 1), axis=1)[:, :top_k]
         least, most = (middle, most) if (chosen < num_hot).mean() < SKEWED_SHARE else (least, middle)
-    return (least * most) ** 0.5
+    return float((least * most) ** 0.5)
 
 
 class SyntheticSource:

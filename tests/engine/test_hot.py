@@ -27,6 +27,7 @@ from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
 
+from ktransformers.engine.fingerprint import ModelIdentity
 from ktransformers.engine.hot import HotFile, HotGpu
 from ktransformers.operators.experts.hot import HotPool
 from ktransformers.operators.experts.split import NEVER
@@ -77,8 +78,8 @@ def pool_of(engine: Engine) -> HotPool:
     """The only one of the only GPU."""
     (follower,) = engine.plan.devices["cuda:0"].followers
     assert isinstance(follower, HotGpu)
-    (pool,) = follower.pools.values()
-    return pool
+    (pool,) = follower.pools
+    return pool.slots
 
 
 def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,10 +106,12 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
     assert totals.uploads > 0
     assert (pool.policy.slot_of != first).any()
     assert (pool.slot_of.numpy() == pool.policy.slot_of).all()
-    scores, digest = pool.policy.scores(), engine.identity.digest
+    scores, file = pool.policy.scores(), HotFile(engine.identity)
     engine.close()
     assert gpu.driver.pinned_ranges == {}
-    ((_, kept),) = HotFile(digest).read().items()
+    learned = file.read()
+    assert sorted(learned) == [0, 1]  # by layer
+    kept = np.stack([learned[0], learned[1]])
     assert np.abs(kept - scores).max() <= 5e-4
     with caplog.at_level(logging.INFO):
         again = build_engine(replace(config, use_cuda_graph=False), hardware=HotMachine().hardware())
@@ -119,14 +122,16 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
     again.close()
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 0, "model": "", "scores": {}}', '{"format": 1}', "[]"])
+@pytest.mark.parametrize("text", ["{", '{"format": 0, "model": "", "scores": {}}', '{"format": 1}', "[]", "NaN"])
 def test_files_that_do_not_fit_are_left(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    file = HotFile(b"0123456789abcdef", tmp_path)
+    names = dict.fromkeys(("description", "config", "tensors", "data"), "x")
+    file = HotFile(ModelIdentity(types=(), arithmetic={}, **names), tmp_path)
     assert file.read() == {}
     assert not caplog.records
-    file.write({"cuda:0 1": np.ones((1, 2))})
-    assert file.read()["cuda:0 1"].tolist() == [[1.0, 1.0]]
-    file.path.write_text(text)
+    file.add({1: np.ones(2)})
+    file.add({2: np.zeros(2)})
+    assert {layer: scores.tolist() for layer, scores in file.read().items()} == {1: [1.0, 1.0], 2: [0.0, 0.0]}
+    file.path.write_text(file.path.read_text().replace("1.0, 1.0", "1.0, NaN") if text == "NaN" else text)
     assert file.read() == {}
     assert len(caplog.records) == 1
 
