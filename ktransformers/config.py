@@ -80,8 +80,8 @@ def hot_slots(value: str) -> int | None:
     """Slots of each layer that `--hot_experts` names; None for a word. Raises ConfigError for what is neither."""
     if value in HOT_EXPERTS:
         return None
-    if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= _MAX_COUNT:
-        raise ConfigError(f"--hot_experts must be {', '.join(HOT_EXPERTS)} or a number of slots, got {value:.40}")
+    if not isinstance(value, str) or not value.isascii() or not value.isdigit() or not 1 <= int(value) <= _MAX_COUNT:
+        raise ConfigError(f"--hot_experts must be {', '.join(HOT_EXPERTS)} or a number of slots, got {value!r:.40}")
     return int(value)
 
 

@@ -23,7 +23,7 @@ from ktransformers.kernels.triton.compiling import is_rehearsal
 from ktransformers.kernels.triton.router import Chosen
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, Site, empty_parameter
-from ktransformers.operators.device import STREAM_ROWS, give_back
+from ktransformers.operators.device import STREAM_ROWS, give_back, use
 from ktransformers.operators.experts.hot import HotLayer, HotParts
 from ktransformers.operators.experts.resident import (
     GpuExperts,
@@ -351,6 +351,7 @@ class KTransformersExperts(Operator):
         if self._hot is None:
             stream.submit(self._streams[stream], rows, topk_ids, topk_weights)
             return Ticket(hidden_states, stream=stream)
+        use(self.home.torch_device)
         here, there = self._hot.split(topk_ids, self._layer, self._usage(), self.home.slots_of(len(rows)))
         stream.submit(self._streams[stream], rows, there, topk_weights)
         return Ticket(hidden_states, stream=stream, hot=self._hot.launch(rows, here, topk_weights))
