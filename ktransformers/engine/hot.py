@@ -253,7 +253,6 @@ def open_hot(
         gpu = HotGpu(pools, pinned)
         device.followers.append(gpu)
         gpus.append(gpu)
-        logger.info("%s", hot)
     return HotService(layers, gpus)
 
 

@@ -118,6 +118,8 @@ class Planned:
             logger.info("layers are spread over the GPUs (CUDA_VISIBLE_DEVICES says which are used): %s", begins)
         if self.filling.moved:
             logger.info("%s", self.filling)
+        for hot in self.hots:
+            logger.info("%s", hot)
 
     @property
     def expert_bytes_on_cpu(self) -> int:

@@ -20,6 +20,7 @@ from ktransformers.engine import hot as module
 from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import CapacityError, ConfigError, KernelError
 from ktransformers.optimize.report import print_plan
+from ktransformers.optimize.summary import parts_of
 from ktransformers.scheduler.records import StepPlan
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.gpu_engines import EXPERTS_ON_CPU, Gpu, rules_of, sequence_start, step_row
@@ -159,6 +160,8 @@ def test_the_plan_shows_slots_and_bytes(config: EngineConfig) -> None:
     assert HOT_EXPERTS not in without.extra_bytes
     more = plan.total_bytes["cuda:0"] - without.total_bytes["cuda:0"]
     assert more == plan.extra_bytes[HOT_EXPERTS]["cuda:0"] > 0
+    (part,) = (part for part in parts_of(plan, {}) if part.name == HOT_EXPERTS)
+    assert (part.devices, part.nbytes) == (("cuda:0",), more)
     text = io.StringIO()
     print_plan(plan, Console(file=text, width=300))
     assert HOT_EXPERTS in text.getvalue()
