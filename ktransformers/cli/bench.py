@@ -95,6 +95,8 @@ def _add_offline(kinds: Kinds) -> None:
     add_model_argument(parser)
     group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
     group.add_argument("--layers", type=int, help="layers of SHAPE; default: as many as fit into memory")
+    text = "how tokens of SHAPE choose experts; skewed: a quarter of them has 70 %% of the picks (even)"
+    group.add_argument("--routing", choices=("even", "skewed"), help=text)
     group.add_argument("--prefill", default="32,128,512,2048,8192", help="prompt lengths (%(default)s)")
     group.add_argument("--decode", default="1,2,4,8,16", help="sequences at once (%(default)s)")
     group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before decode (%(default)s)")
@@ -334,7 +336,10 @@ def _offline(args: argparse.Namespace) -> int:
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
     peers = tuple(dict.fromkeys(args.peer))
-    work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers, peers)
+    if args.routing is not None and args.synthetic is None:
+        raise ConfigError("--routing makes the routers of a --synthetic shape; a model's files have their own")
+    routing = args.routing or "even"
+    work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers, peers, routing)
     return print_record("offline", args.json, partial(bench_offline, work, partial(loading_bar, sys.stderr)))
 
 

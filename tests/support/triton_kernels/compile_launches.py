@@ -27,6 +27,7 @@ from ktransformers.kernels.triton.compressed import Entries, Pages, attended, ke
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm, gate_heads
 from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
+from ktransformers.kernels.triton.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.kv_codes import widen_latents
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
@@ -148,6 +149,17 @@ def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, num=8, hidden=2880):
     biases = (torch.zeros(num, hidden), torch.zeros(num, hidden), torch.zeros(num, hidden))
     between = Between(ActivationSpec(Activation.SWIGLU_OAI), biases)
     call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, between=between)
+
+
+def call_hot(num_experts, hidden, tokens, top_k=8):
+    """Ids as routers of ours give them, and as those of transformers do."""
+    slots, picks = torch.zeros(num_experts, dtype=torch.int32), torch.zeros(num_experts, dtype=torch.int64)
+    chosen = Chosen(picks, torch.zeros(tokens, dtype=torch.int64))
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+    split_pairs(ids, slots, chosen, picks)
+    split_pairs(ids.long(), slots, None, picks)
+    parts, base = torch.zeros(tokens * top_k, hidden, dtype=torch.bfloat16), torch.zeros(tokens, hidden)
+    sum_onto(base.bfloat16(), parts, ids, num_experts, base)
 
 
 def call_router(num_experts, hidden, tokens, spec):
@@ -379,6 +391,7 @@ def few():
     call_linear(QuantType.Q4_K, 2048, 4096, 1)
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
+    call_hot(128, 2048, 1)
     call_gpt_oss(QuantType.MXFP4, 600, layout=GpuLayout.TILES)
     call_fp8(576, 7168, 2)
 
