@@ -62,7 +62,7 @@ def test_against_the_oracle_and_equal_bits(shape, options, pools):
     ],
 )
 def test_a_row_does_not_depend_on_the_rows_beside_it(heads, kv_heads, dim_k, dim_v, options, pools):
-    """Rows over the borders of tiles and spans, in units of all sizes (one thread takes the largest), and each alone."""
+    """Rows over the borders of tiles and spans, in units of all sizes (one thread takes the largest), and alone."""
     generator = torch.Generator().manual_seed(heads)
     q, k, v, table, _, _ = case(heads, kv_heads, dim_k, dim_v, seed=5)
     q, kv_lens = torch.randn(150, heads, dim_k, generator=generator), torch.arange(400, 550)
