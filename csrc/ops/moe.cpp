@@ -335,8 +335,13 @@ class MoeRun {
     outputs_ = session_.scratch<float>(pairs() * hidden);
     const bool is_streamed =
         pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
-    const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, sorted_.chunks,
-                          session_.num_nodes());
+    const int64_t tiles = (hidden + kTileRows - 1) / kTileRows;
+    const bool is_paired = down_input_.is_bf16 && tiles * sorted_.chunks >= 4 * kBf16Group * session_.num_threads();
+    const TileTasks tasks(tiles,
+                          is_grouped_ ? kTileGroup
+                          : is_paired ? kBf16Group
+                                      : 1,
+                          sorted_.chunks, session_.num_nodes());
     const Countdown left(session_, tasks.tiles, sorted_.chunks);
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
