@@ -65,9 +65,11 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
     if (!is_bf16) act.require(part.weight.type);
     const int64_t row_tiles = (part.weight.rows + kTileRows - 1) / kTileRows;
     // Tiles share the activations that they gather, unless that would leave threads without work.
-    const int64_t per_thread = row_tiles * chunks / (int64_t{4} * session.num_threads());
-    const int64_t wanted = chunk >= kGroupedTokens ? kTileGroup : is_bf16 ? kBf16Group : 1;
-    const int64_t group = per_thread >= wanted ? wanted : 1;
+    const int64_t enough = int64_t{4} * kTileGroup * session.num_threads();
+    const int64_t group = chunk < kGroupedTokens
+                              ? few_tiles(part.weight.tile_bytes, is_bf16, row_tiles, session.num_threads())
+                          : row_tiles * chunks >= enough ? kTileGroup
+                                                         : 1;
     const int64_t groups = (row_tiles + group - 1) / group;
     PartTasks& job = jobs[jobs.count++];
     job = {&part, is_bf16, row_tiles, group, groups, tasks, {}};

@@ -226,12 +226,7 @@ inline __m512i broadcast4(const void* p) {
 inline uacc uacc_zero() { return {_mm512_setzero_si512()}; }
 inline void pair_sums32(const int8_t*, int16_t*) {}            // for narrow sums
 inline uacc uacc_pair(const int16_t*) { return uacc_zero(); }  // for narrow sums
-// One instruction with the four activations from memory; GCC makes two of the intrinsic.
-inline __m512i dot4(__m512i acc, __m512i w, const int8_t* y) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const int8_t (*)[4]>(y)));
-  return acc;
-}
-inline uacc udot(uacc acc, wb w, const int8_t* y) { return {dot4(acc.v, w.v, y)}; }
+inline uacc udot(uacc acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
 inline vi flush_scaled(vi total, uacc acc, vi scale) {
   return {_mm512_add_epi32(total.v, _mm512_mullo_epi32(acc.v, scale.v))};
 }
@@ -239,7 +234,7 @@ inline vi flush(vi total, uacc acc) { return addi(total, acc); }
 inline int32_t scale_lane(int scale) { return scale; }
 // The weights are staged as q + 128, so the sum starts at -128 times the sum of the block's activations.
 inline vi sdot_init(int sum) { return set1i(-128 * sum); }
-inline vi sdot(vi acc, wb w, const int8_t* y) { return {dot4(acc.v, w.v, y)}; }
+inline vi sdot(vi acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
 inline vi reduce_rows(const vp* p) {
   return {_mm512_inserti64x4(_mm512_castsi256_si512(reduce8(p)), reduce8(p + 8), 1)};
 }
@@ -284,9 +279,6 @@ inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) 
   transpose16(src, reinterpret_cast<uint8_t*>(dst));
 }
 
-inline vi pair_dot(vi total, vi a, const int16_t* y) {  // see dot4
-  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(total.v) : "v"(a.v), "m"(*reinterpret_cast<const int16_t (*)[2]>(y)));
-  return total;
-}
+inline vi pair_dot(vi total, vi a, const int16_t* y) { return {_mm512_dpwssd_epi32(total.v, a.v, broadcast4(y))}; }
 
 }  // namespace

@@ -21,10 +21,7 @@ inline void store_pairs(uint16_t* out, vf first, vf second) {
 }
 #if defined(__AVX512BF16__)
 inline vf dot_bf16(vf acc, wb pairs, const uint16_t* x) {
-  asm("vdpbf16ps %2%{1to16%}, %1, %0"  // see dot4 of avx512.h
-      : "+v"(acc.v)
-      : "v"(pairs.v), "m"(*reinterpret_cast<const uint16_t (*)[2]>(x)));
-  return acc;
+  return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(pairs.v), reinterpret_cast<__m512bh>(broadcast4(x)))};
 }
 #endif
 
