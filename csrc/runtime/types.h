@@ -40,6 +40,7 @@ enum class QType : int32_t {
   TQ2_0 = 35,
   MXFP4 = 39,
   NVFP4 = 40,
+  Q1_0 = 41,
   F8_E4M3 = 1000
 };
 

@@ -253,6 +253,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "mxfp4_moe": Mixture(_F.MOSTLY_MXFP4_MOE, T.Q8_0, output=T.Q8_0, experts=T.MXFP4),
     "tq1_0": Mixture(_F.MOSTLY_TQ1_0, T.TQ1_0, embedding=T.Q4_K),
     "tq2_0": Mixture(_F.MOSTLY_TQ2_0, T.TQ2_0, embedding=T.Q4_K),
+    "q1_0": Mixture(_F.MOSTLY_Q1_0, T.Q1_0, embedding=T.Q4_K),
 }
 """By the name that --type takes."""
 
@@ -272,7 +273,7 @@ _KEPT = re.compile(
 
 # Rows that are no multiple of a super-block of 256 get a type of blocks of 32 of about as many bits, as in llama.cpp.
 _SHORT_ROWS = {
-    **dict.fromkeys((*_LOWEST, T.Q2_K, T.Q3_K, T.IQ3_XXS, T.IQ3_S, T.IQ4_XS, T.TQ1_0, T.TQ2_0), T.IQ4_NL),
+    **dict.fromkeys((*_LOWEST, T.Q2_K, T.Q3_K, T.IQ3_XXS, T.IQ3_S, T.IQ4_XS, T.TQ1_0, T.TQ2_0, T.Q1_0), T.IQ4_NL),
     T.Q4_K: T.Q5_0,
     T.Q5_K: T.Q5_1,
     T.Q6_K: T.Q8_0,

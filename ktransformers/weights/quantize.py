@@ -336,6 +336,15 @@ def _of_grid(qtype: QuantType) -> _Encoder:
     return encode
 
 
+def _encode_q1_0(values: F32Array, weights: F32Array | None) -> U8Array:
+    """Signs, and of 128 columns the mean magnitude, which has the least squared error."""
+    x, w = _blocks(values, weights, 128)
+    magnitudes = np.abs(x, dtype=np.float64)
+    d = magnitudes.mean(axis=0) if w is None else (magnitudes * w).sum(axis=0) / w.sum(axis=0, dtype=np.float64)
+    d_bytes, _ = to_f16(d.astype(np.float32))
+    return np.concatenate([d_bytes, np.packbits(x >= 0, axis=0, bitorder="little").T], axis=1)
+
+
 _ENCODERS: dict[QuantType, _Encoder] = {
     QuantType.Q8_0: _by_gguf(QuantType.Q8_0),
     QuantType.Q4_0: _encode_symmetric(_Q4_GRID),
@@ -353,6 +362,7 @@ _ENCODERS: dict[QuantType, _Encoder] = {
     QuantType.TQ1_0: _by_gguf(QuantType.TQ1_0),
     QuantType.TQ2_0: _by_gguf(QuantType.TQ2_0),
     **{qtype: _of_grid(qtype) for qtype in GRID_TYPES},
+    QuantType.Q1_0: _encode_q1_0,
     QuantType.F32: _by_gguf(QuantType.F32),
     QuantType.F16: _by_gguf(QuantType.F16),
     QuantType.BF16: _by_gguf(QuantType.BF16),

@@ -8,10 +8,11 @@ Which type becomes which is fixed per type, so that a plan can be made from head
     IQ4_NL -> Q8_0    same fp16 scale per 32, the 16 values of its table are int8
     Q3_K -> Q6_K      same fp16 scale and signed integer scales per 16, 3-bit codes in 6 bits
     TQ1_0, TQ2_0 -> Q4_0   one fp16 scale per 256 repeated eight times, codes -1, 0, 1
+    Q1_0 -> Q4_0      one fp16 scale per 128 repeated four times, codes -1 and 1
     NVFP4 -> BF16     4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
 
 Others have products of several scales, or an offset beside the scale: a GPU gets them dense. Equality with
-`gguf.quants.dequantize`, bit for bit, is the test of all of this. The first three are native (csrc/ops/transcode.cpp).
+`decode_blocks`, bit for bit, is the test of all of this. The first three are native (csrc/ops/transcode.cpp).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import overload
 
-import gguf.quants
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.cpu import NATIVE_TYPES
 from ktransformers.kernels.cpu.packing import transcode_blocks
 from ktransformers.kernels.cpu.pages import advise_huge_pages, page_out
@@ -42,7 +43,7 @@ CHUNK_WEIGHTS = 1 << 20
 
 _DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _NATIVE = {QuantType.Q5_0: QuantType.Q8_0, QuantType.IQ4_NL: QuantType.Q8_0, QuantType.Q3_K: QuantType.Q6_K}
-_TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
+_TERNARY = {QuantType.TQ1_0: 52, QuantType.TQ2_0: 64, QuantType.Q1_0: 0}  # and where the scale is
 _ON_GPU = _NATIVE | dict.fromkeys(_TERNARY, QuantType.Q4_0) | {QuantType.NVFP4: QuantType.BF16}
 
 
@@ -151,8 +152,7 @@ def _row_chunks(raw: RawTensor) -> list[tuple[int, int, U8Array]]:
 def _decode(rows: U8Array, qtype: QuantType) -> npt.NDArray[np.float32]:
     # A hostile block may hold an infinite or NaN scale: its values are then NaN, which is not worth a warning here.
     with np.errstate(all="ignore"):
-        values: npt.NDArray[np.float32] = gguf.quants.dequantize(np.ascontiguousarray(rows), qtype)
-    return values
+        return decode_blocks(rows, qtype)
 
 
 def _float_rows(qtype: QuantType, target: QuantType) -> Callable[[U8Array], U8Array]:
@@ -170,7 +170,7 @@ def _float_rows(qtype: QuantType, target: QuantType) -> Callable[[U8Array], U8Ar
 def _codes(rows: U8Array, qtype: QuantType, scale_at: int) -> tuple[U8Array, npt.NDArray[np.int8]]:
     """fp16 scale bytes [blocks, 2] and integer codes [blocks, block size].
 
-    gguf's own decoder yields the codes when every scale is set to 1, so no bit layout is repeated here.
+    The decoder yields the codes when every scale is set to 1, so no bit layout is repeated here.
     """
     blocks = rows.reshape(-1, type_size(qtype)).copy()
     scales = blocks[:, scale_at : scale_at + 2].copy()
@@ -181,9 +181,9 @@ def _codes(rows: U8Array, qtype: QuantType, scale_at: int) -> tuple[U8Array, npt
 
 def _ternary_to_q4_0(qtype: QuantType) -> Callable[[U8Array], U8Array]:
     def convert(rows: U8Array) -> U8Array:
-        scales, codes = _codes(rows, qtype, scale_at=type_size(qtype) - 2)
+        scales, codes = _codes(rows, qtype, _TERNARY[qtype])
         halves = (codes.reshape(-1, 2, 16) + np.int8(8)).view(np.uint8)
         nibbles = halves[:, 0] | halves[:, 1] << np.uint8(4)
-        return np.concatenate([np.repeat(scales, 8, axis=0), nibbles], axis=1)
+        return np.concatenate([np.repeat(scales, block_size(qtype) // 32, axis=0), nibbles], axis=1)
 
     return convert

@@ -14,7 +14,7 @@ from ktransformers.kernels.cpu import NATIVE_TYPES
 from ktransformers.kernels.types import RawTensor
 from ktransformers.weights.transcode import dequantize, gpu_type, resident_type, transcode
 
-DECODABLE = sorted(gguf.quants._type_traits, key=lambda t: t.value)
+DECODABLE = [*sorted(gguf.quants._type_traits, key=lambda t: t.value), T.Q1_0]
 FLOATS = (T.F32, T.F16, T.BF16)
 SCALE_AT = {T.TQ1_0: (52,), T.TQ2_0: (64,), T.Q2_K: (80, 82), T.Q3_K: (108,), T.Q6_K: (208,)}
 """Where the fp16 numbers of a block are, unless at its start."""
@@ -22,6 +22,7 @@ FOR_GPU = {
     **dict.fromkeys((T.Q5_0, T.IQ4_NL), T.Q8_0),
     T.Q3_K: T.Q6_K,
     **dict.fromkeys((T.TQ1_0, T.TQ2_0), T.Q4_0),
+    T.Q1_0: T.Q4_0,
     T.NVFP4: T.BF16,
 }
 """What a type becomes that only the CPU's kernels read."""
@@ -48,8 +49,13 @@ def random_blocks(qtype: T, rows: int = 5, blocks: int = 3) -> RawTensor:
 
 
 def decoded(raw: RawTensor) -> np.ndarray:
+    rows = raw.data.numpy().reshape(raw.rows, -1)
+    if raw.qtype is T.Q1_0:  # which gguf does not decode yet
+        blocks = rows.reshape(-1, 18)
+        signs = 2 * (blocks[:, 2:, None] >> np.arange(8) & 1).astype(np.float32).reshape(-1, 128) - 1
+        return (blocks[:, :2].copy().view(np.float16).astype(np.float32) * signs).reshape(raw.rows, -1)
     with np.errstate(all="ignore"):
-        return gguf.quants.dequantize(raw.data.numpy().reshape(raw.rows, -1), raw.qtype)
+        return gguf.quants.dequantize(rows, raw.qtype)
 
 
 @pytest.mark.parametrize("qtype", [*DECODABLE, T.F32, T.F16], ids=lambda t: t.name)
@@ -96,7 +102,7 @@ def test_every_nvfp4_scale_survives() -> None:
     assert (decoded(transcode(raw, "x", T.BF16)).view(np.uint32) == decoded(raw).view(np.uint32)).all()
 
 
-@pytest.mark.parametrize("qtype", [T.Q5_0, T.IQ4_NL, T.Q3_K, T.TQ2_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("qtype", [T.Q5_0, T.IQ4_NL, T.Q3_K, T.TQ2_0, T.Q1_0], ids=lambda t: t.name)
 def test_infinite_and_nan_scales_do_not_warn_or_crash(qtype: T) -> None:
     block, nbytes = GGML_QUANT_SIZES[qtype]
     raw = RawTensor(torch.full((nbytes * 2,), 0xFF, dtype=torch.uint8), qtype, (1, 2 * block))
