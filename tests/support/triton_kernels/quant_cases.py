@@ -21,6 +21,16 @@ SCALES = {
     QuantType.MXFP4: (),  # its scale is an exponent, in byte 0
 }
 TYPES = tuple(SCALES)
+# As SCALES, of types that are read from the tiles of the CPU's kernels alone.
+TILE_SCALES = {
+    QuantType.IQ2_XXS: (0,),
+    QuantType.IQ2_XS: (0,),
+    QuantType.IQ2_S: (0,),
+    QuantType.IQ3_XXS: (0,),
+    QuantType.IQ3_S: (0,),
+    QuantType.IQ1_S: (0,),
+    QuantType.IQ1_M: (),  # in pieces
+}
 FLOATS = (QuantType.BF16, QuantType.F16)
 
 
@@ -35,11 +45,15 @@ def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tupl
         held = torch.from_numpy(rng.standard_normal((rows, cols)) / 8).to(dtype)
         return held.view(torch.uint8), held.float()
     blocks = rng.integers(0, 256, (rows * row_bytes(qtype, cols) // type_size(qtype), type_size(qtype)), dtype=np.uint8)
-    for at in SCALES[qtype]:
+    for at in (SCALES | TILE_SCALES)[qtype]:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
     if qtype == QuantType.MXFP4:
         blocks[:, 0] = rng.integers(118, 121, len(blocks))  # 2^-9 to 2^-7
+    if qtype == QuantType.IQ1_M:  # four bits each of d in the highest of bytes 49, 51, 53, 55
+        scale = rng.uniform(1e-3, 1e-2, len(blocks)).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            blocks[:, 49 + 2 * i] = (blocks[:, 49 + 2 * i] & 15) | ((scale >> (4 * i) & 15) << 4).astype(np.uint8)
     raw = blocks.reshape(rows, -1)
     return torch.from_numpy(raw), torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
 
