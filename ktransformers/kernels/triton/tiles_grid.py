@@ -5,10 +5,11 @@ does not fill bytes. A code is looked up once, in a table that fits into a proce
 and gives a word for every 4 columns. Numbers of such a word are never converted: a *field* of it, alone, is a subnormal
 fp32, which is exactly the number times a power of two, and a sign is one bit of the float.
 
-    type     columns of a code   word of the table                field      w = s * ...
-    IQ2_*    8                   2 x 4 values 8, 25, 43           6 bits     +-value              s = d (2 scale + 1) / 8
-    IQ3_*    4                   4 values 4 .. 62, or 1 .. 15     6 bits     +-value              s = d (2 scale + 1) / 4, or 1
-    IQ1_*    8                   8 values of -1, 0, 1, plus 1     2 bits     8 value - 8 +- 1     s = d (2 scale + 1) / 8
+    type      columns of a code   values of the table   field     w = s * ...        s = d (2 scale + 1) ...
+    IQ2_*     8                   8, 25, 43             6 bits    +-value            / 8
+    IQ3_XXS   4                   4 .. 62               6 bits    +-value            / 4
+    IQ3_S     4                   1 .. 15               6 bits    +-value
+    IQ1_*     8                   0, 1, 2               2 bits    8 value - 8 +- 1   / 8
 
 Knows bytes and numbers of these types; does not know products (matmul_grid.py).
 """
@@ -19,7 +20,7 @@ from ktransformers.kernels.triton.runtime import constant, jit, tl
 from ktransformers.kernels.triton.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_IQ2_XXS, AT_IQ3_S, AT_IQ3_XXS
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["GRID_TYPES", "field", "grid_tile", "has_grid", "part_entries", "part_scales", "part_signs", "part_words"]
+__all__ = ["GRID_TYPES", "delta_of", "field", "grid_tile", "has_grid", "part_entries", "part_scales", "part_signs", "part_words", "unit", "with_signs"]
 
 #: The types that this module reads.
 GRID_TYPES = frozenset(
@@ -45,6 +46,7 @@ IQ1_M = constant(int(QuantType.IQ1_M))
 
 @jit
 def has_grid(TYPE: tl.constexpr):
+    """Whether codes of TYPE are looked up in a grid."""
     is_two: tl.constexpr = TYPE == IQ2_XXS or TYPE == IQ2_XS or TYPE == IQ2_S
     is_three: tl.constexpr = TYPE == IQ3_XXS or TYPE == IQ3_S
     return is_two or is_three or TYPE == IQ1_S or TYPE == IQ1_M
@@ -134,7 +136,7 @@ def entry_of_8(tables, words, j: tl.constexpr, TYPE: tl.constexpr):
     """The words for columns 8 j .. 8 j + 3 and 8 j + 4 .. 8 j + 7 of a part."""
     code = code_of(words, j, TYPE)
     if TYPE == IQ1_S or TYPE == IQ1_M:
-        low = tl.load((tables + AT_IQ1).to(tl.pointer_type(tl.int16)) + code).to(tl.int32)
+        low = tl.load((tables + AT_IQ1).to(tl.pointer_type(tl.uint16)) + code).to(tl.int32)
         return low, low >> 8
     AT: tl.constexpr = AT_IQ2_XXS if TYPE == IQ2_XXS else AT_IQ2_XS if TYPE == IQ2_XS else AT_IQ2_S
     both = tl.load((tables + AT).to(tl.pointer_type(tl.int64)) + code)
@@ -150,7 +152,7 @@ def entry_of_4(tables, words, j: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def part_entries(tables, words, TYPE: tl.constexpr):
-    """A word for every 4 columns of a part, as a tuple of 8; column 4 k + i is `field(words[k], i, TYPE)`."""
+    """A word for every 4 columns of a part, as a tuple of 8; column 4 k + i is field i of word k."""
     if TYPE == IQ3_XXS or TYPE == IQ3_S:
         a, b = entry_of_4(tables, words, 0, TYPE), entry_of_4(tables, words, 1, TYPE)
         c, d = entry_of_4(tables, words, 2, TYPE), entry_of_4(tables, words, 3, TYPE)
@@ -166,7 +168,7 @@ def part_entries(tables, words, TYPE: tl.constexpr):
 
 @jit
 def part_signs(words, TYPE: tl.constexpr):
-    """Bit c is set where column c of a part is negative; of IQ1 bit 8 j + 7 where delta of columns 8 j .. 8 j + 7 is."""
+    """Bit c is set where column c of a part is negative; of IQ1 bit 8 j + 7 where delta of columns 8 j and on is."""
     if TYPE == IQ1_M:
         return words[3] << 4
     if TYPE == IQ1_S:  # one for all, in the last byte
@@ -207,39 +209,57 @@ def part_scales(words, TYPE: tl.constexpr):
 
 
 @jit
-def field(word, i: tl.constexpr, TYPE: tl.constexpr):
-    """Value i of a word times 2^-149, and times 2^(6 i), of IQ1 2^(2 i); int32, the bits of an fp32 without its sign."""
+def with_signs(word, signs, k: tl.constexpr, TYPE: tl.constexpr):
+    """Word k of a part with the signs of its four columns in its highest bits, as `field` wants it."""
     if TYPE == IQ1_S or TYPE == IQ1_M:
-        return word & (3 << (2 * i))
-    return word & (63 << (6 * i))
+        return word
+    if k < 7:
+        signs = signs << (28 - 4 * k)
+    return word | (signs & -268435456)  # 0xF0000000
 
 
 @jit
-def sign_of(signs, c: tl.constexpr):
-    """Bit c of `signs` as the sign of a float."""
-    if c < 31:
-        return (signs << (31 - c)) & -2147483648
-    return signs & -2147483648
+def field(word, i: tl.constexpr, TYPE: tl.constexpr):
+    """2^-149 times `unit(i, TYPE)` times value i of a word `with_signs`, fp32."""
+    if TYPE == IQ1_S or TYPE == IQ1_M:
+        bits = word & (3 << (2 * i))
+    elif i < 3:  # one shift brings the sign to where a float has it, whatever that does to the field
+        bits = (word << (3 - i)) & (-2147483648 | 63 << (5 * i + 3))
+    else:
+        bits = word & (-2147483648 | 63 << 18)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def unit(i: tl.constexpr, TYPE: tl.constexpr):
+    """See `field`."""
+    if TYPE == IQ1_S or TYPE == IQ1_M:
+        return 4.0**i
+    return 8.0 * 32.0**i
+
+
+@jit
+def delta_of(signs, x, j: tl.constexpr, TYPE: tl.constexpr):
+    """x, fp32, times delta of columns 8 j .. 8 j + 7 of IQ1, which is 1 or -1."""
+    if TYPE == IQ1_M and j < 3:
+        signs = signs << (24 - 8 * j)
+    return (x.to(tl.int32, bitcast=True) ^ (signs & -2147483648)).to(tl.float32, bitcast=True)
 
 
 @jit
 def number(word, signs, s, k: tl.constexpr, i: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
     """Column 4 k + i of a part from word k."""
-    bits = field(word, i, TYPE)
+    value = field(word, i, TYPE) * 1.7014118346046923e38  # 2^127; with 2^22 neither factor is out of range
     if TYPE == IQ1_S or TYPE == IQ1_M:
-        # 2^127 and 2^22, so that neither factor is out of range.
-        delta = (sign_of(signs, 31 if TYPE == IQ1_S else k // 2 * 8 + 7) | 0x3F800000).to(tl.float32, bitcast=True)
-        unit: tl.constexpr = 33554432.0 / 4.0**i  # 2^25: value times 8
-        value = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 * unit
-        return (s * (value + (delta - 8.0))).to(DTYPE)
-    unit: tl.constexpr = 4194304.0 / 64.0**i
-    value = (bits | sign_of(signs, 4 * k + i)).to(tl.float32, bitcast=True) * 1.7014118346046923e38
-    return (value * (s * unit)).to(DTYPE)
+        delta = delta_of(signs, tl.full(s.shape, 1.0, tl.float32), k // 2, TYPE)
+        return (s * (value * (33554432.0 / unit(i, TYPE)) + (delta - 8.0))).to(DTYPE)  # 2^25: 8 times the value
+    return (value * (s * (4194304.0 / unit(i, TYPE)))).to(DTYPE)
 
 
 @jit
 def four_numbers(word, signs, s, k: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
     """Columns 4 k .. 4 k + 3 as [..., bit 1, bit 0]."""
+    word = with_signs(word, signs, k, TYPE)
     a, b = number(word, signs, s, k, 0, TYPE, DTYPE), number(word, signs, s, k, 1, TYPE, DTYPE)
     c, d = number(word, signs, s, k, 2, TYPE, DTYPE), number(word, signs, s, k, 3, TYPE, DTYPE)
     return tl.join(tl.join(a, c), tl.join(b, d))
