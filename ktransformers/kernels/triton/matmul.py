@@ -8,19 +8,12 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0, half_bits
+from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
 from ktransformers.kernels.triton.dequant import one_plus, scales, unit, weight_tile
 from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.vector_inputs import group_inputs, pair
 
 __all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "vector_pair", "vector_tile"]
-
-
-@jit
-def pair(word, HALF: tl.constexpr):
-    """The two 16-bit floats of an int32, fp32 each. HALF: fp16, else bf16."""
-    if HALF:
-        return half_bits(word), half_bits(word >> 16)
-    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -122,20 +115,6 @@ def group_scales(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: t
         s, m = scales(base, group, n, mask, TYPE, K, N)
         t, o = s, m
     return s, m, t, o
-
-
-@jit
-def group_inputs(x, group, inside, EVEN: tl.constexpr):
-    """The 32 activations of each group, as 8 int64 [KS, 1] of four. x: 16-bit floats at a multiple of 8 bytes."""
-    at = x.to(tl.pointer_type(tl.int64)) + group * 8
-    mask = None if EVEN else inside
-    other = None if EVEN else 0
-    return (
-        tl.load(at, mask=mask, other=other), tl.load(at + 1, mask=mask, other=other),
-        tl.load(at + 2, mask=mask, other=other), tl.load(at + 3, mask=mask, other=other),
-        tl.load(at + 4, mask=mask, other=other), tl.load(at + 5, mask=mask, other=other),
-        tl.load(at + 6, mask=mask, other=other), tl.load(at + 7, mask=mask, other=other),
-    )  # fmt: skip
 
 
 @jit

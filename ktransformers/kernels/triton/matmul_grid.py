@@ -1,13 +1,14 @@
-"""Products of few rows with weights whose codes are looked up in a grid: one part of 32 columns at a time.
+"""Products of few rows with weights whose codes are looked up in a grid: the vector loop of these types.
 
-The vector loop's share of these types (matmul.py): every lane looks up the codes of its own rows. Columns are multiplied
-as the subnormal numbers that they are once a field is taken out of its word, with activations times 2^96, and summed
-place by place: four sums, which are powers of two apart. Knows tiles_grid.py; does not know loops.
+Every lane looks up the codes of its own rows, a part of 32 columns at a time. Columns are multiplied as the subnormal
+numbers that they are once a field is taken out of its word, with activations times 2^96, and summed place by place:
+four sums, which are powers of two apart. What the next two steps read is asked for first, into registers: Triton's own
+pipeline would take what is looked up through shared memory too. Sums are fp32. Knows tiles_grid.py; does not know
+grids of programs, experts.
 """
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.bits import half_bits
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tiles_grid import (
     IQ1_M,
@@ -19,20 +20,13 @@ from ktransformers.kernels.triton.tiles_grid import (
     part_entries,
     part_scales,
     part_signs,
+    part_words,
     unit,
     with_signs,
 )
+from ktransformers.kernels.triton.vector_inputs import group_inputs, pair
 
-__all__ = ["add_part", "decode_part"]
-
-
-@jit
-def pair_up(word, HALF: tl.constexpr):
-    """2^96 times the two 16-bit floats of an int32, fp32 each. HALF: fp16, else bf16."""
-    up = 7.922816251426434e28
-    if HALF:
-        return half_bits(word) * up, half_bits(word >> 16) * up
-    return (word << 16).to(tl.float32, bitcast=True) * up, (word & -65536).to(tl.float32, bitcast=True) * up
+__all__ = ["grid_pair", "grid_vector"]
 
 
 @jit
@@ -43,8 +37,10 @@ def add_four(sums, word, signs, four, k: tl.constexpr, TYPE: tl.constexpr, HALF:
     """
     a, b, c, d = sums
     word = with_signs(word, signs, k, TYPE)
-    x0, x1 = pair_up(four.to(tl.int32), HALF)
-    x2, x3 = pair_up((four >> 32).to(tl.int32), HALF)
+    x0, x1 = pair(four.to(tl.int32), HALF)
+    x2, x3 = pair((four >> 32).to(tl.int32), HALF)
+    up = 7.922816251426434e28  # 2^96
+    x0, x1, x2, x3 = x0 * up, x1 * up, x2 * up, x3 * up
     a += field(word, 0, TYPE) * x0
     b += field(word, 1, TYPE) * x1
     c += field(word, 2, TYPE) * x2
@@ -103,3 +99,59 @@ def add_part(acc, inputs, decoded, TYPE: tl.constexpr, HALF: tl.constexpr):
         acc = add_half(acc, decoded, decoded[2], inputs, 0, 2, TYPE, HALF)
         return add_half(acc, decoded, decoded[3], inputs, 1, 2, TYPE, HALF)
     return add_half(acc, decoded, decoded[2], inputs, 0, 4, TYPE, HALF)
+
+
+@jit
+def later_words(base, step, last, n, mask, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
+    """`part_words` of KS parts from step * KS on; zeros from step `last` on, and past K."""
+    part = step * KS + tl.arange(0, KS)[:, None]
+    return part_words(base, part, n, mask & (part < tl.where(step < last, K // 32, 0)), TYPE, K)
+
+
+@jit
+def grid_vector(x, stride, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
+                M: tl.constexpr):  # fmt: skip
+    """Products of M <= 4 rows of x with the rows n [1, BN] of weights in tiles; as `matmul.vector_tile`."""
+    HALF: tl.constexpr = x.dtype.element_ty == tl.float16
+    EVEN: tl.constexpr = K // 32 % KS == 0
+    a0 = tl.zeros((KS, n.shape[1]), tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    words = later_words(base, first, last, n, mask, TYPE, K, KS)
+    after = later_words(base, first + 1, last, n, mask, TYPE, K, KS)
+    for step in range(first, last):
+        part = step * KS + tl.arange(0, KS)[:, None]
+        inside = part < K // 32
+        inputs = group_inputs(x, part, inside, EVEN)
+        decoded = decode_part(words, tables, TYPE)
+        words = after
+        after = later_words(base, step + 2, last, n, mask, TYPE, K, KS)
+        a0 = add_part(a0, inputs, decoded, TYPE, HALF)
+        if M > 1:
+            a1 = add_part(a1, group_inputs(x + stride, part, inside, EVEN), decoded, TYPE, HALF)
+        if M > 2:
+            a2 = add_part(a2, group_inputs(x + 2 * stride, part, inside, EVEN), decoded, TYPE, HALF)
+        if M > 3:
+            a3 = add_part(a3, group_inputs(x + 3 * stride, part, inside, EVEN), decoded, TYPE, HALF)
+    return tl.sum(a0, axis=0), tl.sum(a1, axis=0), tl.sum(a2, axis=0), tl.sum(a3, axis=0)
+
+
+@jit
+def grid_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
+              KS: tl.constexpr):  # fmt: skip
+    """`grid_vector` of one row of x with two matrices of one shape in one loop."""
+    HALF: tl.constexpr = x.dtype.element_ty == tl.float16
+    EVEN: tl.constexpr = K // 32 % KS == 0
+    g = tl.zeros((KS, n.shape[1]), tl.float32)
+    u = g
+    gate_words = later_words(gate, first, last, n, mask, GATE, K, KS)
+    up_words = later_words(up, first, last, n, mask, UP, K, KS)
+    for step in range(first, last):
+        part = step * KS + tl.arange(0, KS)[:, None]
+        inputs = group_inputs(x, part, part < K // 32, EVEN)
+        decoded = decode_part(gate_words, tables, GATE)
+        gate_words = later_words(gate, step + 1, last, n, mask, GATE, K, KS)
+        g = add_part(g, inputs, decoded, GATE, HALF)
+        decoded_up = decode_part(up_words, tables, UP)
+        up_words = later_words(up, step + 1, last, n, mask, UP, K, KS)
+        u = add_part(u, inputs, decoded_up, UP, HALF)
+    return tl.sum(g, axis=0), tl.sum(u, axis=0)

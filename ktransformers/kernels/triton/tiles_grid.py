@@ -20,7 +20,19 @@ from ktransformers.kernels.triton.runtime import constant, jit, tl
 from ktransformers.kernels.triton.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_IQ2_XXS, AT_IQ3_S, AT_IQ3_XXS
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["GRID_TYPES", "delta_of", "field", "grid_tile", "has_grid", "part_entries", "part_scales", "part_signs", "part_words", "unit", "with_signs"]
+__all__ = [
+    "GRID_TYPES",
+    "delta_of",
+    "field",
+    "grid_tile",
+    "has_grid",
+    "part_entries",
+    "part_scales",
+    "part_signs",
+    "part_words",
+    "unit",
+    "with_signs",
+]
 
 #: The types that this module reads.
 GRID_TYPES = frozenset(
