@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
 from ktransformers.kernels.triton.dequant import one_plus, scales, unit, weight_tile
+from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
 from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.tiles_grid import has_grid
 from ktransformers.kernels.triton.vector_inputs import group_inputs, pair
 
 __all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "vector_pair", "vector_tile"]
@@ -135,14 +137,16 @@ def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.co
 
 
 @jit
-def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-                KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    """Products of M <= 4 rows of x with the rows n [1, BN] of packed weights over groups of 32 columns.
+def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr,
+                N: tl.constexpr, KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
+    """Products of M <= 4 rows of x with the rows n [1, BN] of re-laid weights (with a grid: of tiles).
 
-    x: rows at multiples of 8 bytes. first, last: range of steps of KS groups. Returns four fp32 [BN]; those from M on
-    are zero. Loads run two steps ahead, through shared memory (num_stages): left to itself, the compiler issues each
-    one where it is needed, and the memory's latency is paid for every word.
+    x: rows at multiples of 8 bytes. first, last: range of steps of KS groups of 32 columns. Returns four fp32 [BN];
+    those from M on are zero. Loads run two steps ahead, through shared memory (num_stages): left to itself, the
+    compiler issues each one where it is needed, and the memory's latency is paid for every word.
     """
+    if has_grid(TYPE):
+        return grid_vector(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     lanes = tl.arange(0, KS)[:, None]
@@ -164,9 +168,15 @@ def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, 
 
 
 @jit
-def vector_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
+def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
-    """`vector_tile` of one row of x with two matrices of one shape in one loop."""
+    """`vector_tile` of one row of x with two matrices of one shape, in one loop if both have a grid or neither."""
+    if has_grid(GATE) and has_grid(UP):
+        return grid_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)
+    if has_grid(GATE) or has_grid(UP):
+        one_g, _, _, _ = vector_tile(x, 0, gate, n, mask, one, tables, first, last, GATE, K, N, KS, 1)
+        one_u, _, _, _ = vector_tile(x, 0, up, n, mask, one, tables, first, last, UP, K, N, KS, 1)
+        return one_g, one_u
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS, n.shape[1]), tl.float32)
@@ -186,8 +196,8 @@ def vector_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: 
 
 
 @jit
-def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
-             N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def dot_tile(x_rows, x_mask, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
+             K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
 
     x_rows: pointers [BM, 1] to rows of x, in fp16 or bf16, the type that weights are rounded to; x_mask: [BM, 1].
@@ -197,13 +207,13 @@ def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        w = weight_tile(base, step * BK, n, mask, one, TYPE, LAYOUT, K, N, BK, dtype)
+        w = weight_tile(base, step * BK, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype)
         acc = tl.dot(x, w, acc)
     return acc
 
 
 @jit
-def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr,
+def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr,
                   LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """`dot_tile` with two matrices of one shape, whose layout is one and whose types may differ."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -212,8 +222,8 @@ def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, GATE, LAYOUT, K, N, BK, dtype), g)
-        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, UP, LAYOUT, K, N, BK, dtype), u)
+        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, tables, GATE, LAYOUT, K, N, BK, dtype), g)
+        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, tables, UP, LAYOUT, K, N, BK, dtype), u)
     return g, u
 
 

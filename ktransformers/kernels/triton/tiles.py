@@ -24,6 +24,7 @@ from ktransformers.kernels.triton.bits import (
     shifted,
 )
 from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.tiles_grid import grid_tile, has_grid
 
 __all__ = ["cpu_tile"]
 
@@ -164,9 +165,14 @@ def tile_of_fp8(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def cpu_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN]."""
-    if TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
+def cpu_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
+
+    tables: uint8 pointer to `tables.tables`.
+    """
+    if has_grid(TYPE):
+        tile = grid_tile(base, k0, n, mask, tables, TYPE, K, DTYPE)
+    elif TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
         tile = tile_of_32(base, k0, n, mask, one, TYPE, K, DTYPE)
     elif TYPE == BF16:
         tile = tile_of_bf16(base, k0, n, mask, K, DTYPE)

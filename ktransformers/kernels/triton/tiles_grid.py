@@ -21,7 +21,6 @@ from ktransformers.kernels.triton.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_
 from ktransformers.kernels.types import QuantType
 
 __all__ = [
-    "GRID_TYPES",
     "delta_of",
     "field",
     "grid_tile",
@@ -33,19 +32,6 @@ __all__ = [
     "unit",
     "with_signs",
 ]
-
-#: The types that this module reads.
-GRID_TYPES = frozenset(
-    {
-        QuantType.IQ2_XXS,
-        QuantType.IQ2_XS,
-        QuantType.IQ2_S,
-        QuantType.IQ3_XXS,
-        QuantType.IQ3_S,
-        QuantType.IQ1_S,
-        QuantType.IQ1_M,
-    }
-)
 
 IQ2_XXS = constant(int(QuantType.IQ2_XXS))
 IQ2_XS = constant(int(QuantType.IQ2_XS))

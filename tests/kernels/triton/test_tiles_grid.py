@@ -14,11 +14,12 @@ if runtime.triton is None:
 
 from ktransformers.kernels.cpu import grid_values
 from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
+from ktransformers.kernels.triton.relay import TILE_TYPES
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tables import tables
-from ktransformers.kernels.triton.tiles_grid import GRID_TYPES, grid_tile
+from ktransformers.kernels.triton.tiles_grid import grid_tile
 
-TYPES = sorted(GRID_TYPES, key=lambda qtype: qtype.name)
+TYPES = sorted(TILE_TYPES, key=lambda qtype: qtype.name)
 
 
 @jit
