@@ -156,7 +156,8 @@ def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.co
 
 
 @jit
-def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr,
+                N: tl.constexpr,
                 KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
     """Products of M <= 4 rows of x with the rows n [1, BN] of packed weights over groups of 32 columns.
 
@@ -185,7 +186,7 @@ def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, 
 
 
 @jit
-def vector_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
+def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
     """`vector_tile` of one row of x with two matrices of one shape in one loop."""
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
@@ -207,7 +208,8 @@ def vector_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: 
 
 
 @jit
-def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
+def dot_tile(x_rows, x_mask, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
+             K: tl.constexpr,
              N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
 
@@ -218,13 +220,13 @@ def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        w = weight_tile(base, step * BK, n, mask, one, TYPE, LAYOUT, K, N, BK, dtype)
+        w = weight_tile(base, step * BK, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype)
         acc = tl.dot(x, w, acc)
     return acc
 
 
 @jit
-def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr,
+def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr,
                   LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """`dot_tile` with two matrices of one shape, whose layout is one and whose types may differ."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -233,8 +235,8 @@ def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, GATE, LAYOUT, K, N, BK, dtype), g)
-        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, UP, LAYOUT, K, N, BK, dtype), u)
+        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, tables, GATE, LAYOUT, K, N, BK, dtype), g)
+        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, tables, UP, LAYOUT, K, N, BK, dtype), u)
     return g, u
 
 

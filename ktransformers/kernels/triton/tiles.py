@@ -164,8 +164,11 @@ def tile_of_fp8(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def cpu_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN]."""
+def cpu_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
+
+    tables: int32 pointer to what tables.py has on this device.
+    """
     if TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
         tile = tile_of_32(base, k0, n, mask, one, TYPE, K, DTYPE)
     elif TYPE == BF16:
