@@ -263,10 +263,11 @@ def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def weight_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
-                N: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+                N: tl.constexpr,
+                BK: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Columns k0 .. k0 + BK - 1 of the rows n [1, BN] as [BK, BN] of DTYPE; zero where masked or past K.
 
-    base: uint8 pointer to the matrix; tables: to `tables.tables`. mask: [1, BN]. BK: a multiple of 32 (64 in the
+    base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32 (64 in the
     CPU's layout); k0 a multiple of BK.
     """
     if LAYOUT == PLANES:
@@ -288,7 +289,8 @@ def weight_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, LAYOUT: tl.c
 
 @jit
 def _dequantize_kernel(base, out, one, tables, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
-                       N: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                       N: tl.constexpr,
+                       BN: tl.constexpr):  # fmt: skip
     n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     mask = n < N
     k0 = tl.program_id(0) * 64
@@ -332,6 +334,7 @@ def dequantize(
         raise ValueError(f"out must be contiguous [{rows}, {cols}], got {tuple(out.shape)}")
     if rows and cols:
         grid = (triton.cdiv(cols, 64), triton.cdiv(rows, 64))
-        looked_up = tables(raw.device)
-        _dequantize_kernel[grid](raw, out, ONE, looked_up, int(qtype), int(layout), cols, rows, BN=64, num_warps=4)
+        _dequantize_kernel[grid](
+            raw, out, ONE, tables(raw.device), int(qtype), int(layout), cols, rows, BN=64, num_warps=4
+        )
     return out

@@ -33,18 +33,18 @@ _MAX_SPLIT = 32
 
 
 @jit
-def _vector_rows(x, stride, base, bias, out, parts, counter, tile, one, tables, TYPE: tl.constexpr,
-                 K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr,
-                 M: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+def _vector_rows(x, stride, base, bias, out, parts, counter, tile, one, tables, TYPE: tl.constexpr, K: tl.constexpr,
+                 N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, M: tl.constexpr,
+                 SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """Tile `tile` of a matrix of N rows, which are columns of `parts`, rows WIDTH apart; out and bias start with it."""
     split = tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     steps: tl.constexpr = (K // 32 + KS - 1) // KS
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
-    mask = n < N
     r0, r1, r2, r3 = vector_tile(
-        x, stride, base, n[None, :], mask[None, :], one, tables, first, last, TYPE, K, N, KS, M
+        x, stride, base, n[None, :], n[None, :] < N, one, tables, first, last, TYPE, K, N, KS, M
     )
+    mask = n < N
     if SPLIT > 1:
         at = parts + split * M * WIDTH + n
         tl.store(at, r0, mask=mask)
@@ -93,36 +93,38 @@ def _add_parts(parts, bias, out, m, n, N: tl.constexpr, stride: tl.constexpr, WI
 
 @jit
 def _vector_kernel(x, stride, base, second, bias, out, parts, counters, one, tables, TYPE: tl.constexpr,
-                   TYPE2: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BN: tl.constexpr,
-                   KS: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                   ACT: tl.constexpr):  # fmt: skip
+                   TYPE2: tl.constexpr,
+                   K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr,
+                   M: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """Grid (tiles of the first matrix and, if N2 > 0, of the second, splits): the results lie side by side."""
     tile = tl.program_id(0)
     tiles: tl.constexpr = (N + BN - 1) // BN
     if N2 == 0:
         _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N, BN, KS, M,
-                     SPLIT, HAS_BIAS, ACT)  # fmt: skip
+                     SPLIT,
+                     HAS_BIAS, ACT)  # fmt: skip
     elif tile < tiles:
-        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N + N2, BN, KS,
-                     M, SPLIT, HAS_BIAS, ACT)  # fmt: skip
+        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N + N2, BN,
+                     KS, M,
+                     SPLIT, HAS_BIAS, ACT)  # fmt: skip
     else:
-        _vector_rows(x, stride, second, bias + N, out + N, parts + N, counters + tile, tile - tiles, one, tables, TYPE2,
-                     K, N2, N + N2, BN, KS, M, SPLIT, HAS_BIAS, ACT)  # fmt: skip
+        _vector_rows(x, stride, second, bias + N, out + N, parts + N, counters + tile, tile - tiles, one, tables,
+                     TYPE2, K, N2,
+                     N + N2, BN, KS, M, SPLIT, HAS_BIAS, ACT)  # fmt: skip
 
 
 @jit
 def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE: tl.constexpr,
-               LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-               ACT: tl.constexpr):  # fmt: skip
+               LAYOUT: tl.constexpr,
+               K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """As `_vector_rows`, for BM rows of x."""
     split = tl.program_id(2)
     t = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
     n = tile * BN + tl.arange(0, BN)[None, :]
     steps: tl.constexpr = (K + BK - 1) // BK
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
-    rows = x + t.to(tl.int64) * stride
-    acc = dot_tile(rows, t < T, base, n, n < N, one, tables, first, last, TYPE, LAYOUT, K, N, BK)
+    acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, tables, first, last, TYPE, LAYOUT, K, N, BK)
     mask = (t < T) & (n < N)
     if SPLIT > 1:
         at = t.to(tl.int64) * WIDTH + n
@@ -140,30 +142,34 @@ def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables,
     else:
         gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
         half = tile * (BN // 2) + tl.arange(0, BN // 2)[None, :]
-        live = t < (tl.where(is_last, T, 0) if SPLIT > 1 else T)
+        rows = t < (tl.where(is_last, T, 0) if SPLIT > 1 else T)
         acted = activation_value(gate, up, 0.0, 0.0, ACT, True)
         target = out + t.to(tl.int64) * (WIDTH // 2) + half
-        tl.store(target, acted.to(out.dtype.element_ty), mask=live & (half < N // 2))
+        tl.store(target, acted.to(out.dtype.element_ty), mask=rows & (half < N // 2))
 
 
 @jit(do_not_specialize=["T"])
 def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, tables, TYPE: tl.constexpr,
-                 TYPE2: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+                 TYPE2: tl.constexpr,
+                 LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BM: tl.constexpr,
+                 BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
                  ACT: tl.constexpr):  # fmt: skip
     """Grid (tiles of x, tiles as in `_vector_kernel`, splits)."""
     tile = tl.program_id(1)
     tiles: tl.constexpr = (N + BN - 1) // BN
     counter = counters + tl.program_id(0) * tl.num_programs(1) + tile
     if N2 == 0:
-        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE, LAYOUT, K, N, N, BM, BN, BK,
-                   SPLIT, HAS_BIAS, ACT)  # fmt: skip
+        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE, LAYOUT, K, N, N, BM, BN,
+                   BK, SPLIT,
+                   HAS_BIAS, ACT)  # fmt: skip
     elif tile < tiles:
-        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE, LAYOUT, K, N, N + N2, BM, BN,
-                   BK, SPLIT, HAS_BIAS, ACT)  # fmt: skip
+        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE, LAYOUT, K, N, N + N2, BM,
+                   BN, BK,
+                   SPLIT, HAS_BIAS, ACT)  # fmt: skip
     else:
         _tile_rows(x, stride, second, bias + N, out + N, parts + N, counter, tile - tiles, T, one, tables, TYPE2,
-                   LAYOUT, K, N2, N + N2, BM, BN, BK, SPLIT, HAS_BIAS, ACT)  # fmt: skip
+                   LAYOUT, K, N2,
+                   N + N2, BM, BN, BK, SPLIT, HAS_BIAS, ACT)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,14 +372,14 @@ def launch(
     counts = (cols, first.rows, second_rows)
     bias_or_x = x if bias is None else bias
     options = {"HAS_BIAS": bias is not None, "ACT": act}
-    looked_up = tables(x.device)
     if tokens <= VECTOR_ROWS and all(has_vector_loop(weight.type_number, layout) for weight in weights):
         block, groups, split, warps = _vector_plan(rows, cols)
         tiles = sum(triton.cdiv(weight.rows, block) for weight in weights)
         space = _space(workspace, x, split, tokens, rows, tiles)
         _vector_kernel[(tiles, split)](
-            x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, ONE, looked_up,
-            *types, *counts, BN=block, KS=groups, M=tokens, SPLIT=split, num_warps=warps, **options,
+            x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, ONE,
+            tables(x.device), *types,
+            *counts, BN=block, KS=groups, M=tokens, SPLIT=split, num_warps=warps, **options,
         )  # fmt: skip
         return target
     block_m, block_n, block_k, split, warps = _tile_plan(tokens, rows, cols)
@@ -381,7 +387,7 @@ def launch(
     space = _space(workspace, x, split, tokens, rows, grid[0] * grid[1])
     _tile_kernel[grid](
         x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, tokens, ONE,
-        looked_up, *types, int(layout), *counts, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, num_warps=warps,
-        **options,
+        tables(x.device), *types,
+        int(layout), *counts, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, num_warps=warps, **options,
     )  # fmt: skip
     return target

@@ -138,12 +138,13 @@ def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.co
 
 @jit
 def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr,
-                N: tl.constexpr, KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    """Products of M <= 4 rows of x with the rows n [1, BN] of re-laid weights (with a grid: of tiles).
+                N: tl.constexpr,
+                KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
+    """Products of M <= 4 rows of x with the rows n [1, BN] of packed weights over groups of 32 columns.
 
-    x: rows at multiples of 8 bytes. first, last: range of steps of KS groups of 32 columns. Returns four fp32 [BN];
-    those from M on are zero. Loads run two steps ahead, through shared memory (num_stages): left to itself, the
-    compiler issues each one where it is needed, and the memory's latency is paid for every word.
+    x: rows at multiples of 8 bytes. first, last: range of steps of KS groups. Returns four fp32 [BN]; those from M on
+    are zero. Loads run two steps ahead, through shared memory (num_stages): left to itself, the compiler issues each
+    one where it is needed, and the memory's latency is paid for every word.
     """
     if has_grid(TYPE):
         return grid_vector(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
@@ -197,7 +198,8 @@ def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constex
 
 @jit
 def dot_tile(x_rows, x_mask, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
-             K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+             K: tl.constexpr,
+             N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
 
     x_rows: pointers [BM, 1] to rows of x, in fp16 or bf16, the type that weights are rounded to; x_mask: [BM, 1].

@@ -221,7 +221,8 @@ def _down_vector(hidden, ids, weights, down, bias, parts, counters, out, one, ta
     mask = n < N
     steps = tl.where(slot >= 0, (K // 32 + KS - 1) // KS, 0)  # no expert: the part is zero
     value, _, _, _ = vector_tile(hidden + p * K, 0, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one,
-                                 tables, 0, steps, TYPE, K, N, KS, 1)  # fmt: skip
+                                 tables, 0,
+                                 steps, TYPE, K, N, KS, 1)  # fmt: skip
     if HAS_BIAS:
         value += tl.load(bias + expert * N + n, mask=n < tl.where(slot >= 0, N, 0), other=0.0)
     tl.store(parts + p * N + n, value * tl.load(weights + p), mask=mask)
@@ -258,8 +259,9 @@ def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up
 
 @jit(do_not_specialize=["P", "first"])
 def _down_tile(hidden, ids, pair_ids, block_slots, weights, down, bias, parts, P, first, one, tables,
-               TYPE: tl.constexpr, BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-               BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+               TYPE: tl.constexpr,
+               BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
+               BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
     if slot >= 0:
@@ -295,20 +297,22 @@ def _vector(
 ) -> None:  # fmt: skip
     gate, up, down = matrices
     gate_bias, up_bias, down_bias = between.biases or (x, x, x)
-    pairs, top_k, looked_up = ids.numel(), ids.shape[1], tables(x.device)
+    pairs, top_k = ids.numel(), ids.shape[1]
     common = {"E": num_experts, "TOP_K": top_k}
     block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
     warps, groups = warps_for(up.cols // 32, block)
     _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
-        x, x.stride(0), ids, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, looked_up, int(gate.qtype),
+        x, x.stride(0), ids, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, tables(x.device),
+        int(gate.qtype),
         int(up.qtype), gate.nbytes, up.nbytes, up.cols, up.rows, BN=block, KS=groups, num_warps=warps, **common,
         **between.options(),
     )  # fmt: skip
     warps, groups = warps_for(down.cols // 32, _DOWN_ROWS)
     _down_vector[(triton.cdiv(down.rows, _DOWN_ROWS), pairs)](
-        space.hidden, ids, weights, down.data, down_bias, space.parts, space.counters, out, ONE, looked_up,
-        int(down.qtype), down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups,
-        HAS_BIAS=between.biases is not None, num_warps=warps, **common,
+        space.hidden, ids, weights, down.data, down_bias, space.parts, space.counters, out, ONE, tables(x.device),
+        int(down.qtype),
+        down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, HAS_BIAS=between.biases is not None,
+        num_warps=warps, **common,
     )  # fmt: skip
 
 
@@ -329,18 +333,19 @@ def _blocks(
     """The blocks span[0] .. span[1] - 1, of `block` rows each."""
     gate, up, down = matrices
     gate_bias, up_bias, down_bias = between.biases or (x, x, x)
-    pairs, top_k, looked_up = weights.numel(), weights.shape[1], tables(x.device)
+    pairs, top_k = weights.numel(), weights.shape[1]
     first, blocks = span[0], span[1] - span[0]
     warps = 8 if block == 128 else 4
     _gate_up_tile[(blocks, triton.cdiv(up.rows, 64))](
         x, x.stride(0), ids, aligned.pair_ids, aligned.block_slots, gate.data, up.data, gate_bias, up_bias,
-        space.hidden, pairs, first, ONE, looked_up, int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes,
-        int(up.layout), up.cols, up.rows, TOP_K=top_k, BM=block, BN=64, BK=64, num_warps=warps, **between.options(),
+        space.hidden, pairs, first, ONE, tables(x.device), int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes,
+        int(up.layout),
+        up.cols, up.rows, TOP_K=top_k, BM=block, BN=64, BK=64, num_warps=warps, **between.options(),
     )  # fmt: skip
     block_n = 128 if block == 128 else 64
     _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
         space.hidden, ids, aligned.pair_ids, aligned.block_slots, weights, down.data, down_bias, space.parts, pairs,
-        first, ONE, looked_up, int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
+        first, ONE, tables(x.device), int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
         BM=block, BN=block_n, BK=64, HAS_BIAS=between.biases is not None, num_warps=warps,
     )  # fmt: skip
 

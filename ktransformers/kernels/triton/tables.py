@@ -1,6 +1,7 @@
-"""Tables that kernels look codes up in, in a GPU's memory: made once for each device.
+"""What kernels look codes up in: one tensor per device, made when it is first asked for.
 
-Bytes of the one tensor, by type:
+Every kernel that reads weights takes its address beside `one`; readers of types without tables never touch it. The
+first call of a kernel compiles it, outside of a graph's capture, and makes the tensor then. What is in it:
 
     IQ2_XXS, IQ2_XS, IQ2_S   int64 [256], [512], [1024]   columns 0-3 in the lower half, 4-7 in the upper, 6 bits each
     IQ3_XXS, IQ3_S           int32 [256], [512]           4 columns of 6 bits
@@ -11,7 +12,7 @@ The first column is always the lowest. Knows the content; tiles_grid.py reads it
 
 from __future__ import annotations
 
-import functools
+from functools import cache
 
 import numpy as np
 import torch
@@ -23,38 +24,28 @@ from ktransformers.kernels.types import QuantType
 
 __all__ = ["AT_IQ1", "AT_IQ2_S", "AT_IQ2_XS", "AT_IQ2_XXS", "AT_IQ3_S", "AT_IQ3_XXS", "tables"]
 
-# Bytes before each type's table.
+# Numbers of 32 bits before each table.
 AT_IQ2_XXS = constant(0)
-AT_IQ2_XS = constant(2048)
-AT_IQ2_S = constant(6144)
-AT_IQ3_XXS = constant(14336)
-AT_IQ3_S = constant(15360)
-AT_IQ1 = constant(17408)
-_ORDER = (
-    QuantType.IQ2_XXS,
-    QuantType.IQ2_XS,
-    QuantType.IQ2_S,
-    QuantType.IQ3_XXS,
-    QuantType.IQ3_S,
-    QuantType.IQ1_S,
-)
+AT_IQ2_XS = constant(512)
+AT_IQ2_S = constant(1536)
+AT_IQ3_XXS = constant(3584)
+AT_IQ3_S = constant(3840)
+AT_IQ1 = constant(4352)
+_TWOS = (QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ2_S)
+_ORDER = (*_TWOS, QuantType.IQ3_XXS, QuantType.IQ3_S, QuantType.IQ1_S)
 
 
 def _packed(qtype: QuantType) -> bytes:
     values = grid_values(qtype).astype(np.int64)
-    bits = 2 if qtype is QuantType.IQ1_S else 6
     if qtype is QuantType.IQ1_S:
-        values = values // 8 + 1
-    shifts = bits * np.arange(values.shape[1])
-    if qtype in (QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ2_S):
-        shifts[4:] += 8  # the upper half begins at bit 32
-    packed = (values << shifts).sum(axis=1)
-    width = {2: np.int16, 6: np.int32 if values.shape[1] == 4 else np.int64}[bits]
-    return packed.astype(width).tobytes()
+        return ((values // 8 + 1) << (2 * np.arange(8))).sum(axis=1).astype(np.uint16).tobytes()
+    column = np.arange(values.shape[1])
+    packed = (values << (6 * column + 8 * (column // 4))).sum(axis=1)  # the upper half begins at bit 32
+    return packed.astype(np.int64 if qtype in _TWOS else np.int32).tobytes()
 
 
-@functools.cache
+@cache
 def tables(device: torch.device) -> Tensor:
-    """uint8, on `device`: the same tensor each time, so that captured graphs may keep its address."""
+    """int32, contiguous, on the device: the tables of all types, at the offsets that their readers know."""
     content = b"".join(_packed(qtype) for qtype in _ORDER)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(content), dtype=torch.int32).to(device)

@@ -168,16 +168,16 @@ def tile_of_fp8(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
 def cpu_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
 
-    tables: uint8 pointer to `tables.tables`.
+    tables: int32 pointer to what tables.py has on this device.
     """
-    if has_grid(TYPE):
-        tile = grid_tile(base, k0, n, mask, tables, TYPE, K, DTYPE)
-    elif TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
+    if TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
         tile = tile_of_32(base, k0, n, mask, one, TYPE, K, DTYPE)
     elif TYPE == BF16:
         tile = tile_of_bf16(base, k0, n, mask, K, DTYPE)
     elif TYPE == F8_E4M3:
         tile = tile_of_fp8(base, k0, n, mask, K, DTYPE)
+    elif has_grid(TYPE):
+        tile = grid_tile(base, k0, n, mask, tables, TYPE, K, DTYPE)
     else:
         tile = tile_of_256(base, k0, n, mask, one, TYPE, K, DTYPE)
     return tile

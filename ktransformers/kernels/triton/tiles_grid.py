@@ -275,7 +275,7 @@ def four_words(e, signs, s, k: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.const
 def grid_tile(base, k0, n, mask, tables, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
 
-    tables: of `tables.tables`, uint8. Equal to `gguf.quants.dequantize` up to one rounding to DTYPE.
+    tables: int32 pointer to `tables.tables`. Equal to `gguf.quants.dequantize` up to one rounding to DTYPE.
     """
     part = k0 // 32 + tl.arange(0, 2)[:, None]
     words = part_words(base, part, n, mask, TYPE, K)

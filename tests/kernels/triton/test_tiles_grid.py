@@ -86,7 +86,7 @@ def test_products_with_few_rows(qtype, device):
 
 def test_tables_hold_all_entries(device):
     """6 bits of a value, of IQ1 2 bits of it plus one; the first column is the lowest."""
-    table = tables(device).cpu()
+    table = tables(device).cpu().view(torch.uint8)
     for qtype, at, dtype in ((QuantType.IQ2_S, 6144, torch.int64), (QuantType.IQ3_S, 15360, torch.int32)):
         values = torch.from_numpy(grid_values(qtype)).long()
         packed = table[at : at + len(values) * dtype.itemsize].view(dtype).long()
