@@ -19,6 +19,7 @@ from ktransformers.kernels.triton.linear import linear
 from ktransformers.kernels.triton.relay import (
     FP8_COLUMNS,
     GPU_TYPES,
+    TILE_TYPES,
     GpuLayout,
     can_relay,
     layout_nbytes,
@@ -114,6 +115,8 @@ def gpu_nbytes(qtype: WeightType, shape: tuple[int, int], device: Device, is_den
 
 def gpu_layout(qtype: WeightType, rows: int, cols: int) -> GpuLayout:
     """Of matrices that rest on a GPU."""
+    if qtype in TILE_TYPES:
+        return GpuLayout.TILES
     return GpuLayout.PLANES if can_relay(qtype, rows, cols) else GpuLayout.ROWS
 
 
