@@ -6,15 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine, plan_model
+from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
+from tests.support.agreement import dequantized, prompt
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
-from tests.support.gpu_engines import EXPERTS_ON_CPU, rules_of
+from tests.support.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, gpu_engine, rules_of
 from tests.support.tiny_models import tiny_model
 
 pytest.importorskip("triton")
@@ -45,6 +48,25 @@ def test_what_a_gpu_holds_is_what_was_planned(tmp_path: Path) -> None:
     held = [operator for operator in engine.plan.operators.values() if isinstance(operator, KTransformersExperts)]
     assert [operator._gpu.up.qtype for operator in held if operator._gpu is not None] == [QuantType.Q6_K] * 2
     engine.close()
+
+
+def test_types_with_a_grid_are_multiplied_in_their_own_bits(tmp_path: Path) -> None:
+    """Experts of one, linear layers of another; the oracle is transformers with the file's numbers."""
+    model, of_experts, others = tiny_model("qwen3_moe", seed=3, hidden=256), QuantType.IQ2_XXS, QuantType.IQ3_S
+    path, ids = write_gguf(model, tmp_path / "model.gguf", of_experts, others), prompt(model.config.vocab_size, 18)
+    rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_GPU)
+    engine = gpu_engine(path, optimize_config_path=rules, use_cuda_graph=False)
+    assert (types_of(engine.plan, ".mlp.experts"), types_of(engine.plan, ".q_proj")) == ({"IQ2_XXS"}, {"IQ3_S"})
+    experts = next(one for one in engine.plan.operators.values() if isinstance(one, KTransformersExperts))
+    assert experts._gpu is not None
+    assert experts._gpu.down.layout is GpuLayout.TILES
+    with torch.no_grad():
+        want = dequantized(model, of_experts, others)(torch.tensor([ids])).logits[0]
+    errors = (engine.runner.forward(ids, 0, range(len(ids))) - want).norm(dim=-1) / want.norm(dim=-1)
+    engine.close()
+    # As in test_gpu.py: a row whose router nearly ties may take another expert and differ by more.
+    assert errors.median() <= 1e-2
+    assert (errors > 1e-2).sum() <= 2
 
 
 @pytest.mark.parametrize(("name", "streamed"), [("Q3_K", "Q3_K>Q6_K"), ("Q2_K", "Q2_K"), ("Q4_1", "Q4_1")])

@@ -114,7 +114,8 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool)
         data[slot] = relaid(weight, device, pool)
     step = max(_AT_ONCE // weights[0].nbytes, 1)
     for first in range(0, len(raw), step):
-        parts = [one.data for one in raw[first : first + step]]
+        rest = raw[first : first + step]
+        parts = [one.data for one in (cpu.pack_all(rest, pool) if layout == GpuLayout.TILES else rest)]
         some = upload(parts, device.torch_device, pool).view(len(parts), -1)
         if layout == GpuLayout.PLANES:
             some = relay(some, raw[0].qtype, rows, cols)

@@ -97,7 +97,7 @@ class GpuMatrix(Protocol):
 
 def stays_quantized(qtype: WeightType, is_dense_wanted: bool) -> bool:
     """Whether a matrix of this type is multiplied as it is; others are dense on a GPU."""
-    return (isinstance(qtype, OwnType) or qtype in GPU_TYPES) and not is_dense_wanted
+    return (isinstance(qtype, OwnType) or qtype in GPU_TYPES | TILE_TYPES) and not is_dense_wanted
 
 
 def takes_fp8(rows: int, cols: int) -> bool:
@@ -145,8 +145,11 @@ def relaid(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> t
     if isinstance(weight, Fp8Matrix):
         values = upload([weight.values], device.torch_device, pool).view(weight.shape)
         return relay_fp8(Fp8Matrix(values, weight.scales.to(device.torch_device)))
+    layout = gpu_layout(weight.qtype, *weight.shape)
+    if layout == GpuLayout.TILES:
+        return upload([cpu.pack(weight, pool).data], device.torch_device, pool)
     data = upload([weight.data], device.torch_device, pool)
-    return relay(data, weight.qtype, *weight.shape) if can_relay(weight.qtype, *weight.shape) else data
+    return relay(data, weight.qtype, *weight.shape) if layout == GpuLayout.PLANES else data
 
 
 def gpu_matrix(

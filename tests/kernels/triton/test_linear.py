@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.types import Activation, QuantType
-from tests.support.triton_kernels.quant_cases import TYPES, random_matrix
+from tests.support.triton_kernels.quant_cases import TILE_SCALES, TYPES, pack_for_cpu, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -50,6 +50,23 @@ def test_packed_weights(qtype, tokens, device):
     out = torch.full((tokens, 72), torch.nan, device=device)
     assert linear(x, weight, qtype, 72, 512, bias, out, layout=GpuLayout.PLANES) is out
     check(out, x, values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
+
+
+@pytest.mark.parametrize("qtype", TILE_SCALES, ids=lambda t: t.name)
+def test_weights_in_tiles(qtype, device):
+    """Few rows as they stream, more rows rounded."""
+    raw, values = random_matrix(qtype, 20, 512)
+    weight = pack_for_cpu(raw, qtype, 20, 512).to(device)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(1)).half().to(device)
+    bias = torch.randn(20, generator=torch.Generator().manual_seed(2)).to(device)
+    space = Workspace.allocate(device, 8)
+    for tokens in (1 + int(qtype) % VECTOR_ROWS, 5):
+        out = torch.full((tokens, 20), torch.nan, device=device)
+        linear(x[:tokens], weight, qtype, 20, 512, bias, out, layout=GpuLayout.TILES, workspace=space)
+        check(out, x[:tokens], values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
+    assert not space.counters.any()
+    with pytest.raises(ValueError, match="in the CPU's tiles alone"):
+        linear(x, weight, qtype, 20, 512)
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)

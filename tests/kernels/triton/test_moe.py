@@ -94,6 +94,7 @@ MIXED = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
 SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
 FLOATS = (QuantType.BF16, QuantType.F16, QuantType.BF16)
 BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
+GRIDS = (QuantType.IQ2_XXS, QuantType.IQ3_S, QuantType.IQ1_M)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,8 @@ BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
         (1, GpuLayout.PLANES, FP8, 160, 160),
         (17, GpuLayout.PLANES, FP8, 160, 160),
         (2, GpuLayout.TILES, FP8, 160, 136),
+        (2, GpuLayout.TILES, GRIDS, 256, 256),
+        (1, GpuLayout.TILES, (*GRIDS[:2], QuantType.Q6_K), 256, 256),  # in blocks
     ],
 )
 def test_experts(tokens, layout, types, width, inner, device):

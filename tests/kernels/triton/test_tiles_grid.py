@@ -55,11 +55,11 @@ def multiply(x, stride, base, second, out, table, first, last, TYPE: tl.constexp
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_numbers_are_those_of_the_file(qtype, device):
-    """Two tiles and a part of a third; every product has fewer bits than fp32, whatever their order."""
-    raw, values = random_matrix(qtype, 37, 768)
-    packed = pack_for_cpu(raw, qtype, 37, 768).to(device)
-    assert torch.equal(read(packed, qtype, 37, 768, torch.float32), values)
-    assert (read(packed, qtype, 37, 768, torch.float16) - values).abs().max() <= 2**-11 * values.abs().max()
+    """A tile and a part of another; every product has fewer bits than fp32, whatever their order."""
+    raw, values = random_matrix(qtype, 20, 512)
+    packed = pack_for_cpu(raw, qtype, 20, 512).to(device)
+    assert torch.equal(read(packed, qtype, 20, 512, torch.float32), values)
+    assert (read(packed, qtype, 20, 512, torch.float16) - values).abs().max() <= 2**-11 * values.abs().max()
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
