@@ -52,8 +52,9 @@ def test_what_a_gpu_holds_is_what_was_planned(tmp_path: Path) -> None:
 
 def test_types_with_a_grid_are_multiplied_in_their_own_bits(tmp_path: Path) -> None:
     """Experts of one, linear layers of another; the oracle is transformers with the file's numbers."""
-    model, of_experts, others = tiny_model("qwen3_moe", seed=3, hidden=256), QuantType.IQ2_XXS, QuantType.IQ3_S
-    path, ids = write_gguf(model, tmp_path / "model.gguf", of_experts, others), prompt(model.config.vocab_size, 18)
+    model = tiny_model("qwen3_moe", seed=3, hidden=256, num_hidden_layers=1, vocab_size=64)
+    of_experts, others = QuantType.IQ2_XXS, QuantType.IQ3_S
+    path, ids = write_gguf(model, tmp_path / "model.gguf", of_experts, others), prompt(64, 17)
     rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_GPU)
     engine = gpu_engine(path, optimize_config_path=rules, use_cuda_graph=False)
     assert (types_of(engine.plan, ".mlp.experts"), types_of(engine.plan, ".q_proj")) == ({"IQ2_XXS"}, {"IQ3_S"})
