@@ -300,7 +300,8 @@ def _vector(
     pairs, top_k = ids.numel(), ids.shape[1]
     common = {"E": num_experts, "TOP_K": top_k}
     block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
-    warps, groups = warps_for(up.cols // 32, block)
+    # Loops over tiles keep what they read ahead in registers: of 8 warps only one program would fit.
+    warps, groups = warps_for(up.cols // 32, block, 4 if up.layout == GpuLayout.TILES else 8)
     _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
         x, x.stride(0), ids, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, tables(x.device),
         int(gate.qtype),

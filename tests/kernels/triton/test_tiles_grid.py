@@ -7,19 +7,18 @@ import torch
 
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.types import QuantType
-from tests.support.triton_kernels.quant_cases import pack_for_cpu, random_matrix
+from tests.support.triton_kernels.quant_cases import TILE_SCALES, pack_for_cpu, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.cpu import grid_values
 from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
-from ktransformers.kernels.triton.relay import TILE_TYPES
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.triton.tiles_grid import grid_tile
 
-TYPES = sorted(TILE_TYPES, key=lambda qtype: qtype.name)
+TYPES = list(TILE_SCALES)
 
 
 @jit

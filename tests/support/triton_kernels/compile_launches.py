@@ -34,7 +34,7 @@ from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pai
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.pools import pooled, rows_to_cache
-from ktransformers.kernels.triton.relay import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
+from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
@@ -42,6 +42,15 @@ from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, Qua
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)
+GRIDS = (
+    QuantType.IQ2_XXS,
+    QuantType.IQ2_XS,
+    QuantType.IQ2_S,
+    QuantType.IQ3_XXS,
+    QuantType.IQ3_S,
+    QuantType.IQ1_S,
+    QuantType.IQ1_M,
+)
 POINTERS = {
     torch.uint8: "*u8",
     torch.int8: "*i8",
@@ -411,10 +420,10 @@ def everything():
                     call_linear(qtype, 768, 2048, tokens, layout)
             out = torch.empty(768, 512, dtype=torch.float16)
             dequant.dequantize(weights(qtype, 768, 512, layout), qtype, 768, 512, out, layout=layout)
-    for number, qtype in enumerate(sorted(TILE_TYPES)):
+    for number, qtype in enumerate(GRIDS):
         for tokens in (1 + number % 4, 20 if number % 2 else 300):
             call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
-        call_moe((qtype, sorted(TILE_TYPES)[number - 1]), 2048, 768, 1, layout=GpuLayout.TILES)
+        call_moe((qtype, GRIDS[number - 1]), 2048, 768, 1, layout=GpuLayout.TILES)
         call_moe((qtype, qtype), 2048, 768, 600, layout=GpuLayout.TILES)
     call_linear(QuantType.Q8_0, 1416, 1408, 1, bias=torch.zeros(1416))
     call_linear(QuantType.Q4_0, 1416, 1440, 30, dtype=torch.float16)
