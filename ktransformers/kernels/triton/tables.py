@@ -16,5 +16,5 @@ __all__ = ["tables"]
 
 @cache
 def tables(device: torch.device) -> Tensor:
-    """int32, contiguous, on the device: the tables of all types, at the offsets that their readers know."""
-    return torch.zeros(16, dtype=torch.int32, device=device)
+    """uint8, on the device: the tables of all types, at the offsets that their readers know."""
+    return torch.zeros(16, dtype=torch.uint8, device=device)
