@@ -18,7 +18,7 @@ from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
-from ktransformers.kernels.triton.relay import GpuLayout
+from ktransformers.kernels.triton.relay import GpuLayout, has_vector_loop
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.types import Activation, WeightType
@@ -372,7 +372,7 @@ def launch(
     counts = (cols, first.rows, second_rows)
     bias_or_x = x if bias is None else bias
     options = {"HAS_BIAS": bias is not None, "ACT": act}
-    if layout == GpuLayout.PLANES and tokens <= VECTOR_ROWS:
+    if tokens <= VECTOR_ROWS and all(has_vector_loop(weight.type_number, layout) for weight in weights):
         block, groups, split, warps = _vector_plan(rows, cols)
         tiles = sum(triton.cdiv(weight.rows, block) for weight in weights)
         space = _space(workspace, x, split, tokens, rows, tiles)

@@ -24,7 +24,7 @@ from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
-from ktransformers.kernels.triton.relay import GpuLayout, layout_nbytes
+from ktransformers.kernels.triton.relay import GpuLayout, has_vector_loop, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
@@ -164,7 +164,8 @@ class MoeWorkspace:
 
 
 def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
-    return tokens <= VECTOR_TOKENS and up.layout == down.layout == GpuLayout.PLANES
+    """Whether so many tokens take the path of few; gate is as up (`_check`)."""
+    return tokens <= VECTOR_TOKENS and all(has_vector_loop(int(part.qtype), part.layout) for part in (up, down))
 
 
 def row_thresholds(num_experts: int, top_k: int) -> list[int]:
@@ -362,8 +363,9 @@ def _check(
     if not ids.is_contiguous() or not weights.is_contiguous():
         raise ValueError("topk_ids and topk_weights must be contiguous")
     same = (gate.rows, gate.cols, gate.layout, gate.slots) == (up.rows, up.cols, up.layout, up.slots)
-    if not same or (down.cols, down.slots) != (up.rows, up.slots):
-        raise ValueError("gate and up must have one shape, layout and number of slots, and down must fit them")
+    loops = {has_vector_loop(int(part.qtype), part.layout) for part in (gate, up)}
+    if not same or len(loops) > 1 or (down.cols, down.slots) != (up.rows, up.slots):
+        raise ValueError("gate and up must have one shape, layout, kind of loop and number of slots, and down must fit")
 
 
 def moe(

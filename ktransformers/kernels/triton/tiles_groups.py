@@ -21,6 +21,7 @@ F16, BF16, F32, E8M0, E4M3 = constant(0), constant(1), constant(2), constant(3),
 
 @jit
 def code_kind(TYPE: tl.constexpr):
+    """What the codes are: I4, I8, F8 or E2M1."""
     return TYPE // 32 % 4
 
 
