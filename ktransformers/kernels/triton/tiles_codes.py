@@ -11,9 +11,17 @@ tiles_groups.py. Knows the bytes; does not know products (matmul_codes.py).
 from __future__ import annotations
 
 from ktransformers.kernels.triton.bits import e2m1, e4m3, shifted
-from ktransformers.kernels.triton.runtime import constant, jit, tl
+from ktransformers.kernels.triton.runtime import constant, jit, static, tl
 from ktransformers.kernels.triton.tile_bytes import byte_pairs, halves, line_words
-from ktransformers.kernels.triton.tiles_groups import E2M1, F8, FIRST_GROUPED, code_kind, group_scales, group_word
+from ktransformers.kernels.triton.tiles_groups import (
+    E2M1,
+    F8,
+    code_kind,
+    group_scales,
+    group_word,
+    has_float_codes,
+    is_grouped,
+)
 from ktransformers.kernels.types import QuantType
 
 __all__ = ["code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number"]
@@ -34,62 +42,65 @@ IQ4_LOW = constant(int.from_bytes(bytes(v + 128 for v in (-127, -104, -83, -65, 
 IQ4_HIGH = constant(int.from_bytes(bytes(v + 128 for v in (1, 13, 25, 38, 53, 69, 89, 113)), "little", signed=True))
 
 
-@jit
-def is_super(TYPE: tl.constexpr):
+# What is static is Python's: of plain numbers.
+_SUPER = frozenset(map(int, (QuantType.Q2_K, QuantType.Q3_K, QuantType.IQ4_XS, QuantType.TQ1_0, QuantType.TQ2_0)))
+_Q2_K, _WITH_MINIMA = int(QuantType.Q2_K), (int(QuantType.Q4_1), int(QuantType.Q5_1))
+_SMALL = frozenset(map(int, (QuantType.Q4_1, QuantType.Q5_0, QuantType.Q5_1, QuantType.IQ4_NL, QuantType.NVFP4)))
+_TABLES = frozenset(map(int, (QuantType.IQ4_XS, QuantType.IQ4_NL, QuantType.NVFP4)))
+# Types, and bytes of their blocks behind the head; of others 256.
+_BLOCKS = (
+    (int(QuantType.Q2_K), 1344),
+    (int(QuantType.Q3_K), 1792),
+    (int(QuantType.IQ4_XS), 2176),
+    (int(QuantType.TQ1_0), 832),
+    (int(QuantType.TQ2_0), 1024),
+    (int(QuantType.Q5_0), 320),
+    (int(QuantType.Q5_1), 320),
+)
+
+
+@static
+def is_super(type_number):
     """Whether blocks have 256 columns."""
-    return TYPE == Q2_K or TYPE == Q3_K or TYPE == IQ4_XS or TYPE == TQ1_0 or TYPE == TQ2_0
+    return type_number in _SUPER
 
 
-@jit
-def is_small(TYPE: tl.constexpr):
-    """Whether lines are those of 32 columns."""
-    return TYPE == Q4_1 or TYPE == Q5_0 or TYPE == Q5_1 or TYPE == IQ4_NL or TYPE == NVFP4
+@static
+def has_codes(type_number):
+    """Whether the readers here know a type."""
+    return type_number in _SUPER or type_number in _SMALL or is_grouped(type_number)
 
 
-@jit
-def has_codes(TYPE: tl.constexpr):
-    """Whether the readers here know TYPE."""
-    return is_super(TYPE) or is_small(TYPE) or TYPE >= FIRST_GROUPED
-
-
-@jit
-def has_offset(TYPE: tl.constexpr):
+@static
+def has_offset(type_number):
     """Whether M is not zero: f of integers is 1 + u / 256."""
-    is_table: tl.constexpr = TYPE == IQ4_XS or TYPE == IQ4_NL or TYPE == NVFP4
-    is_float: tl.constexpr = TYPE >= FIRST_GROUPED and code_kind(TYPE) >= F8
-    return not is_table and not is_float
+    return type_number not in _TABLES and not (is_grouped(type_number) and has_float_codes(type_number))
 
 
-@jit
-def head_bytes(TYPE: tl.constexpr, K: tl.constexpr):
+@static
+def head_bytes(type_number, cols):
     """Bytes in front of a tile's blocks."""
-    if TYPE == Q2_K:
+    if type_number == _Q2_K:
         return 0
-    if TYPE == Q4_1 or TYPE == Q5_1:
-        return K // 32 * 64
-    return (K // (256 if is_super(TYPE) else 32) * 32 + 63) // 64 * 64
+    if type_number in _WITH_MINIMA:
+        return cols // 32 * 64
+    return (cols // (256 if type_number in _SUPER else 32) * 32 + 63) // 64 * 64
 
 
-@jit
-def block_bytes(TYPE: tl.constexpr):
+@static
+def block_bytes(type_number):
     """Bytes of a tile's block behind the head."""
-    if TYPE == Q2_K:
-        return 1344
-    if TYPE == Q3_K:
-        return 1792
-    if TYPE == IQ4_XS:
-        return 2176
-    if TYPE == TQ1_0:
-        return 832
-    if TYPE == TQ2_0:
-        return 1024
-    return 320 if TYPE == Q5_0 or TYPE == Q5_1 else 256
+    for known, nbytes in _BLOCKS:
+        if known == type_number:
+            return nbytes
+    return 256
 
 
-@jit
-def tile_bytes(TYPE: tl.constexpr, K: tl.constexpr):
+@static
+def tile_bytes(type_number, cols):
     """Bytes of a tile of 16 rows."""
-    return head_bytes(TYPE, K) + K // (256 if is_super(TYPE) else 32) * block_bytes(TYPE)
+    blocks = cols // (256 if type_number in _SUPER else 32)
+    return head_bytes(type_number, cols) + blocks * block_bytes(type_number)
 
 
 @jit
@@ -137,7 +148,7 @@ def small_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 @jit
 def code_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     """The codes of columns 4 i .. 4 i + 3 of a group of 64 columns, a byte each; of columns past K: anything."""
-    if TYPE >= FIRST_GROUPED:
+    if is_grouped(TYPE):
         return group_word(base, group, i, n, mask, TYPE, K)
     if is_super(TYPE):
         return super_word(base, group, i, n, mask, TYPE, K)
@@ -183,7 +194,7 @@ def small_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 @jit
 def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     """S and M of columns 16 q .. 16 q + 15 of a group; zero where masked or past K. M counts if `has_offset`."""
-    if TYPE >= FIRST_GROUPED:
+    if is_grouped(TYPE):
         s, m = group_scales(base, group, q, n, mask, TYPE, K)
     elif is_super(TYPE):
         s, m = super_scales(base, group, q, n, mask, TYPE, K)
@@ -204,7 +215,7 @@ def number(word, one, b: tl.constexpr, TYPE: tl.constexpr):
         return ((values.to(tl.int32) & 255) - 128).to(tl.float32)
     if TYPE == NVFP4:
         return e2m1(word, 8 * b)
-    if TYPE >= FIRST_GROUPED:
+    if is_grouped(TYPE):
         if code_kind(TYPE) == E2M1:
             return e2m1(word, 8 * b)
         if code_kind(TYPE) == F8:

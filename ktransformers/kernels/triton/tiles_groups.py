@@ -7,50 +7,74 @@ Codes of 4 bits are integers + 8, of 8 bits integers, here + 128, or e4m3; NVFP4
 from __future__ import annotations
 
 from ktransformers.kernels.triton.bits import e4m3, e8m0
-from ktransformers.kernels.triton.runtime import constant, jit, tl
+from ktransformers.kernels.triton.runtime import constant, jit, static, tl
 from ktransformers.kernels.triton.tile_bytes import byte_pairs, halves, line_words, row_bytes_at
 from ktransformers.kernels.types import GroupType
 
-__all__ = ["E2M1", "F8", "FIRST_GROUPED", "code_kind", "group_scales", "group_word"]
+__all__ = ["E2M1", "F8", "code_kind", "group_scales", "group_word", "has_float_codes", "is_grouped"]
 
-FIRST_GROUPED = constant(min(int(each) for each in GroupType))
+_FIRST = min(int(each) for each in GroupType)
 # Kinds of codes, and of scales.
 I4, I8, F8, E2M1 = constant(0), constant(1), constant(2), constant(3)
 F16, BF16, F32, E8M0, E4M3 = constant(0), constant(1), constant(2), constant(3), constant(4)
+_SCALE_BYTES = (2, 2, 4, 1)
 
 
-@jit
-def code_kind(TYPE: tl.constexpr):
+@static
+def is_grouped(type_number):
+    """Whether a type is a GroupType."""
+    return type_number >= _FIRST
+
+
+@static
+def code_kind(type_number):
     """What the codes are: I4, I8, F8 or E2M1."""
-    return TYPE // 32 % 4
+    return type_number // 32 % 4
 
 
-@jit
-def scale_kind(TYPE: tl.constexpr):
-    return TYPE // 4 % 8
+@static
+def has_float_codes(type_number):
+    """Whether codes are F8 or E2M1."""
+    return type_number // 32 % 4 >= 2
 
 
-@jit
-def scale_bytes(TYPE: tl.constexpr):
-    """Bytes of a scale; not of E4M3."""
-    if scale_kind(TYPE) == F32:
-        return 4
-    return 1 if scale_kind(TYPE) == E8M0 else 2
+@static
+def scale_kind(type_number):
+    """What the scales are: F16, BF16, F32, E8M0, or E4M3 under an fp32 number."""
+    return type_number // 4 % 8
 
 
-@jit
-def head_bytes(TYPE: tl.constexpr, K: tl.constexpr):
+@static
+def has_zero(type_number):
+    """Whether a zero point is beside the scale."""
+    return type_number // 2 % 2 == 1
+
+
+@static
+def blocks_of_group(type_number):
+    """Blocks of 32 columns that share a scale; of E2M1, none does."""
+    return 4 if type_number % 2 else 1
+
+
+@static
+def zeros_at(type_number, cols):
+    """Bytes of a tile in front of its zero points."""
+    return cols // 32 // (4 if type_number % 2 else 1) * 16 * _SCALE_BYTES[type_number // 4 % 8]
+
+
+@static
+def head_bytes(type_number, cols):
     """Bytes in front of a tile's lines."""
-    if scale_kind(TYPE) == E4M3:
-        return (64 + K + 63) // 64 * 64
-    groups: tl.constexpr = K // 128 if TYPE % 2 == 1 else K // 32
-    return (groups * 16 * (scale_bytes(TYPE) + TYPE // 2 % 2) + 63) // 64 * 64
+    if type_number // 4 % 8 == 4:
+        return (64 + cols + 63) // 64 * 64
+    groups = cols // 32 // (4 if type_number % 2 else 1)
+    return (groups * 16 * (_SCALE_BYTES[type_number // 4 % 8] + type_number // 2 % 2) + 63) // 64 * 64
 
 
-@jit
-def block_bytes(TYPE: tl.constexpr):
+@static
+def block_bytes(type_number):
     """Of 32 columns."""
-    return 512 if code_kind(TYPE) == I8 or code_kind(TYPE) == F8 else 256
+    return 512 if type_number // 32 % 4 in (1, 2) else 256
 
 
 @jit
@@ -85,7 +109,7 @@ def group_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
         row = words_as_floats(base, 0, n, mask, SIZE) * 0.00390625  # 128 times the number; codes are doubled
         s = e4m3(pair, 0) * row
         return s, s
-    at = b // 4 if TYPE % 2 == 1 else b
+    at = b // blocks_of_group(TYPE)
     if scale_kind(TYPE) == F32:
         s = words_as_floats(base, 64 * at, n, mask, SIZE)
     elif scale_kind(TYPE) == BF16:
@@ -96,8 +120,7 @@ def group_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     else:
         s = halves(base, 32 * at, n, mask, SIZE)
     m = (128.0 if code_kind(TYPE) == I8 else 8.0) * s
-    if TYPE // 2 % 2 == 1:
-        groups: tl.constexpr = K // 128 if TYPE % 2 == 1 else K // 32
-        zero = row_bytes_at(base, groups * 16 * scale_bytes(TYPE) + 16 * at, n, mask, SIZE)
+    if has_zero(TYPE):
+        zero = row_bytes_at(base, zeros_at(TYPE, K) + 16 * at, n, mask, SIZE)
         m += s * ((zero << 24) >> 24).to(tl.float32)
     return s, m
