@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from ktransformers.kernels.triton import runtime
-from ktransformers.kernels.types import Activation, QuantType
-from tests.support.triton_kernels.quant_cases import TYPES, random_matrix
+from ktransformers.kernels.types import Activation, GroupType, QuantType
+from tests.support.triton_kernels.quant_cases import TILE_SCALES, TYPES, random_matrix, random_tile_type
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -58,6 +58,17 @@ def test_weights_in_ggml_layout(qtype, device):
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).half().to(device)
     out = linear(x, raw.to(device), qtype, 9, 256, out=torch.empty(2, 9, device=device))
     check(out, x, values, None, ROUNDED[torch.float16])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+@pytest.mark.parametrize("qtype", [*TILE_SCALES, GroupType.I4_128_F16_Z, GroupType.NVFP4_F32], ids=lambda t: t.name)
+def test_weights_in_the_layout_of_the_cpu_kernels(qtype, tokens, device):
+    cols = 256 if qtype is QuantType.Q2_K or tokens > 1 else 768  # several steps, the last in part
+    data, values = random_tile_type(qtype, 40, cols)
+    x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
+    out = torch.full((tokens, 40), torch.nan, device=device)
+    linear(x, data.to(device), qtype, 40, cols, out=out, layout=GpuLayout.TILES)
+    check(out, x, values, None, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
 @pytest.mark.parametrize("tokens", [2, 20])
