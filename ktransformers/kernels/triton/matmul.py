@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
 from ktransformers.kernels.triton.dequant import one_plus, scales, unit, weight_tile
+from ktransformers.kernels.triton.matmul_codes import code_pair, code_vector
 from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
 from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.tiles_codes import has_codes
 from ktransformers.kernels.triton.tiles_grid import has_grid
 from ktransformers.kernels.triton.vector_inputs import group_inputs, pair
 
@@ -148,6 +150,8 @@ def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.con
     """
     if has_grid(TYPE):
         return grid_vector(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
+    if has_codes(TYPE):
+        return code_vector(x, stride, base, n, mask, one, first, last, TYPE, K, KS, M)
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     lanes = tl.arange(0, KS)[:, None]
@@ -171,10 +175,12 @@ def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.con
 @jit
 def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
-    """`vector_tile` of one row of x with two matrices of one shape, in one loop if both have a grid or neither."""
+    """`vector_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
     if has_grid(GATE) and has_grid(UP):
         return grid_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)
-    if has_grid(GATE) or has_grid(UP):
+    if has_codes(GATE) and has_codes(UP):
+        return code_pair(x, gate, up, n, mask, one, first, last, GATE, UP, K, KS)
+    if has_grid(GATE) or has_grid(UP) or has_codes(GATE) or has_codes(UP):
         one_g, _, _, _ = vector_tile(x, 0, gate, n, mask, one, tables, first, last, GATE, K, N, KS, 1)
         one_u, _, _, _ = vector_tile(x, 0, up, n, mask, one, tables, first, last, UP, K, N, KS, 1)
         return one_g, one_u

@@ -38,6 +38,7 @@ from ktransformers.kernels.cpu import packed_nbytes
 from ktransformers.kernels.types import (
     FP8_BLOCK,
     Fp8Matrix,
+    GroupType,
     OwnType,
     QuantType,
     WeightType,
@@ -66,18 +67,26 @@ __all__ = [
 #: The block formats that the Triton kernels read; `relay` re-lays them.
 GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4})
 
-#: The block formats that they read from the tiles of the CPU's kernels alone (tiles_grid.py).
-TILE_TYPES = frozenset(
-    {
-        QuantType.IQ2_XXS,
-        QuantType.IQ2_XS,
-        QuantType.IQ2_S,
-        QuantType.IQ3_XXS,
-        QuantType.IQ3_S,
-        QuantType.IQ1_S,
-        QuantType.IQ1_M,
-    }
-)
+#: The block formats that they read from the tiles of the CPU's kernels alone (tiles_codes.py, tiles_grid.py).
+TILE_TYPES: frozenset[WeightType] = frozenset(GroupType) | {
+    QuantType.Q2_K,
+    QuantType.Q3_K,
+    QuantType.Q4_1,
+    QuantType.Q5_0,
+    QuantType.Q5_1,
+    QuantType.IQ4_NL,
+    QuantType.IQ4_XS,
+    QuantType.TQ1_0,
+    QuantType.TQ2_0,
+    QuantType.NVFP4,
+    QuantType.IQ2_XXS,
+    QuantType.IQ2_XS,
+    QuantType.IQ2_S,
+    QuantType.IQ3_XXS,
+    QuantType.IQ3_S,
+    QuantType.IQ1_S,
+    QuantType.IQ1_M,
+}
 
 #: All types of matrices that they read.
 READ_TYPES: frozenset[WeightType] = GPU_TYPES | TILE_TYPES | {QuantType.BF16, QuantType.F16, OwnType.F8_E4M3}

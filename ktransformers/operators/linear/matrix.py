@@ -5,9 +5,7 @@ Knows block formats and devices; not modules or where bytes come from.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -26,7 +24,7 @@ from ktransformers.kernels.triton.relay import (
     relay,
     relay_fp8,
 )
-from ktransformers.kernels.types import Fp8Matrix, GroupType, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
+from ktransformers.kernels.types import Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 from ktransformers.operators.device import Device
 from ktransformers.operators.linear.upload import upload
 
@@ -42,8 +40,6 @@ __all__ = [
     "stays_quantized",
     "takes_fp8",
 ]
-
-logger = logging.getLogger(__name__)
 
 _FLOATS = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _PIECE = 1 << 26  # weights widened at once
@@ -120,11 +116,6 @@ def gpu_layout(qtype: WeightType, rows: int, cols: int) -> GpuLayout:
     return GpuLayout.PLANES if can_relay(qtype, rows, cols) else GpuLayout.ROWS
 
 
-@cache
-def _say_widened(qtype: GroupType) -> None:
-    logger.warning("matrices of type %s are dequantized on a GPU, whose kernels do not know it", qtype.name)
-
-
 def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.Tensor:
     """`weight` on `device` in its type, with the weight's shape; widened on the CPU piece by piece."""
     if weight.qtype in _FLOATS:
@@ -145,11 +136,10 @@ def relaid(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> t
     if isinstance(weight, Fp8Matrix):
         values = upload([weight.values], device.torch_device, pool).view(weight.shape)
         return relay_fp8(Fp8Matrix(values, weight.scales.to(device.torch_device)))
-    layout = gpu_layout(weight.qtype, *weight.shape)
-    if layout == GpuLayout.TILES:
+    if weight.qtype in TILE_TYPES:
         return upload([cpu.pack(weight, pool).data], device.torch_device, pool)
     data = upload([weight.data], device.torch_device, pool)
-    return relay(data, weight.qtype, *weight.shape) if layout == GpuLayout.PLANES else data
+    return relay(data, weight.qtype, *weight.shape) if can_relay(weight.qtype, *weight.shape) else data
 
 
 def gpu_matrix(
@@ -158,8 +148,6 @@ def gpu_matrix(
     """Bring a matrix [N, K] to a GPU. Pages of a file that were read through its map are given back."""
     rows, cols = weight.shape
     if isinstance(weight, RawTensor) and not stays_quantized(weight.qtype, is_dense_wanted):
-        if isinstance(weight.qtype, GroupType) and not is_dense_wanted:
-            _say_widened(weight.qtype)
         made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.take(bias))
         cpu.page_out(weight)
         return made

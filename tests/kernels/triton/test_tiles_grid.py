@@ -7,7 +7,7 @@ import torch
 
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.types import QuantType
-from tests.support.triton_kernels.quant_cases import TILE_SCALES, pack_for_cpu, random_matrix
+from tests.support.triton_kernels.quant_cases import GRID_SCALES, pack_for_cpu, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -18,7 +18,7 @@ from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.triton.tiles_grid import grid_tile
 
-TYPES = list(TILE_SCALES)
+TYPES = list(GRID_SCALES)
 
 
 @jit
