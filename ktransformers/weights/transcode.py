@@ -1,8 +1,7 @@
-"""Turns ggml types that a GPU's kernels do not read into ones that they read, without losing a bit.
+"""Turns ggml types into others that have the same values, and any type into floats.
 
-Which type becomes which is fixed per type, so that a plan can be made from headers. The CPU's kernels read all formats
-(`resident_type`), a GPU's fewer (`gpu_type`); where a format's values are
-`scale * small integer`, another integer format with the same scales holds them exactly:
+All kernels read the files' own types (`resident_type`). Where a format's values are `scale * small integer`, another
+integer format with the same scales holds them exactly:
 
     Q5_0 -> Q8_0      same fp16 scale per 32, 5-bit codes in 8 bits
     IQ4_NL -> Q8_0    same fp16 scale per 32, the 16 values of its table are int8
@@ -11,7 +10,7 @@ Which type becomes which is fixed per type, so that a plan can be made from head
     Q1_0 -> Q4_0      one fp16 scale per 128 repeated four times, codes -1 and 1
     NVFP4 -> BF16     4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
 
-Others have products of several scales, or an offset beside the scale: a GPU gets them dense. Equality with
+Others have products of several scales, or an offset beside the scale. Equality with
 `decode_blocks`, bit for bit, is the test of all of this. The first three are native (csrc/ops/transcode.cpp).
 """
 
@@ -35,7 +34,7 @@ from ktransformers.kernels.cpu.pages import advise_huge_pages, page_out
 from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.mapped_file import typed_view
 
-__all__ = ["Transcoded", "dequantize", "gpu_type", "resident_type", "transcode"]
+__all__ = ["Transcoded", "dequantize", "resident_type", "transcode"]
 
 U8Array = npt.NDArray[np.uint8]
 
@@ -44,12 +43,6 @@ CHUNK_WEIGHTS = 1 << 20
 _DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _NATIVE = {QuantType.Q5_0: QuantType.Q8_0, QuantType.IQ4_NL: QuantType.Q8_0, QuantType.Q3_K: QuantType.Q6_K}
 _TERNARY = {QuantType.TQ1_0: 52, QuantType.TQ2_0: 64, QuantType.Q1_0: 0}  # and where the scale is
-_ON_GPU = _NATIVE | dict.fromkeys(_TERNARY, QuantType.Q4_0) | {QuantType.NVFP4: QuantType.BF16}
-
-
-def gpu_type(qtype: QuantType) -> QuantType:
-    """The type that a tensor of a resident type has for a GPU; the same where another type would not help."""
-    return _ON_GPU.get(qtype, qtype)
 
 
 def resident_type(qtype: QuantType, name: str) -> QuantType:

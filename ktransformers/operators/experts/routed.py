@@ -37,7 +37,6 @@ from ktransformers.operators.linear.packed import CpuProducts, pack_experts, res
 from ktransformers.operators.recognize.activation import expert_activation, recognize_expert_activation
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.operators.wrapper import DenseState
-from ktransformers.weights.for_gpu import ForGpu
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "read_layout"]
@@ -179,19 +178,6 @@ class KTransformersExperts(Operator):
             raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
         return info
 
-    def _seen(self, source: WeightSource) -> WeightSource:
-        """The source as whatever computes reads it: experts that are streamed lie in a type that the GPU reads too."""
-        if self.device.is_gpu:
-            return ForGpu(source)
-        if not self.home.is_gpu or self.placement.prefill_device != self.home.name:
-            return source
-        info = self._find(ForGpu(source))
-        parts = [part for part in (info.gate, info.up, info.down) if part is not None]
-        return ForGpu(source) if all(can_be_copied(part.resident_type) for part in parts) else source
-
-    def _info(self, source: WeightSource) -> ExpertsInfo:
-        return self._find(self._seen(source))
-
     def _norm_state(self) -> DenseState | None:
         norm = self.post_expert_norm
         return None if norm is None else DenseState(norm, f"{self.key}.post_expert_norm")
@@ -201,7 +187,7 @@ class KTransformersExperts(Operator):
 
     @override
     def requirements(self, source: WeightSource) -> Requirements:
-        info = self._info(source)
+        info = self._find(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if self.device.is_gpu:
             nbytes = gpu_experts_nbytes(self.key, info)
@@ -224,7 +210,7 @@ class KTransformersExperts(Operator):
         if why_not_on_gpu(self.layout, self.activation) is not None:
             return None
         try:
-            return gpu_experts_nbytes(self.key, self._find(ForGpu(source)))
+            return gpu_experts_nbytes(self.key, self._find(source))
         except UnsupportedError:
             return None  # a type that no kernel reads: they stay on the CPU
 
@@ -232,7 +218,7 @@ class KTransformersExperts(Operator):
         """Bytes of one expert on the CPU and of all experts' biases; None when they cannot be streamed from there."""
         if self.device.is_gpu or why_not_on_gpu(self.layout, self.activation) is not None:
             return None
-        info = self._info(source)
+        info = self._find(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if not all(can_be_copied(part.resident_type) for part in parts):
             return None
@@ -245,7 +231,7 @@ class KTransformersExperts(Operator):
 
     @override
     def load(self, source: WeightSource) -> None:
-        weights = self._seen(source).experts(self.key, self.layout, self.config.cpu_quant)
+        weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         norm, pool = self._norm_state(), self.config.require_pool()
         if norm is not None:
             norm.load(source)

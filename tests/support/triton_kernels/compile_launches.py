@@ -43,6 +43,15 @@ from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, Qua
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)
+GRIDS = (
+    QuantType.IQ2_XXS,
+    QuantType.IQ2_XS,
+    QuantType.IQ2_S,
+    QuantType.IQ3_XXS,
+    QuantType.IQ3_S,
+    QuantType.IQ1_S,
+    QuantType.IQ1_M,
+)
 POINTERS = {
     torch.uint8: "*u8",
     torch.int8: "*i8",
@@ -394,6 +403,8 @@ def few():
     call_hot(128, 2048, 1)
     call_gpt_oss(QuantType.MXFP4, 600, layout=GpuLayout.TILES)
     call_fp8(576, 7168, 2)
+    call_moe((QuantType.IQ2_XXS, QuantType.IQ3_S), 2048, 768, 1, layout=GpuLayout.TILES)
+    call_linear(QuantType.IQ1_M, 2048, 512, 20, layout=GpuLayout.TILES)
 
 
 def some():
@@ -422,6 +433,11 @@ def everything():
                     call_linear(qtype, 768, 2048, tokens, layout)
             out = torch.empty(768, 512, dtype=torch.float16)
             dequant.dequantize(weights(qtype, 768, 512, layout), qtype, 768, 512, out, layout=layout)
+    for number, qtype in enumerate(GRIDS):
+        for tokens in (1 + number % 4, 20 if number % 2 else 300):
+            call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
+        call_moe((qtype, GRIDS[number - 1]), 2048, 768, 1, layout=GpuLayout.TILES)
+        call_moe((qtype, qtype), 2048, 768, 600, layout=GpuLayout.TILES)
     call_linear(QuantType.Q8_0, 1416, 1408, 1, bias=torch.zeros(1416))
     call_linear(QuantType.Q4_0, 1416, 1440, 30, dtype=torch.float16)
     call_linear(QuantType.Q4_K, 76032, 2048, 1)
