@@ -42,7 +42,8 @@ def test_a_gpu_is_given_the_type_of_the_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
-@pytest.mark.parametrize("name", ["Q2_K", "IQ4_NL"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["Q2_K"])
 def test_a_model_of_few_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
     """With all of its experts and linear layers there; the oracle is the same file on the CPU."""
     config = config_of(QuantType[name], tmp_path, 1)

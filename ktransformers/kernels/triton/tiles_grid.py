@@ -16,7 +16,7 @@ Knows bytes and numbers of these types; does not know products (matmul_grid.py).
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.runtime import constant, jit, tl
+from ktransformers.kernels.triton.runtime import constant, jit, static, tl
 from ktransformers.kernels.triton.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_IQ2_XXS, AT_IQ3_S, AT_IQ3_XXS
 from ktransformers.kernels.types import QuantType
 
@@ -42,12 +42,13 @@ IQ1_S = constant(int(QuantType.IQ1_S))
 IQ1_M = constant(int(QuantType.IQ1_M))
 
 
-@jit
-def has_grid(TYPE: tl.constexpr):
-    """Whether codes of TYPE are looked up in a grid."""
-    is_two: tl.constexpr = TYPE == IQ2_XXS or TYPE == IQ2_XS or TYPE == IQ2_S
-    is_three: tl.constexpr = TYPE == IQ3_XXS or TYPE == IQ3_S
-    return is_two or is_three or TYPE == IQ1_S or TYPE == IQ1_M
+_GRIDS = tuple(int(QuantType[name]) for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"))
+
+
+@static
+def has_grid(type_number):
+    """Whether codes of a type are looked up in a grid."""
+    return type_number in _GRIDS
 
 
 @jit

@@ -35,7 +35,7 @@ from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pai
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.pools import pooled, rows_to_cache
-from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
+from ktransformers.kernels.triton.relay import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
@@ -405,6 +405,8 @@ def few():
     call_fp8(576, 7168, 2)
     call_moe((QuantType.IQ2_XXS, QuantType.IQ3_S), 2048, 768, 1, layout=GpuLayout.TILES)
     call_linear(QuantType.IQ1_M, 2048, 512, 20, layout=GpuLayout.TILES)
+    call_moe((QuantType.Q2_K, QuantType.IQ4_XS), 2048, 768, 1, layout=GpuLayout.TILES)
+    call_linear(QuantType.Q5_1, 2048, 512, 20, layout=GpuLayout.TILES)
 
 
 def some():
@@ -438,6 +440,9 @@ def everything():
             call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
         call_moe((qtype, GRIDS[number - 1]), 2048, 768, 1, layout=GpuLayout.TILES)
         call_moe((qtype, qtype), 2048, 768, 600, layout=GpuLayout.TILES)
+    for number, qtype in enumerate(sorted(TILE_TYPES)):
+        for tokens in (1 + number % 4, 20 if number % 2 else 300):
+            call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
     call_linear(QuantType.Q8_0, 1416, 1408, 1, bias=torch.zeros(1416))
     call_linear(QuantType.Q4_0, 1416, 1440, 30, dtype=torch.float16)
     call_linear(QuantType.Q4_K, 76032, 2048, 1)
