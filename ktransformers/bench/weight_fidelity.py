@@ -4,7 +4,7 @@ The reference is `transformers` in fp32 with what the same file dequantizes to, 
 in neither: what is left is the arithmetic, nearly all of it activations rounded to int8. A peer computes the same file.
 
     model ── quantize ──> file of a type ──┬── transformers, fp32 ──> wanted
-    texts that the model writes ───────────┼── our operators ───────> KL from wanted
+    texts ─────────────────────────────────┼── our operators ───────> KL from wanted
                                            └── the peer ────────────> KL from wanted
 """
 
@@ -23,7 +23,7 @@ from ktransformers.bench.peers.base import is_missing
 from ktransformers.bench.peers.llama_logits import llama_logits
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.config import EngineConfig, physical_cores
-from ktransformers.engine.builder import build_engine
+from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.engine.reference import build_reference_engine
 
 __all__ = ["GIVEN", "Quantize", "WeightWork", "bench_weight_fidelity", "summary"]
@@ -49,14 +49,16 @@ _COLUMNS = (
 class WeightWork:
     """config: of the model. types: what `quantize` takes, and GIVEN.
 
-    num_tokens: of each text; num_texts: how many, at least 2. has_peer: measure llama.cpp too, where it is installed.
+    num_tokens: of each text; num_texts: how many, at least 2. has_own_texts: the model draws them by its probabilities;
+    otherwise tokens are random. has_peer: measure llama.cpp too, where it is installed.
     """
 
     config: EngineConfig
     types: Sequence[str]
     quantize: Quantize
     num_tokens: int
-    num_texts: int = 4
+    num_texts: int = 2
+    has_own_texts: bool = False
     has_peer: bool = False
 
 
@@ -83,7 +85,7 @@ def bench_weight_fidelity(work: WeightWork) -> Record:
     config = replace(work.config, kv_type="fp32", use_cuda=False, cache_lens=work.num_tokens)
     engine = build_engine(config)
     try:
-        texts = [own_text(engine, work.num_tokens, seed) for seed in range(1, work.num_texts + 1)]
+        texts = _texts(engine, work)
         report: Record = {"machine": describe_machine(engine.runner.pool), "model": engine.description}
     finally:
         engine.close()
@@ -98,7 +100,20 @@ def bench_weight_fidelity(work: WeightWork) -> Record:
             table.add({"type": name} | _row(replace(config, gguf_path=file), texts, has_peer))
             if name != GIVEN:
                 file.unlink()  # the disk holds one of them at a time
-    return report | {"num_tokens": work.num_tokens, "num_texts": len(texts), "rows": table.rows}
+    return report | {
+        "num_tokens": work.num_tokens,
+        "num_texts": len(texts),
+        "has_own_texts": work.has_own_texts,
+        "rows": table.rows,
+    }
+
+
+def _texts(engine: Engine, work: WeightWork) -> list[list[int]]:
+    if work.has_own_texts:
+        return [own_text(engine, work.num_tokens, seed) for seed in range(1, work.num_texts + 1)]
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(0, engine.runner.vocab_size, (work.num_texts, work.num_tokens), generator=generator)
+    return [row.tolist() for row in drawn]
 
 
 def _row(config: EngineConfig, texts: Sequence[Sequence[int]], has_peer: bool) -> Row:

@@ -28,15 +28,16 @@ from ktransformers.errors import ConfigError
 __all__ = ["add_fidelity"]
 
 _GIVEN = "given"
-_NUM_TEXTS = 4
+_NUM_TEXTS = 2
+_TEXTS = ("random", "own")
 _DEFAULT_KV_TYPES = "bf16,int8,fp8"
 
 
 def add_fidelity(kinds: Kinds) -> None:
     """Register the command."""
     text = "What keys and values in fewer bits change, or with --types what products with quantized weights do: "
-    text += "Kullback-Leibler divergence of next-token probabilities from those of fp32, in nats, on a text that the "
-    text += "model writes. Without a model, the bundled one."
+    text += "Kullback-Leibler divergence of next-token probabilities from those of fp32, in nats. Without a model, the "
+    text += "bundled one."
     parser, group = kind(kinds, "fidelity", "keys and values, or weights, in fewer bits, against fp32", text, _fidelity)
     add_gguf_path(parser, group)
     group.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
@@ -47,6 +48,8 @@ def add_fidelity(kinds: Kinds) -> None:
     group.add_argument("--types", help=f"{text}{_GIVEN}: the GGUF file as it is")
     group.add_argument("--peer", choices=("llama.cpp",), help="with --types: measure it too, on the same files")
     group.add_argument("--texts", type=int, help=f"with --types: how many texts ({_NUM_TEXTS})")
+    text = "with --types: texts of random tokens, or that the model writes, which differ much more (random). Without "
+    group.add_argument("--text", choices=_TEXTS, help=f"{text}--types the model writes it")
     group.add_argument("--tokens", type=int, default=1024, help="of a text (%(default)s)")
     add_threads(group)
     add_toggle(group, "use_cuda", default=False, help="measure modules on GPUs where rules say cuda (off)")
@@ -58,7 +61,7 @@ def _fidelity(args: argparse.Namespace) -> int:
     check_threads(args)
     if args.types is not None:
         return _weights(args)
-    for flag in ("peer", "texts"):
+    for flag in ("peer", "texts", "text"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag} goes with --types, which measures weights")
     kv_types = chosen(args.kv_types or _DEFAULT_KV_TYPES, "kv_types", KV_TYPES)
@@ -85,8 +88,8 @@ def _weights(args: argparse.Namespace) -> int:
         raise ConfigError(f"--types {_GIVEN} needs a GGUF file; name it as MODEL or with --gguf_path")
     from ktransformers.bench.weight_fidelity import WeightWork, bench_weight_fidelity
 
-    has_peer = args.peer is not None
-    work = WeightWork(config, types, partial(_quantize, config), args.tokens, num_texts, has_peer)
+    is_own, has_peer = args.text == "own", args.peer is not None
+    work = WeightWork(config, types, partial(_quantize, config), args.tokens, num_texts, is_own, has_peer)
     return print_record("fidelity", args.json, partial(bench_weight_fidelity, work))
 
 
