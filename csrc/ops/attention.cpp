@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMaxHeads = 16;                        // query heads of a unit
 constexpr int kFewQueries = 48;                      // of a unit where more would leave threads without work
-constexpr int kUnitsPerThread = 8;                  // rows see more the later they are: many units even that out
+constexpr int kUnitsPerThread = 8;                   // rows see more the later they are: many units even that out
 constexpr int64_t kMaxPartials = int64_t{32} << 20;  // floats that spans run in parallel may hold until they are merged
 
 // Neighbouring rows of one sequence, neighbouring query heads of one KV head.
