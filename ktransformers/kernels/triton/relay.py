@@ -78,6 +78,7 @@ TILE_TYPES: frozenset[WeightType] = frozenset(GroupType) | {
     QuantType.IQ4_XS,
     QuantType.TQ1_0,
     QuantType.TQ2_0,
+    QuantType.Q1_0,
     QuantType.NVFP4,
     QuantType.IQ2_XXS,
     QuantType.IQ2_XS,

@@ -36,6 +36,7 @@ IQ4_XS = constant(int(QuantType.IQ4_XS))
 TQ1_0 = constant(int(QuantType.TQ1_0))
 TQ2_0 = constant(int(QuantType.TQ2_0))
 NVFP4 = constant(int(QuantType.NVFP4))
+Q1_0 = constant(int(QuantType.Q1_0))
 
 # The 16 values of IQ4, plus 128, as the bytes of two words of 64 bits.
 IQ4_LOW = constant(int.from_bytes(bytes(v + 128 for v in (-127, -104, -83, -65, -49, -35, -22, -10)), "little"))
@@ -44,8 +45,9 @@ IQ4_HIGH = constant(int.from_bytes(bytes(v + 128 for v in (1, 13, 25, 38, 53, 69
 
 # What is static is Python's: of plain numbers.
 _SUPER = frozenset(map(int, (QuantType.Q2_K, QuantType.Q3_K, QuantType.IQ4_XS, QuantType.TQ1_0, QuantType.TQ2_0)))
-_Q2_K, _WITH_MINIMA = int(QuantType.Q2_K), (int(QuantType.Q4_1), int(QuantType.Q5_1))
-_SMALL = frozenset(map(int, (QuantType.Q4_1, QuantType.Q5_0, QuantType.Q5_1, QuantType.IQ4_NL, QuantType.NVFP4)))
+_Q2_K, _Q1_0, _WITH_MINIMA = int(QuantType.Q2_K), int(QuantType.Q1_0), (int(QuantType.Q4_1), int(QuantType.Q5_1))
+_FIVES = (QuantType.Q5_0, QuantType.Q5_1)
+_SMALL = frozenset(map(int, (*_FIVES, QuantType.Q4_1, QuantType.IQ4_NL, QuantType.NVFP4, QuantType.Q1_0)))
 _TABLES = frozenset(map(int, (QuantType.IQ4_XS, QuantType.IQ4_NL, QuantType.NVFP4)))
 # Types, and bytes of their blocks behind the head; of others 256.
 _BLOCKS = (
@@ -56,6 +58,7 @@ _BLOCKS = (
     (int(QuantType.TQ2_0), 1024),
     (int(QuantType.Q5_0), 320),
     (int(QuantType.Q5_1), 320),
+    (_Q1_0, 64),
 )
 
 
@@ -84,6 +87,8 @@ def head_bytes(type_number, cols):
         return 0
     if type_number in _WITH_MINIMA:
         return cols // 32 * 64
+    if type_number == _Q1_0:
+        return (cols // 128 * 32 + 63) // 64 * 64
     return (cols // (256 if type_number in _SUPER else 32) * 32 + 63) // 64 * 64
 
 
@@ -138,6 +143,8 @@ def small_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     b = 2 * group + i // 8
     block = head_bytes(TYPE, K) + b * block_bytes(TYPE)
     mask = mask & (b < K // 32)
+    if TYPE == Q1_0:
+        return line_words(base, block, n, mask, SIZE) >> (i % 8) & 0x01010101
     word = line_words(base, block + 64 * (i % 4), n, mask, SIZE) >> (4 * (i // 4 % 2)) & 0x0F0F0F0F
     if TYPE == Q5_0 or TYPE == Q5_1:
         fifth = line_words(base, block + 256, n, mask, SIZE)
@@ -187,6 +194,9 @@ def small_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
         return s, s
     if TYPE == Q4_1 or TYPE == Q5_1:
         return halves(base, 64 * b, n, mask, SIZE), -halves(base, 64 * b + 32, n, mask, SIZE)
+    if TYPE == Q1_0:
+        d = halves(base, b // 4 * 32, n, mask, SIZE)
+        return 2.0 * d, d
     d = halves(base, 32 * b, n, mask, SIZE)
     return d, 16.0 * d
 

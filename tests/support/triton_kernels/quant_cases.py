@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gguf import quants
 from torch import Tensor
 
+from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.cpu import Isa, WorkerPool, pack, pack_fp8
 from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.types import Fp8Matrix, GroupType, QuantType, RawTensor, row_bytes, type_size
@@ -33,6 +33,7 @@ TILE_SCALES = {
     QuantType.IQ4_XS: (0,),
     QuantType.TQ1_0: (52,),
     QuantType.TQ2_0: (64,),
+    QuantType.Q1_0: (0,),
     QuantType.NVFP4: (),  # its scales are bytes 0 .. 3
 }
 # As TILE_SCALES, of those whose codes are looked up in a grid.
@@ -71,7 +72,7 @@ def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tupl
     if qtype == QuantType.NVFP4:
         blocks[:, :4] = rng.integers(16, 25, (len(blocks), 4))  # 2^-5 to 2^-4
     raw = blocks.reshape(rows, -1)
-    return torch.from_numpy(raw), torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
+    return torch.from_numpy(raw), torch.from_numpy(decode_blocks(raw, qtype))
 
 
 def random_tile_type(qtype: QuantType | GroupType, rows: int, cols: int, seed: int = 0) -> tuple[Tensor, Tensor]:
