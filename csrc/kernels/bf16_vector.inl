@@ -10,15 +10,15 @@ namespace {
 constexpr int kBf16Tokens = 6;  // times two tiles of weights: as many sums as hide the latency, and fit in registers
 
 // A panel of NW tiles of weights.
-template <class S, int NW> struct WeightPanel {
+template <int NW> struct WeightPanel {
   const uint16_t* w[NW];
   const uint8_t* following[NW];  // see Following
 };
 
-// C tokens from t on: adds one panel to acc. Weights that lie in place are asked for line by line by the first tokens,
-// so that requests for memory and products take turns.
-template <class S, int NW, int C, bool FIRST>
-inline void add_panel(const TileArgs* a, const WeightPanel<S, NW>& weights, int64_t panel, int t) {
+// C tokens from t on: adds one panel to acc. ASKS: weights lie in place (StepsBf16), and are asked for line by line, so
+// that requests for memory and products take turns.
+template <int NW, int C, bool ASKS>
+inline void add_panel(const TileArgs* a, const WeightPanel<NW>& weights, int64_t panel, int t) {
   const int steps = panel_steps(a->k, panel);
   const int64_t rows = a->blocks->rows;
   const uint16_t* x = a->blocks->bf16 + (panel * kPanelSteps * rows + t) * kBf16Cols;
@@ -29,15 +29,15 @@ inline void add_panel(const TileArgs* a, const WeightPanel<S, NW>& weights, int6
     for (int c = 0; c < C; ++c) sums[w][c] = panel == 0 ? zero() : load(a[w].acc + 16 * (t + c));
   for (int s = 0; s < steps; ++s, x += rows * kBf16Cols) {
     const uint8_t* ahead[NW] = {};
-    if constexpr (FIRST && S::is_direct)
+    if constexpr (ASKS)
       for (int w = 0; w < NW; ++w)
-        ahead[w] = step_ahead<S>(a[w].packed, weights.following[w], a->k, panel * kPanelSteps + s);
+        ahead[w] = step_ahead<StepsBf16>(a[w].packed, weights.following[w], a->k, panel * kPanelSteps + s);
 #pragma GCC unroll 4
     for (int i = 0; i < 16; ++i) {
       wb line[NW];
 #pragma GCC unroll 2
       for (int w = 0; w < NW; ++w) {
-        if constexpr (FIRST && S::is_direct) __builtin_prefetch(ahead[w] + 64 * i);
+        if constexpr (ASKS) __builtin_prefetch(ahead[w] + 64 * i);
         line[w] = load_wb(reinterpret_cast<const uint8_t*>(weights.w[w] + (16 * s + i) * 32));
       }
 #pragma GCC unroll 8
@@ -52,14 +52,16 @@ inline void add_panel(const TileArgs* a, const WeightPanel<S, NW>& weights, int6
     for (int c = 0; c < C; ++c) store(a[w].acc + 16 * (t + c), sums[w][c]);
 }
 
-template <class S, int NW, int C>
-inline void add_panel_tokens(const TileArgs* a, const WeightPanel<S, NW>& weights, int64_t panel, int t) {
-  if (t == 0 && C <= a->num_tokens) {
-    add_panel<S, NW, C, true>(a, weights, panel, t);
-    t += C;
-  }
-  for (; t + C <= a->num_tokens; t += C) add_panel<S, NW, C, false>(a, weights, panel, t);
-  if constexpr (C > 1) add_panel_tokens<S, NW, C - 1>(a, weights, panel, t);
+// ASKS: of the first tokens.
+template <int NW, int C, bool ASKS>
+inline void add_panel_tokens(const TileArgs* a, const WeightPanel<NW>& weights, int64_t panel, int t) {
+  if constexpr (ASKS)
+    if (t == 0 && C <= a->num_tokens) {
+      add_panel<NW, C, true>(a, weights, panel, t);
+      t += C;
+    }
+  for (; t + C <= a->num_tokens; t += C) add_panel<NW, C, false>(a, weights, panel, t);
+  if constexpr (C > 1) add_panel_tokens<NW, C - 1, ASKS>(a, weights, panel, t);
 }
 
 struct VectorProducts {
@@ -68,12 +70,12 @@ struct VectorProducts {
     Panel room;
     for (int i = first; i < first + runs * NW; i += NW)
       for (int64_t p = 0; p < panels; ++p) {
-        WeightPanel<S, NW> weights;
+        WeightPanel<NW> weights;
         for (int w = 0; w < NW; ++w) {
           weights.following[w] = following.of(i + w);
           weights.w[w] = panel_of<S>(all[i + w], weights.following[w], p, room.w[w][0]);
         }
-        add_panel_tokens<S, NW, kBf16Tokens>(all + i, weights, p, 0);
+        add_panel_tokens<NW, kBf16Tokens, S::is_direct>(all + i, weights, p, 0);
       }
   }
 
