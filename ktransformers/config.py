@@ -27,6 +27,7 @@ __all__ = [
     "bundled_model",
     "check_threads",
     "cpu_name",
+    "hot_slots",
     "physical_cores",
     "user_cache_dir",
     "user_state_dir",
@@ -58,6 +59,9 @@ ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 KV_DISK_SIZE_GB = 20.0
 """GiB of files with pages when nothing is said."""
 
+HOT_EXPERTS = ("off", "auto")
+"""What `--hot_experts` accepts beside a number, the default first."""
+
 DEFAULT_CHUNK_SIZE = 512
 """Tokens of a prefill step on the CPU when nothing is said."""
 
@@ -70,6 +74,15 @@ def bundled_model(advice: str) -> Path:
             f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): {advice}"
         )
     return found[0]
+
+
+def hot_slots(value: str) -> int | None:
+    """Slots of each layer that `--hot_experts` names; None for a word. Raises ConfigError for what is neither."""
+    if value in HOT_EXPERTS:
+        return None
+    if not isinstance(value, str) or not value.isascii() or not value.isdigit() or not 1 <= int(value) <= _MAX_COUNT:
+        raise ConfigError(f"--hot_experts must be {', '.join(HOT_EXPERTS)} or a number of slots, got {value!r:.40}")
+    return int(value)
 
 
 def cpu_name() -> str:
@@ -194,6 +207,8 @@ class EngineConfig:
         processor has instructions for it, or fp32 everywhere, which is to say not at all. Routers and attention's
         projections are fp32 always.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
+    hot_experts: slots on a GPU for experts of each layer on the CPU, which hold those that are used most: a number,
+        "auto" for as many as fit in the place of whole layers, or "off"; see docs/gpu.md.
     trust_rules: whether rule files may name classes of a user's own, whose modules are imported.
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
@@ -220,6 +235,7 @@ class EngineConfig:
     cpu_prefill: str = CPU_PREFILLS[0]
     cpu_bf16: str = CPU_BF16S[0]
     gpu_memory: float = 0.0
+    hot_experts: str = HOT_EXPERTS[0]
     strict: bool = False
     trust_remote_code: bool = False
     trust_rules: bool = False
@@ -261,6 +277,7 @@ class EngineConfig:
         check_threads("cpu_infer", self.cpu_infer)
         if not 0 <= self.gpu_memory < float("inf"):
             raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")
+        hot_slots(self.hot_experts)
         _check_gb("cpu_memory_size_GB", self.cpu_memory_size_GB, 0)
         _check_gb("kv_disk_size_GB", self.kv_disk_size_GB, 0.001)
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:

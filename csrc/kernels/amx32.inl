@@ -5,6 +5,7 @@ namespace {
 // Scales that a block has: NVFP4's is taken as two, each with zeros in the columns of the other.
 template <class P> constexpr int kParts = 1;
 template <> constexpr int kParts<PackedNVFP4> = 2;
+template <> constexpr int kParts<PackedNvfp4Group> = 2;
 template <class P> constexpr bool kHasOffset32 = std::is_same_v<P, PackedQ4_1> || std::is_same_v<P, PackedQ5_1>;
 
 template <class P> inline vf part_scale(const uint8_t* tile, int64_t block, int part) {
@@ -140,6 +141,7 @@ void amx_packed_tiles(const TileArgs* a, int count) {
     case QType::Q5_1: return amx32_tiles<PackedQ5_1>(a, count);
     case QType::IQ4_NL: return amx32_tiles<PackedIQ4NL>(a, count);
     case QType::NVFP4: return amx32_tiles<PackedNVFP4>(a, count);
+    case QType::Q1_0: return amx32_tiles<PackedQ1_0>(a, count);
     case QType::Q2_K: return amx256_tiles<PackedQ2K>(a, count);
     case QType::Q3_K: return amx256_tiles<PackedQ3K>(a, count);
     case QType::TQ1_0: return amx256_tiles<PackedTQ1>(a, count);

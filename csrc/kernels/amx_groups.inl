@@ -1,5 +1,5 @@
 // Integers in groups (packed_groups.inl) times many activation rows in tile registers. Included by a tier file after
-// amx.inl, as whose blocks of 32 they go; NVFP4 and FP8 have no product of tiles of their own.
+// amx32.inl, as whose blocks of 32 they go; FP8 has no product of tiles of its own.
 
 namespace {
 
@@ -67,6 +67,7 @@ void amx_grouped_tiles(const TileArgs* a, int count) {
   switch (GroupForm(a->type).codes) {
     case CodeKind::I4: return amx_group_tiles<PackedQ4_0>(a, count);
     case CodeKind::I8: return amx_group_tiles<PackedQ8_0>(a, count);
+    case CodeKind::E2M1: return amx32_tiles<PackedNvfp4Group>(a, count);
     default:
       for (int i = 0; i < count; ++i) grouped_tile(a[i]);
   }

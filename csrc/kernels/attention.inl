@@ -18,10 +18,14 @@
 namespace {
 
 constexpr int kSubTiles = kPositionTile / 16;
-constexpr int kKeyCols = 128;  // dimensions of one chunk of a score
+constexpr int kKeyCols = 128;   // dimensions of one chunk of a score
+constexpr int kValueCols = 64;  // dimensions of values that are staged at a time: they stay in the first-level cache
+// Sub-tiles, or blocks of 16 dimensions of values, of a kernel of kQueryTokens queries: their sums fill the registers.
+constexpr int kWide = kQueryTokens > 8 ? 2 : 1;
 constexpr float kInfinity = __builtin_inff();
 
 struct QueryRange { int64_t lo, hi; };
+struct TileRange { int lo, hi; };  // positions of a tile; none where lo >= hi
 
 struct SpanState {
   const float* q[kMaxQueries];
@@ -30,6 +34,8 @@ struct SpanState {
   const uint8_t* v[kPositionTile];
   alignas(64) float k_scales[2][kPositionTile];
   alignas(64) float v_scales[kPositionTile];
+  TileRange seen[kMaxQueries];             // of the tile at hand
+  alignas(64) float rescale[kMaxQueries];  // a: what the outputs so far are multiplied by
   alignas(64) float scores[kSubTiles][kMaxQueries][16];
   int count;
 };
@@ -105,8 +111,8 @@ inline void stage_keys(KvType type, const uint8_t* const* rows, int first, int c
   stage_columns<KvType::F8>(rows, first, cols, st.w);
 }
 
-// Of C queries and S sub-tiles, whose stages and scores lie `apart_w` and `apart` floats apart: few queries keep the
-// processor busy with more positions. scales: of the positions.
+// Of C queries and S sub-tiles, whose stages and scores lie `apart_w` and `apart` floats apart. scales: of the
+// positions.
 template <int C, int S>
 inline void key_kernel(const float* w, int apart_w, const float* const* q, int cols, const float* scales, float* scores,
                        int apart) {
@@ -135,81 +141,112 @@ inline void key_kernel(const float* w, int apart_w, const float* const* q, int c
     }
 }
 
-// Up to so many queries sub-tiles are scored in pairs, and blocks of values added so; 0 where registers are too few.
-constexpr int kFewQueries = kQueryTokens > 8 ? 4 : 0;
 constexpr int kApart = kMaxQueries * 16;     // between the scores of two sub-tiles
 constexpr int kStageFloats = kKeyCols * 16;  // between the stages of two
 
-template <int C, int S>
-void score_queries(const SpanState& st, const KeyStage* stage, int first, int cols, const float* scales, float* scores,
-                   int i) {
-  for (; i + C <= st.count; i += C) {
-    const float* x[C];
-    for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
-    key_kernel<C, S>(stage->w, kStageFloats, x, cols, scales, scores + i * 16, kApart);
+// What any of `count` queries from i on sees.
+inline TileRange seen_by_any(const SpanState& st, int i, int count) {
+  TileRange all = {kPositionTile, 0};
+  for (int c = i; c < i + count; ++c) {
+    if (st.seen[c].lo >= st.seen[c].hi) continue;
+    all.lo = st.seen[c].lo < all.lo ? st.seen[c].lo : all.lo;
+    all.hi = st.seen[c].hi > all.hi ? st.seen[c].hi : all.hi;
   }
-  if constexpr (C > 1) score_queries<fewer(C), S>(st, stage, first, cols, scales, scores, i);
+  return all;
 }
 
-// Raw dot products of all queries with the positions of S sub-tiles from `sub` on.
-template <int C, int S> void score_sub_tiles(const AttentionArgs& a, SpanState& st, int sub, KeyStage* stage) {
-  float* scores = &st.scores[sub][0][0];
+inline bool meets(const TileRange& r, int sub, int count) { return r.lo < 16 * (sub + count) && r.hi > 16 * sub; }
+
+template <int C, int S>
+void score_queries(SpanState& st, int sub, const KeyStage* stage, int first, int cols, const float* scales, int i) {
+  for (; i + C <= st.count; i += C) {
+    if (!meets(seen_by_any(st, i, C), sub, S)) continue;
+    const float* x[C];
+    for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
+    key_kernel<C, S>(stage->w, kStageFloats, x, cols, scales, st.scores[sub][i], kApart);
+  }
+  if constexpr (C > 1) score_queries<fewer(C), S>(st, sub, stage, first, cols, scales, i);
+}
+
+// Raw dot products of the queries with the positions of S sub-tiles from `sub` on.
+template <int S> void score_sub_tiles(const AttentionArgs& a, SpanState& st, int sub, KeyStage* stage) {
   for (int t = 0; t < S; ++t)
-    for (int i = 0; i < st.count; ++i) store(scores + t * kApart + i * 16, zero());
+    for (int i = 0; i < st.count; ++i) store(st.scores[sub + t][i], zero());
   for (int part = 0, first = 0; part < a.k_parts; ++part) {
     const int end = part + 1 < a.k_parts ? a.dim_v : a.dim_k;
     for (int cols; first < end; first += cols) {
       cols = end - first < kKeyCols ? end - first : kKeyCols;
       for (int t = 0; t < S; ++t) stage_keys(a.kv_type, st.k + 16 * (sub + t), first, cols, stage[t]);
-      score_queries<C, S>(st, stage, first, cols, st.k_scales[part] + 16 * sub, scores, 0);
+      score_queries<kQueryTokens, S>(st, sub, stage, first, cols, st.k_scales[part] + 16 * sub, 0);
     }
   }
 }
 
-// Of the sub-tiles that hold positions lo .. hi - 1 of a tile.
-inline void score_tile(const AttentionArgs& a, SpanState& st, int64_t lo, int64_t hi, KeyStage* stage) {
+// Of the sub-tiles that hold positions of `all`.
+inline void score_tile(const AttentionArgs& a, SpanState& st, const TileRange& all, KeyStage* stage) {
   for (int sub = 0; sub < kSubTiles; ++sub) {
-    const auto is_seen = [&](int which) { return lo < 16 * which + 16 && hi > 16 * which; };
-    if (!is_seen(sub)) continue;
-    if (st.count <= kFewQueries && sub + 1 < kSubTiles && is_seen(sub + 1))
-      score_sub_tiles<4, 2>(a, st, sub++, stage);
+    if (!meets(all, sub, 1)) continue;
+    if (kWide == 2 && sub + 1 < kSubTiles && meets(all, sub + 1, 1))
+      score_sub_tiles<kWide>(a, st, sub++, stage);
     else
-      score_sub_tiles<kQueryTokens, 1>(a, st, sub, stage);
+      score_sub_tiles<1>(a, st, sub, stage);
   }
 }
 
-// Turns the scores of query i into probabilities, times the values' scales, in place; updates its maximum and sum,
-// rescales its output.
-inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, int hi, float* max, float* sum,
-                         float* out) {
+// Scales, caps and masks the scores of query i in place; returns the largest.
+inline float finish_scores(const AttentionArgs& a, SpanState& st, int i) {
   vf s[kSubTiles];
+#pragma GCC unroll 4
   for (int sub = 0; sub < kSubTiles; ++sub) {
     vf x = mul(set1(a.scale), load(st.scores[sub][i]));
     if (a.softcap > 0.0f) x = mul(set1(a.softcap), tanh_(div(x, set1(a.softcap))));
-    s[sub] = select(lane_range(lo - 16 * sub, hi - 16 * sub), x, set1(-kInfinity));
+    s[sub] = select(lane_range(st.seen[i].lo - 16 * sub, st.seen[i].hi - 16 * sub), x, set1(-kInfinity));
+    store(st.scores[sub][i], s[sub]);
   }
-  const float tile_max = reduce_max(max_(max_(s[0], s[1]), max_(s[2], s[3])));
-  const float new_max = tile_max > *max ? tile_max : *max;
-  const float alpha = exp1(*max - new_max);
-  for (int sub = 0; sub < kSubTiles; ++sub) {
-    s[sub] = exp_(kt_sub(s[sub], new_max));
-    store(st.scores[sub][i], mul(s[sub], load(st.v_scales + 16 * sub)));
-  }
-  *sum = *sum * alpha + reduce_add(add(add(s[0], s[1]), add(s[2], s[3])));
-  *max = new_max;
-  if (alpha != 1.0f)
-    for (int d = 0; d < a.dim_v; ++d) out[d] = out[d] * alpha;
+  return reduce_max(max_(max_(s[0], s[1]), max_(s[2], s[3])));
 }
 
-// 16 dimensions of the values of a tile, [position][dimension]. Copied, because rows of a cache lie a power of two
-// apart and would push one another out of the first-level cache.
-struct ValueStage { alignas(64) float v[kPositionTile * 16]; };
+// Turns scores of query i into probabilities, times the values' scales, in place; returns the sum of the former.
+inline float to_probabilities(SpanState& st, int i, float max) {
+  vf p[kSubTiles];
+#pragma GCC unroll 4
+  for (int sub = 0; sub < kSubTiles; ++sub) {
+    p[sub] = exp_negative(kt_sub(load(st.scores[sub][i]), max));
+    store(st.scores[sub][i], mul(p[sub], load(st.v_scales + 16 * sub)));
+  }
+  return reduce_add(add(add(p[0], p[1]), add(p[2], p[3])));
+}
 
-// out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending, for D blocks of 16 dimensions, the last of which
-// has `width`.
+// Turns the scores of a tile into probabilities; updates maxima and sums, and says how to rescale outputs. Of 16
+// queries at a time, so that their rescaling is one vector.
+inline void softmax_tile(const AttentionArgs& a, SpanState& st, float* maxima, float* sums) {
+  for (int first = 0; first < st.count; first += 16) {
+    const int count = st.count - first < 16 ? st.count - first : 16;
+    alignas(64) float change[16] = {};
+    for (int c = 0; c < count; ++c) {
+      const int i = first + c;
+      if (st.seen[i].lo >= st.seen[i].hi) continue;
+      const float tile_max = finish_scores(a, st, i);
+      const float new_max = tile_max > maxima[i] ? tile_max : maxima[i];
+      change[c] = maxima[i] - new_max;
+      maxima[i] = new_max;
+    }
+    store(st.rescale + first, exp_negative(load(change)));
+    for (int i = first; i < first + count; ++i)
+      if (st.seen[i].lo < st.seen[i].hi) sums[i] = sums[i] * st.rescale[i] + to_probabilities(st, i, maxima[i]);
+  }
+}
+
+// Up to kValueCols dimensions of the values of a tile, [block of 16][position][dimension]. Copied, because rows of a
+// cache lie a power of two apart and would push one another out of the first-level cache.
+constexpr int kValueBlock = kPositionTile * 16;
+struct ValueStage { alignas(64) float v[kValueCols / 16 * kValueBlock]; };
+
+// out[c] = fma(p[c][j], v[j], out[c] * rescale[c]) for j in [lo, hi), ascending, for D blocks of 16 dimensions, the
+// last of which has `width`. rescale becomes 1.
 template <int C, int D>
-inline void add_values(const SpanState& st, const ValueStage* values, int i, int lo, int hi, int width, int stride,
-                       float* out) {
+inline void add_values(const SpanState& st, const float* values, int i, int lo, int hi, int width, int64_t stride,
+                       float* rescale, float* out) {
   if (lo >= hi) return;
   vf acc[D][C];
   const auto is_whole = [&](int d) { return d + 1 < D || width == 16; };
@@ -218,13 +255,13 @@ inline void add_values(const SpanState& st, const ValueStage* values, int i, int
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       const float* from = out + c * stride + d * 16;
-      acc[d][c] = is_whole(d) ? load(from) : load_n(from, width);
+      acc[d][c] = mul(is_whole(d) ? load(from) : load_n(from, width), set1(rescale[c]));
     }
   for (int j = lo; j < hi; ++j) {
     const float* p = &st.scores[j / 16][i][j % 16];
     vf v[D];
 #pragma GCC unroll 4
-    for (int d = 0; d < D; ++d) v[d] = load(values[d].v + j * 16);
+    for (int d = 0; d < D; ++d) v[d] = load(values + d * kValueBlock + j * 16);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       const vf weight = set1(p[c * 16]);
@@ -242,57 +279,90 @@ inline void add_values(const SpanState& st, const ValueStage* values, int i, int
       else
         store_n(to, acc[d][c], width);
     }
+  for (int c = 0; c < C; ++c) rescale[c] = 1.0f;
 }
 
-// Queries side by side where all of them see the position, one by one before and after.
+// C queries side by side where all of them see the position (`joint`), one by one before and after.
 template <int C, int D>
-void add_values_of_queries(const SpanState& st, const ValueStage* values, int64_t tile, int width, int stride,
-                           float* out, int i) {
-  for (; i + C <= st.count; i += C) {
-    int lo[C], hi[C], joint_lo = 0, joint_hi = kPositionTile;
-    for (int c = 0; c < C; ++c) {
-      const QueryRange& r = st.range[i + c];
-      lo[c] = r.lo > tile ? static_cast<int>(r.lo - tile) : 0;
-      hi[c] = r.hi < tile + kPositionTile ? static_cast<int>(r.hi - tile) : kPositionTile;
-      joint_lo = lo[c] > joint_lo ? lo[c] : joint_lo;
-      joint_hi = hi[c] < joint_hi ? hi[c] : joint_hi;
-    }
-    if (joint_hi < joint_lo) joint_hi = joint_lo;
-    for (int c = 0; c < C; ++c)
-      add_values<1, D>(st, values, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, width, stride,
-                       out + (i + c) * stride);
-    add_values<C, D>(st, values, i, joint_lo, joint_hi, width, stride, out + i * stride);
-    for (int c = 0; c < C; ++c)
-      add_values<1, D>(st, values, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], width, stride,
-                       out + (i + c) * stride);
+inline void add_values_around(const SpanState& st, const float* values, int i, const TileRange& joint, int width,
+                              int64_t stride, float* out) {
+  float rescale[C];
+  for (int c = 0; c < C; ++c) rescale[c] = st.rescale[i + c];
+  for (int c = 0; c < C; ++c) {
+    const TileRange& r = st.seen[i + c];
+    add_values<1, D>(st, values, i + c, r.lo, r.hi < joint.lo ? r.hi : joint.lo, width, stride, rescale + c,
+                     out + c * stride);
   }
-  if constexpr (C > 1) add_values_of_queries<fewer(C), D>(st, values, tile, width, stride, out, i);
+  add_values<C, D>(st, values, i, joint.lo, joint.hi, width, stride, rescale, out);
+  for (int c = 0; c < C; ++c) {
+    const TileRange& r = st.seen[i + c];
+    add_values<1, D>(st, values, i + c, r.lo > joint.hi ? r.lo : joint.hi, r.hi, width, stride, rescale + c,
+                     out + c * stride);
+  }
 }
 
-inline void stage_values(KvType type, const uint8_t* const* rows, int d, int width, int lo, int hi, ValueStage& st) {
-  if (type == KvType::F32) return stage_rows<KvType::F32>(rows, d, width, lo, hi, st.v);
-  if (type == KvType::BF16) return stage_rows<KvType::BF16>(rows, d, width, lo, hi, st.v);
-  if (type == KvType::I8) return stage_rows<KvType::I8>(rows, d, width, lo, hi, st.v);
-  stage_rows<KvType::F8>(rows, d, width, lo, hi, st.v);
+// Of `width` dimensions, up to kValueCols.
+template <int C>
+void add_values_of_queries(const SpanState& st, const ValueStage& values, int width, int64_t stride, float* out,
+                           int i) {
+  for (; i + C <= st.count; i += C) {
+    TileRange joint = {0, kPositionTile};
+    for (int c = i; c < i + C; ++c) {
+      joint.lo = st.seen[c].lo > joint.lo ? st.seen[c].lo : joint.lo;
+      joint.hi = st.seen[c].hi < joint.hi ? st.seen[c].hi : joint.hi;
+    }
+    if (joint.hi < joint.lo) joint.hi = joint.lo;
+    for (int d = 0; d < width;) {
+      const int left = width - d;
+      const float* block = values.v + d / 16 * kValueBlock;
+      float* to = out + i * stride + d;
+      if (kWide == 2 && left > 16) {
+        add_values_around<C, kWide>(st, block, i, joint, left < 32 ? left - 16 : 16, stride, to);
+        d += 32;
+      } else {
+        add_values_around<C, 1>(st, block, i, joint, left < 16 ? left : 16, stride, to);
+        d += 16;
+      }
+    }
+  }
+  if constexpr (C > 1) add_values_of_queries<fewer(C)>(st, values, width, stride, out, i);
 }
 
-// Adds positions lo .. hi - 1 of a tile (those that any query sees) to the outputs.
-void add_values_of_tile(KvType type, const SpanState& st, int64_t tile, int lo, int hi, int dim_v, float* out) {
-  ValueStage values[2];
-  for (int d = 0; d < dim_v;) {
-    const int left = dim_v - d, blocks = st.count <= kFewQueries && left >= 32 ? 2 : 1, width = left < 16 ? left : 16;
-    for (int block = 0; block < blocks; ++block) stage_values(type, st.v, d + 16 * block, width, lo, hi, values[block]);
-    if (blocks == 2)
-      add_values_of_queries<4, 2>(st, values, tile, width, dim_v, out + d, 0);
-    else
-      add_values_of_queries<kQueryTokens, 1>(st, values, tile, width, dim_v, out + d, 0);
-    d += 16 * blocks;
+inline void stage_values(KvType type, const uint8_t* const* rows, int d, int width, const TileRange& r, float* to) {
+  if (type == KvType::F32) return stage_rows<KvType::F32>(rows, d, width, r.lo, r.hi, to);
+  if (type == KvType::BF16) return stage_rows<KvType::BF16>(rows, d, width, r.lo, r.hi, to);
+  if (type == KvType::I8) return stage_rows<KvType::I8>(rows, d, width, r.lo, r.hi, to);
+  stage_rows<KvType::F8>(rows, d, width, r.lo, r.hi, to);
+}
+
+// Adds positions `all` of a tile (those that any query sees) to the outputs.
+void add_values_of_tile(const AttentionArgs& a, const SpanState& st, const TileRange& all, ValueStage& stage,
+                        float* out) {
+  for (int d = 0; d < a.dim_v; d += kValueCols) {
+    const int width = a.dim_v - d < kValueCols ? a.dim_v - d : kValueCols;
+    for (int at = 0; at < width; at += 16)
+      stage_values(a.kv_type, st.v, d + at, width - at < 16 ? width - at : 16, all, stage.v + at / 16 * kValueBlock);
+    add_values_of_queries<kQueryTokens>(st, stage, width, a.dim_v, out + d, 0);
+  }
+}
+
+// What each query sees of the tile.
+inline void look_at_tile(SpanState& st, int64_t tile) {
+  for (int i = 0; i < st.count; ++i) {
+    const int64_t lo = st.range[i].lo - tile, hi = st.range[i].hi - tile;
+    st.seen[i] = {static_cast<int>(lo < 0               ? 0
+                                   : lo > kPositionTile ? kPositionTile
+                                                        : lo),
+                  static_cast<int>(hi < 0               ? 0
+                                   : hi > kPositionTile ? kPositionTile
+                                                        : hi)};
   }
 }
 
 void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
   SpanState st;
-  KeyStage stage[2];
+  KeyStage keys[kWide];
+  ValueStage values;
   st.count = span.num_rows * span.num_heads;
   for (int r = 0, i = 0; r < span.num_rows; ++r)
     for (int h = 0; h < span.num_heads; ++h, ++i) {
@@ -302,28 +372,18 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
       sums[i] = 0.0f;
       for (int d = 0; d < a.dim_v; ++d) out[i * a.dim_v + d] = 0.0f;
     }
-  std::memset(st.scores, 0, sizeof st.scores);
+  for (int sub = 0; sub < kSubTiles; ++sub)
+    for (int i = 0; i < st.count; ++i) store(st.scores[sub][i], zero());
   for (int j = 0; j < kPositionTile; ++j) st.k_scales[0][j] = st.k_scales[1][j] = st.v_scales[j] = 1.0f;
   for (int64_t tile = span.begin; tile < span.end; tile += kPositionTile) {
-    int64_t lo = tile + kPositionTile, hi = tile;
-    for (int i = 0; i < st.count; ++i) {
-      const QueryRange r = {st.range[i].lo > tile ? st.range[i].lo : tile,
-                            st.range[i].hi < tile + kPositionTile ? st.range[i].hi : tile + kPositionTile};
-      if (r.lo >= r.hi) continue;
-      lo = r.lo < lo ? r.lo : lo;
-      hi = r.hi > hi ? r.hi : hi;
-    }
-    if (lo >= hi) continue;
-    find_rows(a, span, tile, lo, hi, st);
+    look_at_tile(st, tile);
+    const TileRange all = seen_by_any(st, 0, st.count);
+    if (all.lo >= all.hi) continue;
+    find_rows(a, span, tile, tile + all.lo, tile + all.hi, st);
     prefetch_keys(a, span, tile);
-    score_tile(a, st, lo - tile, hi - tile, stage);
-    for (int i = 0; i < st.count; ++i) {
-      const int64_t from = st.range[i].lo - tile, to = st.range[i].hi - tile;
-      if (from >= kPositionTile || to <= 0 || from >= to) continue;
-      softmax_step(a, st, i, static_cast<int>(from > 0 ? from : 0),
-                   static_cast<int>(to < kPositionTile ? to : kPositionTile), maxima + i, sums + i, out + i * a.dim_v);
-    }
-    add_values_of_tile(a.kv_type, st, tile, static_cast<int>(lo - tile), static_cast<int>(hi - tile), a.dim_v, out);
+    score_tile(a, st, all, keys);
+    softmax_tile(a, st, maxima, sums);
+    add_values_of_tile(a, st, all, values, out);
   }
 }
 

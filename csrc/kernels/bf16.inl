@@ -141,7 +141,7 @@ template <class P> struct StepsSmall {
     const uint8_t* p = packed + head(k) + step * P::bytes;
     const vf scale = mul(P::scale(packed, step), set1(kBeforeCut));
     const vf second = mul(P::minimum(packed, step), set1(kBeforeCut));
-    if constexpr (P::has_fifth) {
+    if constexpr (P::has_fifth || std::is_same_v<P, PackedQ1_0>) {
       wb steps[8];
       P::unpack(p, steps);
       const Affine f = of_bytes(scale, second, static_cast<float>(P::tile_offset));
@@ -221,10 +221,13 @@ template <class S> inline const uint8_t* step_at(const uint8_t* packed, int64_t 
 // Asks for the bytes of a step that lies ahead of one that is unpacked (or, of BF16, will be multiplied a panel later),
 // in `following` where the tile has ended.
 template <class S> constexpr int64_t kAheadSteps = S::is_direct ? 8 : 12;
-template <class S> inline void prefetch_step(const uint8_t* packed, const uint8_t* following, int64_t k, int64_t step) {
+template <class S>
+inline const uint8_t* step_ahead(const uint8_t* packed, const uint8_t* following, int64_t k, int64_t step) {
   const int64_t ahead = step + kAheadSteps<S>, steps = k / kBf16Cols;
-  if (ahead >= steps && following == nullptr) return;
-  const uint8_t* p = ahead < steps ? step_at<S>(packed, k, ahead) : step_at<S>(following, k, ahead - steps);
+  return ahead < steps ? step_at<S>(packed, k, ahead) : step_at<S>(following, k, ahead - steps);
+}
+template <class S> inline void prefetch_step(const uint8_t* packed, const uint8_t* following, int64_t k, int64_t step) {
+  const uint8_t* p = step_ahead<S>(packed, following, k, step);
   for (int64_t i = 0; i < S::step_bytes; i += 64) __builtin_prefetch(p + i);
 }
 
@@ -259,6 +262,7 @@ template <class Task> inline void with_steps(QType type, const Task& task) {
     case QType::Q5_1: return task(StepsSmall<PackedQ5_1>{});
     case QType::IQ4_NL: return task(Steps32<PackedIQ4NL>{});
     case QType::NVFP4: return task(StepsSmall<PackedNVFP4>{});
+    case QType::Q1_0: return task(StepsSmall<PackedQ1_0>{});
     case QType::Q2_K: return task(Steps256<PackedQ2K>{});
     case QType::Q3_K: return task(Steps256<PackedQ3K>{});
     case QType::TQ1_0: return task(StepsTernary<PackedTQ1>{});

@@ -9,9 +9,16 @@ namespace {
 
 constexpr int kBf16Tokens = 6;  // times two tiles of weights: as many sums as hide the latency, and fit in registers
 
-// C tokens from t on: adds one panel to acc.
-template <int NW, int C>
-inline void add_panel(const TileArgs* a, const uint16_t* const* weights, int64_t panel, int t) {
+// A panel of NW tiles of weights.
+template <int NW> struct WeightPanel {
+  const uint16_t* w[NW];
+  const uint8_t* following[NW];  // see Following
+};
+
+// C tokens from t on: adds one panel to acc. ASKS: weights lie in place (StepsBf16), and are asked for line by line, so
+// that requests for memory and products take turns.
+template <int NW, int C, bool ASKS>
+inline void add_panel(const TileArgs* a, const WeightPanel<NW>& weights, int64_t panel, int t) {
   const int steps = panel_steps(a->k, panel);
   const int64_t rows = a->blocks->rows;
   const uint16_t* x = a->blocks->bf16 + (panel * kPanelSteps * rows + t) * kBf16Cols;
@@ -20,26 +27,41 @@ inline void add_panel(const TileArgs* a, const uint16_t* const* weights, int64_t
   for (int w = 0; w < NW; ++w)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) sums[w][c] = panel == 0 ? zero() : load(a[w].acc + 16 * (t + c));
-  for (int s = 0; s < steps; ++s, x += rows * kBf16Cols)
+  for (int s = 0; s < steps; ++s, x += rows * kBf16Cols) {
+    const uint8_t* ahead[NW] = {};
+    if constexpr (ASKS)
+      for (int w = 0; w < NW; ++w)
+        ahead[w] = step_ahead<StepsBf16>(a[w].packed, weights.following[w], a->k, panel * kPanelSteps + s);
+#pragma GCC unroll 4
     for (int i = 0; i < 16; ++i) {
       wb line[NW];
 #pragma GCC unroll 2
-      for (int w = 0; w < NW; ++w) line[w] = load_wb(reinterpret_cast<const uint8_t*>(weights[w] + (16 * s + i) * 32));
+      for (int w = 0; w < NW; ++w) {
+        if constexpr (ASKS) __builtin_prefetch(ahead[w] + 64 * i);
+        line[w] = load_wb(reinterpret_cast<const uint8_t*>(weights.w[w] + (16 * s + i) * 32));
+      }
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c)
 #pragma GCC unroll 2
         for (int w = 0; w < NW; ++w) sums[w][c] = dot_bf16(sums[w][c], line[w], x + c * kBf16Cols + 2 * i);
     }
+  }
 #pragma GCC unroll 2
   for (int w = 0; w < NW; ++w)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) store(a[w].acc + 16 * (t + c), sums[w][c]);
 }
 
-template <int NW, int C>
-inline void add_panel_tokens(const TileArgs* a, const uint16_t* const* weights, int64_t panel, int t) {
-  for (; t + C <= a->num_tokens; t += C) add_panel<NW, C>(a, weights, panel, t);
-  if constexpr (C > 1) add_panel_tokens<NW, C - 1>(a, weights, panel, t);
+// ASKS: of the first tokens.
+template <int NW, int C, bool ASKS>
+inline void add_panel_tokens(const TileArgs* a, const WeightPanel<NW>& weights, int64_t panel, int t) {
+  if constexpr (ASKS)
+    if (t == 0 && C <= a->num_tokens) {
+      add_panel<NW, C, true>(a, weights, panel, t);
+      t += C;
+    }
+  for (; t + C <= a->num_tokens; t += C) add_panel<NW, C, false>(a, weights, panel, t);
+  if constexpr (C > 1) add_panel_tokens<NW, C - 1, ASKS>(a, weights, panel, t);
 }
 
 struct VectorProducts {
@@ -48,9 +70,12 @@ struct VectorProducts {
     Panel room;
     for (int i = first; i < first + runs * NW; i += NW)
       for (int64_t p = 0; p < panels; ++p) {
-        const uint16_t* weights[NW];
-        for (int w = 0; w < NW; ++w) weights[w] = panel_of<S>(all[i + w], following.of(i + w), p, room.w[w][0]);
-        add_panel_tokens<NW, kBf16Tokens>(all + i, weights, p, 0);
+        WeightPanel<NW> weights;
+        for (int w = 0; w < NW; ++w) {
+          weights.following[w] = following.of(i + w);
+          weights.w[w] = panel_of<S>(all[i + w], weights.following[w], p, room.w[w][0]);
+        }
+        add_panel_tokens<NW, kBf16Tokens, S::is_direct>(all + i, weights, p, 0);
       }
   }
 
@@ -58,11 +83,15 @@ struct VectorProducts {
   template <class S>
   static const uint16_t* panel_of(const TileArgs& a, const uint8_t* following, int64_t p, uint16_t* room) {
     const int64_t first = p * kPanelSteps;
-    for (int s = 0; s < panel_steps(a.k, p); ++s) {
-      if constexpr (!S::is_direct) S::unpack(a.packed, a.k, first + s, room + s * 16 * kBf16Cols);
-      prefetch_step<S>(a.packed, following, a.k, first + s);
+    if constexpr (S::is_direct) {
+      return reinterpret_cast<const uint16_t*>(step_at<S>(a.packed, a.k, first));
+    } else {
+      for (int s = 0; s < panel_steps(a.k, p); ++s) {
+        S::unpack(a.packed, a.k, first + s, room + s * 16 * kBf16Cols);
+        prefetch_step<S>(a.packed, following, a.k, first + s);
+      }
+      return room;
     }
-    return S::is_direct ? reinterpret_cast<const uint16_t*>(step_at<S>(a.packed, a.k, first)) : room;
   }
 };
 

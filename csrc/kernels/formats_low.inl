@@ -10,6 +10,7 @@
 //   Q3_K 110 B / 256: third bits hmask[32]; qs[64]; 6-bit sc[16] in 12 B; half d      w = d (sc - 32) (q - 4)
 //  TQ1_0  54 B / 256: five digits of base 3 a byte, qs[48]; four, qh[4]; half d       w = d (q - 1)
 //  TQ2_0  66 B / 256: qs[64]; half d                                                  w = d (q - 1)
+//   Q1_0  18 B / 128: half d; a bit a weight, qs[16], from the lowest up              w = d (2 q - 1)
 // They are computed with in re-laid form: packed_k2k3.inl, packed_small.inl, packed_ternary.inl.
 
 namespace {
@@ -143,6 +144,11 @@ template <class F> inline void dequantize_ternary(const uint8_t* p, float* out) 
   for (int i = 0; i < 256; ++i) out[i] = d * static_cast<float>(static_cast<int>(q[i]) - 1);
 }
 
+inline void dequantize_q1(const uint8_t* p, float* out) {
+  const float d = half_to_float(p);
+  for (int i = 0; i < 128; ++i) out[i] = (p[2 + i / 8] >> (i % 8) & 1) != 0 ? d : -d;
+}
+
 template <int COLS, int BYTES, class Block>
 inline void dequantize_blocks(const uint8_t* row, int64_t k, float* out, const Block& block) {
   for (int64_t b = 0; b < k / COLS; ++b) block(row + BYTES * b, out + COLS * b);
@@ -160,6 +166,7 @@ void dequantize_low(QType type, const uint8_t* row, int64_t k, float* out) {
     case QType::Q3_K: return dequantize_blocks<256, 110>(row, k, out, dequantize_q3k);
     case QType::TQ1_0: return dequantize_blocks<256, 54>(row, k, out, dequantize_ternary<FormatTQ1>);
     case QType::TQ2_0: return dequantize_blocks<256, 66>(row, k, out, dequantize_ternary<FormatTQ2>);
+    case QType::Q1_0: return dequantize_blocks<128, 18>(row, k, out, dequantize_q1);
     default: return;
   }
 }

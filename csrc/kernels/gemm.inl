@@ -472,7 +472,8 @@ void tile(const TileArgs& a) {
     case QType::IQ4_NL:
     case QType::TQ1_0:
     case QType::TQ2_0:
-    case QType::NVFP4: return relaid_tile(a);
+    case QType::NVFP4:
+    case QType::Q1_0: return relaid_tile(a);
     case QType::F8_E4M3: return;  // make_weight refuses it
     default: return grid_rows_tile(a);
   }

@@ -4,23 +4,31 @@
 
 namespace {
 
-// exp(x). Cody and Waite reduction x = n ln2 + r, |r| <= ln2 / 2, then a degree-6 polynomial; error below 1.5 ulp.
-// Below -87.33654 (where the result would be subnormal) it returns 0, above 88.72283 infinity; NaN gives NaN.
-inline vf exp_(vf x) {
-  const vf lo = set1(-87.33654f), hi = set1(88.72283f);
-  const vf clamped = min_(max_(x, lo), hi);  // a NaN becomes lo here and is put back below
-  // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
+// 2^(n ln2 + r) without its factor 2^n. Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, which then
+// stands in the lower bits of `shifted`.
+inline vf exp_mantissa(vf x, vf* shifted, vf* n) {
   const vf magic = set1(12582912.0f);
-  const vf n = sub(fma_(clamped, set1(1.44269504088896341f), magic), magic);
-  vf r = fma_(n, set1(-0.693359375f), clamped);
-  r = fma_(n, set1(2.12194440e-4f), r);
+  *shifted = fma_(x, set1(1.44269504088896341f), magic);
+  *n = sub(*shifted, magic);
+  vf r = fma_(*n, set1(-0.693359375f), x);
+  r = fma_(*n, set1(2.12194440e-4f), r);
   vf p = set1(1.9875691500e-4f);
   p = fma_(p, r, set1(1.3981999507e-3f));
   p = fma_(p, r, set1(8.3334519073e-3f));
   p = fma_(p, r, set1(4.1665795894e-2f));
   p = fma_(p, r, set1(1.6666665459e-1f));
   p = fma_(p, r, set1(5.0000001201e-1f));
-  const vf y = add(fma_(p, mul(r, r), r), set1(1.0f));
+  return add(fma_(p, mul(r, r), r), set1(1.0f));
+}
+
+constexpr float kLeastExponent = -87.33654f;  // below, exp(x) is subnormal
+
+// exp(x). Cody and Waite reduction x = n ln2 + r, |r| <= ln2 / 2, then a degree-6 polynomial; error below 1.5 ulp.
+// Below -87.33654 (where the result would be subnormal) it returns 0, above 88.72283 infinity; NaN gives NaN.
+inline vf exp_(vf x) {
+  const vf lo = set1(kLeastExponent), hi = set1(88.72283f);
+  vf shifted, n;
+  const vf y = exp_mantissa(min_(max_(x, lo), hi), &shifted, &n);  // a NaN becomes lo here and is put back below
   // 2^n in two factors, so that n = 128 does not overflow before the product is known.
   const vi whole = to_int(n), half = to_int(mul(n, set1(0.5f)));
   const vf scale1 = from_bits(shl<23>(addi(half, set1i(127))));
@@ -29,6 +37,15 @@ inline vf exp_(vf x) {
   result = select(less(x, lo), zero(), result);
   result = select(less(hi, x), set1(__builtin_inff()), result);
   return select(unordered(x), x, result);
+}
+
+// exp_(x), the same bits, for x <= 0 and NaN: n is added to the exponent of a result that is known to be normal.
+inline vf exp_negative(vf x) {
+  const vf lo = set1(kLeastExponent);
+  vf shifted, n;
+  const vf y = exp_mantissa(max_(x, lo), &shifted, &n);
+  const vf result = from_bits(addi(bits(y), shl<23>(bits(shifted))));
+  return select(unordered(x), x, select(less(x, lo), zero(), result));
 }
 
 inline vf abs_(vf x) { return from_bits(andi(bits(x), set1i(0x7fffffff))); }

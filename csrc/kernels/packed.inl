@@ -35,7 +35,15 @@ struct ByteTable {
   }
 };
 constexpr ByteTable kIq4Staged(kIq4Values, kSignFlip), kIq4Unsigned(kIq4Values, 0x80);
-constexpr ByteTable kMxfp4Staged(kMxfp4Values, kSignFlip), kMxfp4Signed(kMxfp4Values, 0);
+constexpr ByteTable kMxfp4Signed(kMxfp4Values, 0);
+// The same + 12: unsigned, and small enough for sums in int16. The 12 is taken out by sums of the activations.
+constexpr int kMxfp4Offset = 12;
+constexpr ByteTable make_mxfp4_unsigned() {
+  ByteTable table = kMxfp4Signed;
+  for (uint8_t& value : table.v) value = static_cast<uint8_t>(value + kMxfp4Offset);
+  return table;
+}
+constexpr ByteTable kMxfp4Unsigned = make_mxfp4_unsigned();
 
 // ---- what differs between the formats of 256 ----
 
@@ -102,9 +110,14 @@ template <class P, int I, int PARTS> inline void prefetch_ahead(const uint8_t* p
     prefetch_line(p + kAheadPacked + 64 * (lines * g + l));
 }
 
+// Lines ask for what is kAheadPacked behind them, which leaves out as much as the head is long.
+inline void prefetch_head(const uint8_t* tile, int64_t bytes) {
+  for (int64_t o = 0; o < bytes; o += 64) prefetch_line(tile + o + kAheadPacked);
+}
+
 template <class P> inline const uint8_t* first_block(const uint8_t* tile, int64_t blocks) {
   const int64_t head = P::F::has_min ? 0 : head_bytes(blocks);
-  for (int64_t o = 0; o < head; o += 64) prefetch_line(tile + o + kAheadPacked);
+  prefetch_head(tile, head);
   return tile + head;
 }
 
@@ -186,57 +199,6 @@ template <class P, int C> void packed256_few(const TileArgs& a, int t) {
   for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
 }
 
-// ---- super-blocks of signed values: IQ4_XS ----
-
-template <int C> void packed_signed_few(const TileArgs& a, int t) {
-  using P = PackedIQ4XS;
-  const int64_t blocks = a.k / 256;
-  const uint8_t* p = first_block<P>(a.packed, blocks);
-  const int8_t* y[C];
-  const float* da[C];
-  const int16_t* sums[C];
-  vf acc[C];
-  for (int c = 0; c < C; ++c) {
-    const int64_t row = token_row(a, t + c);
-    y[c] = a.act.q + row * a.act.ldq;
-    da[c] = a.act.d + row * a.act.ldd;
-    sums[c] = a.act.sums + row * a.act.lds + 16;
-    acc[c] = load(a.acc + (t + c) * 16);
-  }
-  for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
-    vi total[C];
-#pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) total[c] = set1i(0);
-    for (int g = 0; g < 4; ++g) {
-      const vi pair = load_scales<P>(p, g);
-      for (int half = 0; half < 2; ++half) {  // the low nibbles of 8 lines, then the high ones
-        vi isum[C];
-#pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c][2 * g + half]);
-#pragma GCC unroll kStepUnroll
-        for (int i = 0; i < 8; ++i) {
-          const uint8_t* at = p + P::lines + 64 * (8 * g + i);
-          if (half == 0) prefetch_line(at + kAheadPacked);
-          const wb line = load_wb(at), w = lookup16(half == 0 ? low_nibbles(line) : high_nibbles(line), kIq4Staged.v);
-#pragma GCC unroll 16
-          for (int c = 0; c < C; ++c) isum[c] = sdot(isum[c], w, y[c] + 4 * (16 * g + 8 * half + i));
-        }
-        const vi scale = half == 0 ? lane_scale_low(pair) : lane_scale_high(pair);
-#pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) total[c] = add_times(total[c], isum[c], scale);
-      }
-    }
-    const vf d = block_d(a.packed, b);
-#pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) {
-      acc[c] = add(acc[c], mul(mul(d, set1(da[c][b])), to_float(total[c])));
-      y[c] += 256;
-      sums[c] += kSumsPerSuper;
-    }
-  }
-  for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
-}
-
 template <class P, int I> inline void stage_group(const uint8_t* p, int g, uint8_t* w) {
   if constexpr (I < 8) {
     const wb line = group_line<P>(p, g, I);
@@ -302,20 +264,20 @@ struct PackedQ4_0 {
     return room;
   }
 };
+// Computed with in packed_small.inl.
 struct PackedMXFP4 {
-  struct F {
-    static constexpr int bytes = 17, offset = kSignFlip;
-    static constexpr bool is_signed = true;
-  };
+  struct F { static constexpr int bytes = 17; };
   static constexpr int64_t bytes = 256;
-  static constexpr bool is_tile_signed = true;
-  static constexpr int tile_offset = 0;
+  static constexpr bool has_min = false, has_fifth = false, is_tile_signed = true, is_halved = false;
+  static constexpr int sum_steps = kNarrowSums ? 4 : 8;  // 4 * 2 * 24 * 127 fits in an int16
+  static constexpr int tile_offset = kMxfp4Offset;       // of the vector kernels
   static int64_t head(int64_t blocks) { return (blocks * 16 + kHeadAlign - 1) / kHeadAlign * kHeadAlign; }
+  // As half_of_e8m0: of e < 2 the second term is the larger one, and has the bits of the subnormal number.
   static vf scale(const uint8_t* tile, int64_t b) {
-    alignas(64) float d[16];
-    for (int r = 0; r < 16; ++r) d[r] = half_of_e8m0(tile[16 * b + r]);
-    return load(d);
+    const vi e = andi(load_s8(tile + 16 * b), set1i(255));
+    return from_bits(maxi(shl<23>(subi(e, set1i(1))), shl<21>(addi(e, set1i(1)))));
   }
+  static vf minimum(const uint8_t*, int64_t) { return zero(); }
   static void look_up(const uint8_t* p, const uint8_t* table, wb* steps) {
     for (int i = 0; i < 4; ++i) {
       const wb line = load_wb(p + 64 * i);
@@ -323,7 +285,7 @@ struct PackedMXFP4 {
       steps[4 + i] = lookup16(high_nibbles(line), table);
     }
   }
-  static void unpack(const uint8_t* p, wb* steps) { look_up(p, kMxfp4Staged.v, steps); }
+  static void unpack(const uint8_t* p, wb* steps) { look_up(p, kMxfp4Unsigned.v, steps); }
   static const uint8_t* tile_lines(const uint8_t* p, uint8_t* room) {
     wb steps[8];
     look_up(p, kMxfp4Signed.v, steps);
@@ -336,6 +298,7 @@ template <class P, int C> void packed32_few(const TileArgs& a, int t) {
   using F = typename P::F;
   const int64_t blocks = a.k / 32;
   const uint8_t* p = a.packed + P::head(blocks);
+  prefetch_head(a.packed, P::head(blocks));
   const int8_t* y[C];
   const float* da[C];
   const int16_t* sums[C];
@@ -380,6 +343,7 @@ template <class P, int C> void packed32_few(const TileArgs& a, int t) {
 template <class P> void packed32_many(const TileArgs& a) {
   const int64_t blocks = a.k / 32;
   const uint8_t* p = a.packed + P::head(blocks);
+  prefetch_head(a.packed, P::head(blocks));
   QuantStage st;
   for (int64_t first = 0; first < blocks; first += 8) {
     const int count = static_cast<int>(blocks - first < 8 ? blocks - first : 8);
@@ -398,6 +362,7 @@ template <class P> void packed32_many(const TileArgs& a) {
 constexpr int kFewPacked = 2 * kPackedTokens;
 
 template <class P, int C> void narrow256_few(const TileArgs& a, int t);  // narrow.inl, for kNarrowSums
+template <int C> void packed_signed_few(const TileArgs& a, int t);       // packed_signed.inl
 
 template <class P> struct Few256 {
   template <int C> static void run(const TileArgs& a, int t) {
@@ -454,7 +419,6 @@ void packed_tile(const TileArgs& a) {
   switch (a.type) {
     case QType::Q8_0: return packed32_tile<PackedQ8_0>(a);
     case QType::Q4_0: return packed32_tile<PackedQ4_0>(a);
-    case QType::MXFP4: return packed32_tile<PackedMXFP4>(a);
     case QType::Q4_K: return packed256_tile<PackedQ4K>(a);
     case QType::Q5_K: return packed256_tile<PackedQ5K>(a);
     case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
@@ -468,7 +432,9 @@ void packed_tile(const TileArgs& a) {
     case QType::IQ4_NL:
     case QType::TQ1_0:
     case QType::TQ2_0:
-    case QType::NVFP4: return low_tile(a);
+    case QType::MXFP4:
+    case QType::NVFP4:
+    case QType::Q1_0: return low_tile(a);
     default: return packed_grid_tile(a);  // make_packed refuses the others
   }
 }

@@ -62,6 +62,7 @@ template <bool IS_BYTE, bool HAS_ZERO> struct FewGroups {
     using P = typename GroupCodes<IS_BYTE>::P;
     const GroupHead head(a);
     const uint8_t* p = head.lines;
+    prefetch_head(a.packed, p - a.packed);
     const int8_t* y[C];
     const float* da[C];
     const int16_t* sums[C];
@@ -155,6 +156,7 @@ template <bool IS_BYTE, bool HAS_ZERO> void group_tile(const TileArgs& a) {
   const GroupHead head(a);
   const int64_t blocks = a.k / 32;
   const uint8_t* p = head.lines;
+  prefetch_head(a.packed, p - a.packed);
   QuantStage st;
   for (int64_t first = 0; first < blocks; first += 8) {
     const int count = static_cast<int>(blocks - first < 8 ? blocks - first : 8);
@@ -172,50 +174,15 @@ template <bool IS_BYTE, bool HAS_ZERO> void group_tile(const TileArgs& a) {
 
 // ---- NVFP4 ----
 
-// Twice the value + 12, so that sums are those of unsigned numbers; the 12 is taken out by sums of the activations.
-constexpr ByteTable make_e2m1_table() {
-  ByteTable table(kMxfp4Values, 0);
-  for (int i = 0; i < 16; ++i) table.v[i] = static_cast<uint8_t>(kMxfp4Values[i] + 12);
-  return table;
-}
-constexpr ByteTable kE2m1Unsigned = make_e2m1_table();
-
-struct FewNvfp4 {
-  template <int C> static void run(const TileArgs& a, int t) {
-    const uint8_t *scales = a.packed + 64, *p = a.packed + kNvfp4.tile_head(a.k);
-    const vf numbers = load(reinterpret_cast<const float*>(a.packed));
-    const int8_t* y[C];
-    const float* da[C];
-    const int16_t* sums[C];
-    vf acc[C];
-    for (int c = 0; c < C; ++c) {
-      const int64_t row = token_row(a, t + c);
-      y[c] = a.act.q + row * a.act.ldq;
-      da[c] = a.act.d + row * a.act.ldd;
-      sums[c] = a.act.sums + row * a.act.lds;
-      acc[c] = load(a.acc + (t + c) * 16);
-    }
-    for (int64_t b = 0; b < a.k / 32; ++b, p += 256, scales += 32) {
-      for (int64_t o = 0; o < 256; o += 64) prefetch_line(p + o + kAheadPacked);
-      wb steps[8];
-      PackedMXFP4::look_up(p, kE2m1Unsigned.v, steps);
-      vf d[2];
-      fp8_pair(scales, d, d + 1);
-      for (int c = 0; c < C; ++c) {
-        int first = 0;
-        for (int i = 0; i < 16; ++i) first += y[c][32 * b + i];
-        const int part[2] = {first, sums[c][kSumsPerBlock * b] - first};
-        for (int half = 0; half < 2; ++half) {
-          uacc u = uacc_zero();  // at most 4 * 2 * 24 * 127 in an int16
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) u = udot(u, steps[4 * half + i], y[c] + 32 * b + 16 * half + 4 * i);
-          const vi isum = flush(set1i(-12 * part[half]), u);
-          acc[c] = add(acc[c], mul(mul(mul(d[half], numbers), set1(da[c][b])), to_float(isum)));
-        }
-      }
-    }
-    for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+// Blocks of 32 columns as those of packed_small.inl, whose scales are multiplied with the number of their row.
+struct PackedNvfp4Group : PackedNVFP4 {
+  static int64_t head(int64_t blocks) { return kNvfp4.tile_head(32 * blocks); }
+  static vf scale(const uint8_t* tile, int64_t b, int half = 0) {
+    vf first, second;
+    fp8_pair(tile + 64 + 32 * b, &first, &second);
+    return mul(half == 0 ? first : second, load(reinterpret_cast<const float*>(tile)));
   }
+  static vf minimum(const uint8_t* tile, int64_t b) { return scale(tile, b, 1); }
 };
 
 // ---- FP8 ----
@@ -239,7 +206,7 @@ void grouped_tile(const TileArgs& a) {
     case CodeKind::I4: return form.has_zero ? group_tile<false, true>(a) : group_tile<false, false>(a);
     case CodeKind::I8: return form.has_zero ? group_tile<true, true>(a) : group_tile<true, false>(a);
     case CodeKind::F8: return fp8_blocks_tile(a, Fp8Groups(a));
-    case CodeKind::E2M1: return in_few_parts<FewNvfp4>(a);
+    case CodeKind::E2M1: return small_tile<PackedNvfp4Group>(a);
   }
 }
 

@@ -6,14 +6,17 @@
 //   Q5_0    a head of halves d; 4 lines as Q4_0, a line of fifth bits                       22 B
 //   Q5_1    a head as Q4_1; lines as Q5_0                                                   24 B
 //   NVFP4   a head of 16 pairs of bytes UE4M3 for every block; 4 lines as Q4_0              36 B in 64 columns
+//   Q1_0    a head of halves d for every 128 columns; a line of bits as those of Q5_0       18 B in 128 columns
 //
 // Fifth bits: bit i is that of step i. NVFP4's scales have 7 bits; the first of a pair and the low nibbles are those of
 // the first 16 columns.
 //
-// IQ4_NL and Q5_0 are (2) of gemm.inl. Of the others an output sees, for every block, ascending:
+// IQ4_NL, Q5_0 and Q1_0 are (2) of gemm.inl, the latter with q = 1 or -1. Of the others an output sees, for every
+// block, ascending:
 //   Q4_1, Q5_1  isum = sum q[k] a[k];            acc = acc + (d * da) * float(isum)
 //               asum = sum a[k];                 acc = acc + (m * da) * float(asum)
 //   NVFP4       as (2) for 16 columns, then for the other 16
+// MXFP4, of packed.inl, is computed with here too: values + 12 need no signs.
 
 namespace {
 
@@ -82,7 +85,7 @@ using PackedQ5_1 = PackedAffine<24, true, true>;
 struct PackedNVFP4 {
   static constexpr int64_t bytes = 256;
   static constexpr bool has_min = false, has_fifth = false, is_tile_signed = true, is_halved = true;
-  static constexpr int tile_offset = 0, value_offset = 12;  // of the table below
+  static constexpr int tile_offset = 0;
   static int64_t head(int64_t blocks) { return 32 * blocks; }
   // Of columns 32 b .. + 15, and of the other 16. fp8_pair gives 256ths, of twice what the table wants.
   static vf scale(const uint8_t* tile, int64_t b, int half = 0) {
@@ -91,10 +94,7 @@ struct PackedNVFP4 {
     return mul(half == 0 ? first : second, set1(128.0f));
   }
   static vf minimum(const uint8_t* tile, int64_t b) { return scale(tile, b, 1); }
-  static void unpack(const uint8_t* p, wb* steps) {
-    static constexpr uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    PackedMXFP4::look_up(p, table, steps);
-  }
+  static void unpack(const uint8_t* p, wb* steps) { PackedMXFP4::unpack(p, steps); }
   // Two tiles, each with one half of the columns and zeros.
   static void tile_halves(const uint8_t* p, uint8_t* first, uint8_t* second) {
     wb steps[8];
@@ -110,6 +110,28 @@ struct PackedNVFP4 {
     const uint8_t* p = row + b / 2 * 36;
     nvfp4_codes(p, b % 2, codes);
     for (int half = 0; half < 2; ++half) tile[32 * b + 2 * r + half] = nvfp4_scale(p[2 * (b % 2) + half]);
+  }
+};
+
+struct PackedQ1_0 {
+  static constexpr int64_t bytes = 64;
+  static constexpr bool has_min = false, has_fifth = false, is_tile_signed = false, is_halved = false;
+  static constexpr int tile_offset = 1, sum_steps = 8;
+  static int64_t head(int64_t blocks) { return head_bytes(blocks / 4); }
+  static vf scale(const uint8_t* tile, int64_t b) { return block_d(tile, b / 4); }
+  static vf minimum(const uint8_t*, int64_t) { return zero(); }
+  // Twice the bits: 0 or 2.
+  template <int I = 0> static void unpack(const uint8_t* p, wb* steps) {
+    if constexpr (I < 8) {
+      steps[I] = move_bits<I, 1>(load_wb(p), 1);
+      unpack<I + 1>(p, steps);
+    }
+  }
+  static const uint8_t* tile_lines(const uint8_t* p, uint8_t* room) {
+    wb steps[8];
+    unpack(p, steps);
+    for (int i = 0; i < 8; ++i) store_wb(room + 64 * i, steps[i]);
+    return room;
   }
 };
 
@@ -155,13 +177,13 @@ inline void add_small(const Step& step, vf dw, vf mw, int64_t b, SmallTokens<C>&
   vi isum[C];
   if constexpr (P::is_halved) {
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) isum[c] = set1i(-P::value_offset * tokens.sums[c][kSumsPerBlock * b + 1]);
+    for (int c = 0; c < C; ++c) isum[c] = set1i(-kMxfp4Offset * tokens.sums[c][kSumsPerBlock * b + 1]);
     add_steps<C, 0, 4>(step, tokens, b, isum);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       const int16_t* sums = tokens.sums[c] + kSumsPerBlock * b;
       tokens.acc[c] = add(tokens.acc[c], mul(mul(dw, set1(tokens.d[c][b])), to_float(isum[c])));
-      isum[c] = set1i(-P::value_offset * (sums[0] - sums[1]));
+      isum[c] = set1i(-kMxfp4Offset * (sums[0] - sums[1]));
     }
     add_steps<C, 4, 4>(step, tokens, b, isum);
 #pragma GCC unroll 16
@@ -186,7 +208,7 @@ inline void add_small(const Step& step, vf dw, vf mw, int64_t b, SmallTokens<C>&
 template <class P, int C> void small_few(const TileArgs& a, int t) {
   const int64_t blocks = a.k / 32;
   const uint8_t* p = a.packed + P::head(blocks);
-  for (int64_t o = 0; o < P::head(blocks); o += 64) prefetch_line(a.packed + o + kAheadPacked);
+  prefetch_head(a.packed, P::head(blocks));
   SmallTokens<C> tokens(a, t, 0);
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
 #pragma GCC unroll 5
@@ -213,6 +235,7 @@ template <class P, int C> void small_tokens(const TileArgs& a, const QuantStage&
 template <class P> void small_many(const TileArgs& a) {
   const int64_t blocks = a.k / 32;
   const uint8_t* p = a.packed + P::head(blocks);
+  prefetch_head(a.packed, P::head(blocks));
   QuantStage st;
   for (int64_t first = 0; first < blocks; first += 8) {
     const int count = static_cast<int>(blocks - first < 8 ? blocks - first : 8);
@@ -261,6 +284,30 @@ template <class P> void pack_tile_small(const uint8_t* const* rows, int64_t k, u
   }
 }
 
+// Bits i, i + 4, .. i + 28 of a word, side by side.
+inline uint32_t every_fourth(uint32_t word, int i) {
+  uint32_t x = word >> i & 0x11111111u;
+  x = (x | x >> 3) & 0x03030303u;
+  x = (x | x >> 6) & 0x000f000fu;
+  return (x | x >> 12) & 0xffu;
+}
+
+void pack_tile_q1(const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  const int64_t blocks = k / 128, head = head_bytes(blocks);
+  std::memset(out, 0, static_cast<size_t>(head));
+  for (int r = 0; r < 16; ++r)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint8_t* p = rows[r] + 18 * b;
+      std::memcpy(out + 32 * b + 2 * r, p, 2);
+      for (int part = 0; part < 4; ++part) {  // of 32 columns, column c being in bit c
+        uint32_t word = 0;
+        for (int i = 0; i < 4; ++i) word |= static_cast<uint32_t>(p[2 + 4 * part + i]) << (8 * i);
+        uint8_t* line = out + head + 64 * (4 * b + part) + 4 * r;
+        for (int i = 0; i < 4; ++i) line[i] = static_cast<uint8_t>(every_fourth(word, i));
+      }
+    }
+}
+
 // ---- the types of formats_low.inl ----
 
 // Adds to a.acc, as packed_tile.
@@ -270,7 +317,9 @@ void low_tile(const TileArgs& a) {
     case QType::Q5_0: return small_tile<PackedQ5_0>(a);
     case QType::Q5_1: return small_tile<PackedQ5_1>(a);
     case QType::IQ4_NL: return packed32_tile<PackedIQ4NL>(a);
+    case QType::MXFP4: return small_tile<PackedMXFP4>(a);
     case QType::NVFP4: return small_tile<PackedNVFP4>(a);
+    case QType::Q1_0: return small_tile<PackedQ1_0>(a);
     case QType::Q2_K: return packed256_tile<PackedQ2K>(a);
     case QType::Q3_K: return packed256_tile<PackedQ3K>(a);
     case QType::TQ1_0: return ternary_tile<PackedTQ1>(a);
@@ -286,6 +335,7 @@ void pack_low_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* o
     case QType::Q5_1: return pack_tile_small<PackedQ5_1>(rows, k, out);
     case QType::IQ4_NL: return pack_tile32<PackedIQ4NL>(rows, k, out);
     case QType::NVFP4: return pack_tile_small<PackedNVFP4>(rows, k, out);
+    case QType::Q1_0: return pack_tile_q1(rows, k, out);
     case QType::Q2_K: return pack_tile_k2k3<PackedQ2K>(rows, k, out);
     case QType::Q3_K: return pack_tile_k2k3<PackedQ3K>(rows, k, out);
     case QType::TQ1_0: return pack_tile_ternary<PackedTQ1>(rows, k, out);

@@ -104,6 +104,7 @@ template <class P, int C, int H> inline void ternary_half(const uint8_t* p, cons
 template <class P, int C> void ternary_few(const TileArgs& a, int t) {
   const int64_t blocks = a.k / 256;
   const uint8_t* p = a.packed + head_bytes(blocks);
+  prefetch_head(a.packed, head_bytes(blocks));
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
     const int8_t* y[C];
     const int16_t* sums[C];
@@ -171,6 +172,7 @@ template <class P> inline void stage_ternary(const uint8_t* p, uint8_t* w) {
 template <class P> void ternary_many(const TileArgs& a) {
   const int64_t blocks = a.k / 256;
   const uint8_t* p = a.packed + head_bytes(blocks);
+  prefetch_head(a.packed, head_bytes(blocks));
   QuantStage st;
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
     for (int64_t o = 0; o < P::bytes; o += 64) prefetch_line(p + o + kAheadPacked);

@@ -135,7 +135,8 @@ void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) 
     case QType::IQ4_NL:
     case QType::TQ1_0:
     case QType::TQ2_0:
-    case QType::NVFP4: return pack_low_tile(type, rows, k, out);
+    case QType::NVFP4:
+    case QType::Q1_0: return pack_low_tile(type, rows, k, out);
     default: return pack_grid(type, rows, k, out);
   }
 }
@@ -154,6 +155,7 @@ inline BlockSize relaid_block(QType type) {
     case QType::TQ1_0: return {256, 54};
     case QType::TQ2_0: return {256, 66};
     case QType::NVFP4: return {64, 36};
+    case QType::Q1_0: return {128, 18};
     default: return {32, 17};  // MXFP4
   }
 }

@@ -194,7 +194,8 @@ void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
     case QType::IQ4_NL:
     case QType::TQ1_0:
     case QType::TQ2_0:
-    case QType::NVFP4: return dequantize_low(type, row, k, out);
+    case QType::NVFP4:
+    case QType::Q1_0: return dequantize_low(type, row, k, out);
     default: {
       const int64_t bytes = type == QType::Q4_K ? 144 : type == QType::Q5_K ? 176 : 210;
       for (int64_t b = 0; b < k / 256; ++b) dequantize_k(type, row + bytes * b, out + 256 * b);

@@ -10,6 +10,8 @@ namespace kt {
 namespace {
 
 constexpr int kMaxHeads = 16;                        // query heads of a unit
+constexpr int kFewQueries = 48;                      // of a unit where more would leave threads without work
+constexpr int kUnitsPerThread = 8;                   // rows see more the later they are: many units even that out
 constexpr int64_t kMaxPartials = int64_t{32} << 20;  // floats that spans run in parallel may hold until they are merged
 
 // Neighbouring rows of one sequence, neighbouring query heads of one KV head.
@@ -19,11 +21,21 @@ struct Unit {
   int64_t begin, end;  // positions that any of its rows sees, begin rounded down to a span
 };
 
+// Rows of a unit: all of them share the reading of keys and values.
+int64_t rows_of_unit(const AttentionArgs& a, int heads, int64_t units_per_row, int threads) {
+  int queries = kMaxQueries;
+  const auto units = [&] { return a.num_rows * units_per_row / (queries / heads); };
+  while (threads > 1 && queries > kFewQueries && units() < int64_t{kUnitsPerThread} * threads) queries /= 2;
+  return queries / heads;
+}
+
 Span<Unit> make_units(WorkerPool::Session& session, const AttentionArgs& a) {
   const int group = a.num_heads / a.num_kv_heads, heads = std::min(group, kMaxHeads);
-  Span<Unit> units = {session.scratch<Unit>(a.num_rows * a.num_kv_heads * ((group + heads - 1) / heads)), 0};
+  const int64_t units_per_row = int64_t{a.num_kv_heads} * ((group + heads - 1) / heads);
+  const int64_t rows = rows_of_unit(a, heads, units_per_row, session.num_threads());
+  Span<Unit> units = {session.scratch<Unit>(a.num_rows * units_per_row), 0};
   for (int64_t row = 0; row < a.num_rows;) {
-    const int64_t limit = std::min(a.num_rows, row + kMaxQueries / heads);
+    const int64_t limit = std::min(a.num_rows, row + rows);
     int64_t next = row, begin = INT64_MAX, end = 0;
     for (; next < limit && a.seq_ids[next] == a.seq_ids[row]; ++next) {
       const int64_t len = a.kv_lens[next];
@@ -164,7 +176,7 @@ void attention(WorkerPool& pool, const AttentionArgs& args) {
   for (const Unit& u : units) {
     longest = std::max(longest, u.end - u.begin);
     op.add_bytes(std::max<int64_t>(0, u.end - u.begin) * position);
-    partials += ((u.end - u.begin) / kPositionSplit + 1) * partial_size(kMaxQueries, args.dim_v);
+    partials += ((u.end - u.begin) / kPositionSplit + 1) * partial_size(int64_t{u.num_rows} * u.num_heads, args.dim_v);
   }
   const bool enough_units = units.count >= 4 * session.num_threads();
   if (enough_units || session.num_threads() == 1 || longest <= kPositionSplit || partials > kMaxPartials)

@@ -66,7 +66,10 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
     const int64_t row_tiles = (part.weight.rows + kTileRows - 1) / kTileRows;
     // Tiles share the activations that they gather, unless that would leave threads without work.
     const int64_t enough = int64_t{4} * kTileGroup * session.num_threads();
-    const int64_t group = chunk >= kGroupedTokens && row_tiles * chunks >= enough ? kTileGroup : 1;
+    const int64_t group = chunk < kGroupedTokens
+                              ? few_tiles(part.weight.tile_bytes, is_bf16, row_tiles, session.num_threads())
+                          : row_tiles * chunks >= enough ? kTileGroup
+                                                         : 1;
     const int64_t groups = (row_tiles + group - 1) / group;
     PartTasks& job = jobs[jobs.count++];
     job = {&part, is_bf16, row_tiles, group, groups, tasks, {}};

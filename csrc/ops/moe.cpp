@@ -136,16 +136,17 @@ constexpr int64_t kMergedTokens = 32;  // up to here whoever finishes a part of 
 // the part, instead of a job of its own for that: handing a job over costs microseconds.
 class Countdown {
  public:
-  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks)
-      : left_(session.scratch<std::atomic<int64_t>>(parts)) {
-    for (int64_t i = 0; i < parts; ++i) new (left_ + i) std::atomic<int64_t>(tasks);
+  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks) : left_(session.scratch<Line>(parts)) {
+    for (int64_t i = 0; i < parts; ++i) new (left_ + i) Line{{tasks}};
   }
   bool finishes(int64_t part, int64_t tasks) const {
-    return left_[part].fetch_sub(tasks, std::memory_order_acq_rel) == tasks;
+    return left_[part].count.fetch_sub(tasks, std::memory_order_acq_rel) == tasks;
   }
 
  private:
-  std::atomic<int64_t>* left_;
+  // A line of its own, so that threads at different parts do not take it from one another.
+  struct alignas(64) Line { std::atomic<int64_t> count; };
+  Line* left_;
 };
 
 // One call of the layer for one chunk of tokens.
@@ -335,8 +336,10 @@ class MoeRun {
     outputs_ = session_.scratch<float>(pairs() * hidden);
     const bool is_streamed =
         pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
-    const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, sorted_.chunks,
-                          session_.num_nodes());
+    const int64_t tiles = (hidden + kTileRows - 1) / kTileRows;
+    const int64_t few = few_tiles(down_.experts.empty() ? 0 : down_.view(0).tile_bytes, down_input_.is_bf16,
+                                  tiles * sorted_.chunks, session_.num_threads());
+    const TileTasks tasks(tiles, is_grouped_ ? kTileGroup : few, sorted_.chunks, session_.num_nodes());
     const Countdown left(session_, tasks.tiles, sorted_.chunks);
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
@@ -357,8 +360,10 @@ class MoeRun {
           stream_rows(acc[j], c.count, to, hidden);
         else
           copy_rows(acc[j], c.count, lanes, to, hidden);
-        if (is_merged && left.finishes(task.tile + j, 1))
-          for (int64_t t = 0; t < combining_.tokens; ++t) combine(t, first, lanes);
+      }
+      if (is_merged && left.finishes(task.tile, 1)) {
+        const int64_t first = task.tile * kTileRows, cols = std::min<int64_t>(task.count * kTileRows, hidden - first);
+        for (int64_t t = 0; t < combining_.tokens; ++t) combine(t, first, cols);
       }
     });
   }

@@ -29,6 +29,13 @@ void run_tiles(const KernelTable& kernels, const TileArgs* args, int count) {
   }
 }
 
+int64_t few_tiles(int64_t tile_bytes, bool is_bf16, int64_t num_tiles, int num_threads) {
+  constexpr int64_t kTaskBytes = 24 << 10, kTasksOfThread = 8;
+  if (tile_bytes == 0) return 1;  // rows in block layout
+  const int64_t enough = std::max<int64_t>(kTaskBytes / tile_bytes, is_bf16 ? 2 : 1);
+  return std::max<int64_t>(1, std::min({enough, int64_t{kTileGroup}, num_tiles / (kTasksOfThread * num_threads)}));
+}
+
 TileTasks::TileTasks(int64_t num_tiles, int64_t group_size, int64_t chunks, int num_nodes)
     : tiles(num_tiles), group(group_size), nodes(num_nodes) {
   ends.count = nodes;

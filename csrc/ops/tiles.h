@@ -12,6 +12,10 @@ void run_tiles(const KernelTable& kernels, const TileArgs* args, int count);
 constexpr int kTileGroup = 4;          // tiles that one task computes when there are enough tokens to share
 constexpr int64_t kGroupedTokens = 8;  // from here on
 
+// Tiles of `tile_bytes` that a task computes of few tokens: as many as pay for handing it out, while threads have tasks
+// to share. Of bf16 two at least: the sums of one would wait for one another.
+int64_t few_tiles(int64_t tile_bytes, bool is_bf16, int64_t num_tiles, int num_threads);
+
 // Groups of tiles of 16 rows for every chunk of tokens. Tiles are spread over the nodes of the machine in order, as
 // `pack` lays them out; tasks of one node are neighbours.
 struct TileTasks {

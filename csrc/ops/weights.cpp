@@ -51,6 +51,7 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
     case QType::TQ1_0: return head + blocks * 832;
     case QType::TQ2_0: return head + blocks * 1024;
     case QType::NVFP4: return blocks * 576;
+    case QType::Q1_0: return head + blocks * 256;
     case QType::Q8_0: return head + blocks * 512;
     case QType::Q4_0: return head + blocks * 256;
     case QType::Q4_K: return blocks * 2368;

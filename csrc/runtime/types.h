@@ -40,6 +40,7 @@ enum class QType : int32_t {
   TQ2_0 = 35,
   MXFP4 = 39,
   NVFP4 = 40,
+  Q1_0 = 41,
   F8_E4M3 = 1000
 };
 
@@ -176,7 +177,7 @@ struct AttentionSpan {
   int64_t begin, end;  // absolute positions
 };
 
-constexpr int kMaxQueries = 48;      // rows times heads of a span
+constexpr int kMaxQueries = 192;     // rows times heads of a span
 constexpr int kPositionTile = 64;    // positions between two updates of the running maximum
 constexpr int kPositionSplit = 512;  // positions of one span; spans are merged in ascending order
 

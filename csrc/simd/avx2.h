@@ -14,7 +14,8 @@ constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can o
 constexpr uint8_t kSignFlip = 0;
 constexpr int kFloatTokens = 3, kQuantTokens = 4, kPackedTokens = 5, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
 constexpr int kScanVectors = 1, kScanTokens = 2;
-constexpr int kStepUnroll = 8;  // of loops over the steps of a block
+constexpr int kStepUnroll = 8;    // of loops over the steps of a block
+constexpr int kPairedTokens = 1;  // see avx512.h
 
 struct vf { __m256 a, b; };
 struct vi { __m256i a, b; };

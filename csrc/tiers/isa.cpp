@@ -100,7 +100,7 @@ const std::vector<QTypeInfo>& qtype_infos() {
       {QType::Q2_K, "Q2_K", 256, 84, ActForm::Q256},       {QType::Q3_K, "Q3_K", 256, 110, ActForm::Q256},
       {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32},     {QType::TQ1_0, "TQ1_0", 256, 54, ActForm::Q256},
       {QType::TQ2_0, "TQ2_0", 256, 66, ActForm::Q256},     {QType::NVFP4, "NVFP4", 64, 36, ActForm::Q32},
-      {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float},
+      {QType::Q1_0, "Q1_0", 128, 18, ActForm::Q32},        {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float},
   };
   return infos;
 }

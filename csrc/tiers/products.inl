@@ -7,6 +7,7 @@
 #include "kernels/gemm.inl"
 #include "kernels/packed.inl"
 #include "kernels/narrow.inl"
+#include "kernels/packed_signed.inl"
 #include "kernels/packed_grid.inl"
 #include "kernels/packing.inl"
 #include "kernels/packed_k2k3.inl"

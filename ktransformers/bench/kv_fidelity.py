@@ -15,11 +15,12 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.generate import SequenceRunner
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.engine.session import Session
 from ktransformers.models.synthetic_shapes import find_shape
 
-__all__ = ["FidelityWork", "bench_fidelity", "divergences"]
+__all__ = ["FidelityWork", "bench_fidelity", "divergences", "logits_of", "own_text"]
 
 _CHUNK = 256
 _FIRST_TOKENS = 8
@@ -62,8 +63,8 @@ def bench_fidelity(work: FidelityWork) -> Record:
     exact = replace(work.config, kv_type="fp32", use_cuda=False, cache_lens=work.num_tokens)
     engine = _built(work, exact)
     try:
-        text = _own_text(engine, work.num_tokens)
-        want = _logits(engine, text)
+        text = own_text(engine, work.num_tokens)
+        want = logits_of(engine.runner, text)
         report: Record = {"machine": describe_machine(engine.runner.pool), "model": engine.description}
     finally:
         engine.close()
@@ -71,7 +72,7 @@ def bench_fidelity(work: FidelityWork) -> Record:
     for kv_type in work.kv_types:
         engine = _built(work, replace(work.config, kv_type=kv_type, cache_lens=work.num_tokens))
         try:
-            got = _logits(engine, text)
+            got = logits_of(engine.runner, text)
             nbytes = PagedCache.size(engine.runner.cache.shapes, 1)
         finally:
             engine.close()
@@ -91,18 +92,18 @@ def _built(work: FidelityWork, config: EngineConfig) -> Engine:
     return build_engine(config, opened=opened)
 
 
-def _own_text(engine: Engine, num_tokens: int) -> list[int]:
+def own_text(engine: Engine, num_tokens: int, seed: int = 1) -> list[int]:
     """Tokens that the model draws by its probabilities, behind a few random ones."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     first = torch.randint(0, engine.runner.vocab_size, (_FIRST_TOKENS,), generator=generator).tolist()
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=num_tokens - _FIRST_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, seed=seed, max_tokens=num_tokens - _FIRST_TOKENS, ignore_eos=True)
     return first + [event.token_id for event in Session(engine.runner, chunk_size=_CHUNK).generate(first, params)]
 
 
-def _logits(engine: Engine, text: Sequence[int]) -> torch.Tensor:
-    """fp32 [T, V]."""
+def logits_of(runner: SequenceRunner, text: Sequence[int]) -> torch.Tensor:
+    """What follows each token of a text, fp32 [T, V]."""
     found = []
     for start in range(0, len(text), _CHUNK):
         chunk = text[start : start + _CHUNK]
-        found.append(engine.runner.forward(chunk, start, range(len(chunk))).cpu())
+        found.append(runner.forward(chunk, start, range(len(chunk))).cpu())
     return torch.cat(found)

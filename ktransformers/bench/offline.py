@@ -53,6 +53,7 @@ _COLUMNS = (
     Column("distinct_experts", 8, ".1f", "experts"),
     Column("even_experts", 8, ".1f", "if even"),
 )
+_HOT_COLUMN = Column("hot_percent", 7, ".1f", "% hot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class OfflineWork:
 
     synthetic: random weights in this shape instead of the config's model, with `layers` of its layers; None: as many as
     fit into memory. peers: of "llama.cpp", measured in turns with ours on the same GGUF file, everything on the GPU but
-    the routed experts that our plan leaves to the CPU.
+    the routed experts that our plan leaves to the CPU. routing: how tokens of a synthetic model choose experts.
     """
 
     config: EngineConfig
@@ -72,6 +73,7 @@ class OfflineWork:
     synthetic: str | None = None
     layers: int | None = None
     peers: tuple[str, ...] = ()
+    routing: str = "even"
 
 
 def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManager[Progress | None]]) -> Record:
@@ -83,16 +85,18 @@ def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManage
     config = _with_cache(opened.config, slots_needed(prefills, work.batches, work.case, PAGE_SIZE))
     opened = replace(opened, config=config)
     if work.synthetic is not None and work.layers is None:
-        opened = _cut_to_fit(work.synthetic, opened)
+        opened = _cut_to_fit(work.synthetic, opened, work.routing)
     with loading() as progress:
         engine, report = _load(opened, max(work.batches), progress)
     _print_report(report)
     report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
+    report["settings"] |= {"routing": work.routing, "hot_experts": config.hot_experts}
     with ExitStack() as stack:
         stack.callback(engine.close)
         peers = _start_peers(engine, opened, replace(work, prefills=prefills), stack)
-        rows, memory = _measure(engine, OfflineRuns(engine, work.seconds), replace(work, prefills=prefills), peers)
-    return {**report, "memory": memory, "rows": rows}
+        runs = OfflineRuns(engine, work.seconds)
+        rows, memory = _measure(engine, runs, replace(work, prefills=prefills), peers)
+    return {**report, "memory": memory, "rows": rows, "quarter_share": runs.quarter_share()}
 
 
 def _beside(row: Row, peers: Sequence[PeerProcess]) -> Row:
@@ -117,15 +121,15 @@ def _open(work: OfflineWork) -> OpenedModel:
     """The model's files, or random weights in a shape, all its layers when `layers` does not say."""
     if work.synthetic is None:
         return open_model(work.config)
-    return open_synthetic(work.config, find_shape(work.synthetic).config(work.layers))
+    return open_synthetic(work.config, find_shape(work.synthetic).config(work.layers), work.routing)
 
 
-def _cut_to_fit(name: str, opened: OpenedModel) -> OpenedModel:
+def _cut_to_fit(name: str, opened: OpenedModel, routing: str) -> OpenedModel:
     """The shape called `name`, opened whole, with as many layers as fit into memory."""
     shape = find_shape(name)
     count = fitting_layers(plan_model(opened.config, opened))
     print(f"{shape.name}: {count} of {shape.num_layers} layers fit into memory; --layers N chooses another number")
-    return opened if count == shape.num_layers else open_synthetic(opened.config, shape.config(count))
+    return opened if count == shape.num_layers else open_synthetic(opened.config, shape.config(count), routing)
 
 
 def fitting_layers(plan: Plan) -> int:
@@ -239,11 +243,17 @@ def _measure(
     reset_vram_peak()
     print(f"prompts in chunks of {engine.config.chunk_size} tokens; decode after {work.case.prompt_len} tokens")
     columns = [(Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in peers]
-    table = Table([*_COLUMNS, *(one for pair in columns for one in pair)])
+    hot = [_HOT_COLUMN] if engine.hot.gpus else []
+    table = Table([*_COLUMNS, *hot, *(one for pair in columns for one in pair)])
     for count in work.prefills:
         table.add(_beside(asdict(runs.prefill(count)), peers))
     for batch in work.batches:
         table.add(_beside(asdict(runs.decode(batch, work.case)), peers))
+    share = runs.quarter_share()
+    if share is not None:
+        print(f"the most used quarter of each layer's experts had {100 * share:.0f} % of the picks of decode")
+    if engine.hot.gpus:
+        print(f"hot experts: {engine.hot.describe()}")
     ram, vram = ram_peak(), vram_peak()
     print(f"RAM peak {ram / 1e9:.2f} GB", end="")
     print("" if vram is None else f", VRAM peak {vram.reserved / 1e9:.2f} GB")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,12 +22,15 @@ from ktransformers.engine.builder import PagedEngine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.optimize.plan import Plan
-from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult
+from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult, counts_in
 
 __all__ = ["DecodeCase", "Figure", "OfflineRuns", "StepWeights", "slots_needed"]
 
 COUNTED_STEPS = 8
 """Decode steps in which distinct experts are counted: a few hundred layers of a large model."""
+
+LEARNING_STEPS = 256
+"""Decode steps before a figure, where experts change places on a GPU: until nearly all that are hot are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class Figure:
     """One measurement. tokens: of the prompt, or sequences per step. passes: how often it was measured.
 
     distinct_experts: per layer and step, the mean; even_experts: what even routing would touch. Both, and gb_s with
-    them, are None when the engine did not count; without experts they are 0.
+    them, are None when the engine did not count; without experts they are 0. hot_percent: of the experts that decode
+    steps used, those that had a slot on a GPU; None without slots.
     """
 
     phase: str
@@ -87,6 +92,7 @@ class Figure:
     distinct_experts: float | None
     even_experts: float | None
     passes: int
+    hot_percent: float | None = None
 
 
 @dataclass(slots=True)
@@ -151,6 +157,19 @@ class OfflineRuns:
         self._ended: list[int] = []
         self.weights = StepWeights.of_plan(engine.plan)
         self._top_k = _top_k_of(engine.plan)
+        self._picks: list[bytes] = []  # of decode steps, see StepResult.expert_counts
+
+    def quarter_share(self) -> float | None:
+        """Of all picks of decode steps so far, those of the most used quarter of each layer's experts; None: no picks.
+
+        Steps of few tokens have a most used quarter by chance alone.
+        """
+        layers: dict[int, Counter[int]] = {}
+        for layer, expert, rows in counts_in(b"".join(self._picks)):
+            layers.setdefault(layer, Counter())[expert] += rows
+        quarter, total = self.weights.num_experts // 4, sum(each.total() for each in layers.values())
+        most = sum(rows for each in layers.values() for _, rows in each.most_common(quarter))
+        return most / total if total else None
 
     def prefill(self, num_tokens: int) -> Figure:
         """A prompt of num_tokens in chunks of the engine's chunk_size, until its first token is sampled."""
@@ -174,9 +193,14 @@ class OfflineRuns:
             for position in range(case.prompt_len, case.prompt_len + steps):
                 pairs = enumerate(zip(runs, tables, strict=True))
                 rows = [_row(run, position, self._tokens(1), table, i) for i, (run, table) in pairs]
-                counts.add(self._step(rows), batch)
+                result = self._step(rows)
+                counts.add(result, batch)
+                self._picks.append(result.expert_counts)
             return counts
 
+        if self._engine.hot.gpus:
+            for _ in range(-(-LEARNING_STEPS // case.steps)):
+                one_pass()
         counted = one_pass(min(case.steps, COUNTED_STEPS))
         figure = self._measured("decode", batch, batch * case.steps, counted, one_pass)
         self._ended.extend(runs)
@@ -186,11 +210,13 @@ class OfflineRuns:
         self, phase: str, size: int, num_tokens: int, counted: _Counts, one_pass: Callable[[], _Counts]
     ) -> Figure:
         """num_tokens: of one pass. counted: of a pass in which experts were counted."""
+        hot = self._engine.hot.totals()
         began, passes, num_steps, seconds = time.perf_counter(), 0, 0, 0.0
         while passes == 0 or seconds < self._seconds:
             num_steps += len(one_pass().step_tokens)
             passes += 1
             seconds = time.perf_counter() - began
+        reads, hits = (now - before for now, before in zip(self._engine.hot.totals()[:2], hot[:2], strict=True))
         distinct, even = self._experts(counted)
         per_step = None if distinct is None else self.weights.touched(distinct)
         return Figure(
@@ -202,6 +228,7 @@ class OfflineRuns:
             distinct_experts=distinct,
             even_experts=even,
             passes=passes,
+            hot_percent=100 * hits / reads if reads else None,
         )
 
     def _experts(self, counted: _Counts) -> tuple[float | None, float | None]:

@@ -2,12 +2,14 @@
 
 torch gets the same number of threads and weights that are already fp32 in memory, so that a ratio above 1 means that
 the native kernel is faster than torch would be after paying nothing for the conversion. GB/s counts the bytes of the
-weights (or of the K/V cache) once per call. Routed experts are measured by kernels.py.
+weights (or of the K/V cache) once per call. GFLOP/s are attention's, of what its rows see, beside what fused
+multiplications and additions of fp32 reach in registers. Routed experts are measured by kernels.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,9 +18,9 @@ from torch import Tensor
 
 from ktransformers.bench.machine import machine_facts, shown_machine
 from ktransformers.bench.random_weights import random_raw
-from ktransformers.bench.report import Column, Record, Table
+from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.bench.timing import best_time, torch_threads
-from ktransformers.kernels.cpu import NATIVE_TYPES, WorkerPool, attention, linear, rms_norm
+from ktransformers.kernels.cpu import NATIVE_TYPES, WorkerPool, attention, limits, linear, rms_norm
 from ktransformers.kernels.cpu.recurrent import delta_scan
 from ktransformers.kernels.types import StateStep
 
@@ -31,10 +33,20 @@ _COLUMNS = (
     Column("speedup", 8, ".2f", "x torch"),
     Column("gb_s", 7, ".1f", "GB/s"),
     Column("of_bandwidth", 8, ".0%", "of read"),
+    Column("gflop_s", 8, ".0f", "GFLOP/s"),
+    Column("of_fp32", 8, ".0%", "of fp32"),
 )
 
-Case = tuple[str, Callable[[], object], Callable[[], object], int]
-"""Name, ours, torch's, bytes that ours reads at least."""
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """nbytes: that ours reads at least. flops: fp32 multiplications and additions, where they are the bound."""
+
+    name: str
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
+    nbytes: int
+    flops: int | None = None
 
 
 def _linear(pool: WorkerPool, size: int) -> Iterator[Case]:
@@ -45,14 +57,17 @@ def _linear(pool: WorkerPool, size: int) -> Iterator[Case]:
         for qtype in sorted(NATIVE_TYPES):
             weight = random_raw(qtype, size, size)
             ours = partial(linear, x, weight, pool)
-            yield f"linear {qtype.name} T={tokens}", ours, partial(functional.linear, x, dense), weight.nbytes
+            yield Case(f"linear {qtype.name} T={tokens}", ours, partial(functional.linear, x, dense), weight.nbytes)
 
 
 def _attention(pool: WorkerPool, size: int) -> Iterator[Case]:
-    """GQA 32 / 4 heads of 128, and MLA 16 heads of 512 + 64 over one latent head; 2 * size positions at most."""
+    """GQA 32 / 4 heads of 128, and MLA 16 heads of 512 + 64 over one latent head; 2 * size positions at most.
+
+    A token of a long text, the last chunk of a text, and whole texts.
+    """
     page = 64
     for name, heads, kv_heads, dim_k, dim_v in (("gqa", 32, 4, 128, 128), ("mla", 16, 1, 576, 512)):
-        for tokens, context in ((1, 2 * size), (size // 8, size // 2)):
+        for tokens, context in ((1, 2 * size), (size // 8, size // 2), (size // 4, size // 4), (size, size)):
             cache = torch.randn(context, kv_heads, dim_k)
             values = torch.randn(context, kv_heads, dim_v) if name == "gqa" else cache[..., :dim_v]
             table = torch.arange(context // page, dtype=torch.int32)[None]
@@ -65,7 +80,8 @@ def _attention(pool: WorkerPool, size: int) -> Iterator[Case]:
             theirs = partial(sdpa, query, key, value, attn_mask=mask, enable_gqa=True)
             ours = partial(attention, q, cache, values, table, page, seqs, lens, 0.1, pool)
             nbytes = 4 * (cache.numel() + (values.numel() if name == "gqa" else 0))
-            yield f"attention {name} T={tokens} ctx={context}", ours, theirs, nbytes
+            flops = 2 * int(lens.sum()) * heads * (dim_k + dim_v)
+            yield Case(f"attention {name} T={tokens} ctx={context}", ours, theirs, nbytes, flops)
 
 
 def _rms_norm(pool: WorkerPool, size: int) -> Iterator[Case]:
@@ -74,7 +90,7 @@ def _rms_norm(pool: WorkerPool, size: int) -> Iterator[Case]:
     for tokens in (1, 256):
         x = torch.randn(tokens, size)
         theirs = partial(functional.rms_norm, x, (size,), weight, 1e-6)
-        yield f"rms_norm T={tokens}", partial(rms_norm, x, weight, 1e-6, pool), theirs, 8 * x.numel()
+        yield Case(f"rms_norm T={tokens}", partial(rms_norm, x, weight, 1e-6, pool), theirs, 8 * x.numel())
 
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -99,33 +115,38 @@ def _delta_scan(pool: WorkerPool, size: int) -> Iterator[Case]:
         step = StateStep(bounds, slot, slot, torch.full_like(lens, -1), lens)
         ours = partial(delta_scan, q, k / 12, v, decay, beta, states, step, None, 1.0, pool)
         theirs = partial(_delta_rule, q, k / 12, v, decay, beta, states[0].clone())
-        yield f"delta_scan H={heads} T={tokens}", ours, theirs, 8 * states.numel()
+        yield Case(f"delta_scan H={heads} T={tokens}", ours, theirs, 8 * states.numel())
 
 
 _CASES = {"linear": _linear, "attention": _attention, "delta_scan": _delta_scan, "rms_norm": _rms_norm}
+
+
+def _figures(case: Case, seconds: float, machine: Row) -> Row:
+    took, torch_took = best_time(case.ours, seconds), best_time(case.theirs, seconds)
+    rate = case.nbytes / took / 1e9
+    work = None if case.flops is None else case.flops / took / 1e9
+    return {
+        "op": case.name,
+        "us": took * 1e6,
+        "torch_us": torch_took * 1e6,
+        "speedup": torch_took / took,
+        "gb_s": rate,
+        "of_bandwidth": rate / machine["read_bandwidth_gb_s"],
+        "gflop_s": work,
+        "of_fp32": None if work is None else work / machine["fp32_peak_gflop_s"],
+    }
 
 
 def bench_operations(names: Sequence[str], threads: int, seconds: float, size: int) -> Record:
     """Print a table, a line per kernel and shape. names: of those in `_CASES`. seconds: per figure."""
     pool = WorkerPool(threads)
     try:
-        machine = machine_facts(pool)
-        print(shown_machine(machine))
+        machine = machine_facts(pool) | {"fp32_peak_gflop_s": limits.fp32_peak(pool) / 1e9}
+        print(f"{shown_machine(machine)}, {machine['fp32_peak_gflop_s']:.0f} GFLOP/s of fp32")
         table = Table(_COLUMNS)
         with torch.inference_mode(), torch_threads(threads):
-            for name, ours, theirs, nbytes in (case for one in names for case in _CASES[one](pool, size)):
-                took, torch_took = best_time(ours, seconds), best_time(theirs, seconds)
-                rate = nbytes / took / 1e9
-                table.add(
-                    {
-                        "op": name,
-                        "us": took * 1e6,
-                        "torch_us": torch_took * 1e6,
-                        "speedup": torch_took / took,
-                        "gb_s": rate,
-                        "of_bandwidth": rate / machine["read_bandwidth_gb_s"],
-                    }
-                )
+            for case in (case for name in names for case in _CASES[name](pool, size)):
+                table.add(_figures(case, seconds, machine))
     finally:
         pool.close()
     return {"machine": machine, "rows": table.rows}

@@ -13,7 +13,9 @@ from functools import partial
 from ktransformers.bench.report import print_record
 from ktransformers.bench.work import ModelWork
 from ktransformers.cli import bench_gpu
+from ktransformers.cli.bench_fidelity import add_fidelity
 from ktransformers.cli.bench_options import (
+    SHAPE_NAMES,
     Kinds,
     add_gguf_path,
     add_threads,
@@ -23,6 +25,7 @@ from ktransformers.cli.bench_options import (
     chosen,
     gguf_file,
     kind,
+    model_or_shape,
     numbers,
 )
 from ktransformers.cli.loading import loading_bar
@@ -35,8 +38,8 @@ from ktransformers.cli.options import (
     set_up_logging,
     with_default_model,
 )
-from ktransformers.cli.parser import add_toggle, user_path
-from ktransformers.config import CPU_PREFILLS, KV_TYPES, EngineConfig, physical_cores
+from ktransformers.cli.parser import user_path
+from ktransformers.config import CPU_PREFILLS, physical_cores
 from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.file_kinds import size_of
 
@@ -49,16 +52,12 @@ PEERS = ("kt-kernel", "llama.cpp")
 FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
 TYPES = (
     *("q4_k_m", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
-    *("iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s", "tq1_0", "tq2_0", "mxfp4", "nvfp4"),
+    *("iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s", "tq1_0", "tq2_0", "q1_0", "mxfp4", "nvfp4"),
     *("fp8", "bf16", "i4_32_bf16", "i4_128_f16_z", "i8_128_bf16", "f8_128_bf16", "mxfp8", "nvfp4_f32"),
 )
 LOAD_FORMATS = ("gguf", "bf16", "fp8")
 BACKENDS = ("balance_serve", "ktransformers", "transformers")
 OPERATIONS = ("linear", "attention", "delta_scan", "rms_norm")
-SHAPE_NAMES = (
-    *("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"),
-    *("qwen3.6-35b-a3b", "qwen3-coder-next"),
-)
 
 
 def add_parser(subparsers: Kinds) -> None:
@@ -69,7 +68,7 @@ def add_parser(subparsers: Kinds) -> None:
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for add in (_add_model, _add_offline, _add_prediction, _add_serving, _add_speed, _add_soak, _add_load):
         add(kinds)
-    for add in (_add_kernels, _add_fidelity, _add_operations, _add_sampling, _add_scheduler, _add_profiling):
+    for add in (_add_kernels, add_fidelity, _add_operations, _add_sampling, _add_scheduler, _add_profiling):
         add(kinds)
     bench_gpu.add_parsers(kinds)
 
@@ -95,6 +94,8 @@ def _add_offline(kinds: Kinds) -> None:
     add_model_argument(parser)
     group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
     group.add_argument("--layers", type=int, help="layers of SHAPE; default: as many as fit into memory")
+    text = "how tokens of SHAPE choose experts; skewed: a quarter of them has 70 %% of the picks (even)"
+    group.add_argument("--routing", choices=("even", "skewed"), help=text)
     group.add_argument("--prefill", default="32,128,512,2048,8192", help="prompt lengths (%(default)s)")
     group.add_argument("--decode", default="1,2,4,8,16", help="sequences at once (%(default)s)")
     group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before decode (%(default)s)")
@@ -183,20 +184,6 @@ def _add_load(kinds: Kinds) -> None:
     add_threads(group)
 
 
-def _add_fidelity(kinds: Kinds) -> None:
-    text = "What keys and values in fewer bits change: Kullback-Leibler divergence of next-token probabilities from "
-    text += "those of fp32 on the CPU, in nats, on a text that the model writes. Without a model, the bundled one."
-    parser, group = kind(kinds, "fidelity", "keys and values in fewer bits, against fp32", text, _fidelity)
-    add_gguf_path(parser, group)
-    group.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
-    group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
-    group.add_argument("--layers", type=int, help="layers of SHAPE; default: all")
-    group.add_argument("--kv_types", default="bf16,int8,fp8", help=f"of {', '.join(KV_TYPES)} (%(default)s)")
-    group.add_argument("--tokens", type=int, default=1024, help="of the text (%(default)s)")
-    add_threads(group)
-    add_toggle(group, "use_cuda", default=False, help="measure modules on GPUs where rules say cuda (off)")
-
-
 def _add_kernels(kinds: Kinds) -> None:
     text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
     _, kernels = kind(kinds, "kernels", "routed experts on the CPU", text, _kernels)
@@ -263,19 +250,6 @@ def _check_memory(nbytes: int) -> None:
         )
 
 
-def _fidelity(args: argparse.Namespace) -> int:
-    set_up_logging("warning")
-    kv_types = chosen(args.kv_types, "kv_types", KV_TYPES)
-    check_range("tokens", args.tokens, 16, 1 << 16)
-    check_threads(args)
-    config = replace(_model_or_shape(args), cpu_infer=args.threads)
-    config = config.resolved(needs_model=args.synthetic is None)
-    from ktransformers.bench.kv_fidelity import FidelityWork, bench_fidelity
-
-    work = FidelityWork(config, kv_types, args.tokens, args.synthetic, args.layers)
-    return print_record("fidelity", args.json, partial(bench_fidelity, work))
-
-
 def _kernels(args: argparse.Namespace) -> int:
     set_up_logging("warning")
     types = chosen(args.types.lower(), "types", TYPES)
@@ -328,13 +302,16 @@ def _offline(args: argparse.Namespace) -> int:
     prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
     check_range("prompt_len", args.prompt_len, 1, 1 << 24)
     check_range("seconds", args.seconds, 0, 3600)
-    config = _model_or_shape(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
+    config = model_or_shape(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     from ktransformers.bench.offline import OfflineWork, bench_offline
     from ktransformers.bench.offline_runs import DecodeCase
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
     peers = tuple(dict.fromkeys(args.peer))
-    work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers, peers)
+    if args.routing is not None and args.synthetic is None:
+        raise ConfigError("--routing makes the routers of a --synthetic shape; a model's files have their own")
+    routing = args.routing or "even"
+    work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers, peers, routing)
     return print_record("offline", args.json, partial(bench_offline, work, partial(loading_bar, sys.stderr)))
 
 
@@ -359,18 +336,6 @@ def _prediction(args: argparse.Namespace) -> int:
     patient = partial(measure_machine, sizes=replace(FULL, seconds=float("inf")))
     measured = partial(known_or_measured, SpeedFile()) if args.remembered else patient
     return print_record("prediction", args.json, partial(bench_prediction, work, measured))
-
-
-def _model_or_shape(args: argparse.Namespace) -> EngineConfig:
-    """What the flags ask for. Raises ConfigError when they contradict each other."""
-    config = engine_config(args)
-    if args.synthetic is None:
-        if args.layers is not None:
-            raise ConfigError("--layers cuts a --synthetic shape; a model's files have the layers that they have")
-        return with_default_model(config)
-    if config.model_path is not None or config.gguf_path is not None:
-        raise ConfigError("--synthetic needs no model: its weights are made on the spot; leave the path out")
-    return config
 
 
 def _serving(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from ktransformers.errors import ConfigError
 
 __all__ = ["add_parsers"]
 
-GPU_LINEARS = ("linear", "fp8", "moe", "align", "relay")
+GPU_LINEARS = ("linear", "fp8", "moe", "types", "align", "relay")
 GPU_SHAPES = {"gpu_prefill": ("qwen3-30b", "deepseek-v3"), "gpu_hand_over": ("empty", "qwen3-30b")}
 
 
@@ -55,6 +55,8 @@ def _add_linear(kinds: Kinds) -> None:
     _, group = kind(kinds, "gpu_linear", "a GPU's products with quantized weights", text, _measure_linear)
     text = "some of these (%(default)s)"
     group.add_argument("--only", default=",".join(GPU_LINEARS), metavar="NAMES", help=text)
+    text = "of weights that `types` measures, beside Q4_K where that comes first (all that are read)"
+    group.add_argument("--types", default="", metavar="NAMES", help=text)
     group.add_argument("--tokens", default="1,2,4,8,16,64,512,2048", help="token counts (%(default)s)")
 
 
@@ -112,9 +114,11 @@ def _measure_latent(args: argparse.Namespace) -> int:
 def _measure_linear(args: argparse.Namespace) -> int:
     set_up_logging("warning")
     names, tokens = chosen(args.only, "only", GPU_LINEARS), numbers(args.tokens, "tokens")
-    from ktransformers.bench.gpu.linear import bench_gpu_linear
+    from ktransformers.bench.gpu.linear import COMPARED_TYPES, bench_gpu_linear
 
-    return print_record(args.what, args.json, partial(bench_gpu_linear, names, tokens))
+    known = {qtype.name: qtype for qtype in COMPARED_TYPES}
+    types = [known[name] for name in chosen(args.types.upper() or ",".join(known), "types", list(known))]
+    return print_record(args.what, args.json, partial(bench_gpu_linear, names, tokens, types=types))
 
 
 def _measure_prefill(args: argparse.Namespace) -> int:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from ktransformers.cli.options import add_model_argument, positive_numbers
+from ktransformers.cli.options import add_model_argument, engine_config, positive_numbers, with_default_model
 from ktransformers.cli.parser import user_path
 from ktransformers.config import EngineConfig, why_crowded
 from ktransformers.config import check_threads as check_number_of_threads
 from ktransformers.errors import ConfigError
 
 __all__ = [
+    "SHAPE_NAMES",
     "Kinds",
     "add_gguf_path",
     "add_threads",
@@ -24,10 +25,16 @@ __all__ = [
     "chosen",
     "gguf_file",
     "kind",
+    "model_or_shape",
     "numbers",
 ]
 
 _log = logging.getLogger(__name__)
+
+SHAPE_NAMES = (
+    *("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"),
+    *("qwen3.6-35b-a3b", "qwen3-coder-next"),
+)
 
 Kinds: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -100,3 +107,15 @@ def gguf_file(config: EngineConfig) -> Path:
     if config.gguf_path is None or not config.gguf_path.is_file():
         raise ConfigError("this measures one GGUF file: name it as MODEL or with --gguf_path")
     return config.gguf_path
+
+
+def model_or_shape(args: argparse.Namespace) -> EngineConfig:
+    """What the flags ask for. Raises ConfigError when they contradict each other."""
+    config = engine_config(args)
+    if args.synthetic is None:
+        if args.layers is not None:
+            raise ConfigError("--layers cuts a --synthetic shape; a model's files have the layers that they have")
+        return with_default_model(config)
+    if config.model_path is not None or config.gguf_path is not None:
+        raise ConfigError("--synthetic needs no model: its weights are made on the spot; leave the path out")
+    return config

@@ -303,7 +303,9 @@ class ChatLoop:
         steps = total.completion_len - sum(1 for stats in answers if stats.completion_len)
         rate = steps / total.decode_seconds if total.decode_seconds > 0 else 0.0
         session = self.llm.session
-        latest = f"\nlatest answer: {format_stats(answers[-1])}" if answers else ""
+        hot = self.llm.engine.hot.describe()
+        latest = f"\nhot experts: {hot}" if hot is not None else ""
+        latest += f"\nlatest answer: {format_stats(answers[-1])}" if answers else ""
         return (
             f"{len(answers)} answers, {len(self.conversation.messages)} messages\n"
             f"prompt: {total.prompt_len} tokens, {total.cached_len} of them reused, "

@@ -151,6 +151,13 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         metavar="GIB",
         help="most memory to use of each GPU; 0: all that is free (%(default)s)",
     )
+    group.add_argument(
+        "--hot_experts",
+        default=config.hot_experts,
+        metavar="off|auto|N",
+        help="slots on a GPU for the experts that each layer on the CPU uses most: N, or as many as fit in the place "
+        "of whole layers (%(default)s)",
+    )
     add_toggle(group, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)")
     group.add_argument(
         "--attention_backend",

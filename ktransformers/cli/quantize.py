@@ -21,7 +21,9 @@ __all__ = ["add_parser", "quantize_command"]
 
 TYPES = (
     *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s"),
-    *("q2_k", "q2_k_s", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "mxfp4_moe", "tq1_0", "tq2_0"),
+    *("q2_k", "q2_k_s", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "iq3_m", "iq3_s", "iq3_xs", "iq3_xxs"),
+    *("iq2_m", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s", "mxfp4_moe", "tq1_0", "tq2_0"),
+    "q1_0",
 )
 """Those of convert/mixtures.py; a test holds them equal."""
 
@@ -40,6 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--type", metavar="TYPE", type=str.lower, choices=TYPES, default="q4_k_m", help=text)
     parser.add_argument("--rules", type=user_path, help="YAML: a list of {match: regex, type: q6_k} by tensors' names")
     parser.add_argument("--imatrix", type=user_path, help="what `ktransformers imatrix` or llama.cpp wrote of a text")
+    text = "write iq1 and iq2 types without --imatrix, which they lose much by"
+    parser.add_argument("--without_imatrix", action="store_true", help=text)
     parser.add_argument("--threads", type=int, default=0, help="how many quantize; 0: one for each core")
     parser.add_argument("--force", action="store_true", help="overwrite OUT")
     add_logging_flag(parser)
@@ -59,7 +63,7 @@ def quantize_command(args: argparse.Namespace) -> int:
     rules = [] if args.rules is None else read_rules(args.rules)
     imatrix = None if args.imatrix is None else read_imatrix(args.imatrix)
     out: Path = args.out
-    task = Task(model, out, args.type, rules, imatrix, args.threads, args.force)
+    task = Task(model, out, args.type, rules, imatrix, args.threads, args.force, args.without_imatrix)
     try:
         done = quantize_model(task, lambda total, here: make_progress(out.name, total, here))
     except (KeyboardInterrupt, KTransformersError) as error:

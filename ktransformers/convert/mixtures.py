@@ -20,7 +20,16 @@ from ktransformers.kernels.types import QuantType, block_size
 from ktransformers.optimize.document import Item, read_yaml
 from ktransformers.weights.quantize import WRITABLE_TYPES
 
-__all__ = ["MIXTURES", "Mixture", "ModelShape", "TypeRule", "choose_types", "is_quantized", "read_rules"]
+__all__ = [
+    "MIXTURES",
+    "Mixture",
+    "ModelShape",
+    "TypeRule",
+    "choose_types",
+    "is_quantized",
+    "need_importance",
+    "read_rules",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +61,11 @@ class _Place:
         return self.index < self.count // 8
 
     @property
+    def is_between(self) -> bool:
+        """Neither in the first eighth nor in the last."""
+        return not self.is_early and self.index < 7 * self.count // 8
+
+    @property
     def is_worth_more(self) -> bool:
         """In the first or last eighth, or every third between."""
         eighth = self.count // 8
@@ -59,6 +73,9 @@ class _Place:
 
 
 _When = Callable[[_Place], bool]
+_Higher = tuple[str, _When, QuantType]
+
+_EIGHT_EXPERTS = 8  # Mixtral, whose attention is small beside its experts
 
 
 def _always(place: _Place) -> bool:
@@ -69,8 +86,28 @@ def _shared_keys(place: _Place) -> bool:
     return place.model.queries_per_key >= 4
 
 
+def _shared_values(place: _Place) -> bool:
+    return _shared_keys(place) or place.model.num_experts >= 4
+
+
+def _eight_experts(place: _Place) -> bool:
+    return place.model.num_experts == _EIGHT_EXPERTS
+
+
+def _unweighted(place: _Place) -> bool:
+    return not place.model.has_importance
+
+
 def _early(place: _Place) -> bool:
     return place.is_early
+
+
+def _between(place: _Place) -> bool:
+    return place.is_between
+
+
+def _early_or_eight_experts_more(place: _Place) -> bool:
+    return place.is_early or (_eight_experts(place) and place.is_worth_more)
 
 
 def _more(place: _Place) -> bool:
@@ -90,18 +127,63 @@ class Mixture:
     """A named choice of types. base: of matrices that nothing else is said of.
 
     higher: (role, condition, type), the first that fits counts. output, embedding: of the head and of the table of
-    tokens; None: base. An output head that is the table itself counts as the head.
+    tokens; None: base. experts: of routed experts. An output head that is the table itself counts as the head.
     """
 
     file_type: LlamaFileType
     base: QuantType
-    higher: tuple[tuple[str, _When, QuantType], ...] = ()
+    higher: tuple[_Higher, ...] = ()
     output: QuantType | None = T.Q6_K
     embedding: QuantType | None = None
     experts: QuantType | None = None
 
+    @property
+    def is_lowest(self) -> bool:
+        """Of so few bits that Q8_0 for the attention of eight experts would be too many beside the others."""
+        return self.base in _LOWEST
+
 
 _F = LlamaFileType
+_LOWEST = (T.IQ1_S, T.IQ1_M, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S)
+
+
+def _lowest(value: QuantType, *attention: _Higher) -> tuple[_Higher, ...]:
+    """What types below three bits have in common; `value` is also that of the first down projections."""
+    return (
+        ("value", _shared_values, T.Q4_K),
+        ("value", _always, value),
+        ("key", _eight_experts, T.Q4_K),
+        ("down", _early, value),
+        ("attention", _eight_experts, T.Q5_K),
+        *attention,
+    )
+
+
+_IQ1_HIGHER = _lowest(T.Q2_K, ("attention", _always, T.IQ2_XXS))
+_IQ2_HIGHER = _lowest(T.Q2_K)
+_IQ2_MORE = _lowest(T.IQ3_S, ("attention", _always, T.IQ3_S))
+_IQ3_XXS_HIGHER: tuple[_Higher, ...] = (
+    ("value", _shared_keys, T.Q4_K),
+    ("value", _unweighted, T.IQ3_S),
+    ("query", _always, T.IQ2_S),
+    ("key", _always, T.IQ2_S),
+    ("down", _early_and(has_importance=False), T.Q4_K),
+    ("down", _unweighted, T.Q3_K),
+    ("attention", _always, T.IQ3_S),
+)
+_IQ3_XS_HIGHER: tuple[_Higher, ...] = (
+    ("value", _shared_keys, T.Q4_K),
+    ("query", _always, T.IQ3_XXS),
+    ("key", _always, T.IQ3_XXS),
+    ("gate", _between, T.IQ3_XXS),
+    ("up", _between, T.IQ3_XXS),
+)
+_IQ3_M_HIGHER: tuple[_Higher, ...] = (
+    ("value", _always, T.Q4_K),
+    ("down", _early_or_eight_experts_more, T.Q4_K),
+    ("attention", _always, T.Q4_K),
+    ("qkv", _always, T.Q4_K),
+)
 _IQ4_HIGHER = (("value", _shared_keys, T.Q5_K), ("down", _early_and(has_importance=False), T.Q5_K))
 
 MIXTURES: Mapping[str, Mixture] = {
@@ -158,18 +240,30 @@ MIXTURES: Mapping[str, Mixture] = {
     "q5_1": Mixture(_F.MOSTLY_Q5_1, T.Q5_1),
     "iq4_nl": Mixture(_F.MOSTLY_IQ4_NL, T.IQ4_NL, _IQ4_HIGHER),
     "iq4_xs": Mixture(_F.MOSTLY_IQ4_XS, T.IQ4_XS, _IQ4_HIGHER),
+    "iq3_m": Mixture(_F.MOSTLY_IQ3_M, T.IQ3_S, _IQ3_M_HIGHER),
+    "iq3_s": Mixture(_F.MOSTLY_IQ3_S, T.IQ3_S, (("value", _shared_keys, T.Q4_K),)),
+    "iq3_xs": Mixture(_F.MOSTLY_IQ3_XS, T.IQ3_S, _IQ3_XS_HIGHER),
+    "iq3_xxs": Mixture(_F.MOSTLY_IQ3_XXS, T.IQ3_XXS, _IQ3_XXS_HIGHER, T.Q5_K, T.IQ3_S),
+    "iq2_m": Mixture(_F.MOSTLY_IQ2_M, T.IQ2_S, _IQ2_MORE, T.Q5_K, T.IQ3_S),
+    "iq2_s": Mixture(_F.MOSTLY_IQ2_S, T.IQ2_XS, _IQ2_MORE, T.Q5_K, T.IQ3_S),
+    "iq2_xs": Mixture(_F.MOSTLY_IQ2_XS, T.IQ2_XS, _IQ2_HIGHER, T.Q5_K, T.Q2_K),
+    "iq2_xxs": Mixture(_F.MOSTLY_IQ2_XXS, T.IQ2_XXS, _IQ2_HIGHER, T.Q5_K, T.Q2_K),
+    "iq1_m": Mixture(_F.MOSTLY_IQ1_M, T.IQ1_M, _IQ1_HIGHER, T.Q5_K, T.Q2_K),
+    "iq1_s": Mixture(_F.MOSTLY_IQ1_S, T.IQ1_S, _IQ1_HIGHER, T.Q5_K, T.Q2_K),
     "mxfp4_moe": Mixture(_F.MOSTLY_MXFP4_MOE, T.Q8_0, output=T.Q8_0, experts=T.MXFP4),
     "tq1_0": Mixture(_F.MOSTLY_TQ1_0, T.TQ1_0, embedding=T.Q4_K),
     "tq2_0": Mixture(_F.MOSTLY_TQ2_0, T.TQ2_0, embedding=T.Q4_K),
+    "q1_0": Mixture(_F.MOSTLY_Q1_0, T.Q1_0, embedding=T.Q4_K),
 }
 """By the name that --type takes."""
 
 _ROLES = (
     ("value", re.compile(r"\.attn_(v|v_b|kv_b)\.weight$")),
+    ("query", re.compile(r"\.attn_q\.weight$")),
     ("key", re.compile(r"\.attn_k\.weight$")),
     ("qkv", re.compile(r"\.attn_qkv\.weight$")),
     ("attention", re.compile(r"\.attn_output\.weight$")),
-    ("down", re.compile(r"\.ffn_down(_exps|_shexp|\.\d+)?\.weight$")),
+    *((part, re.compile(rf"\.ffn_{part}(_exps|_shexp|\.\d+)?\.weight$")) for part in ("down", "gate", "up")),
 )
 _KEPT = re.compile(
     r"(.*\.)?(ffn_gate_inp|ffn_gate_inp_shexp|position_embd|token_types|.*_norm|ssm_conv1d(_[qkv])?|shortconv\.conv|"
@@ -179,13 +273,21 @@ _KEPT = re.compile(
 
 # Rows that are no multiple of a super-block of 256 get a type of blocks of 32 of about as many bits, as in llama.cpp.
 _SHORT_ROWS = {
-    **dict.fromkeys((T.Q2_K, T.Q3_K, T.IQ4_XS, T.TQ1_0, T.TQ2_0), T.IQ4_NL),
+    **dict.fromkeys((*_LOWEST, T.Q2_K, T.Q3_K, T.IQ3_XXS, T.IQ3_S, T.IQ4_XS, T.TQ1_0, T.TQ2_0, T.Q1_0), T.IQ4_NL),
     T.Q4_K: T.Q5_0,
     T.Q5_K: T.Q5_1,
     T.Q6_K: T.Q8_0,
 }
-_EIGHT_EXPERTS = 8  # Mixtral, whose attention is small beside its experts
-_EIGHT_EXPERT_OUTPUTS = (T.Q2_K, T.Q3_K, T.Q4_K, T.IQ4_NL, T.IQ4_XS)
+_EIGHT_EXPERT_OUTPUTS = (T.Q2_K, T.Q3_K, T.Q4_K, T.IQ3_XXS, T.IQ3_S, T.IQ4_NL, T.IQ4_XS)
+
+
+_UNWATCHED = ("token_embd.weight", "output.weight")  # which no imatrix has
+_NEED_IMPORTANCE = (T.IQ1_S, T.IQ1_M, T.IQ2_XXS, T.IQ2_XS)
+
+
+def need_importance(types: Mapping[str, QuantType]) -> list[str]:
+    """Tensors whose types have so few bits that the columns must be known that matter."""
+    return [name for name, one in types.items() if one in _NEED_IMPORTANCE and name not in _UNWATCHED]
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
@@ -300,7 +402,7 @@ def _of_mixture(
     role, place = _role(name), places.get(name)
     if mixture.base in (*FLOAT_TYPES, T.Q8_0) or place is None:
         return mixture.base
-    if model.num_experts == _EIGHT_EXPERTS:
+    if _eight_experts(place) and not mixture.is_lowest:
         if role in ("value", "key"):
             return T.Q8_0
         if role == "attention" and mixture.base in _EIGHT_EXPERT_OUTPUTS:

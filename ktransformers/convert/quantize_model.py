@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,14 @@ from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.convert.header import Entries, Layout, Placed, entries_of, entry, lay_out
 from ktransformers.convert.hf_tensors import hf_tensors
 from ktransformers.convert.imatrix import Imatrix
-from ktransformers.convert.mixtures import MIXTURES, ModelShape, TypeRule, choose_types, is_quantized
+from ktransformers.convert.mixtures import (
+    MIXTURES,
+    ModelShape,
+    TypeRule,
+    choose_types,
+    is_quantized,
+    need_importance,
+)
 from ktransformers.convert.partial_file import PartialFile
 from ktransformers.convert.tensors import OutTensor, gguf_tensors
 from ktransformers.convert.vocab import vocab_metadata
@@ -62,7 +69,8 @@ MakeProgress = Callable[[int, int], AbstractContextManager[Advances]]
 class Task:
     """What is asked for. model: a folder of safetensors, or a GGUF file or folder; mixture: a name of MIXTURES.
 
-    num_threads 0: one for each core. force: whether `out` may be there already.
+    num_threads 0: one for each core. force: whether `out` may be there already. without_imatrix: whether types that
+    need one may do without.
     """
 
     model: Path
@@ -72,6 +80,7 @@ class Task:
     imatrix: Imatrix | None = None
     num_threads: int = 0
     force: bool = False
+    without_imatrix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +224,8 @@ def _layout(task: Task, given: _Input) -> Layout:
     )
     mixture = MIXTURES[task.mixture]
     types = choose_types(mixture, shapes, shape, task.rules)
+    if task.imatrix is None and not task.without_imatrix:
+        _check_importance(types)
     entries = dict(given.entries)
     entries["general.quantization_version"] = entry(gguf.GGML_QUANT_VERSION)
     entries["general.file_type"] = entry(int(mixture.file_type))
@@ -223,6 +234,16 @@ def _layout(task: Task, given: _Input) -> Layout:
     # What no mixture chooses stays in F32, as llama.cpp wants vectors and routers.
     placed = [Placed(one.name, one.shape, types.get(one.name, QuantType.F32)) for one in given.tensors]
     return lay_out(given.arch, entries, placed)
+
+
+def _check_importance(types: Mapping[str, QuantType]) -> None:
+    needing = need_importance(types)
+    if needing:
+        raise ConfigError(
+            f"{len(needing)} tensors ({needing[0]}, ...) are to be {types[needing[0]].name}, which needs to know the "
+            "columns that matter: give --imatrix a file that `ktransformers imatrix MODEL TEXT -o FILE` wrote, or add "
+            "--without_imatrix for a worse model"
+        )
 
 
 def _importance(task: Task, given: _Input) -> Importance:

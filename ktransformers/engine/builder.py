@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.fingerprint import ModelIdentity, identify
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
+from ktransformers.engine.hot import HotFile, HotService, open_hot
 from ktransformers.engine.layout import (
     StepLayout,
     hand_contexts,
@@ -122,6 +123,7 @@ class Engine(LoadedModel):
 
     facts: ModelFacts
     runner: StaticRunner
+    hot: HotService = field(default_factory=HotService)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -152,6 +154,7 @@ class PagedEngine(LoadedModel):
     cache: PagedCache
     snapshot_interval: int = 0  # tokens between snapshots of states inside of a prompt; 0: none
     tiers: TierConfig | None = None  # below the cache
+    hot: HotService = field(default_factory=HotService)
 
     def close(self) -> None:
         """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""
@@ -185,7 +188,7 @@ def build_engine(
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len
     runner = StaticRunner(built.forward, cache, model.vocab_size, built.decode, is_models_limit)
-    return Engine(built.config, built.plan, model, built.forward.pool, built.identity, opened.facts, runner)
+    return Engine(built.config, built.plan, model, built.forward.pool, built.identity, opened.facts, runner, built.hot)
 
 
 def build_paged_engine(
@@ -222,11 +225,11 @@ def build_paged_engine(
         take_counts=stats.take_counts,
         eos_token_ids=model.eos_token_ids,
     )
-    executor.new_runtime = lambda: StepRuntime(runner)
+    executor.new_runtime, executor.take_hot = lambda: StepRuntime(runner), built.hot.take
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identity.digest) or (None, None)
-    return PagedEngine(built.config, plan, model, pool, built.identity, executor, cache, interval, tiers)
+    return PagedEngine(built.config, plan, model, pool, built.identity, executor, cache, interval, tiers, hot=built.hot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,7 @@ class _Built(Generic[CacheT]):
     decode: DecodeSteps | None
     cache: CacheT
     identity: ModelIdentity
+    hot: HotService
 
 
 def _build(
@@ -268,10 +272,12 @@ def _build(
         loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)
         flash = find_flash(plan, config.attention_backend, page_size, config.kv_type)
         prefill = open_prefills(plan, planned.streamings, hardware.prefill_tools, cache_plan.max_batch_size)
-        attach_plan(plan, longest, {**flash, **prefill, **rotations_of(opened.model, plan)})
+        hot = open_hot(plan, planned.hots, prefill, hardware.prefill_tools, cache_plan.max_batch_size)
+        attach_plan(plan, longest, {**flash, **prefill, **hot.layers, **rotations_of(opened.model, plan)})
         _arrange_layers(loaded)
         cache = cache_plan.make(planned.shapes, num_slots, planned.num_states)
         identity = identify(opened, plan, cache, pool)
+        hot.begin(HotFile(identity))
         forward = ForwardPass(opened.model, pool, loaded.layout)
         extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
         backend, is_padded = _graphs(loaded, hardware)
@@ -280,7 +286,7 @@ def _build(
         decode = prepare_decode(forward, cache, plan, extent, backend, progress, sizes)
         undo.pop_all()
     config = replace(config, cache_lens=num_slots, chunk_size=planned.chunk_size)
-    return _Built(config, plan, model, forward, decode, cache, identity)
+    return _Built(config, plan, model, forward, decode, cache, identity, hot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.base import Operator
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.device import Device, distinct
+from ktransformers.operators.device import Device, Follower, distinct
 from ktransformers.operators.recognize.embedding import recognize_input_scale
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.plan import Plan
@@ -78,8 +78,13 @@ class StepLayout:
     def check_experts(self) -> None:
         """Raise EngineError when experts failed on the CPU in a step, which is over."""
         for device in self.devices:
-            for beside in (*device.expert_streams(), *device.besides):
+            for beside in (*device.expert_streams(), *device.besides, *device.followers):
                 beside.check()
+
+    @property
+    def followers(self) -> list[Follower]:
+        """What follows steps on all devices."""
+        return [follower for device in self.devices for follower in device.followers]
 
     @property
     def is_cpu(self) -> bool:

@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     cpu_prefill: str
     cpu_bf16: str
     gpu_memory: float
+    hot_experts: str
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str

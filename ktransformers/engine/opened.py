@@ -29,7 +29,7 @@ from ktransformers.weights.loader import WeightFormat, weight_format
 from ktransformers.weights.safetensors import SafetensorsModel, open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
-from ktransformers.weights.synthetic import SyntheticSource
+from ktransformers.weights.synthetic import ROUTINGS, SyntheticSource
 from ktransformers.weights.transcode import dequantize
 
 if TYPE_CHECKING:
@@ -135,8 +135,10 @@ def folder_without_tokenizer(config: EngineConfig) -> Path | None:
     return None if has_tokenizer_files(folder) else folder
 
 
-def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig) -> OpenedModel:
+def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig, routing: str = ROUTINGS[0]) -> OpenedModel:
     """A model of `hf_config` with random weights, which are made when operators load them. config names no files.
+
+    routing: how tokens choose experts, see SyntheticSource.
 
     Raises ConfigError or UnsupportedError.
     """
@@ -145,7 +147,7 @@ def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig) -> OpenedM
     config = config.resolved(needs_model=False)
     facts, model = _facts_of(hf_config), build_skeleton(hf_config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return OpenedModel(config, model.config, facts, None, model, SyntheticSource(shapes, facts))
+    return OpenedModel(config, model.config, facts, None, model, SyntheticSource(shapes, facts, routing))
 
 
 def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFacts:

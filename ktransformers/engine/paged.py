@@ -106,11 +106,13 @@ class PagedExecutor:
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
     between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
+    take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step.
     """
 
     recorder: Recorder | None = None
     tiers: TieredCache | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
+    take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
 
     def __init__(
         self,
@@ -175,6 +177,7 @@ class PagedExecutor:
             seconds=(ended_ns - began_ns) / 1e9,
             experts=_difference(self._counted, before),
             expert_counts=self._take_counts(),
+            hot=self.take_hot(),
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )
 

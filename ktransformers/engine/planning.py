@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import EngineConfig, hot_slots, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.cache_plan import CachePlan
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
@@ -34,6 +34,7 @@ from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.fill import Filling, experts_for_gpus
+from ktransformers.optimize.hot_slots import HotSlots, plan_hot_slots, with_hot_slots
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Choices, Plan, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
@@ -86,6 +87,7 @@ class Hardware:
             asked = {
                 "--use_cuda": config.use_cuda,
                 "--gpu_memory": config.gpu_memory,
+                "--hot_experts": config.hot_experts != "off",
                 "--use_cuda_graph": config.use_cuda_graph,
             }
             reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
@@ -98,7 +100,8 @@ class Hardware:
 class Planned:
     """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots, num_states: of the cache.
 
-    filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`.
+    filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`. hots: the slots
+    for experts on GPUs.
     """
 
     plan: Plan
@@ -109,6 +112,7 @@ class Planned:
     num_states: int
     filling: Filling
     transfer: Mapping[int, str] = field(default_factory=dict)
+    hots: tuple[HotSlots, ...] = ()
 
     def report(self) -> None:
         """One line for each thing that was decided without being asked for."""
@@ -117,6 +121,8 @@ class Planned:
             logger.info("layers are spread over the GPUs (CUDA_VISIBLE_DEVICES says which are used): %s", begins)
         if self.filling.moved:
             logger.info("%s", self.filling)
+        for hot in self.hots:
+            logger.info("%s", hot)
 
     @property
     def expert_bytes_on_cpu(self) -> int:
@@ -153,7 +159,9 @@ class Planner:
     def _settled(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         planned = self._on(hardware)
         reason = planned.plan.misfit()
-        if reason is None or self.opened.config.use_cuda is not None or not hardware.has_gpus:
+        config = self.opened.config
+        is_wanted = config.use_cuda is not None or hot_slots(config.hot_experts) is not None
+        if reason is None or is_wanted or not hardware.has_gpus:
             return planned, hardware
         cpu = hardware.without_gpus()
         instead = self._on(cpu)
@@ -214,13 +222,30 @@ class Planner:
             extra["flashinfer"] = flash
         plan = replace(plan, extra_bytes=extra)
         plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.facts, chunk_size))
-        filling = Filling()
-        if opened.config.optimize_config_path is None and gpus:
+        filling, hots = Filling(), tuple[HotSlots, ...]()
+        if gpus:
+            filling, hots = self._fill(plan)
+        if filling.moved:
+            again = self._weights(hardware, Choices(filling.moved, transfer))[0]
+            plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
+        plan, hots = with_hot_slots(plan, hots)
+        return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots)
+
+    def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
+        """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.
+
+        Where all experts fit, they go there whole, however many slots are asked for.
+        """
+        opened, filling = self.opened, Filling()
+        is_ours = opened.config.optimize_config_path is None
+        if is_ours:
             filling = experts_for_gpus(plan, opened.source)
-            if filling.moved:
-                again = self._weights(hardware, Choices(filling.moved, transfer))[0]
-                plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
-        return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer)
+            if len(filling.moved) == filling.candidates:
+                return filling, ()
+        hots = plan_hot_slots(plan, opened.source, opened.facts, opened.config.hot_experts)
+        if is_ours and hots:
+            filling = experts_for_gpus(with_hot_slots(plan, hots)[0], opened.source)
+        return filling, hots
 
     def _weights(self, hardware: Hardware, choices: Choices) -> tuple[Plan, list[LayerShape]]:
         """The plan, without a cache, and the shape of each layer's cache."""

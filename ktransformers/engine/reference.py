@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gguf
-import numpy as np
 import torch
 
 from ktransformers.config import CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
@@ -24,6 +22,7 @@ from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
+from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, GroupType, PackedTensor, RawTensor
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
@@ -236,5 +235,4 @@ def _dequantized(raw: RawTensor | Fp8Matrix) -> torch.Tensor:
     if isinstance(raw, Fp8Matrix) or isinstance(raw.qtype, GroupType):
         return reference.dequantize(raw)
     blocks = raw.data.numpy().reshape(raw.rows, raw.row_bytes)
-    values = gguf.quants.dequantize(blocks, raw.qtype)
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(raw.rows, raw.cols)
+    return torch.from_numpy(decode_blocks(blocks, raw.qtype)).view(raw.rows, raw.cols)

@@ -57,6 +57,8 @@ class ModelRunner:
             logits = on_device.to("cpu", torch.float32)
         layout.settle()
         layout.check_experts()
+        for follower in layout.followers:
+            follower.finished(len(token_ids))
         if profile is not None:
             profile.finish(len(token_ids))
         return logits
@@ -70,6 +72,8 @@ class ModelRunner:
                 usage.fetch(num_rows, rows)
         if self._profile is not None:
             self._profile.fetch()
+        for follower in self._pass.layout.followers:
+            follower.launched()
 
     @torch.inference_mode()
     def profile_gpus(self, on: bool) -> GpuProfile | None:

@@ -6,12 +6,11 @@ extension, threads or tiers.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as functional
-from gguf import quants
 from torch import Tensor
 
+from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix, GroupType, QuantType, RawTensor, block_size
 
 __all__ = [
@@ -27,7 +26,7 @@ __all__ = [
 
 
 def dequantize(weight: RawTensor | Fp8Matrix) -> Tensor:
-    """The weight as fp32, shape `weight.shape`, through `gguf.quants`, or torch's own FP8 type."""
+    """The weight as fp32, shape `weight.shape`, through `decode_blocks`, or torch's own FP8 type."""
     if isinstance(weight, Fp8Matrix):
         scales = weight.scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
         return weight.values.view(torch.float8_e4m3fn).float() * scales[: weight.shape[0], : weight.shape[1]]
@@ -41,8 +40,7 @@ def dequantize(weight: RawTensor | Fp8Matrix) -> Tensor:
         values, scales = group_parts(weight)
         return values * scales
     rows = weight.data.numpy().reshape(weight.rows, weight.row_bytes)
-    values = quants.dequantize(rows, weight.qtype)
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(weight.shape)
+    return torch.from_numpy(decode_blocks(rows, weight.qtype)).reshape(weight.shape)
 
 
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}

@@ -23,7 +23,18 @@ from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_
 from ktransformers.operators.marks import Marks
 from ktransformers.operators.usage import ExpertUsage
 
-__all__ = ["CPU", "STREAM_ROWS", "Beside", "Device", "Devices", "cuda_memory", "distinct", "give_back", "use"]
+__all__ = [
+    "CPU",
+    "STREAM_ROWS",
+    "Beside",
+    "Device",
+    "Devices",
+    "Follower",
+    "cuda_memory",
+    "distinct",
+    "give_back",
+    "use",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +58,25 @@ class Beside(Protocol):
         ...
 
 
+class Follower(Beside, Protocol):
+    """A Beside that follows steps, whether they are replayed or not. Called by the thread that runs them."""
+
+    def launched(self) -> None:
+        """A step was launched, which is not over."""
+        ...
+
+    def finished(self, num_rows: int) -> None:
+        """It is over, and had so many rows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device that operators run on.
 
     name: as placements spell it. torch_device: where its tensors are. dtype: of activations, dense weights and cache.
     is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels. make_driver:
-    access to its streams. besides: what else works for it, expert_streams aside.
+    access to its streams. besides: what else works for it, expert_streams aside; followers: those that follow steps.
     """
 
     name: str
@@ -62,6 +85,7 @@ class Device:
     is_gpu: bool
     make_driver: Callable[[torch.device], StreamDriver] = CudaDriver
     besides: list[Beside] = field(default_factory=list, compare=False, repr=False)
+    followers: list[Follower] = field(default_factory=list, compare=False, repr=False)
     _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
     _usages: dict[int, ExpertUsage] = field(default_factory=dict, compare=False, repr=False)
 
@@ -200,6 +224,8 @@ class Devices:
     def close(self) -> None:
         """Stop what runs beside them. Graphs must not be replayed any more."""
         for device in self._made.values():
+            while device.followers:
+                device.followers.pop().close()
             while device.besides:
                 device.besides.pop().close()
         for stream in self.expert_streams():

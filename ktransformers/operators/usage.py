@@ -52,6 +52,13 @@ class ExpertUsage:
         if memory is not None:
             memory.copy_(ids)
 
+    def forget(self, layer: int, num_rows: int) -> None:
+        """Nothing of `layer` runs here in a step of so many rows, though something did in others."""
+        for known in (self._ids, self._large):
+            memory = known.get(self.layers.get(layer, 0))
+            if memory is not None and num_rows <= memory.shape[1]:
+                memory[layer, :num_rows] = -1
+
     def keep(self, num_rows: int) -> None:
         """Keep the experts of steps of up to so many rows, from now on; 0: of KEPT_ROWS."""
         self._large_rows = num_rows

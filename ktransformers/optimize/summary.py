@@ -26,7 +26,7 @@ __all__ = ["EXTRA_PARTS", "PARTS", "ModelSize", "Part", "Summary", "parts_of", "
 PARTS = ("experts", "attention", "dense and shared", "embeddings and head")
 """What weights are for, in the order in which they are shown. Routers and norms are with the dense parts."""
 
-EXTRA_PARTS = ("cache", "work space")
+EXTRA_PARTS = ("cache", "work space", "hot experts")
 """What there is beside weights."""
 
 _ATTENTION = re.compile(r"\.(?:self_attn|attention|attn)(?:\.|$)")
@@ -153,7 +153,8 @@ def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[Part, ...]:
             held.update(dict.fromkeys(entry.quant_types, count))
     for what, by_device in plan.extra_bytes.items():
         for device, count in by_device.items():
-            nbytes[EXTRA_PARTS[0] if what in _CACHE else EXTRA_PARTS[1], device] += count
+            part = what if what in EXTRA_PARTS else EXTRA_PARTS[0] if what in _CACHE else EXTRA_PARTS[1]
+            nbytes[part, device] += count
     found = []
     for name in (*PARTS, *EXTRA_PARTS):
         for devices in _places(sorted(device for part, device in nbytes if part == name)):

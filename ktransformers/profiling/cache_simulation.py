@@ -6,12 +6,14 @@ it; a read is a hit when the expert is on the GPU before the step. Four ways to 
     lru      each layer keeps the experts that it used last
     lfu      each layer keeps those that it used most often so far
     static   those used most in the whole trace: the best that a fixed choice could have done, known only afterwards
+    hot      what ktransformers does with --hot_experts: the policy itself, run at a few sizes, with a straight line
+             between two
     layers   whole layers from the last one: what ktransformers does with what --gpu_memory leaves
 
-lru and lfu have the same number of slots in each layer, as a captured graph needs. Both are stack algorithms (Mattson
-et al., 1970): what n slots hold, n + 1 hold too, so that one pass gives the rates for all sizes: an expert's rank among
-its layer's is the least number of slots with which it is a hit. Tokens of prefill are left out: their steps touch
-nearly all experts.
+lru, lfu and hot have the same number of slots in each layer, as a captured graph needs. The first two are stack
+algorithms (Mattson et al., 1970): what n slots hold, n + 1 hold too, so that one pass gives the rates for all sizes: an
+expert's rank among its layer's is the least number of slots with which it is a hit. Tokens of prefill are left out:
+their steps touch nearly all experts.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ktransformers.hot_experts import MAX_UPLOADS, HotExperts, replay
 from ktransformers.profiling.tables import Profile
 
 __all__ = ["MAX_STEPS", "POLICIES", "HitRates", "simulate"]
 
-POLICIES = ("lru", "lfu", "static", "layers")
+POLICIES = ("lru", "lfu", "hot", "static", "layers")
 MAX_STEPS = 2000
 """A longer trace is cut to its last steps."""
 
 _LEAST_GAIN = 0.05
+_HOT_SIZES = 8  # at which the policy is run
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -66,7 +70,8 @@ def simulate(profile: Profile, max_steps: int = MAX_STEPS) -> HitRates | None:
     frequency = _Ranks(len(layers), model.num_experts)
     used = np.zeros((len(layers), model.num_experts), np.int64)
     num_steps = 0
-    for layer, expert in _steps(profile, layers, max_steps):
+    trace = list(_steps(profile, layers, max_steps))
+    for layer, expert in trace:
         recency.touch(layer, expert, np.full(len(layer), num_steps + 1))
         used[layer, expert] += 1
         frequency.touch(layer, expert, used[layer, expert] * (max_steps + 2) + num_steps + 1)
@@ -78,10 +83,13 @@ def simulate(profile: Profile, max_steps: int = MAX_STEPS) -> HitRates | None:
     hits = {
         "lru": recency.hits(),
         "lfu": frequency.hits(),
+        "hot": _hot(trace, len(layers), model.num_experts),
         "static": _static(used, nbytes[layers], budgets),
         "layers": _whole_layers(used, nbytes[layers], budgets),
     }
-    return HitRates(budgets, {name: counts / reads for name, counts in hits.items()}, num_steps, reads)
+    return HitRates(
+        budgets, {name: np.asarray(counts, np.float64) / reads for name, counts in hits.items()}, num_steps, reads
+    )
 
 
 class _Ranks:
@@ -134,6 +142,17 @@ def _steps(profile: Profile, layers: Ints, max_steps: int) -> Iterator[tuple[Int
         pairs = np.flatnonzero(touched)
         if len(pairs):
             yield pairs // num_experts, pairs % num_experts
+
+
+def _hot(trace: list[tuple[Ints, Ints]], num_layers: int, num_experts: int) -> Floats:
+    """With 0, 1, ... slots per layer."""
+    sizes = np.unique(np.linspace(0, num_experts, _HOT_SIZES + 1).round().astype(np.int64))
+    found = [0]
+    for slots in sizes[1:].tolist():
+        policy = HotExperts(num_layers, num_experts, slots * num_layers, MAX_UPLOADS)
+        policy.land(policy.begin())
+        found.append(sum(replay(policy, trace)))
+    return np.interp(np.arange(num_experts + 1), sizes, found)
 
 
 def _static(used: Ints, nbytes: Ints, budgets: Ints) -> Ints:

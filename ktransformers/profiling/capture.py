@@ -39,7 +39,16 @@ _SHOWN_VALUES = frozenset(
     (
         *("model_path", "gguf_path", "optimize_config_path", "backend_type", "profile", "profile_root"),
         *("chunk_size", "cache_lens", "page_size", "max_batch_size", "max_new_tokens", "profile_max_bytes"),
-        *("cpu_infer", "cpu_quant", "cpu_prefill", "cpu_bf16", "gpu_memory", "attention_backend", "sparse_attention"),
+        *(
+            "cpu_infer",
+            "cpu_quant",
+            "cpu_prefill",
+            "cpu_bf16",
+            "gpu_memory",
+            "hot_experts",
+            "attention_backend",
+            "sparse_attention",
+        ),
         "kv_type",
         *("host", "port", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
     )

@@ -155,7 +155,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step led to, filled by the engine: one result per sampled row, in the order of the rows.
 
     seconds: how long the step took. experts: (token, expert) pairs computed, layer calls, distinct experts of each
-    call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. tiers: None without any.
+    call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of experts
+    in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these. tiers: None
+    without any.
     """
 
     step_id: int
@@ -164,6 +166,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     experts: tuple[int, int, int] = (0, 0, 0)
     expert_counts: bytes = b""
+    hot: tuple[int, int, int, int] = (0, 0, 0, 0)
     tiers: TierResult | None = None
 
     @property

@@ -72,6 +72,13 @@ class _BackendCollector(Collector):
         yield self._counter("ktransformers:expert_rows", "(token, expert) pairs computed, all layers.", rows)
         touched = engine.num_touched_experts / max(engine.num_expert_samples, 1)
         yield self._gauge("ktransformers:experts_touched", "Distinct experts per layer and step.", touched)
+        for name, text, value in (
+            ("reads", "Experts that decode steps used, of layers with slots on a GPU.", engine.num_hot_reads),
+            ("hits", "Those of them that had a slot.", engine.num_hot_hits),
+            ("uploads", "Experts copied to slots.", engine.num_hot_uploads),
+            ("upload_bytes", "Copied to slots.", engine.hot_upload_bytes),
+        ):
+            yield self._counter(f"ktransformers:hot_expert_{name}", text, value)
 
     def _of_tiers(self, tiers: TierStats) -> Iterator[Metric]:
         for tier, used, most in (

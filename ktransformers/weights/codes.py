@@ -90,8 +90,8 @@ class CodeSpec:
             return self._small(GroupType["MXFP8"] if self.group == 32 else None)
         if self.scales not in ("F16", "BF16", "F32"):
             raise UnsupportedError(f"{self.kind.value} weights with scales of {self.scales} are not supported")
-        if self.is_shuffled:
-            return QuantType.F16
+        if self.is_shuffled:  # in the type of the scales, as the libraries multiply them
+            return QuantType[self.scales]
         is_whole = self.group >= self.cols
         if self.cols % 32 or (self.group % 32 and not is_whole):
             return QuantType.F32

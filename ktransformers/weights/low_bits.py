@@ -9,8 +9,12 @@ modules_to_not_convert names has an unquantized weight in the file and is read a
     X.weight (F8_E4M3), X.weight_scale [rows, 1]              FP8 per channel: compressed-tensors, fbgemm
     X.weight (F8_E4M3), X.weight_scale [_inv] (bytes)         MXFP8
     X.weight (U8), X.weight_scale, X.weight_scale_2           modelopt's NVFP4
-    X.qweight, X.scales [, X.qzeros, X.g_idx]                 GPTQ, AWQ: the config says which
+    X.qweight, X.scales [, X.qzeros, X.g_idx]                 GPTQ, AWQ: the config says which, and of AWQ's two ways
     X_blocks, X_scales                                        MXFP4 of gpt-oss; X has all experts' rows
+
+MXFP8's scales are bytes of dtype U8, one for 32 columns: MiniMax-M3 calls them weight_scale_inv, the name under which
+transformers' quantizer for quant_method mxfp8 (integrations/finegrained_fp8.py) reads them; compressed-tensors and
+modelopt write weight_scale.
 
 FP8 with one scale, or one per block of rows and columns, is no matrix of this module.
 """
@@ -30,7 +34,7 @@ from ktransformers.models.facts import Quantization
 from ktransformers.weights.codes import SCALE_DTYPES, CodeKind, CodeSpec, LowBitMatrix
 from ktransformers.weights.experts import FLOAT_DTYPES
 from ktransformers.weights.mapped_file import typed_view
-from ktransformers.weights.packings import ByteRows, ColumnWords, PairRows, WordRows
+from ktransformers.weights.packings import ByteRows, ColumnWords, GemvRows, PairRows, WordRows
 from ktransformers.weights.quantization import weight_groups
 from ktransformers.weights.safetensors import SafetensorsModel, SafetensorsTensor
 
@@ -88,8 +92,8 @@ def find_low_bits(model: SafetensorsModel, quantization: Quantization | None) ->
     wide = sum(one.resident in FLOAT_DTYPES for one in found.values())
     if wide:
         logger.warning(
-            "%d of %d matrices of few bits are held in F16 or F32: their columns are of groups in any order (GPTQ with "
-            "desc_act), or of groups that are no multiples of 32",
+            "%d of %d matrices of few bits are held in floats: their columns are of groups in any order (GPTQ with "
+            "desc_act, compressed-tensors with actorder), or of groups that are no multiples of 32",
             wide,
             len(found),
         )
@@ -198,6 +202,11 @@ class _Finder:
         """None for one scale for all, for blocks of rows and columns, and for rows that have no blocks of 32."""
         rows, cols = tensor.shape
         scale_name = next((f"{name}{s}" for s in ("_scale_inv", "_scale") if f"{name}{s}" in self._tensors), None)
+        if scale_name is None and self._method == "mxfp8":
+            raise TensorMismatchError(
+                f"the config says mxfp8, and {name!r} has neither {name + '_scale_inv'!r} nor {name + '_scale'!r} "
+                "beside it; is a file missing?"
+            )
         if scale_name is None or cols % 32:
             return None
         scale = self._tensors[scale_name]
@@ -217,6 +226,8 @@ class _Finder:
         zero_name, index_name = f"{base}.qzeros", f"{base}.g_idx"
         self._need(name, scale_name)
         is_awq = self._method == "awq"
+        if is_awq and str(self._fields.get("version") or "gemm").lower() == "gemv":
+            return self._rows_of_awq(name, tensor)
         if not is_awq and self._method != "gptq":
             raise UnsupportedError(
                 f"{words!r} is of GPTQ or of AWQ, and the config's quantization_config says neither; add its "
@@ -249,6 +260,29 @@ class _Finder:
             return LowBitMatrix(spec, rows, columns.read)
 
         return self._made(name, (rows, cols), spec, self._parts(words, scale_name, zero_name, index_name), matrix)
+
+    def _rows_of_awq(self, name: str, tensor: SafetensorsTensor) -> LowBitTensor:
+        """AWQ packed for gemv: as rows, with more scales and zero points than there are groups."""
+        words, scale_name, zero_name = tensor.name, f"{name[:-6]}scales", f"{name[:-6]}qzeros"
+        self._need(name, scale_name, zero_name)
+        size, scale, zeros = (self._fields.get("group_size", 128), self._tensors[scale_name], self._tensors[zero_name])
+        if len(tensor.shape) != 2 or tensor.dtype != "I32" or not isinstance(size, int):
+            raise UnsupportedError(f"{words!r} holds no AWQ of 4 bits packed for gemv; use the BF16 safetensors")
+        rows, cols = tensor.shape[0], tensor.shape[1] * 8
+        size = size if size > 0 else cols
+        groups = -(-cols // size)
+        if scale.shape != (rows, zeros.shape[-1] * 8) or zeros.shape[0] != rows or scale.shape[1] < groups:
+            raise TensorMismatchError(
+                f"{words!r} [{rows}, {tensor.shape[1]}] has scales {list(scale.shape)} and zero points "
+                f"{list(zeros.shape)} beside it, for {groups} groups"
+            )
+        spec = CodeSpec(CodeKind.I4, cols, size, self._scale_kind(scale_name), has_zeros=True)
+
+        def matrix(_: int, __: slice) -> LowBitMatrix:
+            read = GemvRows(self._raw(words), self._scales(scale_name), self._raw(zero_name), groups).read
+            return LowBitMatrix(spec, rows, read)
+
+        return self._made(name, (rows, cols), spec, (words, scale_name, zero_name), matrix)
 
     def _expert_blocks(self, name: str, tensor: SafetensorsTensor) -> LowBitTensor:
         scale_name, codes = f"{name}_scales", tensor.name

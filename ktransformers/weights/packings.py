@@ -6,6 +6,8 @@
     GPTQ       int32 [cols * bits / 32, rows], value + 8 or + 128; scales [groups, rows], zeros
                [groups, rows * bits / 32]
     AWQ        int32 [cols, rows / 8], eight rows in the order 0 2 4 6 1 3 5 7; scales and zeros as GPTQ, in that order
+    gemv       AWQ's other way: int32 [rows, cols / 8], the first lowest; scales [rows, 8 n] of which the first `groups`
+               count, zeros int32 [rows, n]
 
 Gets tensors as they lie in the memory map, and slices of them; each class has read(start, stop), see LowBitMatrix.
 """
@@ -19,7 +21,7 @@ import torch
 from ktransformers.errors import TensorMismatchError
 from ktransformers.weights.codes import CodeKind, Codes
 
-__all__ = ["ByteRows", "ColumnWords", "PairRows", "WordRows", "unpack_words"]
+__all__ = ["ByteRows", "ColumnWords", "GemvRows", "PairRows", "WordRows", "unpack_words"]
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where, in a word of AWQ, row i of eight is."""
@@ -71,6 +73,25 @@ class WordRows:
             zeros = _zeros(some[:, start - first * per_word : stop - first * per_word].T, self.bits)
         index = None if self.index is None else self.index.long()
         return Codes(kind, codes, self.scales[start:stop], zeros, index=index)
+
+
+@dataclass(frozen=True, slots=True)
+class GemvRows:
+    """AWQ packed for gemv.
+
+    words: int32 [rows, cols / 8]. scales: [rows, 8 n]. zeros: int32 [rows, n]; the first `groups` of both count.
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    groups: int
+
+    def read(self, start: int, stop: int) -> Codes:
+        """See LowBitMatrix."""
+        codes = self.words[start:stop].contiguous().view(torch.uint8)
+        zeros = _zeros(unpack_words(self.zeros[start:stop], 4)[:, : self.groups], 4)
+        return Codes(CodeKind.I4, codes, self.scales[start:stop, : self.groups], zeros)
 
 
 @dataclass(frozen=True, slots=True)

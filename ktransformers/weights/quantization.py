@@ -31,12 +31,20 @@ def check_quantization(quantization: Quantization | None) -> None:
     said = str(fields.get("format") or fields.get("checkpoint_format") or "")
     sparsity = fields.get("sparsity_config")
     packed = str(sparsity.get("format")) if isinstance(sparsity, Mapping) else ""
+    if method == "gptq" and said.startswith(("marlin", "bitblas")):
+        raise UnsupportedError(
+            f"GPTQ in the order of {said:.40}'s GPU kernels is not supported; use a checkpoint of the same model whose "
+            f"checkpoint_format is gptq (GPTQModel writes those by default), or {_USE_ANOTHER}"
+        )
     for one in (said, packed):
         if one in _PACKED_BY_SPARSITY or one.startswith(("marlin", "bitblas")):
             raise UnsupportedError(f"safetensors of the format {one!r:.40} are not supported; {_USE_ANOTHER}")
     version = str(fields.get("version") or "gemm").lower()
-    if method == "awq" and version != "gemm":
-        raise UnsupportedError(f"AWQ packed for {version!r:.40} is not supported, only for gemm; {_USE_ANOTHER}")
+    if method == "awq" and version not in ("gemm", "gemv"):
+        raise UnsupportedError(
+            f"AWQ packed for {version!r:.40} is not supported, only for gemm and gemv; use a checkpoint of the same "
+            f"model whose version is gemm (what AutoAWQ and llm-compressor write by default), or {_USE_ANOTHER}"
+        )
     algorithm = str(fields.get("quant_algo") or "").upper()
     if method == "modelopt" and ("AWQ" in algorithm or "SVD" in algorithm):
         raise UnsupportedError(f"modelopt's {algorithm:.40} scales activations, which is not done; {_USE_ANOTHER}")

@@ -9,7 +9,8 @@ are searched for the least squared error:
    types with few bits the neighbours of the nearest whole number are tried as well, and the step is fitted again.
 3. The codes are taken again for the rounded scales, and the offsets of Q4_K and Q5_K once more for those codes.
 
-With the importance of each column the squared error is weighted by it. weights/quant_search.py has the arithmetic.
+With the importance of each column the squared error is weighted by it. weights/quant_search.py has the arithmetic;
+types whose codes name entries of a grid (IQ1, IQ2, IQ3) are those of weights/grid_search.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.errors import UnsupportedError, WeightError
+from ktransformers.weights.grid_search import GRID_TYPES, encode_grid
 from ktransformers.weights.quant_search import (
     F32Array,
     IntGrid,
@@ -327,6 +329,22 @@ def _by_gguf(qtype: QuantType) -> _Encoder:
     return encode
 
 
+def _of_grid(qtype: QuantType) -> _Encoder:
+    def encode(values: F32Array, weights: F32Array | None) -> U8Array:
+        return encode_grid(values, weights, qtype)
+
+    return encode
+
+
+def _encode_q1_0(values: F32Array, weights: F32Array | None) -> U8Array:
+    """Signs, and of 128 columns the mean magnitude, which has the least squared error."""
+    x, w = _blocks(values, weights, 128)
+    magnitudes = np.abs(x, dtype=np.float64)
+    d = magnitudes.mean(axis=0) if w is None else (magnitudes * w).sum(axis=0) / w.sum(axis=0, dtype=np.float64)
+    d_bytes, _ = to_f16(d.astype(np.float32))
+    return np.concatenate([d_bytes, np.packbits(x >= 0, axis=0, bitorder="little").T], axis=1)
+
+
 _ENCODERS: dict[QuantType, _Encoder] = {
     QuantType.Q8_0: _by_gguf(QuantType.Q8_0),
     QuantType.Q4_0: _encode_symmetric(_Q4_GRID),
@@ -343,6 +361,8 @@ _ENCODERS: dict[QuantType, _Encoder] = {
     QuantType.MXFP4: _encode_mxfp4,
     QuantType.TQ1_0: _by_gguf(QuantType.TQ1_0),
     QuantType.TQ2_0: _by_gguf(QuantType.TQ2_0),
+    **{qtype: _of_grid(qtype) for qtype in GRID_TYPES},
+    QuantType.Q1_0: _encode_q1_0,
     QuantType.F32: _by_gguf(QuantType.F32),
     QuantType.F16: _by_gguf(QuantType.F16),
     QuantType.BF16: _by_gguf(QuantType.BF16),

@@ -30,7 +30,12 @@ from ktransformers.models.registry import family_of
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 from ktransformers.weights.transcode import dequantize
 
-__all__ = ["SyntheticSource", "random_blocks"]
+__all__ = ["ROUTINGS", "SyntheticSource", "random_blocks", "skewed_gain"]
+
+ROUTINGS = ("even", "skewed")
+"""How tokens choose experts: all about equally often, or a quarter of each layer's for SKEWED_SHARE of the picks."""
+
+SKEWED_SHARE = 0.7
 
 EMBEDDING_GAIN = 1000.0
 """Embeddings have a standard deviation of about 1, other matrices of about 0.02."""
@@ -100,14 +105,33 @@ def _held_as(wanted: QuantType, cols: int) -> QuantType:
     return next(fits, QuantType.F32)
 
 
+def skewed_gain(num_experts: int, top_k: int) -> float:
+    """By how much longer a router's rows are for a quarter of the experts, which then have SKEWED_SHARE of the picks.
+
+    Logits of random rows are normal: longer rows spread them, and the top_k largest are more often theirs.
+    """
+    generator = np.random.Generator(np.random.SFC64(0))
+    logits = generator.standard_normal((1024, num_experts), dtype=np.float32)
+    num_hot, gains = max(num_experts // 4, 1), np.ones(num_experts, np.float32)
+    least, most = 1.0, 16.0
+    for _ in range(20):
+        gains[:num_hot] = middle = (least * most) ** 0.5
+        chosen = np.argpartition(-logits * gains, min(top_k, num_experts - 1), axis=1)[:, :top_k]
+        least, most = (middle, most) if (chosen < num_hot).mean() < SKEWED_SHARE else (least, middle)
+    return float((least * most) ** 0.5)
+
+
 class SyntheticSource:
     """WeightSource over nothing but names and shapes.
 
     shapes: of every parameter and persistent buffer of the module tree, by Hugging Face name; experts' fused parameters
     may be among them and are not looked at. facts: the model's, for the split form of latent attention's kv_b_proj.
+    routing: of ROUTINGS; routers that choose among groups, or by a bias, are skewed less.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts):
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts, routing: str = ROUTINGS[0]):
+        self._top_k = facts.top_k() or 1
+        self._is_skewed = routing != ROUTINGS[0]
         self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
         self._model_type = facts.model_type
         self._mixture = _MIXTURES.get(family_of(facts.model_type).expert_type or "", _Q4_K_M)
@@ -143,7 +167,12 @@ class SyntheticSource:
         """The tensor in its block type. Raises TensorMismatchError for a name that the model does not have."""
         info = self._found(name)
         if info.resident_type is QuantType.F32:
-            return RawTensor.from_tensor(_floats(name, info.shape))
+            values = _floats(name, info.shape)
+            if self._is_skewed and _ROUTER.search(name) and len(info.shape) == 2:
+                generator = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode()) + 1))
+                hot = torch.from_numpy(generator.permutation(info.shape[0])[: max(info.shape[0] // 4, 1)])
+                values[hot] *= skewed_gain(info.shape[0], self._top_k)
+            return RawTensor.from_tensor(values)
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         _fill(name, data, info.resident_type, EMBEDDING_GAIN if name.endswith("embed_tokens.weight") else 1.0)
         return RawTensor(data, info.resident_type, info.shape)

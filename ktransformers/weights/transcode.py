@@ -1,17 +1,17 @@
-"""Turns ggml types that a GPU's kernels do not read into ones that they read, without losing a bit.
+"""Turns ggml types into others that have the same values, and any type into floats.
 
-Which type becomes which is fixed per type, so that a plan can be made from headers. The CPU's kernels read all formats
-(`resident_type`), a GPU's fewer (`gpu_type`); where a format's values are
-`scale * small integer`, another integer format with the same scales holds them exactly:
+All kernels read the files' own types (`resident_type`). Where a format's values are `scale * small integer`, another
+integer format with the same scales holds them exactly:
 
     Q5_0 -> Q8_0      same fp16 scale per 32, 5-bit codes in 8 bits
     IQ4_NL -> Q8_0    same fp16 scale per 32, the 16 values of its table are int8
     Q3_K -> Q6_K      same fp16 scale and signed integer scales per 16, 3-bit codes in 6 bits
     TQ1_0, TQ2_0 -> Q4_0   one fp16 scale per 256 repeated eight times, codes -1, 0, 1
+    Q1_0 -> Q4_0      one fp16 scale per 128 repeated four times, codes -1 and 1
     NVFP4 -> BF16     4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
 
-Others have products of several scales, or an offset beside the scale: a GPU gets them dense. Equality with
-`gguf.quants.dequantize`, bit for bit, is the test of all of this. The first three are native (csrc/ops/transcode.cpp).
+Others have products of several scales, or an offset beside the scale. Equality with
+`decode_blocks`, bit for bit, is the test of all of this. The first three are native (csrc/ops/transcode.cpp).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import overload
 
-import gguf.quants
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.cpu import NATIVE_TYPES
 from ktransformers.kernels.cpu.packing import transcode_blocks
 from ktransformers.kernels.cpu.pages import advise_huge_pages, page_out
 from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.mapped_file import typed_view
 
-__all__ = ["Transcoded", "dequantize", "gpu_type", "resident_type", "transcode"]
+__all__ = ["Transcoded", "dequantize", "resident_type", "transcode"]
 
 U8Array = npt.NDArray[np.uint8]
 
@@ -42,13 +42,7 @@ CHUNK_WEIGHTS = 1 << 20
 
 _DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _NATIVE = {QuantType.Q5_0: QuantType.Q8_0, QuantType.IQ4_NL: QuantType.Q8_0, QuantType.Q3_K: QuantType.Q6_K}
-_TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
-_ON_GPU = _NATIVE | dict.fromkeys(_TERNARY, QuantType.Q4_0) | {QuantType.NVFP4: QuantType.BF16}
-
-
-def gpu_type(qtype: QuantType) -> QuantType:
-    """The type that a tensor of a resident type has for a GPU; the same where another type would not help."""
-    return _ON_GPU.get(qtype, qtype)
+_TERNARY = {QuantType.TQ1_0: 52, QuantType.TQ2_0: 64, QuantType.Q1_0: 0}  # and where the scale is
 
 
 def resident_type(qtype: QuantType, name: str) -> QuantType:
@@ -151,8 +145,7 @@ def _row_chunks(raw: RawTensor) -> list[tuple[int, int, U8Array]]:
 def _decode(rows: U8Array, qtype: QuantType) -> npt.NDArray[np.float32]:
     # A hostile block may hold an infinite or NaN scale: its values are then NaN, which is not worth a warning here.
     with np.errstate(all="ignore"):
-        values: npt.NDArray[np.float32] = gguf.quants.dequantize(np.ascontiguousarray(rows), qtype)
-    return values
+        return decode_blocks(rows, qtype)
 
 
 def _float_rows(qtype: QuantType, target: QuantType) -> Callable[[U8Array], U8Array]:
@@ -170,7 +163,7 @@ def _float_rows(qtype: QuantType, target: QuantType) -> Callable[[U8Array], U8Ar
 def _codes(rows: U8Array, qtype: QuantType, scale_at: int) -> tuple[U8Array, npt.NDArray[np.int8]]:
     """fp16 scale bytes [blocks, 2] and integer codes [blocks, block size].
 
-    gguf's own decoder yields the codes when every scale is set to 1, so no bit layout is repeated here.
+    The decoder yields the codes when every scale is set to 1, so no bit layout is repeated here.
     """
     blocks = rows.reshape(-1, type_size(qtype)).copy()
     scales = blocks[:, scale_at : scale_at + 2].copy()
@@ -181,9 +174,9 @@ def _codes(rows: U8Array, qtype: QuantType, scale_at: int) -> tuple[U8Array, npt
 
 def _ternary_to_q4_0(qtype: QuantType) -> Callable[[U8Array], U8Array]:
     def convert(rows: U8Array) -> U8Array:
-        scales, codes = _codes(rows, qtype, scale_at=type_size(qtype) - 2)
+        scales, codes = _codes(rows, qtype, _TERNARY[qtype])
         halves = (codes.reshape(-1, 2, 16) + np.int8(8)).view(np.uint8)
         nibbles = halves[:, 0] | halves[:, 1] << np.uint8(4)
-        return np.concatenate([np.repeat(scales, 8, axis=0), nibbles], axis=1)
+        return np.concatenate([np.repeat(scales, block_size(qtype) // 32, axis=0), nibbles], axis=1)
 
     return convert

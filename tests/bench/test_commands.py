@@ -76,6 +76,10 @@ def test_operations(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = {row["op"].split()[0] for row in record["rows"]}
     assert kinds == {"linear", "attention", "delta_scan", "rms_norm"}
     assert all(row["speedup"] == pytest.approx(row["torch_us"] / row["us"]) for row in record["rows"])
+    rates = {row["op"]: row["gflop_s"] * row["us"] * 1e3 for row in record["rows"] if row["gflop_s"] is not None}
+    assert {name.split()[0] for name in rates} == {"attention"}
+    # Two products of 128 dimensions for each of 32 heads and 64 * 65 / 2 pairs of positions.
+    assert rates["attention gqa T=64 ctx=64"] == pytest.approx(4 * 128 * 32 * 64 * 65 / 2)
     _, record = bench(capsys, "operations", "--seconds", "0", "--size", "256", "--only", "rms_norm", "--threads", "2")
     assert [row["op"] for row in record["rows"]] == ["rms_norm T=1", "rms_norm T=256"]
     assert record["machine"]["threads"] == 2

@@ -48,6 +48,13 @@ class InterpretedGpu(Gpu):
         return 2.0
 
 
+class MadeUpGpu(InterpretedGpu):
+    """Where nothing is called."""
+
+    def graph_us(self, calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
+        return 2.0
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("model", "step", "tokens_seen", "nbytes"),
@@ -122,6 +129,23 @@ def test_what_products_read_and_compute(monkeypatch: pytest.MonkeyPatch) -> None
     assert many.nbytes == 2 * one.nbytes == 4 * 3 * 256 * 256 // 32 * 34
 
 
+def test_types_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are those of each type where it rests on a GPU; times are made up, so all are as fast as Q4_K."""
+    monkeypatch.setattr(linear, "_LINEARS", (("tiny", 64, 256, ()),))
+    monkeypatch.setattr(linear, "_MOES", (("tiny", 4, 2, 256, 256, QuantType.Q8_0, QuantType.Q8_0),))
+    types = [QuantType.Q4_K, QuantType.IQ2_XXS]
+    found = linear.bench_gpu_linear(["types"], [1], MadeUpGpu(), types)["rows"]
+    assert [(row["kernel"], row["type"]) for row in found] == [
+        ("linear", "Q4_K"), ("moe", "Q4_K"), ("linear", "IQ2_XXS"), ("moe", "IQ2_XXS"),
+    ]  # fmt: skip
+    assert [row["gb_per_s"] * 2e3 for row in found] == [pytest.approx(x) for x in (
+        64 * 148, 2 * 3 * 256 * 148, 4 * (64 + 1024), 2 * 3 * 16 * (64 + 1024),
+    )]  # fmt: skip
+    assert {row["of_q4_k"] for row in found} == {1.0}
+    assert {row["tokens_per_s"] for row in found} == {5e5}
+    assert QuantType.Q4_K is linear.COMPARED_TYPES[0]
+
+
 @interpreted
 def test_latent() -> None:
     """Errors are not looked at: the interpreter's dot products of bf16 are no such thing."""
@@ -163,7 +187,8 @@ def test_without_a_gpu_it_is_refused(
     [
         (["gpu_latent", "--only", "5"], "--only must be ROWS,POSITIONS"),
         (["gpu_latent", "--only", "5,4"], "no more rows than positions"),
-        (["gpu_linear", "--only", "moe,sine"], "--only sine is not one of linear, fp8, moe, align, relay"),
+        (["gpu_linear", "--only", "moe,sine"], "--only sine is not one of linear, fp8, moe, types, align, relay"),
+        (["gpu_linear", "--types", "iq2_xxs,iq9"], "--types IQ9 is not one of Q4_K, "),
         (["gpu_prefill", "--shapes", "llama"], "--shapes llama is not one of qwen3-30b, deepseek-v3"),
         (["gpu_hand_over", "--layers", "0"], "--layers must be at least 1"),
     ],
@@ -181,7 +206,7 @@ def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pyt
         ["gpu_attention", "--only", "qwen2-57b"],
         ["gpu_attention", "--only", "rows"],
         ["gpu_latent", "--only", "64,512"],
-        ["gpu_linear", "--only", "fp8,align,relay", "--tokens", "1"],
+        ["gpu_linear", "--only", "fp8,types,align,relay", "--types", "q4_k,iq2_xxs,iq3_s", "--tokens", "1"],
         ["gpu_prefill", "--shapes", "qwen3-30b", "--tokens", "64", "--milliseconds", "0"],
         ["gpu_hand_over", "--shapes", "empty", "--tokens", "1", "--layers", "4", "--checks", "4"],
     ],

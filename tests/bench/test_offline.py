@@ -98,6 +98,17 @@ def test_figures_of_a_synthetic_shape(capsys: pytest.CaptureFixture[str]) -> Non
     assert full["gb_s"] * full["ms_per_step"] == pytest.approx(nbytes / 1e6)
 
 
+def test_routing_can_be_skewed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of few picks the most used quarter has more than its share by chance: even ones show how much."""
+    args = ["--synthetic", "tiny", "--prefill", "8", "--decode", "8", "--max_new_tokens", "24", "--prompt_len", "4"]
+    text, skewed = bench(capsys, *args, "--routing", "skewed")
+    assert skewed["settings"]["routing"] == "skewed"
+    assert 0.6 < skewed["quarter_share"] < 0.8
+    assert f"{100 * skewed['quarter_share']:.0f} % of the picks" in text
+    _, even = bench(capsys, *args)
+    assert 0.25 < even["quarter_share"] < 0.45
+
+
 def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--synthetic", "tiny", "--layers", "1", "--prefill", "8", "--decode", "1", "--max_new_tokens", "2"]
     text, result = bench(capsys, *args, "--json")
@@ -161,6 +172,7 @@ def test_a_model_of_files(capsys: pytest.CaptureFixture[str]) -> None:
         ([".", "--gguf_path", ".", "--model_path", "."], "MODEL, --model_path and --gguf_path together"),
         (["--prefill", "1,x"], "--prefill must be positive numbers"),
         (["--decode", "0"], "--decode must be positive numbers"),
+        (["--routing", "skewed"], "--routing makes the routers of a --synthetic shape"),
         (["--prompt_len", "0"], "--prompt_len must be at least 1"),
         (["--seconds", "-1"], "--seconds must be at least 0"),
         (["--synthetic", "tiny", "--chunk_size", "-1"], "--chunk_size must be at least 0"),

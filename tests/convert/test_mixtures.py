@@ -67,6 +67,42 @@ def test_other_mixtures() -> None:
     assert (eight["blk.9.attn_k.weight"], eight["blk.9.attn_output.weight"]) == (T.Q8_0, T.Q5_K)
 
 
+def test_mixtures_of_few_bits() -> None:
+    """As `llama-quantize` chooses types for its files of these names."""
+
+    def of(name: str, shape: ModelShape | None = None, **shapes: int) -> dict[str, T]:
+        return choose_types(MIXTURES[name], llama_shapes(**shapes), shape or ModelShape(32, has_importance=True))
+
+    ends = [*range(4), *range(28, 32)]
+    xs = of("iq3_xs")
+    assert layers_of(xs, "ffn_gate", T.IQ3_S) == layers_of(xs, "ffn_up", T.IQ3_S) == ends
+    assert (xs["blk.9.attn_q.weight"], xs["blk.9.attn_v.weight"]) == (T.IQ3_XXS, T.IQ3_S)
+    assert (xs["blk.9.ffn_down.weight"], xs["output.weight"]) == (T.IQ3_S, T.Q6_K)
+    xxs = of("iq3_xxs")
+    assert (xxs["blk.9.attn_q.weight"], xxs["blk.9.attn_output.weight"]) == (T.IQ2_S, T.IQ3_S)
+    assert (xxs["blk.1.ffn_down.weight"], xxs["output.weight"]) == (T.IQ3_XXS, T.Q5_K)
+    unweighted = of("iq3_xxs", ModelShape(32))
+    assert layers_of(unweighted, "ffn_down", T.Q4_K) == [0, 1, 2, 3]
+    assert layers_of(unweighted, "ffn_down", T.Q3_K) == list(range(4, 32))
+    assert set(of("iq3_s").values()) == {T.IQ3_S, T.Q6_K}
+    middle = of("iq3_m")
+    assert layers_of(middle, "ffn_down", T.Q4_K) == [0, 1, 2, 3]
+    assert {middle["blk.9.attn_v.weight"], middle["blk.9.attn_output.weight"]} == {T.Q4_K}
+    for name, base, more in (("iq2_s", T.IQ2_XS, T.IQ3_S), ("iq2_m", T.IQ2_S, T.IQ3_S), ("iq2_xs", T.IQ2_XS, T.Q2_K)):
+        two = of(name)
+        assert two["blk.9.ffn_down.weight"] is two["blk.9.attn_k.weight"] is base
+        assert {two["blk.0.ffn_down.weight"], two["blk.9.attn_v.weight"], two["token_embd.weight"]} == {more}
+        assert two["blk.9.attn_output.weight"] is (T.IQ3_S if more is T.IQ3_S else base)
+        assert two["output.weight"] is T.Q5_K
+    one = of("iq1_s", ModelShape(32, queries_per_key=8, has_importance=True))
+    assert (one["blk.9.attn_v.weight"], one["blk.9.attn_output.weight"]) == (T.Q4_K, T.IQ2_XXS)
+    assert one["blk.9.attn_k.weight"] is T.IQ1_S
+    eight = of("iq2_xxs", ModelShape(32, 8, has_importance=True), experts=8)
+    assert (eight["blk.9.attn_k.weight"], eight["blk.9.attn_v.weight"]) == (T.Q4_K, T.Q4_K)
+    assert (eight["blk.9.attn_output.weight"], eight["blk.9.ffn_up_exps.weight"]) == (T.Q5_K, T.IQ2_XXS)
+    assert of("iq3_m", ModelShape(32, 8), experts=8)["blk.29.ffn_down_exps.weight"] is T.Q4_K
+
+
 def test_a_head_that_is_the_table_of_tokens() -> None:
     shapes = llama_shapes(8)
     del shapes["output.weight"]

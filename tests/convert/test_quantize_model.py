@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gguf import GGUFValueType
 
 from ktransformers.cli import main
 from ktransformers.convert import partial_file, writing
+from ktransformers.convert.mixtures import TypeRule
 from ktransformers.errors import CapacityError, ConfigError, WeightError
 from tests.support.converting import contents, quantized, tensors
 from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
@@ -146,13 +148,27 @@ def test_what_is_left_of_another_run_is_not_taken(tmp_path: Path, caplog: pytest
     assert out.read_bytes() == wanted.read_bytes()
 
 
-def test_threads_and_pieces_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mixture", ["q3_k_m", "iq3_xxs", "iq2_xs", "iq1_m"])
+def test_threads_and_pieces_do_not_show(mixture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, one, other = small_gguf(tmp_path / "in.gguf"), tmp_path / "one.gguf", tmp_path / "other.gguf"
-    quantized(given, one, "q3_k_m", num_threads=1)
+    quantized(given, one, mixture, num_threads=1, without_imatrix=True)
     monkeypatch.setattr(writing, "_PIECE_WEIGHTS", 1)
     monkeypatch.setattr(writing, "_BLOCK_ROWS", 5)
-    quantized(given, other, "q3_k_m", num_threads=5)
+    quantized(given, other, mixture, num_threads=5, without_imatrix=True)
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("mixture", ["iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s"])
+def test_types_that_need_an_imatrix_say_so(mixture: str, tmp_path: Path) -> None:
+    given, out = small_gguf(tmp_path / "in.gguf"), tmp_path / "out.gguf"
+    with pytest.raises(ConfigError, match=r"3 tensors \(blk.0.attn_q.weight, ...\) .*--imatrix.*--without_imatrix"):
+        quantized(given, out, mixture, rules=[TypeRule(re.compile("ffn_down"), T.Q4_K, 1)])
+    assert list(tmp_path.iterdir()) == [given]
+    quantized(given, out, mixture, without_imatrix=True)
+    types = {"iq1_s": T.IQ1_S, "iq1_m": T.IQ1_M, "iq2_xxs": T.IQ2_XXS}
+    assert tensors(out)["blk.1.attn_q.weight"][0] is types.get(mixture, T.IQ2_XS)
+    quantized(given, out, "iq2_m", force=True)  # as do those of more bits
+    assert tensors(out)["blk.1.attn_q.weight"][0] is T.IQ2_S
 
 
 def test_only_pieces_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(
     assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
+@pytest.mark.exhaustive
 def test_sequences_in_one_batch_and_preempted(model: PreTrainedModel, folders: dict[str, Path]) -> None:
     """There are pages for the prompts and no more; steps are replayed side by side."""
     graphs, lengths = FakeGraphs(), (15, 14, 6)

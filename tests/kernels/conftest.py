@@ -32,6 +32,7 @@ SCALES = {
     QuantType.IQ4_XS: (0,),
     QuantType.TQ1_0: (52,),
     QuantType.TQ2_0: (64,),
+    QuantType.Q1_0: (0,),
     QuantType.MXFP4: (),
     QuantType.IQ2_XXS: (0,),
     QuantType.IQ2_XS: (0,),

@@ -29,7 +29,7 @@ OFFERED = tuple(
 )
 
 
-pytestmark = pytest.mark.slow  # the index answers in seconds, a cached answer in less
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # the index answers within a minute
 
 
 @pytest.fixture(scope="module", autouse=True)

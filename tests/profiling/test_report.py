@@ -165,7 +165,7 @@ def test_every_section_has_words_a_picture_and_its_numbers(page_file: Path, reco
     ttft = [line["ms"] for line in written.tokens if line["index"] == 0]
     assert found.rows["ttft"][1] == ["p50", f"{np.median(ttft):.3g}"]
     assert len(found.rows["cache"]) == RUN.experts + 2
-    assert found.rows["cache"][-1][1:] == ["100", *found.rows["cache"][-1][2:4], "100"]
+    assert found.rows["cache"][-1][1:] == ["100", *found.rows["cache"][-1][2:4], "100", "100"]
     assert "A sensible --gpu_memory is 0." in found.texts["cache"]
     assert "% of what memory gave when it was measured (40.0\u00a0GB/s)" in found.texts["bandwidth"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ktransformers.hot_experts import MAX_UPLOADS, HotExperts, replay
 from ktransformers.profiling import Profile, load
 from ktransformers.profiling.cache_simulation import POLICIES, simulate
 from tests.support.profile_folders import Run, Written, meta, write_lines, write_profile
@@ -63,6 +64,24 @@ def test_every_size_of_the_caches(folder: Path, written: Written, policy: str) -
     assert rates.num_reads == sum(len(experts) for step in trace for experts in step)
     assert rates.rates[policy].tolist() == [cached(trace, slots, policy) for slots in range(RUN.experts + 1)]
     assert rates.budgets.tolist() == [slots * 3 * RUN.expert_bytes for slots in range(RUN.experts + 1)]
+
+
+def test_the_policy_itself(folder: Path, written: Written) -> None:
+    """At the sizes at which it is run; between two it is on the line through them."""
+    rates = simulate(load(folder))
+    assert rates is not None
+    steps = [
+        tuple(np.array(pair) for pair in zip(*((n, e) for n, layer in enumerate(step) for e in layer), strict=True))
+        for step in accesses(written)
+    ]
+    num_layers, got = RUN.layers - RUN.dense, rates.rates["hot"]
+    for slots in (3, 6, 9):
+        policy = HotExperts(num_layers, RUN.experts, slots * num_layers, MAX_UPLOADS)
+        policy.land(policy.begin())
+        assert got[slots] == sum(replay(policy, steps)) / rates.num_reads
+    assert got[0] == 0.0
+    assert got[-1] == 1.0
+    assert got[7] == pytest.approx((got[6] + got[8]) / 2)
 
 
 def counts(written: Written) -> np.ndarray:
@@ -125,7 +144,7 @@ def test_knee_of_skewed_and_of_even_use(tmp_path: Path) -> None:
 
 
 def test_profiles_without_a_trace(tmp_path: Path, written: Written) -> None:
-    assert set(POLICIES) == {"lru", "lfu", "static", "layers"}
+    assert set(POLICIES) == {"lru", "lfu", "hot", "static", "layers"}
     write_lines(tmp_path / "tokens.jsonl", [{**line, "experts": None} for line in written.tokens])
     (tmp_path / "meta.json").write_text(json.dumps(meta(RUN)))
     assert simulate(load(tmp_path)) is None

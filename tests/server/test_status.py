@@ -57,6 +57,14 @@ def test_status() -> None:
             backend.now = BalanceStats(2, 1, 0.4, 640, scheduler, EngineTotals(num_tokens=50))
             shown = (await client.get("/v1/status")).json()["tiers"]
             assert (shown["max_host_bytes"], shown["disk_bytes"], shown["disk_hit_len"]) == (2, 3, 64)
+            assert before["hot_experts"] is answer.json()["hot_experts"] is None
+            totals = EngineTotals(num_hot_reads=8, num_hot_hits=6, num_hot_uploads=2, hot_upload_bytes=99)
+            backend.now = BalanceStats(2, 1, 0.4, 640, SCHEDULER, totals)
+            shown = (await client.get("/v1/status")).json()["hot_experts"]
+            assert shown == {"reads": 8, "hits": 6, "uploads": 2, "upload_bytes": 99}
+            metrics = (await client.get("/metrics")).text
+            for name, value in (("reads", 8), ("hits", 6), ("uploads", 2), ("upload_bytes", 99)):
+                assert f'ktransformers:hot_expert_{name}_total{{model_name="demo"}} {value}.0' in metrics
             return answer.json()
 
     status = asyncio.run(test())

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.hot import HotService
 from ktransformers.tokenizer import Tokenizer
 
 NextLogits = Callable[[list[int]], np.ndarray]
@@ -135,6 +136,7 @@ class FakeEngine:
     description: str = "fake"
     facts: Any = None
     plan: Any = None
+    hot: HotService = field(default_factory=HotService)
     is_closed: bool = False
 
     def close(self) -> None:

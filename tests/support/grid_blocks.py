@@ -13,13 +13,13 @@ import numpy.typing as npt
 from gguf import quants
 
 from ktransformers.kernels.types import QuantType
+from ktransformers.weights.grid_layouts import GRID_LAYOUTS
 
 __all__ = ["GRID_TYPES", "grid_blocks"]
 
 _Float = npt.NDArray[np.float32]
 _Int = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
-_Halves = npt.NDArray[np.float16]
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ def grid_blocks(values: _Float, qtype: QuantType) -> _Bytes:
     codes = _drawn(scaled.reshape(-1, grid.shape[1]), len(grid)).reshape(len(x), -1)
     if qtype in _IQ1:
         deltas = codes & 1 if qtype is QuantType.IQ1_M else np.repeat(codes[:, ::4] & 1, 4, axis=1)
-        return _WRITERS[qtype](d, codes, deltas, scales).reshape(len(values), -1)
+        return GRID_LAYOUTS[qtype](d, codes, deltas, scales).reshape(len(values), -1)
     signs = (scaled < 0).reshape(-1, 8)
     if form.is_even:
         odd = np.flatnonzero(signs.sum(1) % 2)
         signs[odd, np.abs(scaled).reshape(-1, 8)[odd].argmin(1)] ^= True
     packed = np.packbits(signs, axis=1, bitorder="little").reshape(len(x), 32).astype(np.int64)
-    return _WRITERS[qtype](d, codes, packed, scales).reshape(len(values), -1)
+    return GRID_LAYOUTS[qtype](d, codes, packed, scales).reshape(len(values), -1)
 
 
 def _drawn(points: _Float, size: int) -> _Int:
@@ -72,69 +72,3 @@ def _drawn(points: _Float, size: int) -> _Int:
     bits = np.ascontiguousarray(points, dtype=np.float32).view(np.uint32).astype(np.uint64)
     factors = np.random.default_rng(1).integers(1, 2**62, bits.shape[1]).astype(np.uint64) * np.uint64(2) + np.uint64(1)
     return ((bits * factors).sum(1) >> np.uint64(40)).astype(np.int64) % size
-
-
-def _half(d: _Halves) -> _Bytes:
-    return d.view(np.uint8).reshape(-1, 2)
-
-
-def _little(numbers: _Int, dtype: str) -> _Bytes:
-    """[n, k] numbers as bytes [n, ...]."""
-    return np.ascontiguousarray(numbers).astype(dtype).view(np.uint8).reshape(len(numbers), -1)
-
-
-def _gathered(numbers: _Int, bits: int, count: int) -> _Int:
-    """`count` neighbours of `bits` each in one number, the first the lowest."""
-    parts = numbers.reshape(len(numbers), -1, count)
-    return (parts << (bits * np.arange(count))).sum(-1)
-
-
-def _sign_words(signs: _Int, scales: _Int) -> _Bytes:
-    return _little(_gathered(signs & 127, 7, 4) | scales << 28, "<u4")
-
-
-def _iq2_xxs(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
-    words = np.stack([_gathered(codes, 8, 4), _gathered(signs & 127, 7, 4) | scales << 28], axis=-1)
-    return np.concatenate([_half(d), _little(words.reshape(len(d), -1), "<u4")], axis=1)
-
-
-def _iq2_xs(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
-    words = codes | (signs & 127) << 9
-    return np.concatenate([_half(d), _little(words, "<u2"), _little(_gathered(scales, 4, 2), "u1")], axis=1)
-
-
-def _iq2_s(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
-    parts = (codes & 255, signs, _gathered(codes >> 8, 2, 4), _gathered(scales, 4, 2))
-    return np.concatenate([_half(d), *(_little(part, "u1") for part in parts)], axis=1)
-
-
-def _iq3_xxs(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
-    return np.concatenate([_half(d), _little(codes, "u1"), _sign_words(signs, scales)], axis=1)
-
-
-def _iq3_s(d: _Halves, codes: _Int, signs: _Int, scales: _Int) -> _Bytes:
-    parts = (codes & 255, _gathered(codes >> 8, 1, 8), signs, _gathered(scales, 4, 2))
-    return np.concatenate([_half(d), *(_little(part, "u1") for part in parts)], axis=1)
-
-
-def _iq1_s(d: _Halves, codes: _Int, deltas: _Int, scales: _Int) -> _Bytes:
-    upper = _gathered(codes >> 8, 3, 4) | scales << 12 | deltas[:, ::4] << 15
-    return np.concatenate([_half(d), _little(codes & 255, "u1"), _little(upper, "<u2")], axis=1)
-
-
-def _iq1_m(d: _Halves, codes: _Int, deltas: _Int, scales: _Int) -> _Bytes:
-    upper = _gathered(codes >> 8 | deltas << 3, 4, 2)
-    nibbles = d.view(np.uint16).astype(np.int64)[:, None] >> 4 * np.arange(4) & 15
-    words = _gathered(scales, 3, 4) | nibbles << 12
-    return np.concatenate([_little(codes & 255, "u1"), _little(upper, "u1"), _little(words, "<u2")], axis=1)
-
-
-_WRITERS = {
-    QuantType.IQ2_XXS: _iq2_xxs,
-    QuantType.IQ2_XS: _iq2_xs,
-    QuantType.IQ2_S: _iq2_s,
-    QuantType.IQ3_XXS: _iq3_xxs,
-    QuantType.IQ3_S: _iq3_s,
-    QuantType.IQ1_S: _iq1_s,
-    QuantType.IQ1_M: _iq1_m,
-}

@@ -20,9 +20,9 @@ _Bytes = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
 _Int = npt.NDArray[np.int32]
 
-# Blocks of 32, or of 64 with scales of their own for 16.
+# Of which activations are quantized by 32: blocks of 32, of 64 with scales for 16, of 128.
 SMALL_BLOCKS = frozenset(
-    QuantType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "NVFP4")
+    QuantType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "NVFP4", "Q1_0")
 )
 _TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
 _K_TYPES = frozenset(QuantType[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")) | set(_TERNARY)
@@ -194,6 +194,9 @@ def _small_block(block: _Bytes, qtype: QuantType) -> list[tuple[_Int, np.float32
         codes = np.concatenate([groups & 15, groups >> 4], axis=1)
         table = np.array(quants.NVFP4.kvalues, dtype=np.int32)
         return [(table[code], np.float32(_ue4m3(int(e))), np.float32(0)) for code, e in zip(codes, block, strict=False)]
+    if qtype == QuantType.Q1_0:  # 128 signs; activations have a scale for each 32
+        signs = 2 * (block[2:, None] >> np.arange(8) & 1).astype(np.int32).reshape(4, 32) - 1
+        return [(part, _half(block, 0), np.float32(0)) for part in signs]
     codes = np.concatenate([block[-16:] & 15, block[-16:] >> 4]).astype(np.int32)
     if qtype == QuantType.MXFP4:  # the table holds twice the values, so the exponent's bias is 128
         table = np.array(quants.MXFP4.kvalues, dtype=np.int32)

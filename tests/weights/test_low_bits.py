@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -137,6 +138,42 @@ def test_compressed_tensors(
     check_linear(source_of(tmp_path, stored, config), wanted, resident, set(stored))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "resident"), [(torch.float16, T.F16), (torch.bfloat16, T.BF16), (torch.float32, T.F32)]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors_whose_groups_are_in_any_order(
+    dtype: torch.dtype, resident: T, symmetric: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """actorder: the library quantizes columns in another order; codes lie in the model's, g_idx says the groups."""
+    generator = torch.Generator().manual_seed(2)
+    weight, order = torch.randn(ROWS, COLS, generator=generator) * 0.05, torch.randperm(COLS, generator=generator)
+    options = {"strategy": "group", "group_size": 32, "symmetric": symmetric}
+    stored, in_order = compressed(weight[:, order], "pack-quantized", dtype, **options)
+    back = order.argsort()
+    codes = unpack_from_int32(stored["weight_packed"], 4, torch.Size((ROWS, COLS)))[:, back]
+    stored["weight_packed"] = pack_to_int32(codes.contiguous(), 4)
+    stored["weight_g_idx"] = (torch.arange(COLS) // 32)[back].int()
+    stored = {f"{NAME}.{name}": tensor for name, tensor in stored.items()}
+    source = source_of(tmp_path, stored, {"quant_method": "compressed-tensors", "format": "pack-quantized"})
+    assert "1 of 1 matrices of few bits are held in floats" in caplog.text
+    wanted = in_order[:, back].to(dtype).float()  # which the library multiplies with
+    found = source.find(f"{NAME}.weight")
+    assert found is not None
+    assert (found.resident_type, set(found.stored_names)) == (resident, set(stored))
+    assert torch.equal(values_of(source.tensor(f"{NAME}.weight")), wanted)
+
+
+def test_an_index_that_was_not_filled_in(tmp_path: Path) -> None:
+    """All of it -1, as some writers leave it: columns are in order."""
+    weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(2)) * 0.05
+    stored, wanted = compressed(weight, "pack-quantized", torch.bfloat16, strategy="group", group_size=32)
+    stored["weight_g_idx"] = torch.full((COLS,), -1).int()
+    stored = {f"{NAME}.{name}": tensor for name, tensor in stored.items()}
+    source = source_of(tmp_path, stored, {"quant_method": "compressed-tensors"})
+    check_linear(source, wanted, "I4_32_BF16", set(stored))
+
+
 def test_compressed_tensors_of_several_groups(tmp_path: Path) -> None:
     """Experts of 4 bits, attention in FP8 by blocks, and what is ignored: each as it is stored."""
     generator = torch.Generator().manual_seed(1)
@@ -244,6 +281,13 @@ def test_mxfp8(suffix: str, tmp_path: Path) -> None:
     assert raw.nbytes == codes.numel() + exponents.numel()
 
 
+def test_mxfp8_whose_scales_are_called_otherwise(tmp_path: Path) -> None:
+    stored = {f"{NAME}.weight": torch.zeros(ROWS, COLS).to(torch.float8_e4m3fn)}
+    stored[f"{NAME}.weight_exponents"] = torch.zeros(ROWS, COLS // 32).byte()
+    with pytest.raises(TensorMismatchError, match=r"neither '.*weight_scale_inv' nor '.*weight_scale' beside it"):
+        source_of(tmp_path, stored, {"quant_method": "mxfp8"})
+
+
 @pytest.mark.parametrize("library", ["modelopt", "compressed-tensors"])
 def test_nvfp4(library: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(4)
@@ -348,7 +392,7 @@ def test_gptq(
     if not is_symmetric:  # as where the config has an exception for this module
         config["bits"] = 12 - bits
     source = source_of(tmp_path, stored, config)
-    assert ("1 of 1 matrices of few bits are held in F16" in caplog.text) == is_shuffled
+    assert ("1 of 1 matrices of few bits are held in floats" in caplog.text) == is_shuffled
     wanted = (scales.float()[index] * (codes - zeros[index]).float()).T
     if is_shuffled:  # the product that the library multiplies with is of the type of its scales
         wanted = wanted.half().float()
@@ -392,6 +436,27 @@ def test_awq(tmp_path: Path) -> None:
     check_linear(source, (scales.float()[index] * (codes - zeros[index]).float()).T, "I4_128_F16_Z", set(stored))
 
 
+@pytest.mark.parametrize(("group", "resident"), [(128, "I4_128_F16_Z"), (32, "I4_32_F16_Z"), (-1, "I4_128_F16_Z")])
+def test_awq_packed_for_gemv(group: int, resident: str, tmp_path: Path) -> None:
+    """Rows of words in order; scales and zero points fill whole words, so there are more than groups."""
+    generator = torch.Generator().manual_seed(8)
+    size = group if group > 0 else COLS
+    groups, stored_groups = COLS // size, max(8, {32: 32}.get(size, 8))
+    codes = torch.randint(0, 16, (ROWS, COLS), generator=generator)
+    scales, zeros = torch.zeros(ROWS, stored_groups).half(), torch.zeros(ROWS, stored_groups).long()
+    scales[:, :groups] = (torch.rand(ROWS, groups, generator=generator) * 0.01).half()
+    zeros[:, :groups] = torch.randint(0, 16, (ROWS, groups), generator=generator)
+    stored = {f"{NAME}.qweight": _words(codes, 4), f"{NAME}.qzeros": _words(zeros, 4), f"{NAME}.scales": scales}
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemv"}
+    index = torch.arange(COLS) // size
+    wanted = scales.float()[:, index] * (codes - zeros[:, index]).float()
+    check_linear(source_of(tmp_path, stored, config), wanted, resident, set(stored))
+    stored[f"{NAME}.scales"] = scales[:, :-1]
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(TensorMismatchError, match=f"for {groups} groups"):
+        source_of(tmp_path / "bad", stored, config)
+
+
 def test_a_part_of_a_matrix_is_held_in_f32(tmp_path: Path) -> None:
     weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(9)) * 0.05
     made, wanted = compressed(weight, "pack-quantized", torch.bfloat16, strategy="group", group_size=32)
@@ -412,8 +477,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"quant_method": "quip"}, "'quip' are not supported"),
     ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}}, "rotates activations"),
     ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
-    ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "marlin"),
-    ({"quant_method": "awq", "version": "gemv"}, "gemv"),
+    ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "marlin.*checkpoint_format is gptq"),
+    ({"quant_method": "awq", "version": "gemv_fast"}, "gemv_fast.*version is gemm"),
     ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "W4A16_AWQ scales activations"),
 ]
 

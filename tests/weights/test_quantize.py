@@ -12,7 +12,17 @@ from gguf import GGMLQuantizationType as T
 
 from ktransformers.bench.peers import llama
 from ktransformers.errors import UnsupportedError, WeightError
+from ktransformers.weights.grid_search import GRID_TYPES
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, WRITABLE_TYPES, quantize, target_type
+
+
+def decoded(blocks: np.ndarray, qtype: T) -> np.ndarray:
+    """By gguf, which does not decode Q1_0 yet."""
+    if qtype is not T.Q1_0:
+        return gguf.quants.dequantize(blocks, qtype)
+    parts = blocks.reshape(-1, 18)
+    signs = 2 * (parts[:, 2:, None] >> np.arange(8) & 1).astype(np.float32).reshape(-1, 128) - 1
+    return (parts[:, :2].copy().view(np.float16).astype(np.float32) * signs).reshape(len(blocks), -1)
 
 
 def relative_rms(values: np.ndarray, qtype: T) -> float:
@@ -77,7 +87,7 @@ def test_values_on_the_grid_survive(qtype: T) -> None:
     assert np.abs(decoded - codes).max() <= steps + 16 * 2.0**-9
 
 
-@pytest.mark.parametrize("qtype", WRITABLE_TYPES)
+@pytest.mark.parametrize("qtype", [t for t in WRITABLE_TYPES if t is not T.Q1_0])  # whose magnitudes are all alike
 def test_special_blocks(qtype: T) -> None:
     values = np.zeros((6, 256), dtype=np.float32)
     values[1] = 1.5  # constant
@@ -87,9 +97,23 @@ def test_special_blocks(qtype: T) -> None:
     values[5] = 65504.0
     decoded = gguf.quants.dequantize(quantize(values, qtype), qtype)
     assert (decoded[0] == 0).all()
-    assert np.abs(decoded - values).max(axis=1)[1:5].max() <= 3.0 * 2.0**-4
+    last = 4 if qtype in GRID_TYPES else 5  # grids have no entries of one large value and zeros
+    assert np.abs(decoded - values).max(axis=1)[1:last].max() <= 3.0 * 2.0**-4
     assert np.isfinite(decoded).all()
     assert np.abs(decoded[5] / 65504 - 1).max() < 0.1
+
+
+def test_q1_0_is_signs_and_the_mean_magnitude() -> None:
+    values = np.zeros((3, 256), dtype=np.float32)
+    values[1, :128] = np.where(np.arange(128) % 3 == 0, -1, 3)  # 43 times -1: the mean is 298 / 128
+    values[2] = -65504.0
+    got = decoded(quantize(values, T.Q1_0), T.Q1_0)
+    assert (got[0] == 0).all()
+    assert (got[1, :128] == np.where(np.arange(128) % 3 == 0, -1, 1) * np.float32(np.float16(298 / 128))).all()
+    assert (got[2] == values[2]).all()
+    # Where only the columns with -1 count, so does their magnitude.
+    importance = np.where(np.arange(256) % 128 % 3 == 0, 1, 0).astype(np.float32)
+    assert abs(abs(decoded(quantize(values, T.Q1_0, importance), T.Q1_0)[1, 0]) - 1) < 1e-3
 
 
 @pytest.mark.parametrize("qtype", WRITABLE_TYPES)
@@ -104,8 +128,8 @@ def test_rows_do_not_depend_on_their_neighbours(qtype: T) -> None:
 
 def test_bad_input_is_refused() -> None:
     values = weights(2, 256)
-    with pytest.raises(UnsupportedError, match="IQ1_S"):
-        quantize(values, T.IQ1_S)
+    with pytest.raises(UnsupportedError, match="NVFP4"):
+        quantize(values, T.NVFP4)
     with pytest.raises(ValueError, match="multiple of 256"):
         quantize(weights(2, 96), T.Q4_K)
     for bad in (np.nan, np.inf, -np.inf, 1e6):
@@ -121,12 +145,12 @@ def test_target_type_falls_back_by_row_length() -> None:
     assert target_type(T.Q8_0, 33) is target_type(T.Q4_K, 33) is None
 
 
-SEARCHED = (T.Q2_K, T.Q3_K, T.IQ4_NL, T.IQ4_XS, T.MXFP4)
+SEARCHED = (T.Q2_K, T.Q3_K, T.IQ4_NL, T.IQ4_XS, T.MXFP4, *GRID_TYPES)
 WEIGHTED = (*SEARCHED, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K)
 
 
 def weighted_error(values: np.ndarray, blocks: np.ndarray, qtype: T, importance: np.ndarray | None) -> float:
-    difference = gguf.quants.dequantize(blocks, qtype).astype(np.float64) - values
+    difference = decoded(blocks, qtype).astype(np.float64) - values
     return float((difference**2 * (1.0 if importance is None else importance)).sum())
 
 
@@ -199,9 +223,11 @@ def by_llama_cpp(values: np.ndarray, qtype: T, importance: np.ndarray | None) ->
 
 @pytest.mark.skipif(llama.library_folder() is None, reason="llama-cpp-python is not installed")
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("qtype", [*WEIGHTED, T.Q8_0, T.TQ1_0, T.TQ2_0])
+@pytest.mark.parametrize("qtype", [*WEIGHTED, T.Q8_0, T.TQ1_0, T.TQ2_0, T.Q1_0])
 def test_errors_are_at_most_those_of_llama_cpp(qtype: T, is_weighted: bool) -> None:
     importance = importances(2048) if is_weighted else None
+    if qtype in GRID_TYPES and importance is None:
+        importance = np.ones(2048, dtype=np.float32)  # some of llama.cpp's quantizers do not go without
     for values in (weights(32, 2048), laplace(32, 2048)):
         ours, theirs = quantize(values, qtype, importance), by_llama_cpp(values, qtype, importance)
         got, wanted = (weighted_error(values, blocks, qtype, importance) for blocks in (ours, theirs))

@@ -17,7 +17,7 @@ from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import synthetic
 from ktransformers.weights.source import ExpertsLayout
-from ktransformers.weights.synthetic import SyntheticSource, random_blocks
+from ktransformers.weights.synthetic import SyntheticSource, random_blocks, skewed_gain
 from tests.support.tiny_models import tiny_config
 
 LAYOUT = ExpertsLayout(num_experts=6, hidden_size=512, intermediate_size=256)
@@ -180,3 +180,12 @@ def test_what_cannot_be_made_is_refused() -> None:
         source.tensor("model.nothing.weight")
     with pytest.raises(TensorMismatchError, match="is not FP8"):
         source.fp8("model.nothing.weight")
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (32, 4), (16, 2)])
+def test_longer_rows_of_a_quarter_have_most_picks(num_experts: int, top_k: int) -> None:
+    """On other numbers than those that the gain was found with."""
+    logits = np.random.default_rng(1).standard_normal((4000, num_experts))
+    logits[:, : num_experts // 4] *= skewed_gain(num_experts, top_k)
+    chosen = np.argsort(-logits, axis=1)[:, :top_k]
+    assert abs((chosen < num_experts // 4).mean() - 0.7) < 0.03

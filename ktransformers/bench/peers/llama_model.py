@@ -22,7 +22,7 @@ from ktransformers.bench.peers.base import PeerProcess, answer_questions
 from ktransformers.bench.peers.llama import load_library, start_llama
 from ktransformers.bench.work import ModelWork
 
-__all__ = ["llama_model_peer"]
+__all__ = ["llama_model_peer", "quiet_log"]
 
 _LOG_ERROR = 4
 _ROUNDING = 256  # llama.cpp rounds a sequence's cache up to this
@@ -57,7 +57,7 @@ class _Child:
         self._work, self._threads = ModelWork(**options["work"]), options["threads"]
         self._rng = random.Random(0)
         llama_cpp.llama_backend_init()
-        self._log = llama_cpp.llama_log_callback(_log)
+        self._log = llama_cpp.llama_log_callback(quiet_log)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         params = llama_cpp.llama_model_default_params()
         self._is_on_gpu = options["cpu_experts"] is not None
@@ -150,7 +150,8 @@ def _in_ram(layers: Sequence[int]) -> ctypes.Array[_Override]:
     return (_Override * (len(patterns) + 1))(*(_Override(one, there) for one in patterns), _Override(None, None))
 
 
-def _log(level: int, text: bytes, _: object) -> None:
+def quiet_log(level: int, text: bytes, _: object) -> None:
+    """What llama.cpp logs: its errors only."""
     if level >= _LOG_ERROR and text.strip():
         sys.stderr.write(text.decode(errors="replace"))
 

@@ -10,6 +10,7 @@ ValueError (shape, stride, device, range) or IndexError (an id out of range) tha
 
 from ktransformers.kernels.cpu.base import NATIVE_TYPES, Isa, WorkerPool, active_isa, available_isas, has_bf16
 from ktransformers.kernels.cpu.choose import MAX_INDEX_HEADS, choose_positions
+from ktransformers.kernels.cpu.grids import grid_values
 from ktransformers.kernels.cpu.kv import write_kv
 from ktransformers.kernels.cpu.moe import MoeKernel
 from ktransformers.kernels.cpu.packing import (
@@ -46,6 +47,7 @@ __all__ = [
     "copy_parts",
     "dequantize_rows",
     "empty_bytes",
+    "grid_values",
     "has_bf16",
     "let_go",
     "linear",

@@ -1,18 +1,19 @@
-"""Hands over the tables that codes of IQ1, IQ2 and IQ3 stand for, from the gguf package to csrc/runtime/grids.h."""
+"""The tables that codes of IQ1, IQ2 and IQ3 stand for, of the gguf package; hands them over to csrc/runtime/grids.h."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 from gguf import quants
 
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["hand_over_grids"]
+__all__ = ["grid_values", "hand_over_grids"]
 
-# What the extension wants a table's values multiplied with: values of IQ1 are -1, 0, 1 and 1/8 more or less.
+# What a table's values are multiplied with: those of IQ1 are -1, 0, 1 and 1/8 more or less.
 _GRIDS = {
     QuantType.IQ2_XXS: (quants.IQ2_XXS, 1),
     QuantType.IQ2_XS: (quants.IQ2_XS, 1),
@@ -23,10 +24,19 @@ _GRIDS = {
 }
 
 
+def grid_values(qtype: QuantType) -> npt.NDArray[np.int8]:
+    """int8 [codes, columns]: what each code of a type stands for, of IQ1 (both have that of IQ1_S) 8 times that.
+
+    Raises KeyError for a type without such a table.
+    """
+    format_class, factor = _GRIDS[qtype]
+    format_class.init_grid()
+    values = np.asarray(format_class.grid, dtype=np.float32) * np.float32(factor)
+    return values.reshape(values.shape[-2:]).astype(np.int8)
+
+
 @cache
 def hand_over_grids() -> None:
     """Gives the extension its tables; to be called before it computes with such a type. Later calls do nothing."""
-    for qtype, (format_class, factor) in _GRIDS.items():
-        format_class.init_grid()
-        values = np.asarray(format_class.grid, dtype=np.float32) * np.float32(factor)
-        extension.set_grid(int(qtype), values.astype(np.int8).tobytes())
+    for qtype in _GRIDS:
+        extension.set_grid(int(qtype), grid_values(qtype).tobytes())

@@ -67,6 +67,7 @@ PACKED_TYPES = frozenset(
         QuantType.TQ2_0,
         QuantType.MXFP4,
         QuantType.NVFP4,
+        QuantType.Q1_0,
     }
 )
 

@@ -34,6 +34,7 @@ from ktransformers.kernels.triton.bits import (
 )
 from ktransformers.kernels.triton.relay import READ_TYPES, GpuLayout, layout_nbytes
 from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
+from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.triton.tiles import cpu_tile
 from ktransformers.kernels.types import WeightType
 
@@ -261,7 +262,8 @@ def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
 
 
 @jit
-def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+def weight_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
+                N: tl.constexpr,
                 BK: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Columns k0 .. k0 + BK - 1 of the rows n [1, BN] as [BK, BN] of DTYPE; zero where masked or past K.
 
@@ -271,7 +273,7 @@ def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr
     if LAYOUT == PLANES:
         return packed_tile(base, k0, n, mask, one, TYPE, K, N, BK, DTYPE)
     if LAYOUT == TILES:
-        return cpu_tile(base, k0, n, mask, one, TYPE, K, DTYPE)
+        return cpu_tile(base, k0, n, mask, one, tables, TYPE, K, DTYPE)
     k = k0 + tl.arange(0, BK)[:, None]
     if TYPE == F8_E4M3:
         byte = load_byte(base + n.to(tl.int64) * K + k, mask & (k < K))
@@ -286,12 +288,13 @@ def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr
 
 
 @jit
-def _dequantize_kernel(base, out, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+def _dequantize_kernel(base, out, one, tables, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
+                       N: tl.constexpr,
                        BN: tl.constexpr):  # fmt: skip
     n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     mask = n < N
     k0 = tl.program_id(0) * 64
-    tile = weight_tile(base, k0, n, mask, one, TYPE, LAYOUT, K, N, 64, tl.float32)
+    tile = weight_tile(base, k0, n, mask, one, tables, TYPE, LAYOUT, K, N, 64, tl.float32)
     k = k0 + tl.arange(0, 64)[:, None]
     tl.store(out + n.to(tl.int64) * K + k, tile.to(out.dtype.element_ty), mask=mask & (k < K))
 
@@ -331,5 +334,7 @@ def dequantize(
         raise ValueError(f"out must be contiguous [{rows}, {cols}], got {tuple(out.shape)}")
     if rows and cols:
         grid = (triton.cdiv(cols, 64), triton.cdiv(rows, 64))
-        _dequantize_kernel[grid](raw, out, ONE, int(qtype), int(layout), cols, rows, BN=64, num_warps=4)
+        _dequantize_kernel[grid](
+            raw, out, ONE, tables(raw.device), int(qtype), int(layout), cols, rows, BN=64, num_warps=4
+        )
     return out

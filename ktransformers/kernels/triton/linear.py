@@ -18,8 +18,9 @@ from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
-from ktransformers.kernels.triton.relay import GpuLayout
+from ktransformers.kernels.triton.relay import GpuLayout, has_vector_loop
 from ktransformers.kernels.triton.runtime import jit, tl, triton
+from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.types import Activation, WeightType
 
 __all__ = ["VECTOR_ROWS", "Rows", "Workspace", "gated_linear", "launch", "linear", "linear_pair"]
@@ -32,7 +33,7 @@ _MAX_SPLIT = 32
 
 
 @jit
-def _vector_rows(x, stride, base, bias, out, parts, counter, tile, one, TYPE: tl.constexpr, K: tl.constexpr,
+def _vector_rows(x, stride, base, bias, out, parts, counter, tile, one, tables, TYPE: tl.constexpr, K: tl.constexpr,
                  N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, M: tl.constexpr,
                  SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """Tile `tile` of a matrix of N rows, which are columns of `parts`, rows WIDTH apart; out and bias start with it."""
@@ -40,7 +41,9 @@ def _vector_rows(x, stride, base, bias, out, parts, counter, tile, one, TYPE: tl
     n = tile * BN + tl.arange(0, BN)
     steps: tl.constexpr = (K // 32 + KS - 1) // KS
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
-    r0, r1, r2, r3 = vector_tile(x, stride, base, n[None, :], n[None, :] < N, one, first, last, TYPE, K, N, KS, M)
+    r0, r1, r2, r3 = vector_tile(
+        x, stride, base, n[None, :], n[None, :] < N, one, tables, first, last, TYPE, K, N, KS, M
+    )
     mask = n < N
     if SPLIT > 1:
         at = parts + split * M * WIDTH + n
@@ -89,25 +92,30 @@ def _add_parts(parts, bias, out, m, n, N: tl.constexpr, stride: tl.constexpr, WI
 
 
 @jit
-def _vector_kernel(x, stride, base, second, bias, out, parts, counters, one, TYPE: tl.constexpr, TYPE2: tl.constexpr,
+def _vector_kernel(x, stride, base, second, bias, out, parts, counters, one, tables, TYPE: tl.constexpr,
+                   TYPE2: tl.constexpr,
                    K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr,
                    M: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """Grid (tiles of the first matrix and, if N2 > 0, of the second, splits): the results lie side by side."""
     tile = tl.program_id(0)
     tiles: tl.constexpr = (N + BN - 1) // BN
     if N2 == 0:
-        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, TYPE, K, N, N, BN, KS, M, SPLIT,
+        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N, BN, KS, M,
+                     SPLIT,
                      HAS_BIAS, ACT)  # fmt: skip
     elif tile < tiles:
-        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, TYPE, K, N, N + N2, BN, KS, M,
+        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N + N2, BN,
+                     KS, M,
                      SPLIT, HAS_BIAS, ACT)  # fmt: skip
     else:
-        _vector_rows(x, stride, second, bias + N, out + N, parts + N, counters + tile, tile - tiles, one, TYPE2, K, N2,
+        _vector_rows(x, stride, second, bias + N, out + N, parts + N, counters + tile, tile - tiles, one, tables,
+                     TYPE2, K, N2,
                      N + N2, BN, KS, M, SPLIT, HAS_BIAS, ACT)  # fmt: skip
 
 
 @jit
-def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
+def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE: tl.constexpr,
+               LAYOUT: tl.constexpr,
                K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """As `_vector_rows`, for BM rows of x."""
@@ -116,7 +124,7 @@ def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE: t
     n = tile * BN + tl.arange(0, BN)[None, :]
     steps: tl.constexpr = (K + BK - 1) // BK
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
-    acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, first, last, TYPE, LAYOUT, K, N, BK)
+    acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, tables, first, last, TYPE, LAYOUT, K, N, BK)
     mask = (t < T) & (n < N)
     if SPLIT > 1:
         at = t.to(tl.int64) * WIDTH + n
@@ -141,7 +149,8 @@ def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE: t
 
 
 @jit(do_not_specialize=["T"])
-def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, TYPE: tl.constexpr, TYPE2: tl.constexpr,
+def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, tables, TYPE: tl.constexpr,
+                 TYPE2: tl.constexpr,
                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
                  ACT: tl.constexpr):  # fmt: skip
@@ -150,13 +159,16 @@ def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, TY
     tiles: tl.constexpr = (N + BN - 1) // BN
     counter = counters + tl.program_id(0) * tl.num_programs(1) + tile
     if N2 == 0:
-        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE, LAYOUT, K, N, N, BM, BN, BK, SPLIT,
+        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE, LAYOUT, K, N, N, BM, BN,
+                   BK, SPLIT,
                    HAS_BIAS, ACT)  # fmt: skip
     elif tile < tiles:
-        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE, LAYOUT, K, N, N + N2, BM, BN, BK,
+        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE, LAYOUT, K, N, N + N2, BM,
+                   BN, BK,
                    SPLIT, HAS_BIAS, ACT)  # fmt: skip
     else:
-        _tile_rows(x, stride, second, bias + N, out + N, parts + N, counter, tile - tiles, T, one, TYPE2, LAYOUT, K, N2,
+        _tile_rows(x, stride, second, bias + N, out + N, parts + N, counter, tile - tiles, T, one, tables, TYPE2,
+                   LAYOUT, K, N2,
                    N + N2, BM, BN, BK, SPLIT, HAS_BIAS, ACT)  # fmt: skip
 
 
@@ -360,12 +372,13 @@ def launch(
     counts = (cols, first.rows, second_rows)
     bias_or_x = x if bias is None else bias
     options = {"HAS_BIAS": bias is not None, "ACT": act}
-    if layout == GpuLayout.PLANES and tokens <= VECTOR_ROWS:
+    if tokens <= VECTOR_ROWS and all(has_vector_loop(weight.type_number, layout) for weight in weights):
         block, groups, split, warps = _vector_plan(rows, cols)
         tiles = sum(triton.cdiv(weight.rows, block) for weight in weights)
         space = _space(workspace, x, split, tokens, rows, tiles)
         _vector_kernel[(tiles, split)](
-            x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, ONE, *types,
+            x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, ONE,
+            tables(x.device), *types,
             *counts, BN=block, KS=groups, M=tokens, SPLIT=split, num_warps=warps, **options,
         )  # fmt: skip
         return target
@@ -373,7 +386,8 @@ def launch(
     grid = (triton.cdiv(tokens, block_m), sum(triton.cdiv(weight.rows, block_n) for weight in weights), split)
     space = _space(workspace, x, split, tokens, rows, grid[0] * grid[1])
     _tile_kernel[grid](
-        x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, tokens, ONE, *types,
+        x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, tokens, ONE,
+        tables(x.device), *types,
         int(layout), *counts, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, num_warps=warps, **options,
     )  # fmt: skip
     return target

@@ -8,19 +8,16 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0, half_bits
+from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
 from ktransformers.kernels.triton.dequant import one_plus, scales, unit, weight_tile
+from ktransformers.kernels.triton.matmul_codes import code_pair, code_vector
+from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
 from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.tiles_codes import has_codes
+from ktransformers.kernels.triton.tiles_grid import has_grid
+from ktransformers.kernels.triton.vector_inputs import group_inputs, pair
 
 __all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "vector_pair", "vector_tile"]
-
-
-@jit
-def pair(word, HALF: tl.constexpr):
-    """The two 16-bit floats of an int32, fp32 each. HALF: fp16, else bf16."""
-    if HALF:
-        return half_bits(word), half_bits(word >> 16)
-    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -125,20 +122,6 @@ def group_scales(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: t
 
 
 @jit
-def group_inputs(x, group, inside, EVEN: tl.constexpr):
-    """The 32 activations of each group, as 8 int64 [KS, 1] of four. x: 16-bit floats at a multiple of 8 bytes."""
-    at = x.to(tl.pointer_type(tl.int64)) + group * 8
-    mask = None if EVEN else inside
-    other = None if EVEN else 0
-    return (
-        tl.load(at, mask=mask, other=other), tl.load(at + 1, mask=mask, other=other),
-        tl.load(at + 2, mask=mask, other=other), tl.load(at + 3, mask=mask, other=other),
-        tl.load(at + 4, mask=mask, other=other), tl.load(at + 5, mask=mask, other=other),
-        tl.load(at + 6, mask=mask, other=other), tl.load(at + 7, mask=mask, other=other),
-    )  # fmt: skip
-
-
-@jit
 def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.constexpr):
     """acc [KS, BN] plus the products of one row of x with groups of 32 columns of W."""
     C: tl.constexpr = 32 if TYPE == Q5_K else 16 if TYPE == Q6_K else 8  # columns of a chunk
@@ -156,7 +139,8 @@ def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.co
 
 
 @jit
-def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr,
+                N: tl.constexpr,
                 KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
     """Products of M <= 4 rows of x with the rows n [1, BN] of packed weights over groups of 32 columns.
 
@@ -164,6 +148,10 @@ def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, 
     are zero. Loads run two steps ahead, through shared memory (num_stages): left to itself, the compiler issues each
     one where it is needed, and the memory's latency is paid for every word.
     """
+    if has_grid(TYPE):
+        return grid_vector(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
+    if has_codes(TYPE):
+        return code_vector(x, stride, base, n, mask, one, first, last, TYPE, K, KS, M)
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     lanes = tl.arange(0, KS)[:, None]
@@ -185,9 +173,17 @@ def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, 
 
 
 @jit
-def vector_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
+def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
-    """`vector_tile` of one row of x with two matrices of one shape in one loop."""
+    """`vector_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
+    if has_grid(GATE) and has_grid(UP):
+        return grid_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)
+    if has_codes(GATE) and has_codes(UP):
+        return code_pair(x, gate, up, n, mask, one, first, last, GATE, UP, K, KS)
+    if has_grid(GATE) or has_grid(UP) or has_codes(GATE) or has_codes(UP):
+        one_g, _, _, _ = vector_tile(x, 0, gate, n, mask, one, tables, first, last, GATE, K, N, KS, 1)
+        one_u, _, _, _ = vector_tile(x, 0, up, n, mask, one, tables, first, last, UP, K, N, KS, 1)
+        return one_g, one_u
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS, n.shape[1]), tl.float32)
@@ -207,7 +203,8 @@ def vector_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: 
 
 
 @jit
-def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
+def dot_tile(x_rows, x_mask, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
+             K: tl.constexpr,
              N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
 
@@ -218,13 +215,13 @@ def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        w = weight_tile(base, step * BK, n, mask, one, TYPE, LAYOUT, K, N, BK, dtype)
+        w = weight_tile(base, step * BK, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype)
         acc = tl.dot(x, w, acc)
     return acc
 
 
 @jit
-def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr,
+def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr,
                   LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """`dot_tile` with two matrices of one shape, whose layout is one and whose types may differ."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -233,8 +230,8 @@ def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, GATE, LAYOUT, K, N, BK, dtype), g)
-        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, UP, LAYOUT, K, N, BK, dtype), u)
+        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, tables, GATE, LAYOUT, K, N, BK, dtype), g)
+        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, tables, UP, LAYOUT, K, N, BK, dtype), u)
     return g, u
 
 

@@ -24,8 +24,9 @@ from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
-from ktransformers.kernels.triton.relay import GpuLayout, layout_nbytes
+from ktransformers.kernels.triton.relay import GpuLayout, has_vector_loop, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
+from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
 __all__ = [
@@ -163,7 +164,8 @@ class MoeWorkspace:
 
 
 def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
-    return tokens <= VECTOR_TOKENS and up.layout == down.layout == GpuLayout.PLANES
+    """Whether so many tokens take the path of few; gate is as up (`_check`)."""
+    return tokens <= VECTOR_TOKENS and all(has_vector_loop(int(part.qtype), part.layout) for part in (up, down))
 
 
 def row_thresholds(num_experts: int, top_k: int) -> list[int]:
@@ -186,7 +188,7 @@ def activated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
 
 
 @jit
-def _gate_up_vector(x, stride, ids, gate, up, gate_bias, up_bias, hidden, one, GATE: tl.constexpr,
+def _gate_up_vector(x, stride, ids, gate, up, gate_bias, up_bias, hidden, one, tables, GATE: tl.constexpr,
                     UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, K: tl.constexpr,
                     N: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
                     KS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -198,7 +200,7 @@ def _gate_up_vector(x, stride, ids, gate, up, gate_bias, up_bias, hidden, one, G
         n = tile * BN + tl.arange(0, BN)
         at = slot.to(tl.int64)
         row = x + (p // TOP_K).to(tl.int64) * stride
-        g, u = vector_pair(row, gate + at * GATE_BYTES, up + at * UP_BYTES, n[None, :], n[None, :] < N, one, 0,
+        g, u = vector_pair(row, gate + at * GATE_BYTES, up + at * UP_BYTES, n[None, :], n[None, :] < N, one, tables, 0,
                                (K // 32 + KS - 1) // KS, GATE, UP, K, N, KS)  # fmt: skip
         if HAS_BIAS:
             g += tl.load(gate_bias + expert * N + n, mask=n < N, other=0.0)
@@ -208,7 +210,7 @@ def _gate_up_vector(x, stride, ids, gate, up, gate_bias, up_bias, hidden, one, G
 
 
 @jit
-def _down_vector(hidden, ids, weights, down, bias, parts, counters, out, one, TYPE: tl.constexpr,
+def _down_vector(hidden, ids, weights, down, bias, parts, counters, out, one, tables, TYPE: tl.constexpr,
                  BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
                  TOP_K: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     """The last program of a token and a tile to finish adds the parts of all its experts, in their order."""
@@ -218,7 +220,8 @@ def _down_vector(hidden, ids, weights, down, bias, parts, counters, out, one, TY
     n = tile * BN + tl.arange(0, BN)
     mask = n < N
     steps = tl.where(slot >= 0, (K // 32 + KS - 1) // KS, 0)  # no expert: the part is zero
-    value, _, _, _ = vector_tile(hidden + p * K, 0, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one, 0,
+    value, _, _, _ = vector_tile(hidden + p * K, 0, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one,
+                                 tables, 0,
                                  steps, TYPE, K, N, KS, 1)  # fmt: skip
     if HAS_BIAS:
         value += tl.load(bias + expert * N + n, mask=n < tl.where(slot >= 0, N, 0), other=0.0)
@@ -233,7 +236,7 @@ def _down_vector(hidden, ids, weights, down, bias, parts, counters, out, one, TY
 
 
 @jit(do_not_specialize=["P", "first"])
-def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up_bias, hidden, P, first, one,
+def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up_bias, hidden, P, first, one, tables,
                   GATE: tl.constexpr, UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr,
                   LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
                   BN: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -244,7 +247,7 @@ def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up
         n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
         pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
         rows = x + (pair // TOP_K).to(tl.int64) * stride
-        g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, n, n < N, one, 0,
+        g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, n, n < N, one, tables, 0,
                              (K + BK - 1) // BK, GATE, UP, LAYOUT, K, N, BK)  # fmt: skip
         if HAS_BIAS:
             expert = tl.load(ids + tl.load(pair_ids + block * BM))  # of all pairs in the block
@@ -255,7 +258,8 @@ def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up
 
 
 @jit(do_not_specialize=["P", "first"])
-def _down_tile(hidden, ids, pair_ids, block_slots, weights, down, bias, parts, P, first, one, TYPE: tl.constexpr,
+def _down_tile(hidden, ids, pair_ids, block_slots, weights, down, bias, parts, P, first, one, tables,
+               TYPE: tl.constexpr,
                BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
                BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     block = first + tl.program_id(0)
@@ -263,7 +267,7 @@ def _down_tile(hidden, ids, pair_ids, block_slots, weights, down, bias, parts, P
     if slot >= 0:
         n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
         pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
-        acc = dot_tile(hidden + pair.to(tl.int64) * K, pair < P, down + slot * BYTES, n, n < N, one, 0,
+        acc = dot_tile(hidden + pair.to(tl.int64) * K, pair < P, down + slot * BYTES, n, n < N, one, tables, 0,
                        (K + BK - 1) // BK, TYPE, LAYOUT, K, N, BK)  # fmt: skip
         if HAS_BIAS:
             expert = tl.load(ids + tl.load(pair_ids + block * BM))
@@ -296,15 +300,18 @@ def _vector(
     pairs, top_k = ids.numel(), ids.shape[1]
     common = {"E": num_experts, "TOP_K": top_k}
     block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
-    warps, groups = warps_for(up.cols // 32, block)
+    # Loops over tiles keep what they read ahead in registers: of 8 warps only one program would fit.
+    warps, groups = warps_for(up.cols // 32, block, 4 if up.layout == GpuLayout.TILES else 8)
     _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
-        x, x.stride(0), ids, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, int(gate.qtype),
+        x, x.stride(0), ids, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, tables(x.device),
+        int(gate.qtype),
         int(up.qtype), gate.nbytes, up.nbytes, up.cols, up.rows, BN=block, KS=groups, num_warps=warps, **common,
         **between.options(),
     )  # fmt: skip
     warps, groups = warps_for(down.cols // 32, _DOWN_ROWS)
     _down_vector[(triton.cdiv(down.rows, _DOWN_ROWS), pairs)](
-        space.hidden, ids, weights, down.data, down_bias, space.parts, space.counters, out, ONE, int(down.qtype),
+        space.hidden, ids, weights, down.data, down_bias, space.parts, space.counters, out, ONE, tables(x.device),
+        int(down.qtype),
         down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, HAS_BIAS=between.biases is not None,
         num_warps=warps, **common,
     )  # fmt: skip
@@ -332,13 +339,14 @@ def _blocks(
     warps = 8 if block == 128 else 4
     _gate_up_tile[(blocks, triton.cdiv(up.rows, 64))](
         x, x.stride(0), ids, aligned.pair_ids, aligned.block_slots, gate.data, up.data, gate_bias, up_bias,
-        space.hidden, pairs, first, ONE, int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, int(up.layout),
+        space.hidden, pairs, first, ONE, tables(x.device), int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes,
+        int(up.layout),
         up.cols, up.rows, TOP_K=top_k, BM=block, BN=64, BK=64, num_warps=warps, **between.options(),
     )  # fmt: skip
     block_n = 128 if block == 128 else 64
     _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
         space.hidden, ids, aligned.pair_ids, aligned.block_slots, weights, down.data, down_bias, space.parts, pairs,
-        first, ONE, int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
+        first, ONE, tables(x.device), int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
         BM=block, BN=block_n, BK=64, HAS_BIAS=between.biases is not None, num_warps=warps,
     )  # fmt: skip
 
@@ -356,8 +364,9 @@ def _check(
     if not ids.is_contiguous() or not weights.is_contiguous():
         raise ValueError("topk_ids and topk_weights must be contiguous")
     same = (gate.rows, gate.cols, gate.layout, gate.slots) == (up.rows, up.cols, up.layout, up.slots)
-    if not same or (down.cols, down.slots) != (up.rows, up.slots):
-        raise ValueError("gate and up must have one shape, layout and number of slots, and down must fit them")
+    loops = {has_vector_loop(int(part.qtype), part.layout) for part in (gate, up)}
+    if not same or len(loops) > 1 or (down.cols, down.slots) != (up.rows, up.slots):
+        raise ValueError("gate and up must have one shape, layout, kind of loop and number of slots, and down must fit")
 
 
 def moe(

@@ -38,6 +38,7 @@ from ktransformers.kernels.cpu import packed_nbytes
 from ktransformers.kernels.types import (
     FP8_BLOCK,
     Fp8Matrix,
+    GroupType,
     OwnType,
     QuantType,
     WeightType,
@@ -51,9 +52,11 @@ __all__ = [
     "GPU_TYPES",
     "READ_TYPES",
     "ROW_MULTIPLE",
+    "TILE_TYPES",
     "GpuLayout",
     "can_join_rows",
     "can_relay",
+    "has_vector_loop",
     "join_rows",
     "layout_nbytes",
     "relaid_nbytes",
@@ -64,8 +67,30 @@ __all__ = [
 #: The block formats that the Triton kernels read; `relay` re-lays them.
 GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4})
 
+#: The block formats that they read from the tiles of the CPU's kernels alone (tiles_codes.py, tiles_grid.py).
+TILE_TYPES: frozenset[WeightType] = frozenset(GroupType) | {
+    QuantType.Q2_K,
+    QuantType.Q3_K,
+    QuantType.Q4_1,
+    QuantType.Q5_0,
+    QuantType.Q5_1,
+    QuantType.IQ4_NL,
+    QuantType.IQ4_XS,
+    QuantType.TQ1_0,
+    QuantType.TQ2_0,
+    QuantType.Q1_0,
+    QuantType.NVFP4,
+    QuantType.IQ2_XXS,
+    QuantType.IQ2_XS,
+    QuantType.IQ2_S,
+    QuantType.IQ3_XXS,
+    QuantType.IQ3_S,
+    QuantType.IQ1_S,
+    QuantType.IQ1_M,
+}
+
 #: All types of matrices that they read.
-READ_TYPES: frozenset[WeightType] = GPU_TYPES | {QuantType.BF16, QuantType.F16, OwnType.F8_E4M3}
+READ_TYPES: frozenset[WeightType] = GPU_TYPES | TILE_TYPES | {QuantType.BF16, QuantType.F16, OwnType.F8_E4M3}
 
 
 class GpuLayout(IntEnum):
@@ -94,6 +119,11 @@ def can_relay(qtype: WeightType, rows: int, cols: int) -> bool:
     return rows % ROW_MULTIPLE == 0 and cols % unit == 0 and rows * cols > 0
 
 
+def has_vector_loop(type_number: int, layout: GpuLayout) -> bool:
+    """Whether few rows are multiplied with a matrix as it streams from memory, not through tensor cores."""
+    return layout == GpuLayout.PLANES or (layout == GpuLayout.TILES and type_number in TILE_TYPES)
+
+
 def relaid_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
     """Bytes of a re-laid matrix [rows, cols]. Raises ValueError where `can_relay` is False."""
     if not can_relay(qtype, rows, cols):
@@ -107,6 +137,8 @@ def layout_nbytes(qtype: WeightType, rows: int, cols: int, layout: GpuLayout) ->
     """Bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form."""
     if layout == GpuLayout.PLANES:
         return relaid_nbytes(qtype, rows, cols)
+    if layout == GpuLayout.ROWS and qtype in TILE_TYPES:
+        raise ValueError(f"a {qtype.name} matrix is read by a GPU in the CPU's tiles alone: pack it first")
     # Also checks the columns.
     nbytes = fp8_nbytes(rows, cols) if isinstance(qtype, OwnType) else row_bytes(qtype, cols) * rows
     return packed_nbytes(qtype, rows, cols) if layout == GpuLayout.TILES else nbytes

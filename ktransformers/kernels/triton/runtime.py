@@ -27,6 +27,7 @@ __all__ = [
     "num_multiprocessors",
     "power_of_two",
     "shared_bytes",
+    "static",
     "tl",
     "triton",
 ]
@@ -85,6 +86,11 @@ def jit(function: Any = None, **options: Any) -> Any:
     made = triton.jit(function, **options)
     kernels.append(Kernel.of(made, options))
     return made
+
+
+def static(function: Any) -> Any:
+    """`triton.constexpr_function`: what kernels compute from constants while they are compiled (jit gives tensors)."""
+    return function if triton is None else triton.constexpr_function(function)
 
 
 def constant(value: int) -> Any:

@@ -24,29 +24,11 @@ from ktransformers.kernels.triton.bits import (
     shifted,
 )
 from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.tile_bytes import byte_pairs, halves, line_words
+from ktransformers.kernels.triton.tiles_codes import code_tile, has_codes
+from ktransformers.kernels.triton.tiles_grid import grid_tile, has_grid
 
 __all__ = ["cpu_tile"]
-
-
-@jit
-def halves(base, at, n, mask, SIZE: tl.constexpr):
-    """One fp16 of each row from byte `at` of its tile on, fp32. SIZE: bytes of a tile of 16 rows."""
-    pointer = base.to(tl.pointer_type(tl.float16)) + n // 16 * (SIZE // 2) + (at // 2 + n % 16)
-    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit
-def byte_pairs(base, at, n, mask, SIZE: tl.constexpr):
-    """Two bytes of each row from byte `at` of its tile on, as an int32."""
-    pointer = base.to(tl.pointer_type(tl.int16)) + n // 16 * (SIZE // 2) + (at // 2 + n % 16)
-    return tl.load(pointer, mask=mask, other=0).to(tl.int32)
-
-
-@jit
-def line_words(base, at, n, mask, SIZE: tl.constexpr):
-    """One word of each row from the line at byte `at` of its tile."""
-    pointer = base.to(tl.pointer_type(tl.int32)) + n // 16 * (SIZE // 4) + (at // 4 + n % 16)
-    return tl.load(pointer, mask=mask, other=0)
 
 
 @jit
@@ -164,14 +146,21 @@ def tile_of_fp8(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def cpu_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN]."""
-    if TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
+def cpu_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
+
+    tables: uint8 pointer to `tables.tables`.
+    """
+    if has_codes(TYPE):
+        tile = code_tile(base, k0, n, mask, one, TYPE, K, DTYPE)
+    elif TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
         tile = tile_of_32(base, k0, n, mask, one, TYPE, K, DTYPE)
     elif TYPE == BF16:
         tile = tile_of_bf16(base, k0, n, mask, K, DTYPE)
     elif TYPE == F8_E4M3:
         tile = tile_of_fp8(base, k0, n, mask, K, DTYPE)
+    elif has_grid(TYPE):
+        tile = grid_tile(base, k0, n, mask, tables, TYPE, K, DTYPE)
     else:
         tile = tile_of_256(base, k0, n, mask, one, TYPE, K, DTYPE)
     return tile

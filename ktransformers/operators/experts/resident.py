@@ -5,10 +5,8 @@ Knows block formats and devices; not routers, modules or where bytes come from.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -22,20 +20,16 @@ from ktransformers.kernels.types import (
     ExpertWeight,
     ExpertWeights,
     Fp8Matrix,
-    GroupType,
     OwnType,
-    QuantType,
     RawTensor,
     WeightType,
 )
 from ktransformers.operators.device import Device
-from ktransformers.operators.linear.matrix import dense_tensor, gpu_layout, relaid
+from ktransformers.operators.linear.matrix import gpu_layout, relaid
 from ktransformers.operators.linear.upload import upload
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
 __all__ = ["GpuExperts", "bias_nbytes", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
-
-logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64 << 20  # bytes of experts that are re-laid together
 
@@ -64,10 +58,6 @@ def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
         if part is None:
             continue
         count, rows, cols = part.shape
-        if isinstance(part.resident_type, GroupType):  # widened, see _matrices
-            layouts.append(GpuLayout.ROWS)
-            total += 2 * count * rows * cols
-            continue
         is_odd_fp8 = part.resident_type is OwnType.F8_E4M3 and cols % FP8_COLUMNS
         if part.resident_type not in READ_TYPES or is_odd_fp8:
             known = ", ".join(sorted(qtype.name for qtype in READ_TYPES))
@@ -86,27 +76,12 @@ def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
     return total
 
 
-@cache
-def _say_widened(qtype: GroupType) -> None:
-    logger.warning("experts of type %s take 16 bits a weight on a GPU, whose kernels do not know it", qtype.name)
-
-
 def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool) -> ExpertMatrices:
-    """One projection of all experts on the device.
-
-    Weights in groups, of which the GPU's kernels know none, become 16 bits wide.
-    """
+    """One projection of all experts on the device."""
     fp8 = [weight for weight in weights if isinstance(weight, Fp8Matrix)]
     raw = [weight for weight in weights if isinstance(weight, RawTensor)]
     assert len(weights) in (len(fp8), len(raw)), "experts of one type, in rows as their file has them"
     qtype, (rows, cols) = weights[0].qtype, weights[0].shape
-    if isinstance(qtype, GroupType):
-        _say_widened(qtype)
-        wide = torch.empty(len(raw), 2 * rows * cols, dtype=torch.uint8, device=device.torch_device)
-        for slot, one in enumerate(raw):
-            wide[slot] = dense_tensor(one, device, pool).to(device.matmul_dtype).view(torch.uint8).view(-1)
-        float_type = QuantType.BF16 if device.matmul_dtype is torch.bfloat16 else QuantType.F16
-        return ExpertMatrices(wide, float_type, rows, cols, GpuLayout.ROWS)
     layout = gpu_layout(qtype, rows, cols)
     nbytes = layout_nbytes(qtype, rows, cols, layout)
     data = torch.empty(len(weights), nbytes, dtype=torch.uint8, device=device.torch_device)
@@ -114,7 +89,8 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool)
         data[slot] = relaid(weight, device, pool)
     step = max(_AT_ONCE // weights[0].nbytes, 1)
     for first in range(0, len(raw), step):
-        parts = [one.data for one in raw[first : first + step]]
+        packed = cpu.pack_all(raw[first : first + step], pool) if layout == GpuLayout.TILES else None
+        parts = [one.data for one in packed or raw[first : first + step]]
         some = upload(parts, device.torch_device, pool).view(len(parts), -1)
         if layout == GpuLayout.PLANES:
             some = relay(some, raw[0].qtype, rows, cols)

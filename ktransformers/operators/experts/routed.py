@@ -23,7 +23,8 @@ from ktransformers.kernels.triton.compiling import is_rehearsal
 from ktransformers.kernels.triton.router import Chosen
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, Site, empty_parameter
-from ktransformers.operators.device import STREAM_ROWS, give_back
+from ktransformers.operators.device import STREAM_ROWS, give_back, use
+from ktransformers.operators.experts.hot import HotLayer, HotParts
 from ktransformers.operators.experts.resident import (
     GpuExperts,
     bias_nbytes,
@@ -36,7 +37,6 @@ from ktransformers.operators.linear.packed import CpuProducts, pack_experts, res
 from ktransformers.operators.recognize.activation import expert_activation, recognize_expert_activation
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.operators.wrapper import DenseState
-from ktransformers.weights.for_gpu import ForGpu
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "read_layout"]
@@ -52,7 +52,7 @@ class Ticket:
 
     output: on the device of the experts, None while it is computed in the order of a stream, or by GPU and CPU
     together in a large step (prefill); like: the input, which says where and in which type the result is wanted;
-    identity: how much of it is to be added, [T, 1], None for nothing.
+    identity: how much of it is to be added, [T, 1], None for nothing. hot: what the GPU adds to the stream's result.
     """
 
     like: torch.Tensor
@@ -60,6 +60,7 @@ class Ticket:
     output: torch.Tensor | None = None
     stream: StreamedExperts | None = None
     prefill: PrefillTicket | None = None
+    hot: HotParts | None = None
 
 
 def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
@@ -104,8 +105,10 @@ class KTransformersExperts(Operator):
     CPU as KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on
     another device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the
     CPU of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
-    its site has a PrefillLayer, steps from its threshold on are run by GPU and CPU together.
-    cpu_prefill, cpu_bf16: see KTransformersLinear.
+    its site has a PrefillLayer, steps from its threshold on are run by GPU and CPU together; where it has a HotLayer,
+    smaller ones are, as far as experts have a slot on the GPU.
+    cpu_prefill, cpu_bf16: see KTransformersLinear. hot_experts: "auto", "off" or a number of slots on the GPU, in the
+    place of what is said for the whole model; None: that.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -113,7 +116,7 @@ class KTransformersExperts(Operator):
         "KExpertsTorch": "dequantized experts and torch",
         "KExpertsMarlin": "experts on the GPU, in the types of the file",
     }
-    KWARGS: ClassVar[frozenset[str]] = CpuProducts.KWARGS
+    KWARGS: ClassVar[frozenset[str]] = CpuProducts.KWARGS | {"hot_experts"}
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn", "identity_expert", "post_expert_norm"})
     PREFILLS_AT_HOME: ClassVar[bool] = True
 
@@ -123,9 +126,11 @@ class KTransformersExperts(Operator):
         key: str,
         config: OperatorConfig,
         placement: Placement | None = None,
+        hot_experts: str | int | None = None,
         **options: str | None,
     ):
         super().__init__(module, key, config, placement)
+        self.hot_experts = None if hot_experts is None else str(hot_experts)
         self.products = CpuProducts.of(key, config, **options)
         self.layout = read_layout(module, key)
         self.num_experts = self.layout.num_experts
@@ -152,10 +157,14 @@ class KTransformersExperts(Operator):
         self._weights: ExpertWeights | None = None
         self._streams: dict[StreamedExperts, int] = {}  # and the layer's number in each
         self._prefill: PrefillLayer | None = None
+        self._hot: HotLayer | None = None
 
     @override
     def settle(self, site: Site) -> None:
-        self._prefill = site.find(PrefillLayer)
+        self._hot = site.find(HotLayer)
+        self._prefill = site.find(PrefillLayer) if self._hot is None else self._hot.prefill
+        if self._hot is not None:
+            self.config.expert_stats.watch_gpu(self._usage())
 
     @override
     def op(self, phase: Phase) -> str:
@@ -169,19 +178,6 @@ class KTransformersExperts(Operator):
             raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
         return info
 
-    def _seen(self, source: WeightSource) -> WeightSource:
-        """The source as whatever computes reads it: experts that are streamed lie in a type that the GPU reads too."""
-        if self.device.is_gpu:
-            return ForGpu(source)
-        if not self.home.is_gpu or self.placement.prefill_device != self.home.name:
-            return source
-        info = self._find(ForGpu(source))
-        parts = [part for part in (info.gate, info.up, info.down) if part is not None]
-        return ForGpu(source) if all(can_be_copied(part.resident_type) for part in parts) else source
-
-    def _info(self, source: WeightSource) -> ExpertsInfo:
-        return self._find(self._seen(source))
-
     def _norm_state(self) -> DenseState | None:
         norm = self.post_expert_norm
         return None if norm is None else DenseState(norm, f"{self.key}.post_expert_norm")
@@ -191,7 +187,7 @@ class KTransformersExperts(Operator):
 
     @override
     def requirements(self, source: WeightSource) -> Requirements:
-        info = self._info(source)
+        info = self._find(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if self.device.is_gpu:
             nbytes = gpu_experts_nbytes(self.key, info)
@@ -214,7 +210,7 @@ class KTransformersExperts(Operator):
         if why_not_on_gpu(self.layout, self.activation) is not None:
             return None
         try:
-            return gpu_experts_nbytes(self.key, self._find(ForGpu(source)))
+            return gpu_experts_nbytes(self.key, self._find(source))
         except UnsupportedError:
             return None  # a type that no kernel reads: they stay on the CPU
 
@@ -222,7 +218,7 @@ class KTransformersExperts(Operator):
         """Bytes of one expert on the CPU and of all experts' biases; None when they cannot be streamed from there."""
         if self.device.is_gpu or why_not_on_gpu(self.layout, self.activation) is not None:
             return None
-        info = self._info(source)
+        info = self._find(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if not all(can_be_copied(part.resident_type) for part in parts):
             return None
@@ -235,7 +231,7 @@ class KTransformersExperts(Operator):
 
     @override
     def load(self, source: WeightSource) -> None:
-        weights = self._seen(source).experts(self.key, self.layout, self.config.cpu_quant)
+        weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         norm, pool = self._norm_state(), self.config.require_pool()
         if norm is not None:
             norm.load(source)
@@ -259,7 +255,8 @@ class KTransformersExperts(Operator):
         return self._usage().chosen(self._layer, slots, top_k)
 
     def _usage(self) -> ExpertUsage:
-        return self.device.expert_usage(self.config.facts.num_layers, self.num_experts)
+        device = self.device if self._hot is None else self.home
+        return device.expert_usage(self.config.facts.num_layers, self.num_experts)
 
     def _count(self, ids: torch.Tensor) -> None:
         """ids [T, K] of experts on a GPU, from a router that has not counted them."""
@@ -291,6 +288,8 @@ class KTransformersExperts(Operator):
         if self._prefill is not None:
             large = self._prefill.submit(hidden_states, topk_ids, topk_weights)
             if large is not None:
+                if self._hot is not None:
+                    self._usage().forget(self._layer, topk_ids.shape[0])
                 return Ticket(hidden_states, prefill=large)
         if self._runs_in_order(hidden_states):
             return self._submit_in_order(hidden_states, topk_ids, topk_weights)
@@ -316,6 +315,8 @@ class KTransformersExperts(Operator):
             self._gpu.forward(device.take(rows).contiguous(), ids, weights)
         elif self._prefill is not None:
             self._prefill.rehearse(rows, topk_ids)
+        if self._hot is not None and self._runs_in_order(hidden_states):
+            self._hot.rehearse(rows, topk_ids, topk_weights, self._layer, self._usage())
         return Ticket(hidden_states, output=torch.zeros_like(hidden_states))
 
     def _runs_in_order(self, hidden_states: torch.Tensor) -> bool:
@@ -333,8 +334,13 @@ class KTransformersExperts(Operator):
         if stream not in self._streams:
             self._streams[stream] = stream.add_layer(self._kernel)
         rows = hidden_states.reshape(-1, self.layout.hidden_size)
-        stream.submit(self._streams[stream], rows, topk_ids, topk_weights)
-        return Ticket(hidden_states, stream=stream)
+        if self._hot is None:
+            stream.submit(self._streams[stream], rows, topk_ids, topk_weights)
+            return Ticket(hidden_states, stream=stream)
+        use(self.home.torch_device)
+        here, there = self._hot.split(topk_ids, self._layer, self._usage(), self.home.slots_of(len(rows)))
+        stream.submit(self._streams[stream], rows, there, topk_weights)
+        return Ticket(hidden_states, stream=stream, hot=self._hot.launch(rows, here, topk_weights))
 
     def collect(self, ticket: Ticket) -> torch.Tensor:
         """Wait for the result of `submit`: [T, H], where its input was and of its type."""
@@ -351,8 +357,10 @@ class KTransformersExperts(Operator):
         if ticket.stream is not None:
             self.home.mark("wait_cpu")
             rows = ticket.like.reshape(-1, self.layout.hidden_size)
-            out = torch.empty(rows.shape, dtype=ticket.stream.shape.dtype, device=rows.device)
-            return give_back(ticket.stream.collect(out).view(ticket.like.shape), ticket.like)
+            out = ticket.stream.collect(torch.empty(rows.shape, dtype=ticket.stream.shape.dtype, device=rows.device))
+            if ticket.hot is not None:
+                out = ticket.hot.sum_onto(out, rows)
+            return give_back(out.view(ticket.like.shape), ticket.like)
         assert ticket.output is not None
         return give_back(ticket.output, ticket.like)
 

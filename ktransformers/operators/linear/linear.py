@@ -24,7 +24,6 @@ from ktransformers.operators.base import (
 from ktransformers.operators.device import give_back
 from ktransformers.operators.linear.matrix import GpuMatrix, gpu_matrix, gpu_nbytes, takes_fp8
 from ktransformers.operators.linear.packed import CpuProducts, pack_matrix, resident_nbytes
-from ktransformers.weights.for_gpu import ForGpu
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]
@@ -99,13 +98,9 @@ class KTransformersLinear(Operator):
             return "KLinearCPUInfer"
         return "KLinearTorch" if self.is_dense_wanted else "KLinearMarlin"
 
-    def _seen(self, source: WeightSource) -> WeightSource:
-        """The source as the kernels of this layer's device read it."""
-        return ForGpu(source) if self.device.is_gpu else source
-
     def _info(self, source: WeightSource) -> TensorInfo:
         name = f"{self.key}.weight"
-        info = expect_shape(self._seen(source).find(name), name, (self.out_features, self.in_features))
+        info = expect_shape(source.find(name), name, (self.out_features, self.in_features))
         is_taken = not self.device.is_gpu or (not self.is_dense_wanted and takes_fp8(*info.shape))
         return info.as_fp8() if info.is_fp8 and is_taken else info
 
@@ -132,7 +127,7 @@ class KTransformersLinear(Operator):
         name, pool = f"{self.key}.weight", self.config.require_pool()
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
         is_fp8 = self._info(source).resident_type is OwnType.F8_E4M3
-        stored = source.fp8(name) if is_fp8 else self._seen(source).tensor(name)
+        stored = source.fp8(name) if is_fp8 else source.tensor(name)
         if not self.device.is_gpu:
             self._weight = pack_matrix(stored, pool, self.products)
         else:

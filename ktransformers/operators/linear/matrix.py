@@ -5,9 +5,7 @@ Knows block formats and devices; not modules or where bytes come from.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,13 +17,14 @@ from ktransformers.kernels.triton.linear import linear
 from ktransformers.kernels.triton.relay import (
     FP8_COLUMNS,
     GPU_TYPES,
+    TILE_TYPES,
     GpuLayout,
     can_relay,
     layout_nbytes,
     relay,
     relay_fp8,
 )
-from ktransformers.kernels.types import Fp8Matrix, GroupType, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
+from ktransformers.kernels.types import Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 from ktransformers.operators.device import Device
 from ktransformers.operators.linear.upload import upload
 
@@ -41,8 +40,6 @@ __all__ = [
     "stays_quantized",
     "takes_fp8",
 ]
-
-logger = logging.getLogger(__name__)
 
 _FLOATS = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _PIECE = 1 << 26  # weights widened at once
@@ -96,7 +93,7 @@ class GpuMatrix(Protocol):
 
 def stays_quantized(qtype: WeightType, is_dense_wanted: bool) -> bool:
     """Whether a matrix of this type is multiplied as it is; others are dense on a GPU."""
-    return (isinstance(qtype, OwnType) or qtype in GPU_TYPES) and not is_dense_wanted
+    return (isinstance(qtype, OwnType) or qtype in GPU_TYPES | TILE_TYPES) and not is_dense_wanted
 
 
 def takes_fp8(rows: int, cols: int) -> bool:
@@ -114,12 +111,9 @@ def gpu_nbytes(qtype: WeightType, shape: tuple[int, int], device: Device, is_den
 
 def gpu_layout(qtype: WeightType, rows: int, cols: int) -> GpuLayout:
     """Of matrices that rest on a GPU."""
+    if qtype in TILE_TYPES:
+        return GpuLayout.TILES
     return GpuLayout.PLANES if can_relay(qtype, rows, cols) else GpuLayout.ROWS
-
-
-@cache
-def _say_widened(qtype: GroupType) -> None:
-    logger.warning("matrices of type %s are dequantized on a GPU, whose kernels do not know it", qtype.name)
 
 
 def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.Tensor:
@@ -142,6 +136,8 @@ def relaid(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> t
     if isinstance(weight, Fp8Matrix):
         values = upload([weight.values], device.torch_device, pool).view(weight.shape)
         return relay_fp8(Fp8Matrix(values, weight.scales.to(device.torch_device)))
+    if weight.qtype in TILE_TYPES:
+        return upload([cpu.pack(weight, pool).data], device.torch_device, pool)
     data = upload([weight.data], device.torch_device, pool)
     return relay(data, weight.qtype, *weight.shape) if can_relay(weight.qtype, *weight.shape) else data
 
@@ -152,8 +148,6 @@ def gpu_matrix(
     """Bring a matrix [N, K] to a GPU. Pages of a file that were read through its map are given back."""
     rows, cols = weight.shape
     if isinstance(weight, RawTensor) and not stays_quantized(weight.qtype, is_dense_wanted):
-        if isinstance(weight.qtype, GroupType) and not is_dense_wanted:
-            _say_widened(weight.qtype)
         made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.take(bias))
         cpu.page_out(weight)
         return made

@@ -17,6 +17,7 @@ _POLICIES = {
     "static": ("most used of the whole run, in hindsight", "#f28e2b"),
     "lfu": ("most used so far (LFU)", "#2f9e6e"),
     "lru": ("used last (LRU)", "#4e79a7"),
+    "hot": ("hot experts, as --hot_experts keeps them", "#e15759"),
     "layers": ("whole layers, as --gpu_memory places them", "#b07aa1"),
 }
 

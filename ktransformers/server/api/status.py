@@ -44,6 +44,18 @@ def _experts(stats: BackendStats) -> dict[str, Any] | None:
     return {"layers": [{"layer": layer, "counts": counts} for layer, counts in sorted(stats.experts.items())]}
 
 
+def _hot_experts(stats: BackendStats) -> dict[str, int] | None:
+    if not isinstance(stats, BalanceStats) or not stats.engine.num_hot_reads:
+        return None
+    engine = stats.engine
+    return {
+        "reads": engine.num_hot_reads,
+        "hits": engine.num_hot_hits,
+        "uploads": engine.num_hot_uploads,
+        "upload_bytes": engine.hot_upload_bytes,
+    }
+
+
 def _status(service: Service) -> dict[str, Any]:
     stats, (speed, memory) = service.backend.stats(), service.speed.read()
     return {
@@ -65,6 +77,7 @@ def _status(service: Service) -> dict[str, Any]:
         "speed": speed,
         "memory": memory,
         "experts": _experts(stats),
+        "hot_experts": _hot_experts(stats),
         "requests": service.recent.described(),
     }
 

@@ -167,6 +167,10 @@ class EngineTotals(msgspec.Struct, frozen=True):
     num_expert_rows: int = 0  # (token, expert) pairs
     num_expert_samples: int = 0  # layer calls
     num_touched_experts: int = 0  # distinct experts in those, added up
+    num_hot_reads: int = 0  # experts that decode steps used, of layers with slots on a GPU
+    num_hot_hits: int = 0  # of those, experts that had a slot
+    num_hot_uploads: int = 0
+    hot_upload_bytes: int = 0
 
 
 class EngineLoss(msgspec.Struct, frozen=True):

@@ -265,6 +265,7 @@ class SchedulerProcess:
             self._updates += updates
             self._expert_counts.append(result.expert_counts)
             totals, (num_rows, num_samples, num_touched) = self._totals, result.experts
+            reads, hits, uploads, upload_bytes = result.hot
             self._totals = msgspec.structs.replace(
                 totals,
                 num_steps=totals.num_steps + result.had_rows,
@@ -272,6 +273,10 @@ class SchedulerProcess:
                 num_expert_rows=totals.num_expert_rows + num_rows,
                 num_expert_samples=totals.num_expert_samples + num_samples,
                 num_touched_experts=totals.num_touched_experts + num_touched,
+                num_hot_reads=totals.num_hot_reads + reads,
+                num_hot_hits=totals.num_hot_hits + hits,
+                num_hot_uploads=totals.num_hot_uploads + uploads,
+                hot_upload_bytes=totals.hot_upload_bytes + upload_bytes,
             )
             self._check()
 

@@ -51,6 +51,36 @@ def test_against_the_oracle_and_equal_bits(shape, options, pools):
             assert torch.equal(part, out[start:stop]), (each, start)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim_k", "dim_v", "options"),
+    [
+        (16, 2, 128, 128, {}),  # 24 rows of 8 heads: as many queries as a unit takes
+        (5, 1, 24, 72, {"window": 70}),  # 38 rows of 5: two queries are left over; the values end in half a vector
+        (7, 1, 136, 40, {"window": 33, "is_chunked": True}),  # a chunk of keys of 8 dimensions
+        (3, 3, 64, 96, {"softcap": 3.0}),
+        (24, 1, 40, 137, {"window": 5, "sinks": True}),  # two units of heads; most tiles are seen by a few rows only
+    ],
+)
+def test_a_row_does_not_depend_on_the_rows_beside_it(heads, kv_heads, dim_k, dim_v, options, pools):
+    """Rows over the borders of tiles and spans, in units of all sizes (one thread takes the largest), and alone."""
+    generator = torch.Generator().manual_seed(heads)
+    q, k, v, table, _, _ = case(heads, kv_heads, dim_k, dim_v, seed=5)
+    q, kv_lens = torch.randn(150, heads, dim_k, generator=generator), torch.arange(400, 550)
+    options = {**options, "sinks": torch.linspace(-1, 2, heads)} if options.get("sinks") else options
+
+    def run(start, stop, each):
+        seq_ids = torch.zeros(stop - start, dtype=torch.int64)
+        return attention(q[start:stop], k, v, table, PAGE, seq_ids, kv_lens[start:stop], 0.2, each, **options)
+
+    whole = run(0, 150, pools[-3])
+    oracle = reference.attention(q, k, v, table, PAGE, torch.zeros(150, dtype=torch.int64), kv_lens, 0.2, **options)
+    torch.testing.assert_close(whole, oracle, rtol=1e-4, atol=2e-5)
+    for each in pools:
+        assert torch.equal(run(0, 150, each), whole), each
+    for row in (0, 47, 48, 49, 111, 112, 113, 149):  # around positions 448 and 512
+        assert torch.equal(run(row, row + 1, pools[-3]), whole[row : row + 1]), row
+
+
 def test_values_that_alias_keys_and_strided_caches(pools):
     """MLA: one latent row is key and value. The cache is a slice of a larger tensor."""
     generator = torch.Generator().manual_seed(1)

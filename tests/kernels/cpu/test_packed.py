@@ -122,6 +122,7 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
         (QuantType.Q4_1, QuantType.Q5_0, QuantType.Q5_1),
         (QuantType.TQ1_0, QuantType.TQ2_0, QuantType.IQ4_NL),
         (QuantType.NVFP4, QuantType.Q3_K, QuantType.NVFP4),
+        (QuantType.Q1_0, QuantType.MXFP4, QuantType.Q1_0),
     ],
 )
 def test_experts_are_bit_equal(isa: cpu.Isa, kinds: tuple[QuantType, ...]) -> None:

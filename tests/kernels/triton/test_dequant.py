@@ -8,14 +8,16 @@ import torch
 from gguf import quants
 
 from ktransformers.kernels.triton import runtime
-from ktransformers.kernels.types import OwnType, QuantType
+from ktransformers.kernels.types import GroupType, OwnType, QuantType, block_size
 from tests.support.triton_kernels.quant_cases import (
     FLOATS,
+    TILE_SCALES,
     TYPES,
     pack_for_cpu,
     pack_fp8_for_cpu,
     random_fp8,
     random_matrix,
+    random_tile_type,
 )
 
 if runtime.triton is None:
@@ -23,6 +25,10 @@ if runtime.triton is None:
 
 from ktransformers.kernels.triton import dequant, relay
 from ktransformers.kernels.triton.relay import GpuLayout
+
+# Every kind of code, of scale and of group, with zero points and without; the others are left to `--exhaustive`.
+SOME = ("I4_32_F16", "I8_32_BF16_Z", "I4_128_F32_Z", "F8_128_BF16", "MXFP8", "NVFP4_F32")
+GROUPS = [pytest.param(t, marks=() if t.name in SOME else pytest.mark.exhaustive) for t in GroupType]
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
@@ -61,6 +67,17 @@ def test_the_layout_of_the_cpu_kernels_holds_the_same_numbers(qtype, device):
     assert (got - values).abs().max() <= 2**-14 * 1.27  # as above
 
 
+@pytest.mark.parametrize("qtype", [*TILE_SCALES, *GROUPS], ids=lambda t: t.name)
+def test_types_that_have_the_layout_of_the_cpu_kernels_alone(qtype, device):
+    cols = (
+        256 if block_size(qtype) == 256 else 384 if block_size(qtype) == 128 else 320 if qtype.name == "NVFP4" else 96
+    )
+    data, values = random_tile_type(qtype, 20, cols)
+    got = dequant.dequantize(data.to(device), qtype, 20, cols, layout=GpuLayout.TILES).cpu()
+    # (1 + u / 256) 256 s - (256 s + m): as above, with the minima and zero points that these types have, below 512 s.
+    assert (got - values).abs().max() <= 2**-14 * max(1.27, values.abs().max())
+
+
 def test_packing_of_many_matrices_is_that_of_each(device):
     raws = torch.stack([random_matrix(QuantType.Q6_K, 8, 256, seed)[0] for seed in range(3)]).to(device)
     together = relay.relay(raws, QuantType.Q6_K, 8, 256)
@@ -86,6 +103,8 @@ def test_refuses_what_does_not_fit(device):
     with pytest.raises(ValueError, match="whole matrices"):
         relay.relay(raw, QuantType.Q4_K, 16, 256)
     with pytest.raises(ValueError, match="no GPU kernel"):
+        dequant.dequantize(raw, QuantType.F32, 12, 256)
+    with pytest.raises(ValueError, match="pack it first"):
         dequant.dequantize(raw, QuantType.Q2_K, 12, 256)
     with pytest.raises(ValueError, match="contiguous matrices"):
         dequant.dequantize(raw, QuantType.Q4_K, 11, 256)

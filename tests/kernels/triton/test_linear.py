@@ -9,8 +9,15 @@ import torch
 from torch.nn import functional
 
 from ktransformers.kernels.triton import runtime
-from ktransformers.kernels.types import Activation, QuantType
-from tests.support.triton_kernels.quant_cases import TYPES, random_matrix
+from ktransformers.kernels.types import Activation, GroupType, QuantType
+from tests.support.triton_kernels.quant_cases import (
+    GRID_SCALES,
+    TILE_SCALES,
+    TYPES,
+    pack_for_cpu,
+    random_matrix,
+    random_tile_type,
+)
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -52,12 +59,44 @@ def test_packed_weights(qtype, tokens, device):
     check(out, x, values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
+@pytest.mark.parametrize("qtype", GRID_SCALES, ids=lambda t: t.name)
+def test_weights_with_a_grid(qtype, device):
+    """Few rows as they stream, more rows rounded."""
+    raw, values = random_matrix(qtype, 20, 512)
+    weight = pack_for_cpu(raw, qtype, 20, 512).to(device)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(1)).half().to(device)
+    bias = torch.randn(20, generator=torch.Generator().manual_seed(2)).to(device)
+    space = Workspace.allocate(device, 8)
+    for tokens in (1 + int(qtype) % VECTOR_ROWS, 5):
+        out = torch.full((tokens, 20), torch.nan, device=device)
+        linear(x[:tokens], weight, qtype, 20, 512, bias, out, layout=GpuLayout.TILES, workspace=space)
+        check(out, x[:tokens], values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
+    assert not space.counters.any()
+    with pytest.raises(ValueError, match="in the CPU's tiles alone"):
+        linear(x, weight, qtype, 20, 512)
+
+
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_weights_in_ggml_layout(qtype, device):
     raw, values = random_matrix(qtype, 9, 256)
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).half().to(device)
     out = linear(x, raw.to(device), qtype, 9, 256, out=torch.empty(2, 9, device=device))
     check(out, x, values, None, ROUNDED[torch.float16])
+
+
+@pytest.mark.parametrize(
+    ("qtype", "tokens"),
+    [(t, 1) for t in TILE_SCALES]
+    + [(t, m) for t in (QuantType.Q2_K, GroupType.I4_128_F16_Z) for m in (3, 5)]
+    + [(GroupType.NVFP4_F32, 2)],
+)
+def test_weights_in_the_layout_of_the_cpu_kernels(qtype, tokens, device):
+    cols = 256 if qtype is QuantType.Q2_K or tokens > 1 else 768  # several steps, the last in part
+    data, values = random_tile_type(qtype, 40, cols)
+    x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
+    out = torch.full((tokens, 40), torch.nan, device=device)
+    linear(x, data.to(device), qtype, 40, cols, out=out, layout=GpuLayout.TILES)
+    check(out, x, values, None, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
 @pytest.mark.parametrize("tokens", [2, 20])

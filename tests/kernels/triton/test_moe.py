@@ -91,9 +91,11 @@ def reference(x, ids, weights, gate, up, down):
 
 
 MIXED = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
+LOW = (QuantType.Q2_K, QuantType.Q3_K, QuantType.IQ4_XS)
 SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
 FLOATS = (QuantType.BF16, QuantType.F16, QuantType.BF16)
 BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
+GRIDS = (QuantType.IQ2_XXS, QuantType.IQ3_S, QuantType.IQ1_M)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +106,15 @@ BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
         (2, GpuLayout.ROWS, MIXED, 256, 256),
         (17, GpuLayout.PLANES, SMALL, 96, 64),
         (2, GpuLayout.TILES, MIXED, 256, 256),
+        (2, GpuLayout.TILES, LOW, 256, 256),
+        (17, GpuLayout.TILES, LOW, 256, 256),
         (2, GpuLayout.ROWS, FLOATS, 100, 72),
         (3, GpuLayout.TILES, BF16, 96, 32),
         (1, GpuLayout.PLANES, FP8, 160, 160),
         (17, GpuLayout.PLANES, FP8, 160, 160),
         (2, GpuLayout.TILES, FP8, 160, 136),
+        (2, GpuLayout.TILES, GRIDS, 256, 256),
+        (1, GpuLayout.TILES, (*GRIDS[:2], QuantType.Q6_K), 256, 256),  # in blocks
     ],
 )
 def test_experts(tokens, layout, types, width, inner, device):

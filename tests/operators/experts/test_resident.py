@@ -7,9 +7,11 @@ import math
 import pytest
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.cpu import packed_nbytes
 from ktransformers.kernels.types import (
     Activation,
     ActivationSpec,
+    GroupType,
     OwnType,
     QuantType,
     WeightType,
@@ -42,7 +44,24 @@ def test_bytes_are_those_of_the_file_and_of_biases(qtype: WeightType) -> None:
     assert can_be_copied(qtype)
 
 
-@pytest.mark.parametrize("qtype", [QuantType.F32, QuantType.IQ4_XS])
+@pytest.mark.parametrize("qtype", [QuantType.IQ2_XXS, QuantType.IQ3_S, QuantType.IQ1_M])
+def test_types_with_a_grid_rest_as_the_cpu_has_them(qtype: WeightType) -> None:
+    """A head of 32 bytes for 16 rows and 256 columns, made full to 64."""
+    info = experts(qtype, qtype, qtype, hidden=512, inner=256)
+    per_row = {QuantType.IQ2_XXS: 66, QuantType.IQ3_S: 110, QuantType.IQ1_M: 58}[QuantType(int(qtype))]
+    assert gpu_experts_nbytes("x", info) == E * (3 * 256 * 2 * per_row + 512 // 16 * 32)
+    assert can_be_copied(qtype)
+
+
+@pytest.mark.parametrize("qtype", [QuantType.Q2_K, QuantType.IQ4_XS, QuantType.NVFP4, *GroupType])
+def test_bytes_of_types_in_tiles(qtype: WeightType) -> None:
+    """Those of the CPU's tiles of 16 rows: at most 4 % more than in the file."""
+    info = experts(qtype, qtype, qtype, hidden=256, inner=256)
+    assert gpu_experts_nbytes("x", info) == E * 3 * packed_nbytes(qtype, 256, 256) <= 1.04 * info.nbytes
+    assert can_be_copied(qtype)
+
+
+@pytest.mark.parametrize("qtype", [QuantType.F32])
 def test_types_that_no_kernel_reads(qtype: WeightType) -> None:
     info = experts(qtype, qtype, qtype, hidden=256, inner=256)
     with pytest.raises(UnsupportedError, match=f"of type {qtype.name}.*--cpu_quant"):

@@ -27,6 +27,7 @@ from ktransformers.kernels.triton.compressed import Entries, Pages, attended, ke
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm, gate_heads
 from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
+from ktransformers.kernels.triton.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.kv_codes import widen_latents
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
@@ -34,7 +35,7 @@ from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pai
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.pools import pooled, rows_to_cache
-from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
+from ktransformers.kernels.triton.relay import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
@@ -42,6 +43,15 @@ from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, Qua
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)
+GRIDS = (
+    QuantType.IQ2_XXS,
+    QuantType.IQ2_XS,
+    QuantType.IQ2_S,
+    QuantType.IQ3_XXS,
+    QuantType.IQ3_S,
+    QuantType.IQ1_S,
+    QuantType.IQ1_M,
+)
 POINTERS = {
     torch.uint8: "*u8",
     torch.int8: "*i8",
@@ -148,6 +158,17 @@ def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, num=8, hidden=2880):
     biases = (torch.zeros(num, hidden), torch.zeros(num, hidden), torch.zeros(num, hidden))
     between = Between(ActivationSpec(Activation.SWIGLU_OAI), biases)
     call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, between=between)
+
+
+def call_hot(num_experts, hidden, tokens, top_k=8):
+    """Ids as routers of ours give them, and as those of transformers do."""
+    slots, picks = torch.zeros(num_experts, dtype=torch.int32), torch.zeros(num_experts, dtype=torch.int64)
+    chosen = Chosen(picks, torch.zeros(tokens, dtype=torch.int64))
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+    split_pairs(ids, slots, chosen, picks)
+    split_pairs(ids.long(), slots, None, picks)
+    parts, base = torch.zeros(tokens * top_k, hidden, dtype=torch.bfloat16), torch.zeros(tokens, hidden)
+    sum_onto(base.bfloat16(), parts, ids, num_experts, base)
 
 
 def call_router(num_experts, hidden, tokens, spec):
@@ -379,8 +400,13 @@ def few():
     call_linear(QuantType.Q4_K, 2048, 4096, 1)
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
+    call_hot(128, 2048, 1)
     call_gpt_oss(QuantType.MXFP4, 600, layout=GpuLayout.TILES)
     call_fp8(576, 7168, 2)
+    call_moe((QuantType.IQ2_XXS, QuantType.IQ3_S), 2048, 768, 1, layout=GpuLayout.TILES)
+    call_linear(QuantType.IQ1_M, 2048, 512, 20, layout=GpuLayout.TILES)
+    call_moe((QuantType.Q2_K, QuantType.IQ4_XS), 2048, 768, 1, layout=GpuLayout.TILES)
+    call_linear(QuantType.Q5_1, 2048, 512, 20, layout=GpuLayout.TILES)
 
 
 def some():
@@ -409,6 +435,14 @@ def everything():
                     call_linear(qtype, 768, 2048, tokens, layout)
             out = torch.empty(768, 512, dtype=torch.float16)
             dequant.dequantize(weights(qtype, 768, 512, layout), qtype, 768, 512, out, layout=layout)
+    for number, qtype in enumerate(GRIDS):
+        for tokens in (1 + number % 4, 20 if number % 2 else 300):
+            call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
+        call_moe((qtype, GRIDS[number - 1]), 2048, 768, 1, layout=GpuLayout.TILES)
+        call_moe((qtype, qtype), 2048, 768, 600, layout=GpuLayout.TILES)
+    for number, qtype in enumerate(sorted(TILE_TYPES)):
+        for tokens in (1 + number % 4, 20 if number % 2 else 300):
+            call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
     call_linear(QuantType.Q8_0, 1416, 1408, 1, bias=torch.zeros(1416))
     call_linear(QuantType.Q4_0, 1416, 1440, 30, dtype=torch.float16)
     call_linear(QuantType.Q4_K, 76032, 2048, 1)

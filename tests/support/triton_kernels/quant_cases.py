@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gguf import quants
 from torch import Tensor
 
+from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.cpu import Isa, WorkerPool, pack, pack_fp8
 from ktransformers.kernels.reference import dequantize
-from ktransformers.kernels.types import Fp8Matrix, QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.types import Fp8Matrix, GroupType, QuantType, RawTensor, row_bytes, type_size
+from tests.support.group_blocks import random_blocks
 
 # Where the half-precision scales of a block are.
 SCALES = {
@@ -21,6 +22,30 @@ SCALES = {
     QuantType.MXFP4: (),  # its scale is an exponent, in byte 0
 }
 TYPES = tuple(SCALES)
+# As SCALES, of types that are read from the tiles of the CPU's kernels alone.
+TILE_SCALES = {
+    QuantType.Q2_K: (80, 82),
+    QuantType.Q3_K: (108,),
+    QuantType.Q4_1: (0, 2),
+    QuantType.Q5_0: (0,),
+    QuantType.Q5_1: (0, 2),
+    QuantType.IQ4_NL: (0,),
+    QuantType.IQ4_XS: (0,),
+    QuantType.TQ1_0: (52,),
+    QuantType.TQ2_0: (64,),
+    QuantType.Q1_0: (0,),
+    QuantType.NVFP4: (),  # its scales are bytes 0 .. 3
+}
+# As TILE_SCALES, of those whose codes are looked up in a grid.
+GRID_SCALES = {
+    QuantType.IQ2_XXS: (0,),
+    QuantType.IQ2_XS: (0,),
+    QuantType.IQ2_S: (0,),
+    QuantType.IQ3_XXS: (0,),
+    QuantType.IQ3_S: (0,),
+    QuantType.IQ1_S: (0,),
+    QuantType.IQ1_M: (),  # in pieces
+}
 FLOATS = (QuantType.BF16, QuantType.F16)
 
 
@@ -35,16 +60,31 @@ def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tupl
         held = torch.from_numpy(rng.standard_normal((rows, cols)) / 8).to(dtype)
         return held.view(torch.uint8), held.float()
     blocks = rng.integers(0, 256, (rows * row_bytes(qtype, cols) // type_size(qtype), type_size(qtype)), dtype=np.uint8)
-    for at in SCALES[qtype]:
+    for at in (SCALES | TILE_SCALES | GRID_SCALES)[qtype]:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
     if qtype == QuantType.MXFP4:
         blocks[:, 0] = rng.integers(118, 121, len(blocks))  # 2^-9 to 2^-7
+    if qtype == QuantType.IQ1_M:  # four bits each of d in the highest of bytes 49, 51, 53, 55
+        scale = rng.uniform(1e-3, 1e-2, len(blocks)).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            blocks[:, 49 + 2 * i] = (blocks[:, 49 + 2 * i] & 15) | ((scale >> (4 * i) & 15) << 4).astype(np.uint8)
+    if qtype == QuantType.NVFP4:
+        blocks[:, :4] = rng.integers(16, 25, (len(blocks), 4))  # 2^-5 to 2^-4
     raw = blocks.reshape(rows, -1)
-    return torch.from_numpy(raw), torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
+    return torch.from_numpy(raw), torch.from_numpy(decode_blocks(raw, qtype))
 
 
-def pack_for_cpu(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
+def random_tile_type(qtype: QuantType | GroupType, rows: int, cols: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """`random_matrix`, of weights in groups too, as the CPU's tiles: uint8 1-D and the values."""
+    if isinstance(qtype, QuantType):
+        raw, values = random_matrix(qtype, rows, cols, seed)
+        return pack_for_cpu(raw, qtype, rows, cols), values
+    matrix = random_blocks(qtype, rows, cols, seed)
+    return pack_for_cpu(matrix.data, qtype, rows, cols), dequantize(matrix)
+
+
+def pack_for_cpu(raw: Tensor, qtype: QuantType | GroupType, rows: int, cols: int) -> Tensor:
     """A matrix as the CPU kernels re-lay it, uint8 1-D; BF16 by emulated instructions, where the machine has none."""
     pool = WorkerPool(1, Isa.AVX512_BF16_EMULATED if qtype is QuantType.BF16 else None)
     try:

@@ -1,0 +1,249 @@
+"""Routed experts of which some lie in slots of a GPU and change places while the model decodes.
+
+    host      launch k ─ landed? ─ decide ─ map ─┬─ copies ...            launch k + 1 ─ landed? ...
+    compute   step k ............................ map' ── mark              step k + 1 (reads map')
+    copies                                              wait(mark) ── A B C ── ready
+
+Slots and the map expert -> slot are fixed memory: a captured graph reads the map that is there when it is replayed. An
+expert that has to go is taken from the map behind the step that was launched last; only behind that are its slot's new
+bytes copied; only when the host has seen that they are there does the map name the newcomer, from the next step on. So
+no step waits for a copy, and none reads a slot that is written. Which experts change places is the policy's
+(hot_experts.py), from what steps that are over picked.
+
+In a step experts that have a slot run on the GPU, the others on the CPU at the same time, in the order of the stream
+(kernels/transfer/expert_stream.py). A token's sum is the CPU's, in the router's order, and on it the GPU's parts in
+the router's order, rounded once. The CPU's experts and the GPU's differ in rounding, so a result depends, within that,
+on which experts have a slot.
+
+T tokens, K experts per token, E experts, S slots, L layers of a pool, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktransformers.errors import CapacityError
+from ktransformers.file_kinds import size_of
+from ktransformers.hot_experts import HotExperts, Upload
+from ktransformers.kernels.cpu import MoeKernel
+from ktransformers.kernels.transfer.copies import CopyQueue, Mark
+from ktransformers.kernels.transfer.cuda import StreamDriver
+from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
+from ktransformers.kernels.triton.hot import split_pairs, sum_onto
+from ktransformers.kernels.triton.moe import Between, ExpertMatrices, MoeWorkspace, block_rows, moe_blocks
+from ktransformers.operators.device import Device
+from ktransformers.operators.experts.staging import HostExperts
+from ktransformers.operators.experts.streamed import PrefillLayer
+from ktransformers.operators.usage import ExpertUsage
+
+__all__ = ["HotLayer", "HotParts", "HotPool", "kind_of"]
+
+
+def kind_of(kernel: MoeKernel) -> object:
+    """Equal for layers whose experts can lie in the same slots, and whose GPU launches are alike."""
+    return HostExperts(kernel.weights).kind, kernel.num_experts
+
+
+@dataclass(slots=True)
+class _OnTheWay:
+    """Uploads whose copies were put before `ready`."""
+
+    uploads: list[Upload]
+    ready: Mark
+
+
+class HotPool:
+    """Slots on one device for the experts of layers of one kind. Calls are made by the thread that runs steps.
+
+    kernels: of the layers, in their order. max_rows: of a step that the policy learns from: larger ones touch nearly
+    all experts. Nothing has a slot before `begin`. Raises CapacityError when the slots do not fit on the device.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: Sequence[MoeKernel],
+        policy: HotExperts,
+        copies: CopyQueue,
+        driver: StreamDriver,
+        max_rows: int,
+    ) -> None:
+        self.device, self.policy, self.max_rows = device, policy, max_rows
+        self.hosts = [HostExperts(kernel.weights) for kernel in kernels]
+        self._copies, self._betweens = copies, [self._between(kernel) for kernel in kernels]
+        where, shape = device.torch_device, (len(kernels), policy.num_experts)
+        with torch.inference_mode(False):
+            self.matrices = self._slots(policy.num_slots)
+            self.slot_of = torch.full(shape, -1, dtype=torch.int32, device=where)
+            self.picks = torch.zeros(shape, dtype=torch.int64, device=where)
+            self._host_picks = driver.pinned(shape, torch.int64)
+            # Two, in turns: the copy from the one before last is long over when it is written again.
+            maps: list[tuple[torch.Tensor, Mark | None]] = [(driver.pinned(shape, torch.int32), None) for _ in range(2)]
+        self._host_maps = deque(maps)
+        self._before = np.zeros(shape, np.int64)
+        self._learned: npt.NDArray[np.int64] | None = None
+        self._on_the_way: deque[_OnTheWay] = deque()
+        self._has_begun = False
+
+    def _between(self, kernel: MoeKernel) -> Between:
+        return Between.of(kernel.weights, kernel.activation, self.device.torch_device)
+
+    def _slots(self, num_slots: int) -> tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]:
+        made = list[ExpertMatrices]()
+        try:
+            for part in self.hosts[0].projections:
+                data = torch.empty(num_slots, part.nbytes, dtype=torch.uint8, device=self.device.torch_device)
+                made.append(ExpertMatrices(data, part.qtype, part.rows, part.cols, part.layout))
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{size_of(num_slots * self.expert_nbytes)} for hot experts do not fit on {self.device.name}: ask for "
+                "fewer (--hot_experts), or leave the GPU more room (--gpu_memory)"
+            ) from error
+        return made[0], made[1], made[2]
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of one expert."""
+        return self.hosts[0].expert_nbytes
+
+    def begin(self, scores: npt.NDArray[np.float64] | None = None) -> None:
+        """Fill the slots, and wait for it. scores: what was learned before. Raises ValueError for other experts'."""
+        uploads = self.policy.begin(scores)
+        self.picks.zero_()  # of steps while loading
+        self._put(uploads)
+        ready = self._copies.mark()
+        self._copies.compute_waits(ready)
+        self._copies.synchronize(ready)
+        self.policy.land(uploads)
+        self._write_map()
+        self._has_begun = True
+
+    def launched(self) -> None:
+        """A step was launched. Does what is due while it runs."""
+        if not self._has_begun:
+            return
+        self._host_picks.copy_(self.picks, non_blocking=True)
+        self.policy.launch()
+        has_changed = False
+        while self._on_the_way and self._copies.is_done(self._on_the_way[0].ready):
+            landed = self._on_the_way.popleft()
+            self._copies.compute_waits(landed.ready)
+            self.policy.land(landed.uploads)
+            has_changed = True
+        uploads = list[Upload]()
+        if self._learned is not None:
+            self.policy.observe(self._learned)
+            # No more copies than the last steps' could be made in time.
+            uploads = [] if self._on_the_way else self.policy.decide()
+            self._learned = None
+        if has_changed or uploads:
+            self._write_map()
+        if uploads:
+            self._copies.wait(self._copies.compute_mark())
+            self._put(uploads)
+            self._on_the_way.append(_OnTheWay(uploads, self._copies.mark()))
+
+    def finished(self, num_rows: int) -> None:
+        """The step is over, and what it picked is here."""
+        if not self._has_begun:
+            return
+        picks = self._host_picks.numpy()
+        if num_rows <= self.max_rows:
+            self._learned = picks - self._before
+        self._before[:] = picks
+
+    def drain(self) -> None:
+        """Wait for copies that are under way: their sources are about to go."""
+        while self._on_the_way:
+            landed = self._on_the_way.popleft()
+            self._copies.synchronize(landed.ready)
+            self.policy.land(landed.uploads)
+
+    def _put(self, uploads: Sequence[Upload]) -> None:
+        for upload in uploads:
+            for part, target in zip(self.hosts[upload.layer].projections, self.matrices, strict=True):
+                at = target.data.data_ptr() + upload.slot * part.nbytes
+                self._copies.copy(at, part.addresses[upload.expert], part.nbytes)
+
+    def _write_map(self) -> None:
+        """In the order of the compute stream."""
+        host, used = self._host_maps.popleft()
+        if used is not None:
+            self._copies.synchronize(used)
+        host.numpy()[:] = self.policy.slot_of
+        self.slot_of.copy_(host, non_blocking=True)
+        self._host_maps.append((host, self._copies.compute_mark()))
+
+    def layer(self, number: int, prefill: PrefillLayer | None) -> HotLayer:
+        """Of the pool's layers the one with this number."""
+        return HotLayer(self, number, self._betweens[number], prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class HotParts:
+    """What the GPU computes of a step. ids: int32 [T, K], -1 for pairs of the CPU. parts: [T * K, H]."""
+
+    ids: torch.Tensor
+    parts: torch.Tensor
+    num_experts: int
+
+    def sum_onto(self, base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """base [T, H], the CPU's part, and these: [T, H] of the type of `like`."""
+        out = torch.empty(base.shape, dtype=like.dtype, device=base.device)
+        return sum_onto(base, self.parts, self.ids, self.num_experts, out)
+
+
+@dataclass(frozen=True, slots=True)
+class HotLayer:
+    """One layer of a pool, as its experts operator holds it. prefill: what streams its experts in large steps."""
+
+    pool: HotPool
+    number: int
+    between: Between
+    prefill: PrefillLayer | None = None
+
+    def split(
+        self, topk_ids: torch.Tensor, layer: int, usage: ExpertUsage, slots: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The GPU's ids and the CPU's, int32 [T, K], see `split_pairs`. layer: its number in the model.
+
+        usage: counts what has a slot. slots: of the step's rows in the cache; None: nothing is counted.
+        """
+        chosen = None if slots is None or layer < 0 else usage.chosen(layer, slots, topk_ids.shape[1])
+        picks = self.pool.picks[self.number]
+        memory = None if chosen is None else chosen.ids
+        return split_pairs(topk_ids.contiguous(), self.pool.slot_of[self.number], chosen, picks, memory)
+
+    def launch(self, hidden: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) -> HotParts:
+        """Compute the parts of experts that have a slot: hidden [T, H], ids of `split`, weights [T, K]."""
+        pool, num_experts = self.pool, self.pool.policy.num_experts
+        rows = hidden.to(pool.device.matmul_dtype).contiguous()
+        weights, pairs = topk_weights.to(torch.float32).contiguous(), ids.numel()
+        gate, up, down = pool.matrices
+        block = block_rows(pairs, num_experts)
+        aligned = AlignedPairs.allocate(pairs, num_experts, block, rows.device)
+        moe_align(ids, num_experts, block, pool.slot_of[self.number], aligned)
+        space = MoeWorkspace(
+            torch.empty(pairs, up.rows, dtype=rows.dtype, device=rows.device),
+            torch.empty(pairs, down.rows, dtype=rows.dtype, device=rows.device),
+            ids.new_empty(1),
+            aligned,
+        )
+        span = (0, max_blocks(pairs, num_experts, block))
+        moe_blocks(rows, ids, weights, gate, up, down, space, span, num_experts, self.between)
+        return HotParts(ids, space.parts, num_experts)
+
+    def rehearse(
+        self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int, usage: ExpertUsage
+    ) -> None:
+        """The launches of a step in a rehearsal (kernels.triton.compiling). hidden: [T, H]; others as in `split`."""
+        slots = torch.zeros(len(topk_ids), dtype=torch.int64, device=hidden.device)
+        ids, _ = self.split(topk_ids, layer, usage, slots)
+        base = torch.empty(hidden.shape, dtype=self.pool.device.dtype, device=hidden.device)
+        self.launch(hidden, ids, topk_weights).sum_onto(base, hidden)
