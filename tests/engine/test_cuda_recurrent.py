@@ -35,7 +35,13 @@ with it all that follows."""
 def known(*model_types: str) -> list[str]:
     """Those of them that the installed transformers has, and words as later ones do."""
     found = [model_type for model_type in model_types if model_type in CONFIG_MAPPING]
-    return [one for one in found if "recurrent" not in (getattr(recurrent_config(one), "layer_types", None) or ())]
+    return [one for one in found if "recurrent" not in layer_words(one)]
+
+
+def layer_words(model_type: str) -> list[str]:
+    """What kinds of layers are called in its config by the installed transformers, by either name of the list."""
+    config = recurrent_config(model_type)
+    return [word for name in ("layer_types", "layers_block_type") for word in getattr(config, name, None) or ()]
 
 
 def some_ids(count: int, seed: int = 7) -> list[int]:
