@@ -19,6 +19,7 @@ from ktransformers.bench import kernels, model
 from ktransformers.bench.model import Figure, Weights, best_of, weights_of
 from ktransformers.bench.peers import llama
 from ktransformers.bench.peers.base import PeerProcess, is_missing
+from ktransformers.bench.peers.llama_library import library_folder
 from ktransformers.bench.work import ModelWork
 from ktransformers.cli import main
 from ktransformers.config import DEMO_MODEL_PATH
@@ -198,7 +199,7 @@ def test_random_blocks_are_finite_weights(kind: int) -> None:
     assert 0 < np.abs(values).max() < 10
 
 
-@pytest.mark.skipif(llama.library_folder() is None, reason="llama-cpp-python is not installed")
+@pytest.mark.skipif(library_folder() is None, reason="llama-cpp-python is not installed")
 @pytest.mark.parametrize("name", ["q4_k_m", "q8_0", "mxfp4", "bf16"])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_the_graph_of_llama_cpp_computes_the_experts(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +213,7 @@ def test_the_graph_of_llama_cpp_computes_the_experts(name: str, tokens: int, mon
         return kept[-1][1]
 
     monkeypatch.setattr(llama, "random_blocks", keep)
-    folder = llama.library_folder()
+    folder = library_folder()
     assert folder is not None
     ggml, rng = llama.Ggml(folder, threads=1), np.random.default_rng(1)
     rows = rng.standard_normal((tokens, 512), dtype=np.float32)
@@ -310,7 +311,7 @@ def test_a_missing_peer_of_model_is_one_line(
     assert all(row["peer_tokens_s"] == {} for row in last_json(out)["rows"])
 
 
-@pytest.mark.skipif(llama.library_folder() is None, reason="llama-cpp-python is not installed")
+@pytest.mark.skipif(library_folder() is None, reason="llama-cpp-python is not installed")
 def test_model_beside_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "model", *TINY_MODEL, "--peer", "llama.cpp"]) == 0
     assert all(row["peer_tokens_s"]["llama.cpp"] > 0 for row in last_json(capsys.readouterr().out)["rows"])
@@ -339,3 +340,9 @@ def test_the_best_round_keeps_every_count() -> None:
     assert best_of(rounds) == Figure(8, 2, 3.0, 4, 16)
     assert best_of(rounds).touched == 4.0
     assert rounds[1].touched is None
+
+
+def test_the_library_of_llama_cpp_is_loaded_before_numpy() -> None:
+    """By a child of its own: what starts it must not have numpy among its imports."""
+    code = "import sys, ktransformers.bench.peers.llama_library; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as T
 
-from ktransformers.bench.peers import llama
+from ktransformers.bench.peers.llama_library import library_folder
 from ktransformers.errors import UnsupportedError, WeightError
 from ktransformers.weights.grid_search import GRID_TYPES
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, WRITABLE_TYPES, quantize, target_type
@@ -208,7 +208,7 @@ def test_importances_of_another_width_are_refused() -> None:
 
 
 def by_llama_cpp(values: np.ndarray, qtype: T, importance: np.ndarray | None) -> np.ndarray:
-    folder = llama.library_folder()
+    folder = library_folder()
     assert folder is not None
     call = ctypes.CDLL(str(folder / "libggml-base.so")).ggml_quantize_chunk
     call.restype = ctypes.c_size_t
@@ -221,7 +221,7 @@ def by_llama_cpp(values: np.ndarray, qtype: T, importance: np.ndarray | None) ->
     return out
 
 
-@pytest.mark.skipif(llama.library_folder() is None, reason="llama-cpp-python is not installed")
+@pytest.mark.skipif(library_folder() is None, reason="llama-cpp-python is not installed")
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("qtype", [*WEIGHTED, T.Q8_0, T.TQ1_0, T.TQ2_0, T.Q1_0])
 def test_errors_are_at_most_those_of_llama_cpp(qtype: T, is_weighted: bool) -> None:

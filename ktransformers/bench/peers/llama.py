@@ -10,9 +10,7 @@ may rearrange them. One graph holds all layers, so that threads start once per g
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktransformers.bench.peers.base import PeerProcess, answer_questions
+from ktransformers.bench.peers.llama_library import library_folder, load_library, start_llama
 
-__all__ = ["library_folder", "llama_peer", "load_library", "start_llama"]
+__all__ = ["Ggml", "llama_peer"]
 
 _F32, _I32, _BF16 = 0, 26, 30
 _IQ1_M, _MXFP4, _NVFP4 = 29, 39, 40
@@ -99,27 +98,6 @@ def _log(level: int, text: bytes, _: object) -> None:
 _LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(_log)  # kept as long as ggml may call it
 
 
-def library_folder() -> Path | None:
-    """The folder with the shared libraries of llama_cpp; None when the package is not installed."""
-    spec = importlib.util.find_spec("llama_cpp")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
-
-
-def load_library(name: str) -> ctypes.CDLL:
-    """ "ggml-base", say, of the installed package. Raises FileNotFoundError without it."""
-    folder = library_folder()
-    if folder is None:
-        raise FileNotFoundError("llama_cpp is not installed (pip install llama-cpp-python)")
-    return _load(folder, name)
-
-
-def start_llama(module: str, options: dict[str, Any]) -> PeerProcess:
-    """Start `module` as a child that answers for llama.cpp, with `options` as its argument."""
-    # This program asks OpenMP not to spin, for torch's sake; ggml's threads wait for each other by OpenMP's barriers.
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    return PeerProcess("llama.cpp", [sys.executable, "-m", module, json.dumps(options)], environment)
-
-
 def llama_peer(shape: dict[str, int], threads: int, seconds: float) -> PeerProcess:
     """Start the child. shape: the fields of bench.kernels.Shape; seconds: per figure."""
     return start_llama("ktransformers.bench.peers.llama", {"shape": shape, "threads": threads, "seconds": seconds})
@@ -129,7 +107,7 @@ class Ggml:
     """ggml's C interface, whose functions are in `c` without their prefix, and its CPU backend with `threads`."""
 
     def __init__(self, folder: Path, threads: int):
-        libraries = {name: _load(folder, name) for name in ("ggml-base", "ggml")}
+        libraries = {name: load_library(name) for name in ("ggml-base", "ggml")}
         functions = {name: getattr(libraries["ggml-base"], name) for name in _FUNCTIONS}
         for name, (result, arguments) in _FUNCTIONS.items():
             functions[name].restype, functions[name].argtypes = result, arguments
@@ -172,11 +150,6 @@ class Ggml:
         """Fill a tensor that has memory."""
         values = np.ascontiguousarray(values)
         self.c.backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
-
-
-def _load(folder: Path, name: str) -> ctypes.CDLL:
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    return ctypes.CDLL(str(folder / f"lib{name}{suffix}"), mode=ctypes.RTLD_GLOBAL)
 
 
 def random_blocks(kind: int, count: int, block: int, nbytes: int, rng: np.random.Generator) -> Bytes:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktransformers.bench.peers.base import answer_questions
-from ktransformers.bench.peers.llama import start_llama
+from ktransformers.bench.peers.llama_library import start_llama
 from ktransformers.bench.peers.llama_model import quiet_log
 
 __all__ = ["llama_logits"]

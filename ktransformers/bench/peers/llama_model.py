@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.bench.peers.base import PeerProcess, answer_questions
-from ktransformers.bench.peers.llama import load_library, start_llama
+from ktransformers.bench.peers.llama_library import load_library, start_llama
 from ktransformers.bench.work import ModelWork
 
 __all__ = ["llama_model_peer", "quiet_log"]
