@@ -19,11 +19,12 @@ from ktransformers.bench.gpu.attention import MODELS, Case, Model, Step
 from ktransformers.bench.gpu.device import BF16, Gpu
 from ktransformers.bench.gpu.hand_over import HandOverWork, measure_hand_over
 from ktransformers.bench.gpu.linear import random_matrices, random_weights
-from ktransformers.bench.probe_steps import launch_costs
+from ktransformers.bench.probe_steps import gpu_step_costs
 from ktransformers.config import EngineConfig
+from ktransformers.engine.step_sizes import GRAPH_ROWS
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear import Workspace, linear
-from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, moe
+from ktransformers.kernels.triton.moe import VECTOR_TOKENS, ExpertMatrices, MoeWorkspace, moe
 from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.machine_speed import Curve, GpuSpeed
@@ -32,6 +33,7 @@ __all__ = ["probe_gpu", "probe_pcie"]
 
 _ROWS, _COLS = 5120, 2048
 _TOKENS = (1, 16, 64, 512, 2048)
+_EXPERT_TOKENS = tuple(sorted({*_TOKENS, VECTOR_TOKENS}))  # where one kernel ends another begins, slower or faster
 _EXPERTS, _TOP_K, _WIDTH = 128, 8, 768
 _MODELS = {"grouped": "qwen3-30b-a3b", "latent": "deepseek-v2-lite"}
 _DECODES, _PROMPTS, _LENGTHS = (1, 4, 16), (512, 2048), (64, 1024)
@@ -61,7 +63,7 @@ def probe_gpu(name: str, threads: int, say: Callable[[str], None] = lambda text:
         with closing(WorkerPool(threads)) as pool:
             hand_over = measure_hand_over(pool, HandOverWork(("empty",), (1,), 24, threads, 0, 50.0))
     say(f"steps of small models on {name}")
-    steps, launches = launch_costs(threads, EngineConfig(use_cuda=True))
+    costs = gpu_step_costs(threads, EngineConfig(use_cuda=True))
     return GpuSpeed(
         name=torch.cuda.get_device_name(name),
         read=read,
@@ -73,8 +75,10 @@ def probe_gpu(name: str, threads: int, say: Callable[[str], None] = lambda text:
         linear=curves,
         experts=experts,
         attention=attention,
-        steps=steps,
-        launches=launches,
+        steps=costs.decode,
+        replayed=costs.replayed,
+        replayed_rows=max(GRAPH_ROWS),
+        launches=costs.launched,
     )
 
 
@@ -132,7 +136,7 @@ def _expert_curve(gpu: Gpu, qtype: QuantType, launch: float) -> Curve:
     gate, up_matrices, down_matrices = (_experts(gpu, qtype, *shape) for shape in (up, up, down))
     each = gate.nbytes + up_matrices.nbytes + down_matrices.nbytes
     points: dict[float, float] = {}
-    for tokens in _TOKENS:
+    for tokens in _EXPERT_TOKENS:
         order = torch.stack([torch.randperm(_EXPERTS) for _ in range(tokens)]).to(gpu.device, torch.int32)
         starts = range(0, _EXPERTS, _TOP_K * (4 if tokens > 64 else 1))
         routings = [order[:, i : i + _TOP_K].contiguous() for i in starts]

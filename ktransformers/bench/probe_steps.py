@@ -3,13 +3,13 @@
 A model's layers differ in what they launch and hand over, not only in what they read. So the three arrangements that
 published models have are measured as they run: the difference of two models over the difference of their layers is
 what a layer costs, the rest is the step's. Widths are 256: a layer's weights stay in the caches. On a GPU decode steps
-are replayed and prompts' steps are launched one by one, which is another cost: that of the program that launches.
+and prompts' steps of few rows are replayed; what is launched kernel by kernel costs the program that launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PretrainedConfig
@@ -21,7 +21,7 @@ from ktransformers.engine.opened import open_synthetic
 from ktransformers.models.synthetic_shapes import small_config
 from ktransformers.optimize.machine_speed import Curve, StepCost
 
-__all__ = ["FAMILIES", "launch_costs", "step_costs"]
+__all__ = ["FAMILIES", "GpuStepCosts", "gpu_step_costs", "step_costs"]
 
 FAMILIES = {"grouped": "qwen3-30b-a3b", "latent": "deepseek-v2-lite", "sinks": "gpt-oss-20b"}
 """Kinds of layers, and a published model that has them: attention over groups of heads, over latents, and the former
@@ -29,38 +29,55 @@ with sinks and windows, whose layers stay apart on the CPU."""
 
 _LAYERS = (2, 10)
 _BATCHES = (1, 16)
-_PROMPTS = (32, 512)
+_REPLAYED = (32, 512)  # rows of prompts' steps
+_LAUNCHED = (2048,)
 _PAGE = 64
 _ROUNDS = 6
 _GPU_ROUNDS = 24  # steps are shorter there, and differ more
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStepCosts:
+    """By kind of layer: of decode steps, of prompts' steps that are replayed, and of those that are launched."""
+
+    decode: dict[str, StepCost]
+    replayed: dict[str, StepCost]
+    launched: dict[str, StepCost]
 
 
 def step_costs(
     threads: int, config: EngineConfig | None = None, families: dict[str, str] = FAMILIES
 ) -> dict[str, StepCost]:
     """By kind of layer. config: where the small models run; on the CPU alone when None."""
-    return {kind: cost for kind, (cost, _) in _measured(threads, config, families, ()).items()}
+    config = config or EngineConfig(use_cuda=False)
+    return {kind: found[0] for kind, found in _measured(threads, config, families, ()).items()}
 
 
-def launch_costs(threads: int, config: EngineConfig) -> tuple[dict[str, StepCost], dict[str, StepCost]]:
-    """(step_costs, the same of prompts' steps) on a GPU."""
-    found = _measured(threads, config, FAMILIES, _PROMPTS)
-    return {kind: decode for kind, (decode, _) in found.items()}, {kind: one for kind, (_, one) in found.items() if one}
+def gpu_step_costs(
+    threads: int, config: EngineConfig, families: dict[str, str] = FAMILIES, launched: Sequence[int] = _LAUNCHED
+) -> GpuStepCosts:
+    """Of a GPU, or of what stands in for one. launched: rows of prompts' steps beyond those that are replayed."""
+    found = _measured(threads, config, families, (_REPLAYED, launched))
+    return GpuStepCosts(*({kind: costs[i] for kind, costs in found.items()} for i in range(3)))
 
 
 def _measured(
-    threads: int, config: EngineConfig | None, families: dict[str, str], prompts: Sequence[int]
-) -> dict[str, tuple[StepCost, StepCost | None]]:
-    config = replace(config or EngineConfig(use_cuda=False), cpu_infer=threads)
+    threads: int, config: EngineConfig, families: dict[str, str], prompts: Sequence[Sequence[int]]
+) -> dict[str, list[StepCost]]:
+    """By kind of layer, the cost of decode steps, then of each group of prompts' steps."""
+    config = replace(config, cpu_infer=threads)
     return {kind: _costs(name, config, prompts) for kind, name in families.items()}
 
 
-def _costs(name: str, config: EngineConfig, prompts: Sequence[int]) -> tuple[StepCost, StepCost | None]:
-    few, many = (_step_times(small_config(name, layers), config, prompts) for layers in _LAYERS)
-    decode = _told_apart(_BATCHES, few[: len(_BATCHES)], many[: len(_BATCHES)])
-    if not prompts:
-        return decode, None
-    return decode, _told_apart(prompts, few[len(_BATCHES) :], many[len(_BATCHES) :])
+def _costs(name: str, config: EngineConfig, prompts: Sequence[Sequence[int]]) -> list[StepCost]:
+    rows = [one for group in prompts for one in group]
+    few, many = (_step_times(small_config(name, layers), config, rows) for layers in _LAYERS)
+    found, first = [], 0
+    for group in (_BATCHES, *prompts):
+        last = first + len(group)
+        found.append(_told_apart(group, few[first:last], many[first:last]))
+        first = last
+    return found
 
 
 def _told_apart(rows: Sequence[int], few: Sequence[float], many: Sequence[float]) -> StepCost:

@@ -35,7 +35,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of the file. A file of another format is stale."""
 
 _BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "Q8_0": 8.5, "F8_E4M3": 8.0, "Q6_K": 6.56, "Q5_K": 5.5, "Q4_K": 4.5,
@@ -122,8 +122,9 @@ class GpuSpeed:
     to_gpu, from_gpu: bytes a second over PCIe, pinned. launch: of a small kernel in a replayed graph. hand_over: what a
     layer of experts on the CPU adds to a step besides their computation. linear, experts: as in CpuSpeed, with the
     GPU's kernels, beyond what the smallest such kernel takes; attention by the rows of a step, of prompts only where
-    the kernels of decode steps serve them too. steps: of decode steps, which are replayed. launches: of
-    prompts' steps, the time of the program that launches them.
+    the kernels of decode steps serve them too. steps: of decode steps. replayed: of prompts' steps of up to
+    replayed_rows rows, which are replayed as decode steps are. launches: of longer ones, the time of the program that
+    launches them.
     """
 
     name: str
@@ -137,6 +138,8 @@ class GpuSpeed:
     experts: dict[str, Curve] = field(default_factory=dict)
     attention: dict[str, Curve] = field(default_factory=dict)
     steps: dict[str, StepCost] = field(default_factory=dict)
+    replayed: dict[str, StepCost] = field(default_factory=dict)
+    replayed_rows: int = 0
     launches: dict[str, StepCost] = field(default_factory=dict)
 
 
@@ -162,7 +165,7 @@ def best_of(one: MachineSpeed, other: MachineSpeed) -> MachineSpeed:
         linear=_best_curves(a.linear, b.linear),
         experts=_best_curves(a.experts, b.experts),
         attention=_best_curves(a.attention, b.attention),
-        steps={kind: _best_cost(cost, b.steps.get(kind, cost)) for kind, cost in a.steps.items()},
+        steps=_best_costs(a.steps, b.steps),
     )
     gpus = {name: _best_gpu(gpu, other.gpus.get(name, gpu)) for name, gpu in one.gpus.items()}
     return replace(one, cpu=cpu, gpus=gpus)
@@ -174,9 +177,14 @@ def _best_gpu(a: GpuSpeed, b: GpuSpeed) -> GpuSpeed:
         linear=_best_curves(a.linear, b.linear),
         experts=_best_curves(a.experts, b.experts),
         attention=_best_curves(a.attention, b.attention),
-        steps={kind: _best_cost(cost, b.steps.get(kind, cost)) for kind, cost in a.steps.items()},
-        launches={kind: _best_cost(cost, b.launches.get(kind, cost)) for kind, cost in a.launches.items()},
+        steps=_best_costs(a.steps, b.steps),
+        replayed=_best_costs(a.replayed, b.replayed),
+        launches=_best_costs(a.launches, b.launches),
     )
+
+
+def _best_costs(one: Mapping[str, StepCost], other: Mapping[str, StepCost]) -> dict[str, StepCost]:
+    return {kind: _best_cost(cost, other.get(kind, cost)) for kind, cost in one.items()}
 
 
 def _best_cost(one: StepCost, other: StepCost) -> StepCost:

@@ -4,8 +4,9 @@
          + head + step cost
     beside(a, b) = max(a, b) on two devices, a + b on one
 
-A prompt's step on a GPU is launched kernel by kernel while earlier ones run: it takes as long as the kernels or as the
-program that launches them, whichever is longer.
+Decode steps on a GPU are replayed, and so are a prompt's steps of few rows. A longer one, or one in which the host
+chooses what is streamed, is launched kernel by kernel while earlier ones run: it takes as long as the kernels or as
+the program that launches them, whichever is longer.
 
 Every term is bytes or operations times a measured time: of a byte of weights of that type at that many rows (kernels'
 own curves), of a multiplication of attention, of an empty layer and an empty step. Nothing is fitted to results. Each
@@ -108,6 +109,7 @@ class _Step:
         self, speed: MachineSpeed, sequences: Sequence[tuple[int, int]], num_logits: int, *, is_prefill: bool
     ) -> None:
         self._is_prefill = is_prefill
+        self._is_replayed = False  # as a prompt's step
         self._speed, self._sequences, self._num_logits = speed, sequences, num_logits
         self._rows = sum(rows for _, rows in sequences)
         self.assumed: dict[str, str] = {}
@@ -115,6 +117,7 @@ class _Step:
     def times(self, load: StepLoad) -> Times:
         total: Times = Counter()
         alike: dict[object, Times] = {}
+        self._is_replayed = self._is_prefill and not any(map(self._is_of_the_host, load.layers))
         for layer in load.layers:
             key = _key(layer)
             if key not in alike:
@@ -127,14 +130,21 @@ class _Step:
         return _longer(total, self._launching(load))
 
     def _launching(self, load: StepLoad) -> Times:
-        """What the program takes to launch a prompt's step; decode steps are replayed."""
+        """What the program takes to launch a prompt's step that is not replayed."""
         seconds = 0.0
-        for i, layer in enumerate(load.layers if self._is_prefill else ()):
+        for i, layer in enumerate(load.layers if self._is_prefill and not self._is_replayed else ()):
             side = self._side(layer.home)
             cost = side.launches.get(layer.steps) if isinstance(side, GpuSpeed) else None
             if cost is not None:
                 seconds += cost.layer.of(self._rows) + (cost.step.of(self._rows) if i == 0 else 0.0)
         return Counter({LAUNCH: seconds})
+
+    def _is_of_the_host(self, layer: LayerLoad) -> bool:
+        """Whether the host must see to this layer in a prompt's step, so that the step cannot be replayed."""
+        side = self._side(layer.home)
+        if isinstance(side, CpuSpeed) or self._rows > side.replayed_rows:
+            return True
+        return any("cpu" in (experts.device, experts.prefill_device) for experts in layer.experts)
 
     def _layer(self, layer: LayerLoad) -> Times:
         alone, shared, routed = Counter[str](), Counter[str](), Counter[str]()
@@ -212,8 +222,10 @@ class _Step:
         return self._told_apart(attention.device, seconds, nbytes)
 
     def _cost(self, layer: LayerLoad, curve_of: Callable[[StepCost], Curve]) -> Times:
-        costs: Mapping[str, StepCost] = self._side(layer.home).steps
-        cost = costs[layer.steps]
+        side = self._side(layer.home)
+        cost = side.steps[layer.steps]
+        if self._is_replayed and isinstance(side, GpuSpeed):
+            cost = side.replayed.get(layer.steps, cost)
         rows = min(self._rows, cost.layer.at[-1])  # beyond, what grows with rows is in the products' curves
         return Counter({LAUNCH: curve_of(cost).of(float(rows))})
 

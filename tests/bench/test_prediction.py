@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
+from transformers import PretrainedConfig
 
-from ktransformers.bench import probe
+from ktransformers.bench import probe, probe_steps
 from ktransformers.bench.probe import ProbeSizes, probe_cpu, thread_counts
-from ktransformers.bench.probe_steps import FAMILIES, step_costs
+from ktransformers.bench.probe_steps import FAMILIES, gpu_step_costs, step_costs
 from ktransformers.cli import main
+from ktransformers.config import EngineConfig
 from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.kernels.types import QuantType
 from ktransformers.models import synthetic_shapes
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.synthetic_shapes import Shape, small_config
-from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed
+from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, StepCost
 
 TINY = ProbeSizes(
     read=2 << 20,
@@ -82,6 +85,22 @@ def test_small_models_keep_their_kind_of_layers(name: str) -> None:
     assert [layer.kind for layer in small.layers] == [layer.kind for layer in real.layers]
     assert [layer.has_experts for layer in small.layers] == [layer.has_experts for layer in real.layers]
     assert small.hidden_size == 256
+
+
+def test_costs_of_prompts_are_apart_from_those_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps whose layers take 2 s for each row, and 3 s once; what is launched takes twice as long."""
+
+    def times(config: PretrainedConfig, _: EngineConfig, prompts: Sequence[int]) -> list[float]:
+        layers = config.num_hidden_layers
+        decode = [3.0 + 2.0 * rows * layers for rows in (1, 16)]
+        return decode + [(2.0 if rows > 512 else 1.0) * (3.0 + 2.0 * rows * layers) for rows in prompts]
+
+    monkeypatch.setattr(probe_steps, "_step_times", times)
+    costs = gpu_step_costs(1, EngineConfig(), {"grouped": "qwen3-30b-a3b"}, launched=(1024, 2048))
+    assert costs.decode["grouped"] == StepCost(Curve((1.0, 16.0), (2.0, 32.0)), Curve((1.0, 16.0), (3.0, 3.0)))
+    assert costs.replayed["grouped"] == StepCost(Curve((32.0, 512.0), (64.0, 1024.0)), Curve((32.0, 512.0), (3.0, 3.0)))
+    assert costs.launched["grouped"].layer == Curve((1024.0, 2048.0), (4096.0, 8192.0))
+    assert costs.launched["grouped"].step.seconds == (6.0, 6.0)
 
 
 def test_prediction_beside_a_run(

@@ -203,6 +203,21 @@ def test_a_prompt_takes_as_long_as_its_kernels_or_as_whoever_launches_them() -> 
     assert predict_prefill(load(long, long), speed, 2, 2).seconds == pytest.approx(20.0)
 
 
+def test_a_replayed_prompt_takes_its_kernels_and_what_such_a_step_costs() -> None:
+    layer = LayerLoad(home="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 100.0)])
+    slow = StepCost(Curve((1.0,), (9.0,)), Curve((1.0,), (0.5,)))
+    replayed = StepCost(Curve((2.0, 4.0), (0.25, 0.75)), Curve((2.0,), (0.125,)))
+    speed = on_gpu(launches={"grouped": slow}, replayed={"grouped": replayed}, replayed_rows=3)
+    short = predict_prefill(load(layer, layer), speed, 3, 3)
+    assert short.seconds == pytest.approx(2 * (1.0 + 0.5) + 0.125)
+    assert short.parts[LAUNCH] == pytest.approx(2 * 0.5 + 0.125)
+    assert predict_prefill(load(layer, layer), speed, 4, 4).seconds == pytest.approx(2 * 9.0 + 0.5)
+    assert predict_decode(load(layer, layer), speed).seconds == pytest.approx(2.0)
+    experts = ExpertLoad("cuda:0", "cpu", ("Q4_K",), 0.0, num_experts=1, top_k=1)
+    streamed = LayerLoad(home="cuda:0", matrices=layer.matrices, experts=[replace(experts, device="cpu")])
+    assert predict_prefill(load(layer, streamed), speed, 3, 3).parts[LAUNCH] == pytest.approx(2 * 9.0 + 0.5)
+
+
 def test_attention_on_a_gpu_takes_what_its_kernels_were_measured_to_take() -> None:
     layer = LayerLoad(home="cuda:0", attention=AttentionLoad("cuda:0", "grouped", 10, 1, None))
     assert predict_decode(load(layer), on_gpu(), context=99).seconds == pytest.approx(2 * 100 * 10 / 1000.0)

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 #: Largest number of tokens for which every pair is computed on its own.
-VECTOR_TOKENS = 16
+VECTOR_TOKENS = 32
 _MEANS = (12, 24, 96)  # pairs of an expert, up to which blocks have 16, 32 and 64 rows
 _DOWN_ROWS = 64  # of one program of the down projection
 
