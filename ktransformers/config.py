@@ -44,6 +44,9 @@ CPU_QUANT_TYPES = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 CPU_PREFILLS = ("int8", "bf16")
 """What `--cpu_prefill` accepts, the default first."""
 
+CPU_ACTIVATIONS = ("int8", "int16")
+"""What `--cpu_activations` accepts, the default first: bits of each, see WorkerPool."""
+
 CPU_BF16S = ("bf16", "fp32")
 """What `--cpu_bf16` accepts, the default first."""
 
@@ -203,6 +206,8 @@ class EngineConfig:
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
     cpu_prefill: how quantized weights on the CPU are multiplied with many rows: int8, exactly as with few, or bf16,
         more precise, slower, and only where the processor has instructions for it; see docs/bench.md.
+    cpu_activations: what activations are rounded to before quantized weights on the CPU are multiplied with them, block
+        by block: int8, or int16, which keeps their numbers almost as they are and costs about twice the arithmetic.
     cpu_bf16: what activations are rounded to before BF16 weights on the CPU are multiplied with them: bf16, where the
         processor has instructions for it, or fp32 everywhere, which is to say not at all. Routers and attention's
         projections are fp32 always.
@@ -233,6 +238,7 @@ class EngineConfig:
     cpu_infer: int = 0
     cpu_quant: str | None = None
     cpu_prefill: str = CPU_PREFILLS[0]
+    cpu_activations: str = CPU_ACTIVATIONS[0]
     cpu_bf16: str = CPU_BF16S[0]
     gpu_memory: float = 0.0
     hot_experts: str = HOT_EXPERTS[0]
@@ -282,11 +288,7 @@ class EngineConfig:
         _check_gb("kv_disk_size_GB", self.kv_disk_size_GB, 0.001)
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
-        choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
-        choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES}
-        for flag, known in choices.items():
-            if getattr(self, flag) not in known:
-                raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")
+        self._check_choices()
         return replace(
             self,
             model_path=None if self.model_path is None else Path(self.model_path),
@@ -294,6 +296,17 @@ class EngineConfig:
             kv_disk_path=None if self.kv_disk_path is None else Path(self.kv_disk_path),
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )
+
+    def _check_choices(self) -> None:
+        choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
+        choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES, "cpu_activations": CPU_ACTIVATIONS}
+        for flag, known in choices.items():
+            if getattr(self, flag) not in known:
+                raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")
+        if self.cpu_prefill == "bf16" and self.cpu_activations == "int16":
+            raise ConfigError(
+                "--cpu_prefill bf16 rounds to 8 bits what --cpu_activations int16 keeps: choose one of them"
+            )
 
     def _with_rule_file(self) -> EngineConfig:
         """A copy whose rule file exists: the shipped one of the same family for a name of upstream's."""

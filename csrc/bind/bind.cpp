@@ -68,10 +68,10 @@ void bind_pool(nb::module_& m) {
   nb::class_<kt::WorkerPool>(m, "WorkerPool")
       .def(
           "__init__",
-          [](kt::WorkerPool* self, const std::vector<Place>& places, const std::string& isa) {
-            new (self) kt::WorkerPool(thread_places(places), kt::tier_by_name(isa));
+          [](kt::WorkerPool* self, const std::vector<Place>& places, const std::string& isa, int planes) {
+            new (self) kt::WorkerPool(thread_places(places), kt::tier_by_name(isa), planes);
           },
-          nb::arg("places"), nb::arg("isa"))
+          nb::arg("places"), nb::arg("isa"), nb::arg("planes"))
       .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
       .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
       .def_prop_ro("num_jobs", &kt::WorkerPool::num_jobs)

@@ -10,6 +10,8 @@
 namespace kt {
 namespace {
 
+constexpr int64_t kPiece = 256;  // columns
+
 ActForm form_for(QType type) { return qtype_info(type).form; }
 
 }  // namespace
@@ -26,6 +28,8 @@ void Activations::require(QType type) {
   if (target != nullptr && target->q == nullptr) quantize(type, *target);
 }
 
+int Activations::planes_of(QType type) const { return form_for(type) == ActForm::Float ? 1 : session_.planes(); }
+
 ActRows Activations::form_of(QType type) const {
   const ActForm form = form_for(type);
   return form == ActForm::Q32 ? q32_ : form == ActForm::Q256 ? q256_ : float_;
@@ -38,10 +42,33 @@ void Activations::quantize(QType type, ActRows& out) {
   out = made.view();
 }
 
-void QuantizedRows::quantize(const KernelTable& kernels, const float* x, int64_t row, int64_t first,
-                             int64_t count) const {
+void QuantizedRows::quantize_plane(const KernelTable& kernels, const float* x, int64_t row, int64_t first,
+                                   int64_t count) const {
   const int64_t at = row * (cols / block) + first / block;
   kernels.quantize_row(form, x, count, q + row * cols + first, d + at, sums + at * sums_per_block);
+}
+
+void QuantizedRows::quantize(const KernelTable& kernels, const float* x, int64_t row, int64_t first,
+                             int64_t count) const {
+  quantize_plane(kernels, x, planes * row, first, count);
+  if (planes == 1) return;
+  const int8_t* whole = q + 2 * row * cols + first;
+  const float* scales = d + 2 * row * (cols / block) + first / block;
+  float left[kPiece];
+  for (int64_t from = 0; from < count; from += kPiece) {
+    const int64_t width = std::min(kPiece, count - from);
+    for (int64_t i = 0; i < width; ++i)
+      left[i] = x[from + i] - scales[(from + i) / block] * static_cast<float>(whole[from + i]);
+    quantize_plane(kernels, left, 2 * row + 1, first + from, width);
+  }
+}
+
+void add_planes(float* acc, int count, int planes) {
+  if (planes == 1) return;
+  for (int t = 0; t < count; ++t) {
+    const float *first = acc + 2 * t * kTileRows, *second = first + kTileRows;
+    for (int64_t r = 0; r < kTileRows; ++r) acc[t * kTileRows + r] = first[r] + second[r];
+  }
 }
 
 ActRows QuantizedRows::view() const {
@@ -52,19 +79,19 @@ ActRows QuantizedRows::view() const {
 QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t rows, int64_t cols) {
   const ActForm form = form_for(type);
   const int64_t block = form == ActForm::Q32 ? 32 : 256,
-                per_block = form == ActForm::Q32 ? kSumsPerBlock : kSumsPerSuper, blocks = rows * (cols / block);
+                per_block = form == ActForm::Q32 ? kSumsPerBlock : kSumsPerSuper, held = rows * session.planes(),
+                blocks = held * (cols / block);
   return {form,
+          session.planes(),
           block,
           per_block,
           cols,
-          session.scratch<int8_t>(rows * cols),
+          session.scratch<int8_t>(held * cols),
           session.scratch<float>(blocks),
           session.scratch<int16_t>(blocks * per_block)};
 }
 
 namespace {
-
-constexpr int64_t kPiece = 256;  // columns
 
 void copy_piece(const ActRows& act, ActForm form, const TokenGroup& group, int64_t piece, int64_t cols,
                 const TokenBlocks& out) {

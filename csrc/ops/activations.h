@@ -1,4 +1,9 @@
 // Rows of activations in the forms that kernels read: fp32, int8 with scales, blocks of tokens, bf16.
+//
+// With two planes (Session::planes) a row x is the sum of two rows of int8, which are neighbours: the row quantized,
+// and what that leaves of x quantized by the same rules. Kernels multiply both, and `add_planes` adds what they give:
+// int32 sums and their order stay those of one plane, so results do not depend on other rows here either. A block's
+// largest error falls from 2^-8 of its largest number to 2^-16.
 #pragma once
 #include <cstdint>
 
@@ -13,6 +18,8 @@ class Activations {
   // Makes the form of `type` available (once).
   void require(QType type);
   ActRows form_of(QType type) const;
+  // Rows of `form_of(type)` for each row of x: 1 for fp32.
+  int planes_of(QType type) const;
   const ActRows& float_rows() const { return float_; }
 
  private:
@@ -44,15 +51,22 @@ void round_blocks(WorkerPool::Session& session, const float* x, int64_t ldx, int
 // Rows of int8 that are quantized piece by piece, in the form that a type wants.
 struct QuantizedRows {
   ActForm form;
+  int planes;
   int64_t block, sums_per_block, cols;
   int8_t* q;
   float* d;
   int16_t* sums;
 
-  // Columns first .. first + count - 1 of one row; whole blocks.
+  // Columns first .. first + count - 1 of one row of activations; whole blocks.
   void quantize(const KernelTable& kernels, const float* x, int64_t row, int64_t first, int64_t count) const;
   ActRows view() const;
+
+ private:
+  void quantize_plane(const KernelTable& kernels, const float* x, int64_t row, int64_t first, int64_t count) const;
 };
 QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t rows, int64_t cols);
+
+// Of one tile of kTileRows lanes: acc[t] = acc[planes t] + acc[planes t + 1] for t < count; with one plane it is so.
+void add_planes(float* acc, int count, int planes);
 
 }  // namespace kt

@@ -9,7 +9,7 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kTokenChunk = 128;  // accumulators of a chunk: 128 * 16 floats, 8 KiB of stack
+constexpr int64_t kTokenChunk = 128;  // rows of a chunk, whose accumulators are 128 * 16 floats, 8 KiB of stack
 
 // Lanes are rows of the weight: turns a tile's accumulators into rows of the output.
 void store_tile(const float* acc, int64_t tokens, int64_t lanes, const float* bias, float* out, int64_t ldo) {
@@ -19,8 +19,8 @@ void store_tile(const float* acc, int64_t tokens, int64_t lanes, const float* bi
 }
 
 struct TokenChunks {
-  explicit TokenChunks(int64_t tokens)
-      : size(std::min(tokens, kTokenChunk)), count(size > 0 ? (tokens + size - 1) / size : 0) {}
+  TokenChunks(int64_t tokens, int planes)
+      : size(std::min(tokens, kTokenChunk / planes)), count(size > 0 ? (tokens + size - 1) / size : 0) {}
   int64_t size, count;
 };
 
@@ -28,10 +28,20 @@ struct TokenChunks {
 struct PartTasks {
   const LinearPart* part;
   bool is_bf16;
+  int planes;
   int64_t row_tiles, group, groups;
   int64_t tasks_before;
   Span<TokenBlocks> blocks;
 };
+
+// The rows of every chunk, with `planes` for each token.
+Span<TokenGroup> grouped_tokens(WorkerPool::Session& session, const TokenChunks& split, int64_t tokens, int planes) {
+  const Span<TokenGroup> groups = session.span<TokenGroup>(split.count);
+  for (int64_t i = 0; i < split.count; ++i)
+    groups[i] = {nullptr, i * split.size * planes,
+                 static_cast<int>(std::min(split.size, tokens - i * split.size)) * planes};
+  return groups;
+}
 
 void add_bytes(ProfiledOp& op, std::initializer_list<LinearPart> parts) {
   for (const LinearPart& part : parts)
@@ -49,11 +59,10 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
   if (op.is_on()) add_bytes(op, parts);
   Activations act(session, x, tokens, parts.begin()->weight.cols, parts.begin()->weight.cols);
   Span<PartTasks> jobs = {session.scratch<PartTasks>(static_cast<int64_t>(parts.size())), 0};
-  const TokenChunks split(tokens);
+  const TokenChunks split(tokens, session.planes());
   const int64_t chunk = split.size, chunks = split.count;
-  const Span<TokenGroup> token_groups = session.span<TokenGroup>(chunks);
-  for (int64_t i = 0; i < chunks; ++i)
-    token_groups[i] = {nullptr, i * chunk, static_cast<int>(std::min(chunk, tokens - i * chunk))};
+  const Span<TokenGroup> token_groups = grouped_tokens(session, split, tokens, 1);
+  const Span<TokenGroup> plane_groups = grouped_tokens(session, split, tokens, session.planes());
   int64_t tasks = 0;
   Span<TokenBlocks> bf16_blocks;  // parts read the same activations
   for (const LinearPart& part : parts) {
@@ -72,7 +81,7 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
                                                          : 1;
     const int64_t groups = (row_tiles + group - 1) / group;
     PartTasks& job = jobs[jobs.count++];
-    job = {&part, is_bf16, row_tiles, group, groups, tasks, {}};
+    job = {&part, is_bf16, is_bf16 ? 1 : act.planes_of(part.weight.type), row_tiles, group, groups, tasks, {}};
     tasks += groups * chunks;
     if (is_bf16) job.blocks = bf16_blocks;
     if (is_bf16 || part.weight.tile_bytes == 0) continue;
@@ -80,7 +89,7 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
     for (const PartTasks& other : jobs)
       if (job.blocks.empty() && !other.is_bf16 && act.form_of(other.part->weight.type).q == rows.q)
         job.blocks = other.blocks;
-    if (job.blocks.empty()) job.blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, token_groups);
+    if (job.blocks.empty()) job.blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, plane_groups);
   }
   session.run(tasks, [&](int64_t task) {
     alignas(64) float acc[kTileGroup][kTokenChunk * kTileRows];
@@ -90,21 +99,23 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
     const int64_t i = task - job.tasks_before, tile = i / chunks * job.group, token = i % chunks * chunk;
     const WeightView& weight = job.part->weight;
     const int count = static_cast<int>(std::min(job.group, job.row_tiles - tile));
+    const int num_tokens = static_cast<int>(std::min(chunk, tokens - token));
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < count; ++j) {
       args[j].type = weight.type;
       point_tile(weight, (tile + j) * kTileRows, args[j]);
       args[j].k = weight.cols;
       args[j].act = act.form_of(weight.type);
-      args[j].first_token = token;
-      args[j].num_tokens = static_cast<int>(std::min(chunk, tokens - token));
+      args[j].first_token = token * job.planes;
+      args[j].num_tokens = num_tokens * job.planes;
       args[j].acc = acc[j];
       if (!job.blocks.empty()) args[j].blocks = &job.blocks[i % chunks];
     }
     run_tiles(session.kernels(), args, count);
     for (int j = 0; j < count; ++j) {
       const int64_t first = (tile + j) * kTileRows;
-      store_tile(acc[j], args[j].num_tokens, std::min<int64_t>(kTileRows, weight.rows - first),
+      add_planes(acc[j], num_tokens, job.planes);
+      store_tile(acc[j], num_tokens, std::min<int64_t>(kTileRows, weight.rows - first),
                  job.part->bias != nullptr ? job.part->bias + first : nullptr,
                  job.part->out + token * weight.rows + first, weight.rows);
     }
@@ -124,7 +135,8 @@ void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ba
   // Row t * batch + b of the activations is token t of matrix b.
   Activations act(session, x, tokens * batch, weight.cols, weight.cols);
   act.require(weight.type);
-  const TokenChunks chunks(tokens);
+  const int planes = act.planes_of(weight.type);
+  const TokenChunks chunks(tokens, planes);
   const int64_t per_matrix = (rows + kTileRows - 1) / kTileRows * chunks.count;
   session.run(batch * per_matrix, [&](int64_t i) {
     alignas(64) float acc[kTokenChunk * kTileRows];
@@ -138,12 +150,15 @@ void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ba
     point_rows(matrix, first, args.rows);
     args.k = weight.cols;
     args.act = act.form_of(weight.type);
-    args.num_tokens = static_cast<int>(std::min(chunks.size, tokens - token));
-    for (int t = 0; t < args.num_tokens; ++t) ids[t] = static_cast<int32_t>((token + t) * batch + b);
+    const int num_tokens = static_cast<int>(std::min(chunks.size, tokens - token));
+    args.num_tokens = num_tokens * planes;
+    for (int t = 0; t < args.num_tokens; ++t)
+      ids[t] = static_cast<int32_t>(((token + t / planes) * batch + b) * planes + t % planes);
     args.token_ids = ids;
     args.acc = acc;
     run_tiles(session.kernels(), &args, 1);
-    store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, rows - first), nullptr,
+    add_planes(acc, num_tokens, planes);
+    store_tile(acc, num_tokens, std::min<int64_t>(kTileRows, rows - first), nullptr,
                out + token * ldo + b * rows + first, ldo);
   });
 }

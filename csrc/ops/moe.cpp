@@ -19,7 +19,7 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kPairChunk = 128;
+constexpr int64_t kPairChunk = 128;  // rows that a task's accumulators have room for
 constexpr int64_t kMaxTopK = 256;
 constexpr int64_t kScratchFloats = int64_t{48} << 20;  // of intermediate and output rows held at once
 
@@ -32,12 +32,15 @@ struct SortedPairs {
     int64_t tasks_before;          // chunks of all groups before this one
   };
   Span<Group> groups;
-  int64_t chunks = 0;
+  int64_t chunks = 0, chunk_size = kPairChunk;
+  Span<int32_t> plane;  // [pairs * planes] rows of the quantized input, where these are several for each token
 };
 
 SortedPairs sort_pairs(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, int64_t top_k,
                        int64_t num_experts) {
   SortedPairs r;
+  const int planes = session.planes();
+  r.chunk_size = kPairChunk / planes;
   const Span<int64_t> next = session.span<int64_t>(num_experts + 1);
   std::fill(next.begin(), next.end(), 0);
   for (int64_t i = 0; i < tokens * top_k; ++i)
@@ -48,7 +51,7 @@ SortedPairs sort_pairs(WorkerPool::Session& session, const int64_t* ids, int64_t
     next[e + 1] = first + count;
     if (count == 0) continue;
     r.groups[r.groups.count++] = {e, first, count, r.chunks};
-    r.chunks += (count + kPairChunk - 1) / kPairChunk;
+    r.chunks += (count + r.chunk_size - 1) / r.chunk_size;
   }
   r.token = session.span<int32_t>(next[num_experts]);
   r.pair_of = session.span<int64_t>(tokens * top_k);
@@ -60,6 +63,11 @@ SortedPairs sort_pairs(WorkerPool::Session& session, const int64_t* ids, int64_t
     const int64_t pair = next[ids[i]]++;
     r.pair_of[i] = pair;
     r.token[pair] = static_cast<int32_t>(i / top_k);
+  }
+  if (planes > 1) {
+    r.plane = session.span<int32_t>(r.token.count * planes);
+    for (int64_t i = 0; i < r.plane.count; ++i)
+      r.plane[i] = static_cast<int32_t>(r.token[i / planes] * planes + i % planes);
   }
   return r;
 }
@@ -74,16 +82,21 @@ PairChunk chunk_at(const SortedPairs& r, int64_t i) {
   const auto after = std::upper_bound(r.groups.begin(), r.groups.end(), i,
                                       [](int64_t n, const SortedPairs::Group& g) { return n < g.tasks_before; });
   const SortedPairs::Group& g = *(after - 1);
-  const int64_t skip = (i - g.tasks_before) * kPairChunk;
-  return {g.expert, g.first + skip, static_cast<int>(std::min(kPairChunk, g.count - skip))};
+  const int64_t skip = (i - g.tasks_before) * r.chunk_size;
+  return {g.expert, g.first + skip, static_cast<int>(std::min(r.chunk_size, g.count - skip))};
 }
 
-// The tokens of every chunk: rows of the input, or of the pairs.
-Span<TokenGroup> token_groups(WorkerPool::Session& session, const SortedPairs& r, bool is_input) {
+// The rows of the input, or with several planes of the quantized input, that belong to pair `first` and those after it.
+const int32_t* input_rows(const SortedPairs& r, int64_t first, int planes) {
+  return planes > 1 ? r.plane.data + first * planes : r.token.data + first;
+}
+
+// The tokens of every chunk, `planes` rows each: of the input, or of the pairs.
+Span<TokenGroup> token_groups(WorkerPool::Session& session, const SortedPairs& r, bool is_input, int planes) {
   const Span<TokenGroup> groups = session.span<TokenGroup>(r.chunks);
   for (int64_t i = 0; i < r.chunks; ++i) {
     const PairChunk c = chunk_at(r, i);
-    groups[i] = {is_input ? r.token.data + c.first : nullptr, c.first, c.count};
+    groups[i] = {is_input ? input_rows(r, c.first, planes) : nullptr, c.first * planes, c.count * planes};
   }
   return groups;
 }
@@ -190,10 +203,9 @@ class MoeRun {
     ProfiledOp op(session_, Part::Experts, tokens, true, kGateUp);
     if (op.is_on()) op.add_bytes(touched_bytes(up_) + touched_bytes(gate_));
     const bool is_many = tokens >= kManyTokens && pairs() >= kManyPairs * sorted_.groups.count;
-    const Span<TokenGroup> groups = token_groups(session_, sorted_, true);
     Activations inputs(session_, x, tokens, up_.cols, up_.cols);
-    up_input_ = input_of(up_, inputs, groups, is_many);
-    if (has_gate_) gate_input_ = input_of(gate_, inputs, groups, is_many);
+    up_input_ = input_of(up_, inputs, is_many);
+    if (has_gate_) gate_input_ = input_of(gate_, inputs, is_many);
     // Quantizing at once what the down projection reads saves a trip through memory; tasks must not get too few.
     const int64_t fused = sorted_.chunks * (up_.rows / (kFusedTiles * kTileRows));
     if (uses_bf16(kernels_, down_.type, down_.layout, down_.cols, is_many))
@@ -205,9 +217,10 @@ class MoeRun {
       run_up();
   }
 
-  // What a projection reads: rows of the call, and the same by chunks where kernels want that.
+  // What a projection reads: rows of the call, some for each token, and the same by chunks where kernels want that.
   struct Input {
     bool is_bf16 = false;
+    int planes = 1;
     ActRows rows;
     Span<TokenBlocks> blocks;
 
@@ -217,18 +230,20 @@ class MoeRun {
   };
 
   // Of up first, then of gate, which may share it.
-  Input input_of(const ExpertProjection& p, Activations& inputs, Span<TokenGroup> groups, bool is_many) const {
+  Input input_of(const ExpertProjection& p, Activations& inputs, bool is_many) const {
     const bool is_bf16 = uses_bf16(kernels_, p.type, p.layout, p.cols, is_many);
     if (!is_bf16) inputs.require(p.type);
-    Input made = {is_bf16, inputs.form_of(p.type), {}};
+    Input made = {is_bf16, is_bf16 ? 1 : inputs.planes_of(p.type), inputs.form_of(p.type), {}};
     const bool is_same = up_input_.is_bf16 == is_bf16 && (is_bf16 || up_input_.rows.q == made.rows.q);
+    const auto groups = [&] { return token_groups(session_, sorted_, true, made.planes); };
     if (is_same && !up_input_.blocks.empty()) {
       made.blocks = up_input_.blocks;
     } else if (is_bf16) {
-      made.blocks = bf16_room(session_, p.cols, groups);
-      round_blocks(session_, inputs.float_rows().x, inputs.float_rows().ldx, p.cols, groups, made.blocks);
+      const Span<TokenGroup> tokens = groups();
+      made.blocks = bf16_room(session_, p.cols, tokens);
+      round_blocks(session_, inputs.float_rows().x, inputs.float_rows().ldx, p.cols, tokens, made.blocks);
     } else if (p.is_packed()) {
-      made.blocks = make_blocks(session_, made.rows, p.type, p.cols, groups);
+      made.blocks = make_blocks(session_, made.rows, p.type, p.cols, groups());
     }
     return made;
   }
@@ -238,21 +253,28 @@ class MoeRun {
                 float (*acc)[kPairChunk * kTileRows]) const {
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < count; ++j) {
-      args[j] = tile_args(up_.view(c.expert), tile + j, up_input_.rows, c.count, acc[j]);
-      up_input_.point(args[j], chunk);
-      if (!has_gate_) continue;
-      args[count + j] = tile_args(gate_.view(c.expert), tile + j, gate_input_.rows, c.count, acc[count + j]);
-      gate_input_.point(args[count + j], chunk);
+      args[j] = input_args(up_, up_input_, c, chunk, tile + j, acc[j]);
+      if (has_gate_) args[count + j] = input_args(gate_, gate_input_, c, chunk, tile + j, acc[count + j]);
     }
-    for (TileArgs& one : args) one.token_ids = sorted_.token.data + c.first;
     run_tiles(kernels_, args, has_gate_ ? 2 * count : count);
     for (int j = 0; j < count; ++j) {
       const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, up_.rows - first);
       float *up = acc[j], *gate = has_gate_ ? acc[count + j] : nullptr;
+      add_planes(up, c.count, up_input_.planes);
+      if (has_gate_) add_planes(gate, c.count, gate_input_.planes);
       add_bias(up, c.count, bias_at(up_, c.expert, first), lanes);
       if (has_gate_) add_bias(gate, c.count, bias_at(gate_, c.expert, first), lanes);
       kernels_.activate(act_, gate, up, static_cast<int64_t>(c.count) * kTileRows, up);
     }
+  }
+
+  // One tile of up or gate for the tokens of a chunk.
+  TileArgs input_args(const ExpertProjection& p, const Input& input, const PairChunk& c, int64_t chunk, int64_t tile,
+                      float* acc) const {
+    TileArgs args = tile_args(p.view(c.expert), tile, input.rows, c.count * input.planes, acc);
+    args.token_ids = input_rows(sorted_, c.first, input.planes);
+    input.point(args, chunk);
+    return args;
   }
 
   int64_t pairs() const { return sorted_.token.count; }
@@ -289,15 +311,17 @@ class MoeRun {
   }
 
   void take_down_rows(const ActRows& rows) {
+    down_input_.planes = is_quantized(down_.type) ? session_.planes() : 1;
     down_input_.rows = rows;
     if (down_.is_packed())
-      down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols, token_groups(session_, sorted_, false));
+      down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols,
+                                       token_groups(session_, sorted_, false, down_input_.planes));
   }
 
   // Rounds at once what the down projection reads.
   void run_up_bf16() {
     down_input_.is_bf16 = true;
-    down_input_.blocks = bf16_room(session_, up_.rows, token_groups(session_, sorted_, false));
+    down_input_.blocks = bf16_room(session_, up_.rows, token_groups(session_, sorted_, false, 1));
     const TileTasks tasks(up_.rows / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, sorted_.chunks, session_.num_nodes());
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
@@ -346,14 +370,16 @@ class MoeRun {
       const TileTasks::Task task = tasks.at(i);
       const PairChunk c = chunk_at(sorted_, task.chunk);
       TileArgs args[kTileGroup] = {};
+      const int planes = down_input_.planes;
       for (int j = 0; j < task.count; ++j) {
-        args[j] = tile_args(down_.view(c.expert), task.tile + j, down_input_.rows, c.count, acc[j]);
-        args[j].first_token = c.first;
+        args[j] = tile_args(down_.view(c.expert), task.tile + j, down_input_.rows, c.count * planes, acc[j]);
+        args[j].first_token = c.first * planes;
         down_input_.point(args[j], task.chunk);
       }
       run_tiles(kernels_, args, task.count);
       for (int j = 0; j < task.count; ++j) {
         const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
+        add_planes(acc[j], c.count, planes);
         add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
         float* to = outputs_ + c.first * hidden + first;
         if (is_streamed)

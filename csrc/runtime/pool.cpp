@@ -168,13 +168,15 @@ std::vector<ThreadPlace> checked(std::vector<ThreadPlace> places) {
 
 }  // namespace
 
-WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels)
+WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels, int planes)
     : places_(checked(std::move(places))),
       num_threads_(static_cast<int>(places_.size())),
       kernels_(kernels),
+      planes_(planes),
       owner_pid_(getpid()),
       slots_(places_.size()),
       thread_times_(places_.size()) {
+  if (planes < 1 || planes > 2) throw std::invalid_argument("planes must be 1 or 2, got " + std::to_string(planes));
   const BlockedSignals blocked;
   try {
     for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker_main(i); });

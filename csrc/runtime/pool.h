@@ -72,8 +72,9 @@ class WorkerPool {
  public:
   // places: one per thread, the caller's first; its CPUs are ignored, for the caller is not ours to pin. Nodes must be
   // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than
-  // 1 or more than kMaxThreads threads or kMaxNodes nodes.
-  WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels);
+  // 1 or more than kMaxThreads threads or kMaxNodes nodes. planes: into how many rows of int8 products quantize each
+  // row of activations, see ops/activations.h; 1 or 2.
+  WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels, int planes = 1);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
@@ -132,6 +133,7 @@ class WorkerPool {
 
     const KernelTable& kernels() const { return pool_.kernels_; }
     int num_threads() const { return pool_.num_threads_; }
+    int planes() const { return pool_.planes_; }
     int num_nodes() const { return pool_.num_nodes(); }
     Profile* profile() const { return pool_.profile(); }
     JobTimes job_times() const { return pool_.job_times(); }
@@ -186,6 +188,7 @@ class WorkerPool {
   const int num_threads_;
   std::atomic<int> num_bound_{0};
   const KernelTable& kernels_;
+  const int planes_;
   const int64_t owner_pid_;
   std::vector<std::thread> threads_;
   std::mutex call_mutex_;

@@ -70,8 +70,8 @@ class KernelWork:
     """What is measured: `shape` in each of `types` at each number of `tokens`, `seconds` per figure.
 
     peers: of kt-kernel and llama.cpp; one that is not installed is said and left out. peer_format: one of kt-kernel's
-    own formats, measured after each of our types; empty for none. cpu_prefill: bf16 measures its products as well, and
-    the errors of both.
+    own formats, measured after each of our types; empty for none. cpu_prefill, cpu_activations: bf16 and int16 measure
+    such products as well; bf16 their errors too.
     """
 
     shape: Shape
@@ -82,6 +82,12 @@ class KernelWork:
     peers: Sequence[str] = ()
     peer_format: str = ""
     cpu_prefill: str = "int8"
+    cpu_activations: str = "int8"
+
+    @property
+    def others(self) -> list[str]:
+        """Ways to multiply that are measured beside the default."""
+        return [one for one, name in (("bf16", self.cpu_prefill), ("int16", self.cpu_activations)) if one == name]
 
 
 _COLUMNS = (
@@ -92,7 +98,12 @@ _COLUMNS = (
     Column("of_bandwidth", 8, ".0%", "of read"),
     Column("tflop_s", 8, ".3f", "TFLOP/s"),
 )
-_BF16_COLUMNS = (Column("bf16_us", 10, ".0f", "bf16 us"), Column("x_exact", 8, ".2f", "x exact"))
+
+
+def _other_columns(name: str) -> tuple[Column, Column]:
+    """Of a way to multiply: microseconds, and how many times as fast as the default it is."""
+    ratio = "x_exact" if name == "bf16" else "x_int8"
+    return Column(f"{name}_us", 10, ".0f", f"{name} us"), Column(ratio, 8, ".2f", ratio.replace("_", " "))
 
 
 def _projection_types(name: str) -> tuple[WeightType, WeightType, WeightType]:
@@ -107,21 +118,22 @@ def _projection_types(name: str) -> tuple[WeightType, WeightType, WeightType]:
 class _Ours:
     """Our kernels on every layer; weights re-laid where they can be."""
 
-    def __init__(self, shape: Shape, name: str, pool: WorkerPool):
+    def __init__(self, shape: Shape, name: str, pool: WorkerPool, wide: WorkerPool | None):
         self._shape = shape
         gate, up, down = _projection_types(name)
         sizes = ((gate, shape.width, shape.hidden), (up, shape.width, shape.hidden), (down, shape.hidden, shape.width))
-        self._layers: dict[str, list[MoeKernel]] = {"int8": [], "bf16": []}  # on the same weights
+        pools = {"int8": pool, "bf16": pool} | ({} if wide is None else {"int16": wide})
+        self._layers: dict[str, list[MoeKernel]] = {way: [] for way in pools}  # on the same weights
         for _ in range(shape.layers):
             parts: list[list[ExpertWeight]] = [[random_weight(*size) for _ in range(shape.experts)] for size in sizes]
             self.expert_bytes = sum(part[0].nbytes for part in parts)
             weights = pack_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
-            for cpu_prefill, layers in self._layers.items():
-                layers.append(MoeKernel(with_wish(weights, cpu_prefill == "bf16"), ActivationSpec(), pool))
+            for way, layers in self._layers.items():
+                layers.append(MoeKernel(with_wish(weights, way == "bf16"), ActivationSpec(), pools[way]))
 
-    def measure(self, tokens: int, seconds: float, cpu_prefill: str = "int8") -> tuple[float, float]:
+    def measure(self, tokens: int, seconds: float, way: str = "int8") -> tuple[float, float]:
         """(seconds per layer, distinct experts per layer), means."""
-        shape, layers, num_inputs = self._shape, self._layers[cpu_prefill], 16
+        shape, layers, num_inputs = self._shape, self._layers[way], 16
         ids = torch.rand(num_inputs, tokens, shape.experts).argsort(-1)[..., : shape.top_k].contiguous()
         weights = torch.rand(num_inputs, tokens, shape.top_k)
         rows = torch.randn(tokens, shape.hidden)
@@ -145,8 +157,10 @@ def _row(name: str, tokens: int, ours: _Ours, work: KernelWork, bandwidth: float
         "of_bandwidth": rate / bandwidth,
         "touched_experts": touched,
     }
-    if work.cpu_prefill == "bf16":
-        row["bf16_us"] = ours.measure(tokens, work.seconds, "bf16")[0] * 1e6
+    for way in work.others:
+        us, ratio = _other_columns(way)
+        other, _ = ours.measure(tokens, work.seconds, way)
+        row |= {us.key: other * 1e6, ratio.key: took / other}
     return row
 
 
@@ -177,6 +191,9 @@ def bench_kernels(work: KernelWork) -> Record:
             stack.callback(child.close)
         pool = WorkerPool(work.threads)
         stack.callback(pool.close)
+        wide = WorkerPool(work.threads, planes=2) if "int16" in work.others else None
+        if wide is not None:
+            stack.callback(wide.close)
         machine = machine_facts(pool)
         print(f"{shown_machine(machine)}; int8 in registers {machine['int8_peak_top_s']:.2f} TOP/s")
         if work.cpu_prefill == "bf16":
@@ -186,32 +203,32 @@ def bench_kernels(work: KernelWork) -> Record:
             else:
                 print(f"{pool.isa.value} has no products of bf16: both ways are the exact one")
         print(work.shape.shown())
-        rows, errors = _rows(work, children, pool, machine["read_bandwidth_gb_s"] * 1e9)
+        rows, errors = _rows(work, children, (pool, wide), machine["read_bandwidth_gb_s"] * 1e9)
     return {"machine": machine, "shape": asdict(work.shape), "rows": rows, "errors": errors}
 
 
 def _rows(
-    work: KernelWork, children: list[PeerProcess], pool: WorkerPool, bandwidth: float
+    work: KernelWork, children: list[PeerProcess], pools: tuple[WorkerPool, WorkerPool | None], bandwidth: float
 ) -> tuple[list[Row], dict[str, dict[str, float]]]:
     """Every figure, printed as it comes, and the errors by type where products of bf16 are measured."""
     peers = [
         (Column(peer.name, 10, ".0f"), Column(f"{peer.name} / ours", 10, ".2f", "us, x ours")) for peer in children
     ]
-    is_bf16 = work.cpu_prefill == "bf16"
-    table = Table([*_COLUMNS, *(_BF16_COLUMNS if is_bf16 else ()), *(one for pair in peers for one in pair)])
+    others = [_other_columns(way) for way in work.others]
+    table = Table([*_COLUMNS, *(one for pair in (*others, *peers) for one in pair)])
     errors: dict[str, dict[str, float]] = {}
     for name in work.types:
-        ours = _Ours(work.shape, name, pool)
+        ours = _Ours(work.shape, name, *pools)
         for count in work.tokens:
             row = _row(name, count, ours, work, bandwidth)
             took = row["peer_us"] = {peer.name: peer.ask(f"{name} {count}") for peer in children}
             ratios = {f"{peer} / ours": None if us is None else us / row["us"] for peer, us in took.items()}
-            table.add(row, **took, **ratios, x_exact=row["us"] / row["bf16_us"] if is_bf16 else None)
+            table.add(row, **took, **ratios)
         if work.peer_format:  # its own format, in the same minutes as our rows above
             _measure_format(table.rows[-len(work.tokens) :], work.peer_format, children)
         del ours
-        if is_bf16:
-            errors[name] = _say_errors(name, work.shape, pool)
+        if "bf16" in work.others:
+            errors[name] = _say_errors(name, work.shape, pools[0])
     return table.rows, errors
 
 

@@ -22,7 +22,7 @@ from ktransformers.bench.machine import describe_machine
 from ktransformers.bench.peers.base import is_missing
 from ktransformers.bench.peers.llama_logits import llama_logits
 from ktransformers.bench.report import Column, Record, Row, Table
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, physical_cores
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.engine.reference import build_reference_engine
 
@@ -142,7 +142,7 @@ def _wanted(config: EngineConfig, texts: Sequence[Sequence[int]]) -> list[torch.
     """fp32 logits of the dequantized file, [T, V] of each text."""
     threads = torch.get_num_threads()
     try:
-        reference = build_reference_engine(config)
+        reference = build_reference_engine(replace(config, cpu_activations=CPU_ACTIVATIONS[0]))  # it has none
         return [logits_of(reference.runner, text) for text in texts]
     finally:
         torch.set_num_threads(threads)  # the reference takes all

@@ -39,7 +39,7 @@ from ktransformers.cli.options import (
     with_default_model,
 )
 from ktransformers.cli.parser import user_path
-from ktransformers.config import CPU_PREFILLS, physical_cores
+from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, physical_cores
 from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.file_kinds import size_of
 
@@ -202,6 +202,8 @@ def _add_kernels(kinds: Kinds) -> None:
     kernels.add_argument("--peer_format", choices=FORMATS, default="", help="kt-kernel's own format to measure as well")
     text = "bf16: measure products of bf16 as well, and the errors of both (%(default)s)"
     kernels.add_argument("--cpu_prefill", choices=CPU_PREFILLS, default=CPU_PREFILLS[0], help=text)
+    text = "int16: measure products with activations of 16 bits as well (%(default)s)"
+    kernels.add_argument("--cpu_activations", choices=CPU_ACTIVATIONS, default=CPU_ACTIVATIONS[0], help=text)
 
 
 def _add_operations(kinds: Kinds) -> None:
@@ -273,6 +275,7 @@ def _kernels(args: argparse.Namespace) -> int:
         peers=args.peer,
         peer_format=args.peer_format,
         cpu_prefill=args.cpu_prefill,
+        cpu_activations=args.cpu_activations,
     )
     return print_record("kernels", args.json, partial(bench_kernels, work))
 

@@ -22,7 +22,7 @@ from ktransformers.cli.bench_options import (
 from ktransformers.cli.options import set_up_logging
 from ktransformers.cli.parser import add_toggle, user_path
 from ktransformers.cli.quantize import TYPES
-from ktransformers.config import KV_TYPES, EngineConfig
+from ktransformers.config import CPU_ACTIVATIONS, KV_TYPES, EngineConfig
 from ktransformers.errors import ConfigError
 
 __all__ = ["add_fidelity"]
@@ -46,6 +46,8 @@ def add_fidelity(kinds: Kinds) -> None:
     group.add_argument("--kv_types", help=f"of {', '.join(KV_TYPES)} ({_DEFAULT_KV_TYPES})")
     text = f"quantize the model to each of these instead, and compute on the CPU: {', '.join(TYPES)}; "
     group.add_argument("--types", help=f"{text}{_GIVEN}: the GGUF file as it is")
+    text = "with --types: what activations are rounded to (int8)"
+    group.add_argument("--cpu_activations", choices=CPU_ACTIVATIONS, help=text)
     group.add_argument("--peer", choices=("llama.cpp",), help="with --types: measure it too, on the same files")
     group.add_argument("--texts", type=int, help=f"with --types: how many texts ({_NUM_TEXTS})")
     text = "with --types: texts of random tokens, or that the model writes, which differ much more (random). Without "
@@ -61,7 +63,7 @@ def _fidelity(args: argparse.Namespace) -> int:
     check_threads(args)
     if args.types is not None:
         return _weights(args)
-    for flag in ("peer", "texts", "text"):
+    for flag in ("peer", "texts", "text", "cpu_activations"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag} goes with --types, which measures weights")
     kv_types = chosen(args.kv_types or _DEFAULT_KV_TYPES, "kv_types", KV_TYPES)
@@ -83,7 +85,8 @@ def _weights(args: argparse.Namespace) -> int:
     types = chosen(args.types.lower(), "types", (*TYPES, _GIVEN))
     num_texts = _NUM_TEXTS if args.texts is None else args.texts
     check_range("texts", num_texts, 2, 64)
-    config = replace(model_or_shape(args), cpu_infer=args.threads).resolved()
+    activations = args.cpu_activations or CPU_ACTIVATIONS[0]
+    config = replace(model_or_shape(args), cpu_infer=args.threads, cpu_activations=activations).resolved()
     if _GIVEN in types and (config.gguf_path is None or not config.gguf_path.is_file()):
         raise ConfigError(f"--types {_GIVEN} needs a GGUF file; name it as MODEL or with --gguf_path")
     from ktransformers.bench.weight_fidelity import WeightWork, bench_weight_fidelity

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache, check_page_size
-from ktransformers.config import EngineConfig, why_crowded
+from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
 from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages, snapshot_interval
@@ -258,7 +258,7 @@ def _build(
     config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     opened = replace(opened, config=config)
     with loading(), ExitStack() as undo:
-        pool = _new_pool(config.cpu_infer)
+        pool = _new_pool(config.cpu_infer, config.cpu_activations)
         undo.callback(pool.close)
         planned, hardware = Planner(opened, pool, cache_plan, stats or ExpertStats()).settle(hardware)
         plan, num_slots = planned.plan, planned.num_slots
@@ -308,13 +308,13 @@ class _Loaded:
         return self.planned.shapes
 
 
-def _new_pool(num_threads: int) -> WorkerPool:
+def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
     """With nobody else's threads in its way."""
     settle_torch_threads()
     crowded = why_crowded(num_threads)
     if crowded is not None:
         logger.warning("%s", crowded)
-    return WorkerPool(num_threads)
+    return WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
 
 
 def _say_prefill(plan: Plan, pool: WorkerPool) -> None:

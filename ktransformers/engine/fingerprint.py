@@ -134,6 +134,8 @@ def _arithmetic(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: Worker
         "the cache": _runs(_kept_layout(cache)),
         "modules": _modules(plan),
     }
+    if pool.planes > 1:
+        found["cpu_activations"] = config.cpu_activations
     if "BF16" in opened.stored or config.cpu_prefill == "bf16":
         found["the processor"] = "one with products of bf16" if pool.has_bf16 else "one without products of bf16"
     longest = sorted({module.longest for module in opened.model.modules() if isinstance(module, SettledRotation)})

@@ -42,6 +42,7 @@ class EngineOptions(TypedDict, total=False):
     cpu_infer: int
     cpu_quant: str | None
     cpu_prefill: str
+    cpu_activations: str
     cpu_bf16: str
     gpu_memory: float
     hot_experts: str

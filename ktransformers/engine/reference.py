@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ktransformers.config import CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
+from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
 from ktransformers.core import Progress
 from ktransformers.engine.cache_plan import cache_len_of
 from ktransformers.engine.hidden import HiddenTap
@@ -120,6 +120,8 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
         raise UnsupportedError("--cpu_quant has no meaning here: this backend computes in fp32")
     if config.cpu_prefill != CPU_PREFILLS[0]:
         raise UnsupportedError("--cpu_prefill has no meaning here: this backend computes in fp32")
+    if config.cpu_activations != CPU_ACTIVATIONS[0]:
+        raise UnsupportedError("--cpu_activations has no meaning here: this backend computes in fp32")
     if config.kv_type not in ("auto", "fp32"):
         raise UnsupportedError(f"--kv_type {config.kv_type} has no meaning here: this backend keeps fp32")
     opened = open_model(config)

@@ -351,9 +351,14 @@ class _Roundings:
             return _to_bf16 if (products.takes_bf16 if resident is QuantType.BF16 else products.wants_bf16) else None
         assert not isinstance(resident, OwnType)
         if isinstance(resident, GroupType):
-            return None if resident.name.startswith(("F8", "MXFP8")) else lambda x: _to_int8(x, 32)
+            return None if resident.name.startswith(("F8", "MXFP8")) else lambda x: self._quantized(x, 32)
         size = block_size(resident)  # cpu_prefill bf16 rounds to less than this, and large calls only
-        return lambda x: _to_int8(x, size)
+        return lambda x: self._quantized(x, size)
+
+    def _quantized(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        """What products take for x."""
+        rounded = _to_int8(x, size)
+        return rounded if self._pool.planes == 1 else rounded + _to_int8(x - rounded, size)
 
 
 def _to_bf16(x: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ _SHOWN_VALUES = frozenset(
             "cpu_infer",
             "cpu_quant",
             "cpu_prefill",
+            "cpu_activations",
             "cpu_bf16",
             "gpu_memory",
             "hot_experts",

@@ -55,6 +55,7 @@ def test_what_matters(folder: Path, tmp_path: Path) -> None:
         "quant": {"cpu_quant": "q8_0"},
         "bf16": {"cpu_bf16": "fp32"},
         "prefill": {"cpu_prefill": "bf16"},
+        "activations": {"cpu_activations": "int16"},
     }.items():
         other = identity(config_of(folder, **values))
         assert want.other_model(other) is None

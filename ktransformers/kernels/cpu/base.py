@@ -114,22 +114,32 @@ class WorkerPool:
     no CPU. After fork() the child must make its own pool (a call raises RuntimeError there).
     places: node and CPUs of each thread (see topology.thread_places), those that suit the machine when None. Weights
     of experts are spread over the nodes, and each part is multiplied by threads of its node; results do not change.
+    planes: 1 rounds activations to int8, in blocks with a scale, before they are multiplied with quantized weights; 2
+    adds what that leaves of them, rounded in the same way: 16 bits, which cost arithmetic but no bytes of weights.
     Raises ValueError for a thread count below 1 or above 1024, a tier that the machine lacks, or places that are not
     one per thread in the order of their nodes.
     """
 
-    def __init__(self, num_threads: int, isa: Isa | None = None, places: Sequence[ThreadPlace] | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        isa: Isa | None = None,
+        places: Sequence[ThreadPlace] | None = None,
+        planes: int = 1,
+    ) -> None:
         if not isinstance(num_threads, int) or isinstance(num_threads, bool):
             raise TypeError(f"num_threads must be an int, got {num_threads!r}")
         if not 1 <= num_threads <= extension.MAX_THREADS:
             raise ValueError(f"num_threads must be between 1 and {extension.MAX_THREADS}, got {num_threads}")
         self.isa = isa or active_isa()
         self.num_threads = num_threads
+        self.planes = planes
         chosen = thread_places(num_threads) if places is None else places
         if len(chosen) != num_threads:
             raise ValueError(f"places must be one per thread: got {len(chosen)} for {num_threads} threads")
         hand_over_grids()
-        self.handle = extension.WorkerPool([(place.node, list(place.cpus)) for place in chosen], self.isa.value)
+        where = [(place.node, list(place.cpus)) for place in chosen]
+        self.handle = extension.WorkerPool(where, self.isa.value, planes)
         self.num_nodes = int(self.handle.num_nodes)
         self._finalizer = weakref.finalize(self, self.handle.close)
 
