@@ -8,7 +8,7 @@ beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
@@ -20,8 +20,9 @@ __all__ = ["MAX_TYPES", "Axis", "Box", "draw"]
 WIDTH = 1000
 _HEAD, _FOOT = 52, 60  # of a panel: above and below its axes
 _LEFT, _RIGHT = 76, 250
-_PLOT_HEIGHT = 500
+_PLOT_HEIGHT = 500  # at least
 _FONT, _SMALL = 13, 11
+_LEGEND_LINE = 18
 _TEXT, _MUTED, _GRID, _ROOF = "#0f172a", "#64748b", "#e8edf3", "#334155"
 _COLORS = {
     OURS: "#0f766e",
@@ -95,7 +96,7 @@ def text_box(x: float, y: float, text: str, size: int = _SMALL) -> Box:
 
 def draw(title: str, panels: Sequence[Panel]) -> str:
     """The picture. Raises ConfigError for more than MAX_TYPES types in a panel: shapes tell no more apart."""
-    height = 44 + len(panels) * (_HEAD + _PLOT_HEIGHT + _FOOT)
+    height = 44 + sum(_HEAD + _plot_height(panel) + _FOOT for panel in panels)
     svg = ET.Element(
         "svg",
         {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {WIDTH} {height}", "width": str(WIDTH)},
@@ -106,15 +107,26 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
     ET.SubElement(svg, "title").text = title
     ET.SubElement(svg, "rect", width="100%", height="100%", fill="#ffffff")
     _text(svg, 24, 32, title, size=18, anchor="start", weight="600")
-    for index, panel in enumerate(panels):
-        _PanelDrawing(svg, panel, 44 + index * (_HEAD + _PLOT_HEIGHT + _FOOT)).draw()
+    top = 44
+    for panel in panels:
+        _PanelDrawing(svg, panel, top).draw()
+        top += _HEAD + _plot_height(panel) + _FOOT
     ET.indent(svg)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(svg, encoding="unicode") + "\n"
+
+
+def _plot_height(panel: Panel) -> int:
+    """Its legend has room beside it, with a line for each series."""
+    return max(_PLOT_HEIGHT, _LEGEND_LINE * (len(panel.series) + 3))
 
 
 def _number(value: float) -> str:
     """Of a tick."""
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def _color(series: Series) -> str:
+    return _COLORS.get(series.engine, _OTHER_COLOR)
 
 
 def _text(
@@ -165,9 +177,10 @@ class _PanelDrawing:
         xs = [*(point.ops_per_byte for point in points), ridge]
         ys = [*(point.top_s for point in points), *(roof.top_s for roof in panel.roofs)]
         self._x = Axis(min(xs) / 1.6, max(xs) * 3, _LEFT, WIDTH - _RIGHT)
-        self._y = Axis(min(ys) / 2, max(ys) * 2, top + _HEAD + _PLOT_HEIGHT, top + _HEAD)
-        self._area = Box(_LEFT, top + _HEAD, WIDTH - _RIGHT, top + _HEAD + _PLOT_HEIGHT)
+        self._area = Box(_LEFT, top + _HEAD, WIDTH - _RIGHT, top + _HEAD + _plot_height(panel))
+        self._y = Axis(min(ys) / 2, max(ys) * 2, self._area.bottom, self._area.top)
         self._taken: list[Box] = []
+        self._num_unlabelled = 0
         types = list(dict.fromkeys(series.type for series in panel.series))
         if len(types) > MAX_TYPES:
             raise ConfigError(
@@ -243,7 +256,7 @@ class _PanelDrawing:
         _text(group, right, y, text, anchor="end", fill=_ROOF)
 
     def _draw_series(self, series: Series) -> None:
-        color = _COLORS.get(series.engine, _OTHER_COLOR)
+        color = _color(series)
         group = ET.SubElement(self._group, "g", {"class": "series"})
         group.set("data-engine", series.engine)
         group.set("data-type", series.type)
@@ -265,12 +278,13 @@ class _PanelDrawing:
         """Ours first, so that they are next to their points."""
         group = ET.SubElement(self._group, "g", {"class": "labels"})
         for series in self._panel.series:
-            color = _COLORS.get(series.engine, _OTHER_COLOR)
+            color = _color(series)
             for point in series.points:
                 x, y = self._place(point)
                 text = f"{point.tokens:,}"
-                box = self._free_place(x, y, lambda x, y, text=text: text_box(x, y, text))  # type: ignore[misc]
+                box = self._free_place(x, y, text)
                 if box is None:
+                    self._num_unlabelled += 1
                     continue  # the pointer still shows it
                 self._taken.append(box)
                 center = (box.left + box.right) / 2, (box.top + box.bottom) / 2
@@ -281,22 +295,29 @@ class _PanelDrawing:
                 label.set("stroke", "#ffffff")
                 label.set("stroke-width", "2.5")
 
-    def _free_place(self, x: float, y: float, box_at: Callable[[float, float], Box]) -> Box | None:
+    def _free_place(self, x: float, y: float, text: str) -> Box | None:
         for distance in (13, 18, 24, 32, 42, 54, 68, 84, 102):
             for step in range(16):
                 angle = 2 * math.pi * step / 16
-                box = box_at(x + 1.15 * distance * math.sin(angle), y - distance * math.cos(angle))
+                box = text_box(x + 1.15 * distance * math.sin(angle), y - distance * math.cos(angle), text)
                 if box.is_within(self._area) and not any(box.overlaps(other) for other in self._taken):
                     return box
         return None
 
     def _draw_legend(self) -> None:
-        group, x = ET.SubElement(self._group, "g", {"class": "legend"}), self._area.right + 24.0
-        y = self._area.top + 8
+        """Two lines a series, or one where they are many."""
+        group, x, y = ET.SubElement(self._group, "g", {"class": "legend"}), self._area.right + 24.0, self._area.top + 8
+        is_short = (2 * _LEGEND_LINE) * (len(self._panel.series) + 1) > _plot_height(self._panel)
         for series in self._panel.series:
-            mark = _COLORS.get(series.engine, _OTHER_COLOR)
-            _mark(group, x, y - 4, mark, self._shapes[series.type])
-            _text(group, x + 14, y, series.engine, anchor="start", fill=mark, weight="600")
-            _text(group, x + 14, y + 14, series.type, anchor="start", fill=_MUTED)
-            y += 34
+            color = _color(series)
+            _mark(group, x, y - 4, color, self._shapes[series.type])
+            if is_short:
+                _text(group, x + 14, y, f"{series.engine} {series.type}", anchor="start", fill=color)
+            else:
+                _text(group, x + 14, y, series.engine, anchor="start", fill=color, weight="600")
+                _text(group, x + 14, y + 14, series.type, anchor="start", fill=_MUTED)
+            y += _LEGEND_LINE if is_short else 2 * _LEGEND_LINE
         _text(group, x - 6, y + 4, "Numbers at points: tokens of the call", anchor="start", fill=_MUTED)
+        if self._num_unlabelled:
+            text = f"(no room for {self._num_unlabelled} of them: point at these)"
+            _text(group, x - 6, y + 4 + _LEGEND_LINE, text, anchor="start", fill=_MUTED)
