@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CSRC := $(shell find csrc -type f 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CSRC)
 
-.PHONY: chat serve test test-all lint bench format sanitize families web clean help
+.PHONY: chat serve test test-all lint bench format sanitize families readme web clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
@@ -22,6 +22,7 @@ help:
 	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
 	@echo "make families  write the list of families in docs/models.md from ktransformers/models/families.py"
+	@echo "make readme  write the figures in README.md from benchmarks/results"
 	@echo "make web     build the chat page of the server (needs node 20 and npm)"
 
 chat: $(VENV)/.installed
@@ -59,6 +60,9 @@ sanitize: $(VENV)/.installed-dev
 
 families: $(VENV)/.installed
 	$(BIN)/python -m docs.families
+
+readme: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.readme
 
 # The built page is committed: users need no node.
 web:

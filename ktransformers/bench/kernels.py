@@ -71,7 +71,8 @@ class KernelWork:
 
     peers: of kt-kernel and llama.cpp; one that is not installed is said and left out. peer_format: one of kt-kernel's
     own formats, measured after each of our types; empty for none. cpu_prefill, cpu_activations: bf16 and int16 measure
-    such products as well; bf16 their errors too.
+    such products as well; bf16 their errors too. has_all_peaks: what the machine does with bf16 and fp32 at best is
+    measured beside int8.
     """
 
     shape: Shape
@@ -83,6 +84,7 @@ class KernelWork:
     peer_format: str = ""
     cpu_prefill: str = "int8"
     cpu_activations: str = "int8"
+    has_all_peaks: bool = False
 
     @property
     def others(self) -> list[str]:
@@ -196,11 +198,14 @@ def bench_kernels(work: KernelWork) -> Record:
             stack.callback(wide.close)
         machine = machine_facts(pool)
         print(f"{shown_machine(machine)}; int8 in registers {machine['int8_peak_top_s']:.2f} TOP/s")
-        if work.cpu_prefill == "bf16":
+        if work.has_all_peaks:
+            machine["fp32_peak_tflop_s"] = limits.fp32_peak(pool) / 1e12
+            print(f"fp32 in registers {machine['fp32_peak_tflop_s']:.2f} TFLOP/s")
+        if work.has_all_peaks or work.cpu_prefill == "bf16":
             machine["bf16_peak_tflop_s"] = limits.bf16_peak(pool) / 1e12
             if pool.has_bf16:
                 print(f"bf16 in registers {machine['bf16_peak_tflop_s']:.2f} TFLOP/s")
-            else:
+            elif work.cpu_prefill == "bf16":
                 print(f"{pool.isa.value} has no products of bf16: both ways are the exact one")
         print(work.shape.shown())
         rows, errors = _rows(work, children, (pool, wide), machine["read_bandwidth_gb_s"] * 1e9)

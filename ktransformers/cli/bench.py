@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import random
 import sys
 from dataclasses import replace
@@ -12,7 +11,7 @@ from functools import partial
 
 from ktransformers.bench.report import print_record
 from ktransformers.bench.work import ModelWork
-from ktransformers.cli import bench_gpu
+from ktransformers.cli import bench_gpu, bench_kernels
 from ktransformers.cli.bench_fidelity import add_fidelity
 from ktransformers.cli.bench_options import (
     SHAPE_NAMES,
@@ -39,22 +38,14 @@ from ktransformers.cli.options import (
     with_default_model,
 )
 from ktransformers.cli.parser import user_path
-from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, physical_cores
-from ktransformers.errors import CapacityError, ConfigError
-from ktransformers.file_kinds import size_of
+from ktransformers.config import physical_cores
+from ktransformers.errors import ConfigError
 
 __all__ = ["SHAPE_NAMES", "add_parser"]
 
 _log = logging.getLogger(__name__)
 
 MODEL_PEERS = ("llama.cpp",)
-PEERS = ("kt-kernel", "llama.cpp")
-FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
-TYPES = (
-    *("q4_k_m", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
-    *("iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s", "tq1_0", "tq2_0", "q1_0", "mxfp4", "nvfp4"),
-    *("fp8", "bf16", "i4_32_bf16", "i4_128_f16_z", "i8_128_bf16", "f8_128_bf16", "mxfp8", "nvfp4_f32"),
-)
 LOAD_FORMATS = ("gguf", "bf16", "fp8")
 BACKENDS = ("balance_serve", "ktransformers", "transformers")
 OPERATIONS = ("linear", "attention", "delta_scan", "rms_norm")
@@ -68,7 +59,8 @@ def add_parser(subparsers: Kinds) -> None:
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for add in (_add_model, _add_offline, _add_prediction, _add_serving, _add_speed, _add_soak, _add_load):
         add(kinds)
-    for add in (_add_kernels, add_fidelity, _add_operations, _add_sampling, _add_scheduler, _add_profiling):
+    bench_kernels.add_parsers(kinds)
+    for add in (add_fidelity, _add_operations, _add_sampling, _add_scheduler, _add_profiling):
         add(kinds)
     bench_gpu.add_parsers(kinds)
 
@@ -184,28 +176,6 @@ def _add_load(kinds: Kinds) -> None:
     add_threads(group)
 
 
-def _add_kernels(kinds: Kinds) -> None:
-    text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
-    _, kernels = kind(kinds, "kernels", "routed experts on the CPU", text, _kernels)
-    add_threads(kernels)
-    kernels.add_argument("--types", default="q4_k_m,q8_0", help=f"of {', '.join(TYPES)} (%(default)s)")
-    kernels.add_argument("--tokens", default="1,4,16,64,256,1024", help="token counts (%(default)s)")
-    kernels.add_argument("--experts", type=int, default=128, help="experts of a layer (%(default)s)")
-    kernels.add_argument(
-        "--experts_per_token", "--top_k", dest="top_k", type=int, default=8, help="experts per token (%(default)s)"
-    )
-    kernels.add_argument("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
-    kernels.add_argument("--width", type=int, default=768, help="intermediate size of an expert (%(default)s)")
-    kernels.add_argument("--layers", type=int, default=3, help="layers in turn, so that caches stay cold (%(default)s)")
-    kernels.add_argument("--seconds", type=float, default=0.5, help="per figure (%(default)s)")
-    kernels.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it too; repeatable")
-    kernels.add_argument("--peer_format", choices=FORMATS, default="", help="kt-kernel's own format to measure as well")
-    text = "bf16: measure products of bf16 as well, and the errors of both (%(default)s)"
-    kernels.add_argument("--cpu_prefill", choices=CPU_PREFILLS, default=CPU_PREFILLS[0], help=text)
-    text = "int16: measure products with activations of 16 bits as well (%(default)s)"
-    kernels.add_argument("--cpu_activations", choices=CPU_ACTIVATIONS, default=CPU_ACTIVATIONS[0], help=text)
-
-
 def _add_operations(kinds: Kinds) -> None:
     text = "Each native kernel of the CPU beside the torch call that it replaces: microseconds, GB/s of weights read."
     _, group = kind(kinds, "operations", "the CPU's kernels beside torch", text, _operations)
@@ -241,43 +211,6 @@ def _add_profiling(kinds: Kinds) -> None:
     group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before them (%(default)s)")
     add_model_flags(parser)
     add_logging_flag(group)
-
-
-def _check_memory(nbytes: int) -> None:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > memory:
-        raise CapacityError(
-            f"these weights take at least {size_of(nbytes)}, the machine has {size_of(memory)}; choose "
-            "fewer --experts or --layers, or a smaller --hidden or --width"
-        )
-
-
-def _kernels(args: argparse.Namespace) -> int:
-    set_up_logging("warning")
-    types = chosen(args.types.lower(), "types", TYPES)
-    check_between(args, experts=4096, hidden=1 << 16, width=1 << 16, layers=1024)
-    check_range("experts_per_token", args.top_k, 1, 4096)
-    if args.top_k > args.experts:
-        raise ConfigError(f"--experts_per_token {args.top_k} is more than --experts {args.experts}")
-    if args.hidden % 256 or args.width % 256:
-        raise ConfigError("--hidden and --width must be multiples of 256, the block of the K-quants")
-    check_range("seconds", args.seconds, 0, 3600)
-    check_threads(args)
-    _check_memory(3 * args.experts * args.hidden * args.width * args.layers // 2)  # half a byte each is the least
-    from ktransformers.bench.kernels import KernelWork, Shape, bench_kernels
-
-    work = KernelWork(
-        shape=Shape(args.experts, args.top_k, args.hidden, args.width, args.layers),
-        types=types,
-        tokens=numbers(args.tokens, "tokens"),
-        threads=args.threads or physical_cores(),
-        seconds=args.seconds,
-        peers=args.peer,
-        peer_format=args.peer_format,
-        cpu_prefill=args.cpu_prefill,
-        cpu_activations=args.cpu_activations,
-    )
-    return print_record("kernels", args.json, partial(bench_kernels, work))
 
 
 def _model(args: argparse.Namespace) -> int:

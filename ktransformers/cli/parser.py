@@ -23,7 +23,7 @@ from ktransformers.cli.foreign_flags import MODEL, ForeignFlag
 from ktransformers.cli.settings import Setting
 from ktransformers.errors import ConfigError
 
-__all__ = ["COMMAND_LINE", "ArgumentParser", "add_toggle", "leaves", "user_path", "with_underscores"]
+__all__ = ["COMMAND_LINE", "ArgumentParser", "add_toggle", "check_place", "leaves", "user_path", "with_underscores"]
 
 COMMAND_LINE = "command line"
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -95,6 +95,14 @@ def add_toggle(parser: argparse._ActionsContainer, name: str, *, default: bool |
 def user_path(text: str) -> Path:
     """A path as users write it, ~ included."""
     return Path(text).expanduser()
+
+
+def check_place(path: Path) -> None:
+    """Whether a file can be written there, before the long work of which it is made. Raises ConfigError."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name the file to write")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} is no folder; make it first")
 
 
 def _is_file(word: str) -> bool:

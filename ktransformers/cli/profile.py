@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ktransformers.cli.parser import user_path
-from ktransformers.errors import ConfigError
+from ktransformers.cli.parser import check_place, user_path
 
 if TYPE_CHECKING:
     from ktransformers.profiling.compare import Comparison, Row
@@ -67,20 +66,12 @@ def _add_compare(kinds: Kinds) -> None:
     parser.set_defaults(run=_compare)
 
 
-def _check_place(path: Path) -> None:
-    """Before a long profile is read. Raises ConfigError."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name the file to write")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is no folder; make it first")
-
-
 def _report(args: argparse.Namespace) -> int:
     from ktransformers.profiling import load
     from ktransformers.profiling.report import write_report
 
     for path in filter(None, (args.output, args.trace)):
-        _check_place(path)
+        check_place(path)
     profile = load(args.dir)
     write_report(profile, args.output)
     print(f"{args.output}: open it in a browser", file=sys.stderr)
@@ -90,7 +81,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace) -> int:
-    _check_place(args.output)
+    check_place(args.output)
     _write_trace(args.dir, args.output)
     return 0
 
@@ -112,7 +103,7 @@ def _compare(args: argparse.Namespace) -> int:
     from ktransformers.profiling.report import write_comparison
 
     if args.output is not None:
-        _check_place(args.output)
+        check_place(args.output)
     a, b = load(args.a), load(args.b)
     found = compare(a, b)
     if args.output is not None:
