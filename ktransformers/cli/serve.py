@@ -47,12 +47,14 @@ BACKENDS = ("balance_serve", "ktransformers", "transformers")
 DEFAULT_BACKEND = "balance_serve"
 _TIER_FLAGS = ("cpu_memory_size_GB", "kv_disk_path", "kv_disk_size_GB")
 _BALANCE_FLAGS = (
-    "max_batch_size", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout", "spare_engine", *_TIER_FLAGS
+    "max_batch_size", "max_itl_ratio", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout",
+    "spare_engine", *_TIER_FLAGS
 )  # fmt: skip
 PAGE_SIZE = 64
 MAX_BATCH_SIZE = 16
 MAX_ENGINE_RESTARTS = 5
 ENGINE_TIMEOUT = 300.0
+MAX_ITL_RATIO = 2.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,6 +80,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backend_type", default=DEFAULT_BACKEND, help=f"{', '.join(BACKENDS)} (%(default)s)")
     group.add_argument(
         "--max_batch_size", type=int, help=f"balance_serve: most requests computed at once ({MAX_BATCH_SIZE})"
+    )
+    group.add_argument(
+        "--max_itl_ratio",
+        type=float,
+        metavar="X",
+        help="balance_serve: with prompts beside decodes, a step takes at most X times what it takes without; 0: no "
+        f"limit but --chunk_size ({MAX_ITL_RATIO:g})",
     )
     group.add_argument("--page_size", type=int, help=f"balance_serve: tokens per page of the cache ({PAGE_SIZE})")
     add_toggle(group, "prefix_cache", default=None, help="use what is cached of prompts that begin alike (on)")
@@ -278,6 +287,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
             engine=config,
             page_size=PAGE_SIZE if args.page_size is None else args.page_size,
             max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
+            max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
             has_prefix_cache=config.prefix_cache,
             max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
             engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
