@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ktransformers.server.backend.base import Backend
     from ktransformers.server.backend.profiler import ProfileConfig
     from ktransformers.server.config import ServerConfig
+from ktransformers.scheduler.config import MAX_ITL_RATIO
 
 __all__ = ["BACKENDS", "add_parser", "run", "server_parser"]
 
@@ -54,7 +55,6 @@ PAGE_SIZE = 64
 MAX_BATCH_SIZE = 16
 MAX_ENGINE_RESTARTS = 5
 ENGINE_TIMEOUT = 300.0
-MAX_ITL_RATIO = 2.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

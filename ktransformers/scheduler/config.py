@@ -9,7 +9,7 @@ from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 
-__all__ = ["SchedulerConfig", "TierConfig", "check_itl_ratio"]
+__all__ = ["MAX_ITL_RATIO", "SchedulerConfig", "TierConfig", "check_itl_ratio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class TierConfig:
     def file_bytes(self, kind: bytes) -> int:
         """Of a file of this kind."""
         return self.page_file_bytes if kind == PAGE else self.state_file_bytes
+
+
+MAX_ITL_RATIO = 2.0
+"""What balance_serve takes where nobody says: the prompt of one is hardly noticed by the other, and hardly waits."""
 
 
 def check_itl_ratio(ratio: float) -> None:

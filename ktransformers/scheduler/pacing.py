@@ -2,8 +2,10 @@
 
     seconds(decodes and prompts) <= max_itl_ratio * seconds(the same decodes alone)
 
-by what steps took of late (scheduler/step_times.py). Where that allows less than LEAST_ROWS, or nothing is known yet, a
-step has LEAST_ROWS: prompts must not starve, and their steps teach. Steps without decodes are as long as chunk_size.
+by what steps took of late (scheduler/step_times.py). Prompts must not starve: they have FEWEST_ROWS where these take at
+most twice the time that there is for them. Where they take more, each row costs nearly as much as the first, as with
+experts in RAM: the ratio cannot be kept, tiny steps would only keep both waiting longer, and a step has LEAST_ROWS. So
+it has while nothing is known. Steps without decodes are as long as chunk_size.
 
 What decodes take alone must be known: where it is not, and after REFRESH steps with prompts in a row, one step carries
 none. So a server with a prompt in every step knows it too.
@@ -13,12 +15,15 @@ from __future__ import annotations
 
 from ktransformers.scheduler.step_times import StepTimes
 
-__all__ = ["LEAST_ROWS", "REFRESH", "Pacer", "paced_rows"]
+__all__ = ["FEWEST_ROWS", "LEAST_ROWS", "REFRESH", "Pacer", "paced_rows"]
 
 LEAST_ROWS = 64
 """Of a step with decodes and prompts, together; at least half of them are of prompts, however many decode."""
 
-REFRESH = 64
+FEWEST_ROWS = 15
+"""Of prompts beside decodes, where the time for them is short: 16 less the one decode that there often is."""
+
+REFRESH = 32
 """Steps with decodes and prompts in a row before one of decodes alone."""
 
 _RETRY = 4
@@ -26,9 +31,9 @@ _RETRY = 4
 
 
 def _totals(most: int) -> list[int]:
-    """Rows of whole steps to choose among, largest first: 64, 96, 128, 192, ... Graphs are padded to some of them."""
+    """Rows of whole steps to choose among, largest first: 16, 24, 32, 48, ... Graphs are padded to some of them."""
     sizes = []
-    size = LEAST_ROWS
+    size = FEWEST_ROWS + 1
     while size <= most:
         sizes += [size, size + size // 2]
         size *= 2
@@ -36,18 +41,18 @@ def _totals(most: int) -> list[int]:
 
 
 def paced_rows(times: StepTimes, ratio: float, decodes: int, most: int) -> int:
-    """Rows of prompts beside so many decodes, at most `most`, and at least LEAST_ROWS // 2 where `most` is."""
+    """Rows of prompts beside so many decodes, at most `most`, and at least FEWEST_ROWS where `most` is."""
     least = min(max(LEAST_ROWS - decodes, LEAST_ROWS // 2), most)
-    alone = times.alone(decodes)
+    fewest, alone = min(FEWEST_ROWS, most), times.alone(decodes)
     if alone is None:
         return least
-    for rows in (most, *(total - decodes for total in _totals(most + decodes))):
-        if rows <= least:
-            break
+    budget = (ratio - 1) * alone
+    for rows in (most, *(total - decodes for total in _totals(most + decodes)), fewest):
         more = times.more(rows)
-        if more is not None and more <= (ratio - 1) * alone:
+        if rows >= fewest and more is not None and more <= budget:
             return rows
-    return least
+    more = times.more(fewest)
+    return fewest if more is not None and more <= 2 * budget else least
 
 
 class Pacer:

@@ -4,8 +4,9 @@
 
 Both are curves that never fall. A curve keeps the last few times of each size, by powers of the square root of two; the
 median of a size counts, so that one slow step among them does not, and sizes that contradict each other are pooled.
-What `more` says beyond the largest size it has seen is the chord through it: a row costs less the more there are, since
-they share weights, so that the chord is above. What it learns then takes the chord's place.
+What `more` says outside of the sizes it has seen is the line from nothing through the nearest of them. A row costs less
+the more there are, since they share weights: beyond the largest size that is too much, below the smallest too little.
+So larger sizes are not tried in vain, smaller ones are, and what it learns then takes the line's place.
 
 Times of long ago are forgotten, those of a size that was hardly ever tried sooner: contexts grow, loads change, and a
 size that was slow once would never be tried again.
@@ -74,9 +75,9 @@ class _Curve:
         return _size_of(rows) in self._sizes
 
     @property
-    def largest(self) -> tuple[float, float] | None:
-        """Rows and seconds of the largest size."""
-        return self._knots[-1] if self._knots else None
+    def ends(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        """Rows and seconds of the smallest size and of the largest."""
+        return (self._knots[0], self._knots[-1]) if self._knots else None
 
     def at(self, rows: int) -> float | None:
         """Between sizes on the line through both, outside as the nearest of them; None where nothing is known."""
@@ -118,8 +119,10 @@ class StepTimes:
     def more(self, prefill_rows: int) -> float | None:
         """Seconds that so many rows of prompts add to it; None where that cannot be told: nothing was timed, or nothing
         of at least half as many rows."""
-        largest = self._more.largest
-        if largest is None or prefill_rows <= largest[0]:
-            return self._more.at(prefill_rows)
-        rows, seconds = largest
-        return seconds * prefill_rows / rows if prefill_rows <= 2 * rows + 1 else None
+        ends = self._more.ends
+        if ends is None or prefill_rows > 2 * ends[1][0] + 1:
+            return None
+        for rows, seconds, is_outside in ((*ends[0], prefill_rows < ends[0][0]), (*ends[1], prefill_rows > ends[1][0])):
+            if is_outside:
+                return seconds * prefill_rows / rows
+        return self._more.at(prefill_rows)

@@ -36,6 +36,11 @@ def even(decodes: int, rows: int) -> float:
     return 0.004 + 1e-5 * (decodes + rows)
 
 
+def cores(decodes: int, rows: int) -> float:
+    """A small model on a CPU."""
+    return 0.0014 + 8e-5 * (decodes + rows)
+
+
 def learnt(machine: Machine, noise: Callable[[], float] = lambda: 1.0) -> StepTimes:
     times = StepTimes()
     for _ in range(9):
@@ -62,8 +67,12 @@ def test_what_was_timed_is_known_and_never_falls(machine: Machine) -> None:
         assert [times.alone(decodes) for decodes in range(1, 9)] == sorted(times.alone(i) or 0 for i in range(1, 9))
 
 
-def test_beyond_the_largest_size_the_chord_is_an_upper_bound() -> None:
+def test_outside_of_known_sizes_the_line_from_nothing_counts() -> None:
     times = learnt(cpu)
+    for rows in range(1, 16):
+        said = times.more(rows)
+        assert said is not None
+        assert said <= cpu(1, rows) - cpu(1, 0)
     for rows in range(512, 1022):
         said = times.more(rows)
         assert said is not None
@@ -195,6 +204,28 @@ def test_where_the_budget_is_too_small_prompts_get_their_least() -> None:
     loop.add("2", 2000, 1)
     steps = loop.run(40)
     assert [rows for _, rows, _ in steps if rows] == [63] * 31 + [47]
+
+
+def test_where_only_few_rows_are_within_the_budget_steps_have_few() -> None:
+    loop = Clocked(cores)
+    loop.add("1", 20, 10000)
+    loop.run(5)
+    loop.add("2", 2000, 1)
+    rows = [rows for _, rows, _ in loop.run(200) if rows]
+    assert rows[:2] == [63, 63]  # nothing is known of others
+    assert set(rows[2:-1]) == {15}
+    assert sum(rows) == 2000
+
+
+@pytest.mark.parametrize(("share", "rows"), [(1.0, 15), (1.9, 15), (2.1, 63)])
+def test_a_budget_that_is_missed_by_little_does_not_make_steps_long(share: float, rows: int) -> None:
+    """share: what 15 rows take, of the time that there is for them."""
+    times = StepTimes()
+    for _ in range(9):
+        times.add(1, 0, 0.01)
+    for count in (15, 63):
+        times.add(1, count, 0.01 + share * 0.01 * count / 15)
+    assert paced_rows(times, 2.0 + 1e-9, 1, 4000) == rows
 
 
 def test_a_lonely_prompt_and_no_ratio_have_chunks_of_the_whole_size() -> None:

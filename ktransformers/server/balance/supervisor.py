@@ -27,7 +27,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
 from ktransformers.private_folder import PrivateFolder
-from ktransformers.scheduler.config import check_itl_ratio
+from ktransformers.scheduler.config import MAX_ITL_RATIO, check_itl_ratio
 from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
     Command,
@@ -78,7 +78,7 @@ class BalanceConfig:
     engine: EngineConfig
     page_size: int = 64
     max_batch_size: int = 16
-    max_itl_ratio: float = 2.0
+    max_itl_ratio: float = MAX_ITL_RATIO
     has_prefix_cache: bool = True
     log_level: str = "info"
     max_engine_restarts: int = 5
