@@ -37,7 +37,7 @@ class TierConfig:
 
 
 MAX_ITL_RATIO = 2.0
-"""What balance_serve takes where nobody says: the prompt of one is hardly noticed by the other, and hardly waits."""
+"""What balance_serve takes where nobody says: prompts wait longer then, and streams at most twice as long."""
 
 
 def check_itl_ratio(ratio: float) -> None:
