@@ -24,6 +24,7 @@ from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_need
 from ktransformers.bench.peers.base import PeerProcess, is_missing
 from ktransformers.bench.peers.llama_model import llama_model_peer
 from ktransformers.bench.report import Column, Record, Row, Table
+from ktransformers.bench.streams import StreamWork, slots_of_stream, stream_beside_prompt
 from ktransformers.bench.work import ModelWork
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import Progress
@@ -63,6 +64,7 @@ class OfflineWork:
     synthetic: random weights in this shape instead of the config's model, with `layers` of its layers; None: as many as
     fit into memory. peers: of "llama.cpp", measured in turns with ours on the same GGUF file, everything on the GPU but
     the routed experts that our plan leaves to the CPU. routing: how tokens of a synthetic model choose experts.
+    stream: what is measured of one beside a prompt.
     """
 
     config: EngineConfig
@@ -74,6 +76,7 @@ class OfflineWork:
     layers: int | None = None
     peers: tuple[str, ...] = ()
     routing: str = "even"
+    stream: StreamWork | None = None
 
 
 def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManager[Progress | None]]) -> Record:
@@ -82,21 +85,51 @@ def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManage
         raise ConfigError("--peer reads a GGUF file: name one as MODEL, and leave --synthetic out")
     opened = _open(work)
     prefills = _within_context(opened, work.prefills, work.case)
-    config = _with_cache(opened.config, slots_needed(prefills, work.batches, work.case, PAGE_SIZE))
+    stream = _stream_within(opened.facts.context_len, work.stream)
+    work = replace(work, prefills=prefills, stream=stream)
+    num_slots = slots_needed(prefills, work.batches, work.case, PAGE_SIZE)
+    if stream is not None:
+        num_slots = max(num_slots, slots_of_stream(stream, PAGE_SIZE))
+    config = _with_cache(opened.config, num_slots)
     opened = replace(opened, config=config)
     if work.synthetic is not None and work.layers is None:
         opened = _cut_to_fit(work.synthetic, opened, work.routing)
     with loading() as progress:
-        engine, report = _load(opened, max(work.batches), progress)
+        engine, report = _load(opened, max(*work.batches, 1 if stream is None else 2), progress)
     _print_report(report)
     report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
     report["settings"] |= {"routing": work.routing, "hot_experts": config.hot_experts}
     with ExitStack() as stack:
         stack.callback(engine.close)
-        peers = _start_peers(engine, opened, replace(work, prefills=prefills), stack)
+        peers = _start_peers(engine, opened, work, stack)
         runs = OfflineRuns(engine, work.seconds)
-        rows, memory = _measure(engine, runs, replace(work, prefills=prefills), peers)
-    return {**report, "memory": memory, "rows": rows, "quarter_share": runs.quarter_share()}
+        rows, memory = _measure(engine, runs, work, peers)
+        share = runs.quarter_share()
+        beside = None if stream is None else _measure_stream(engine, stream)
+    return {**report, "memory": memory, "rows": rows, "quarter_share": share, "stream": beside}
+
+
+def _stream_within(context: int | None, work: StreamWork | None) -> StreamWork | None:
+    """The stream and the prompt beside it, if the model's context holds each; a line says so if not."""
+    if work is None or context is None or max(work.most_tokens, work.prompt_len + 1) <= context:
+        return work
+    print(
+        f"a stream beside a prompt of {work.prompt_len} tokens is left out: the model's context is {context} tokens; "
+        "--beside chooses a shorter prompt"
+    )
+    return None
+
+
+def _measure_stream(engine: PagedEngine, work: StreamWork) -> Record:
+    figure = stream_beside_prompt(engine, work)
+    limit = f"at most x {work.max_itl_ratio:g} wanted" if work.max_itl_ratio else "no limit"
+    print(
+        f"a stream's time between tokens: alone {figure.alone_ms:.2f} ms (worst {figure.alone_worst_ms:.2f}), beside a "
+        f"prompt of {work.prompt_len} tokens {figure.beside_ms:.2f} ms (worst {figure.beside_worst_ms:.2f}): "
+        f"x {figure.ratio:.2f} (worst x {figure.worst_ratio:.2f}; {limit}); {figure.chunk:.0f} tokens of the prompt a "
+        f"step, its first token after {figure.first_token_ms:.0f} ms"
+    )
+    return asdict(figure)
 
 
 def _beside(row: Row, peers: Sequence[PeerProcess]) -> Row:
@@ -112,7 +145,7 @@ def _with_cache(config: EngineConfig, num_slots: int) -> EngineConfig:
     if config.cache_lens and config.cache_lens < num_slots:
         raise ConfigError(
             f"--cache_lens {config.cache_lens} is too small: these figures need {num_slots}; leave it out, or ask for "
-            "less with --prefill, --decode, --prompt_len and --max_new_tokens"
+            "less with --prefill, --decode, --prompt_len, --max_new_tokens and --beside"
         )
     return replace(config, cache_lens=config.cache_lens or num_slots)
 

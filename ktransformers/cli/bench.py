@@ -40,6 +40,7 @@ from ktransformers.cli.options import (
 from ktransformers.cli.parser import user_path
 from ktransformers.config import physical_cores
 from ktransformers.errors import ConfigError
+from ktransformers.scheduler.config import MAX_ITL_RATIO, check_itl_ratio
 
 __all__ = ["SHAPE_NAMES", "add_parser"]
 
@@ -88,8 +89,12 @@ def _add_offline(kinds: Kinds) -> None:
     group.add_argument("--layers", type=int, help="layers of SHAPE; default: as many as fit into memory")
     text = "how tokens of SHAPE choose experts; skewed: a quarter of them has 70 %% of the picks (even)"
     group.add_argument("--routing", choices=("even", "skewed"), help=text)
-    group.add_argument("--prefill", default="32,128,512,2048,8192", help="prompt lengths (%(default)s)")
+    group.add_argument("--prefill", default="17,32,128,512,2048,8192", help="prompt lengths (%(default)s)")
     group.add_argument("--decode", default="1,2,4,8,16", help="sequences at once (%(default)s)")
+    text = "tokens of a prompt that arrives while a stream runs; 0: leave that out (%(default)s)"
+    group.add_argument("--beside", type=int, default=2000, metavar="TOKENS", help=text)
+    text = "of that stream, as `serve` has it; 0: --chunk_size alone decides (%(default)s)"
+    group.add_argument("--max_itl_ratio", type=float, default=MAX_ITL_RATIO, metavar="X", help=text)
     group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before decode (%(default)s)")
     group.add_argument("--seconds", type=float, default=2.0, help="least time per figure (%(default)s)")
     text = "measure it too, on the same GGUF file; needs llama-cpp-python, built for the GPU where there is one"
@@ -238,16 +243,22 @@ def _offline(args: argparse.Namespace) -> int:
     prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
     check_range("prompt_len", args.prompt_len, 1, 1 << 24)
     check_range("seconds", args.seconds, 0, 3600)
+    check_range("beside", args.beside, 0, 1 << 24)
+    check_itl_ratio(args.max_itl_ratio)
     config = model_or_shape(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     from ktransformers.bench.offline import OfflineWork, bench_offline
     from ktransformers.bench.offline_runs import DecodeCase
+    from ktransformers.bench.streams import StreamWork
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
     peers = tuple(dict.fromkeys(args.peer))
     if args.routing is not None and args.synthetic is None:
         raise ConfigError("--routing makes the routers of a --synthetic shape; a model's files have their own")
     routing = args.routing or "even"
-    work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers, peers, routing)
+    stream = StreamWork(args.beside, args.max_itl_ratio, args.prompt_len) if args.beside else None
+    work = OfflineWork(
+        config, prefills, batches, case, args.seconds, args.synthetic, args.layers, peers, routing, stream
+    )
     return print_record("offline", args.json, partial(bench_offline, work, partial(loading_bar, sys.stderr)))
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ktransformers.server.backend.base import Backend
     from ktransformers.server.backend.profiler import ProfileConfig
     from ktransformers.server.config import ServerConfig
+from ktransformers.scheduler.config import MAX_ITL_RATIO
 
 __all__ = ["BACKENDS", "add_parser", "run", "server_parser"]
 
@@ -47,7 +48,8 @@ BACKENDS = ("balance_serve", "ktransformers", "transformers")
 DEFAULT_BACKEND = "balance_serve"
 _TIER_FLAGS = ("cpu_memory_size_GB", "kv_disk_path", "kv_disk_size_GB")
 _BALANCE_FLAGS = (
-    "max_batch_size", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout", "spare_engine", *_TIER_FLAGS
+    "max_batch_size", "max_itl_ratio", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout",
+    "spare_engine", *_TIER_FLAGS
 )  # fmt: skip
 PAGE_SIZE = 64
 MAX_BATCH_SIZE = 16
@@ -78,6 +80,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backend_type", default=DEFAULT_BACKEND, help=f"{', '.join(BACKENDS)} (%(default)s)")
     group.add_argument(
         "--max_batch_size", type=int, help=f"balance_serve: most requests computed at once ({MAX_BATCH_SIZE})"
+    )
+    group.add_argument(
+        "--max_itl_ratio",
+        type=float,
+        metavar="X",
+        help="balance_serve: with prompts beside decodes, a step takes at most X times what it takes without; 0: no "
+        f"limit but --chunk_size ({MAX_ITL_RATIO:g})",
     )
     group.add_argument("--page_size", type=int, help=f"balance_serve: tokens per page of the cache ({PAGE_SIZE})")
     add_toggle(group, "prefix_cache", default=None, help="use what is cached of prompts that begin alike (on)")
@@ -278,6 +287,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
             engine=config,
             page_size=PAGE_SIZE if args.page_size is None else args.page_size,
             max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
+            max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
             has_prefix_cache=config.prefix_cache,
             max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
             engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,

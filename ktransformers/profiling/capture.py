@@ -38,7 +38,15 @@ STOP_SECONDS = 12.0
 _SHOWN_VALUES = frozenset(
     (
         *("model_path", "gguf_path", "optimize_config_path", "backend_type", "profile", "profile_root"),
-        *("chunk_size", "cache_lens", "page_size", "max_batch_size", "max_new_tokens", "profile_max_bytes"),
+        *(
+            "chunk_size",
+            "cache_lens",
+            "page_size",
+            "max_batch_size",
+            "max_new_tokens",
+            "profile_max_bytes",
+            "max_itl_ratio",
+        ),
         *(
             "cpu_infer",
             "cpu_quant",

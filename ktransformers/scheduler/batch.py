@@ -9,7 +9,7 @@ from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.scheduler.sequence import Run, Sequence
 from ktransformers.scheduler.tier_records import TierPlan
 
-__all__ = ["Batch", "PlannedRow"]
+__all__ = ["Batch", "PlannedRow", "PlannedStep"]
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +27,34 @@ class PlannedRow:
     @property
     def is_stale(self) -> bool:
         return self.seq.run is not self.run
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step in flight."""
+
+    step_id: int
+    rows: tuple[PlannedRow, ...]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(row.is_sampled for row in self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of all sequences."""
+        return sum(row.end - row.start for row in self.rows)
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences of one token: what is left of a prompt may be one, too, and takes as long."""
+        return sum(row.end - row.start == 1 for row in self.rows)
+
+    @property
+    def num_prefilled(self) -> int:
+        """Its tokens, if most of them are of prompts: what its time says of prefill."""
+        total = self.num_rows
+        return total if 2 * (total - self.num_decodes) > total else 0
 
 
 class Batch:
@@ -54,6 +82,10 @@ class Batch:
         self.budget -= num_tokens
         run.planned_len = end
         run.num_pending += is_sampled
+
+    def limit(self, num_tokens: int) -> None:
+        """Take at most so many more tokens."""
+        self.budget = min(self.budget, num_tokens)
 
     def discard(self, seq: Sequence) -> None:
         """Take a sequence's row out again, if it has one. Its run must end: the plan is not moved back."""

@@ -9,7 +9,7 @@ from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 
-__all__ = ["SchedulerConfig", "TierConfig"]
+__all__ = ["MAX_ITL_RATIO", "SchedulerConfig", "TierConfig", "check_itl_ratio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,16 @@ class TierConfig:
         return self.page_file_bytes if kind == PAGE else self.state_file_bytes
 
 
+MAX_ITL_RATIO = 2.0
+"""What balance_serve takes where nobody says: prompts wait longer then, and streams at most twice as long."""
+
+
+def check_itl_ratio(ratio: float) -> None:
+    """Raises ConfigError for what is no --max_itl_ratio."""
+    if ratio != 0 and not 1 < ratio < float("inf"):
+        raise ConfigError(f"--max_itl_ratio must be more than 1, or 0 for no limit, got {ratio}")
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Checked on creation; raises ConfigError.
@@ -43,6 +53,8 @@ class SchedulerConfig:
     num_pages, page_size: the K/V cache, in pages and in tokens per page.
     chunk_size: most tokens one step carries, decodes and prefill together.
     max_batch_size: most sequences one step carries.
+    max_itl_ratio: a step that carries prompts beside decodes takes at most so many times what these take alone, as far
+    as scheduler/pacing.py can have it; 0: chunk_size alone decides.
     vocab_size: token ids are 0 .. vocab_size - 1. A prompt with others would kill the engine again and again.
     eos_token_ids: end every answer whose request does not say ignore_eos.
     max_model_len: most tokens of one sequence that the model can do; None: as many as the cache holds.
@@ -65,6 +77,7 @@ class SchedulerConfig:
     snapshot_interval: int = 0
     snapshot_align: int = SNAPSHOT_ALIGN
     tiers: TierConfig | None = None
+    max_itl_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align"):
@@ -73,6 +86,7 @@ class SchedulerConfig:
         for name in ("num_states", "snapshot_interval"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_itl_ratio(self.max_itl_ratio)
         if self.max_len < 2:
             raise ConfigError(
                 f"a sequence may have {self.max_len} tokens, which leaves no room for a prompt and an answer; "

@@ -174,6 +174,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
         """False for a step that was there for the tiers alone."""
         return self.tiers is None or self.tiers.row_seconds > 0
 
+    @property
+    def row_seconds(self) -> float:
+        """How long it took without copies of tiers."""
+        return self.seconds if self.tiers is None else self.tiers.row_seconds
+
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request, filled by the scheduler. After the one with a finish_reason there is no other.

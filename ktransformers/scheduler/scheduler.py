@@ -7,8 +7,8 @@
 
 A step takes, within chunk_size tokens and in the order of rank (priority, then arrival): first one token of every
 decode, so that streams do not stall; then prefill chunks of running sequences; then waiting sequences, while there are
-seats and pages. The queue is strict: nobody overtakes the head that waits for pages, so that no prompt is too long to
-get its turn.
+seats and pages. With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows (pacing.py).
+The queue is strict: nobody overtakes the head that waits for pages, so that no prompt is too long to get its turn.
 
 A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
 
@@ -49,8 +49,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
-from ktransformers.scheduler.batch import Batch, PlannedRow
+from ktransformers.scheduler.batch import Batch, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.pacing import Pacer
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.records import (
     PromptLogprobs,
@@ -88,22 +89,6 @@ class _Totals:
     prefix_hit_len: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step in flight."""
-
-    step_id: int
-    rows: tuple[PlannedRow, ...]
-    num_sampled: int
-
-    @property
-    def num_prefilled(self) -> int:
-        """Its tokens, if most of them are of prompts: what its time says of prefill."""
-        lengths = [row.end - row.start for row in self.rows]
-        total = sum(lengths)
-        return total if 2 * sum(length for length in lengths if length > 1) > total else 0
-
-
 class Scheduler:
     """See the module's docstring. One caller at a time; no call blocks."""
 
@@ -111,11 +96,12 @@ class Scheduler:
         self.config = config
         self._pages = PageTables(config)
         self._snapshots = self._pages.snapshots
+        self._pacer = Pacer(config.max_itl_ratio) if config.max_itl_ratio else None
         self._requests: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
         self._suspended: dict[str, Sequence] = {}
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[PlannedStep] = deque()
         self._ended: list[int] = []  # runs that the engine does not know yet to be over
         self._deadlines: dict[str, float] = {}
         self._arrivals, self._run_ids = itertools.count(), itertools.count(1)
@@ -258,7 +244,11 @@ class Scheduler:
         self._pages.begin_step()
         batch = Batch(self.config.chunk_size)
         decodes, prefills = self._runnable()
-        for seq in itertools.chain(decodes, prefills):
+        for seq in decodes:
+            self._extend(batch, seq)
+        if self._pacer is not None and len(batch):
+            batch.limit(self._pacer.rows(len(batch), batch.budget, has_prompts=bool(prefills or self._waiting)))
+        for seq in prefills:
             self._extend(batch, seq)
         self._admit(batch)
         for seq in self._waiting[:MAX_FETCHING]:
@@ -270,7 +260,7 @@ class Scheduler:
     def _plan(self, batch: Batch) -> StepPlan:
         """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
-        step = _Step(self._next_step, rows, sum(row.is_sampled for row in rows))
+        step = PlannedStep(self._next_step, rows)
         ended, self._ended = self._ended, []
         self._next_step += 1
         self._in_flight.append(step)
@@ -376,8 +366,10 @@ class Scheduler:
         results: Seq[RowResult],
         prompt_logprobs: Seq[PromptLogprobs] = (),
         tiers: TierResult | None = None,
+        seconds: float = 0.0,
     ) -> list[RequestUpdate]:
-        """Take in the results of a step: one per sampled row, in the order of the rows. tiers: what they did.
+        """Take in the results of a step: one per sampled row, in the order of the rows. tiers: what they did. seconds:
+        what the step took, see StepResult; 0: nobody knows.
 
         Steps are committed in the order in which they were planned. Results of a step that went down with its engine
         are dropped. Raises ValueError for a step that was never planned, out of order, or with too few or many results.
@@ -392,6 +384,8 @@ class Scheduler:
         if len(results) != step.num_sampled:
             raise ValueError(f"step {step_id} samples {step.num_sampled} tokens, got {len(results)} results")
         self._in_flight.popleft()
+        if self._pacer is not None:
+            self._pacer.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
         if tiers is not None and self._pages.tiers is not None:
             self._pages.tiers.commit(tiers, step.num_prefilled)
         updates, remaining = self._scored(step, prompt_logprobs), iter(results)
@@ -408,7 +402,7 @@ class Scheduler:
                 updates.append(self._take(row.seq, result))
         return updates
 
-    def _scored(self, step: _Step, prompt_logprobs: Seq[PromptLogprobs]) -> list[RequestUpdate]:
+    def _scored(self, step: PlannedStep, prompt_logprobs: Seq[PromptLogprobs]) -> list[RequestUpdate]:
         """Hand prompt logprobs on, those of runs that are over excepted."""
         seqs = {row.run.run_id: row.seq for row in step.rows if not row.is_stale} if prompt_logprobs else {}
         return [

@@ -43,7 +43,7 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bench(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str, Any]]:
     """Text and JSON of one run."""
-    quick = ("--seconds", "0", "--cpu_infer", "1", "--log_level", "warning", *args)
+    quick = ("--seconds", "0", "--cpu_infer", "1", "--log_level", "warning", "--beside", "0", *args)
     assert main(["bench", "offline", *quick]) == 0
     out = capsys.readouterr().out
     text, _, last = out.rstrip("\n").rpartition("\n")
@@ -140,6 +140,22 @@ def test_routing_is_even(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["tokens"] == 1 or mean - margin > TOP_K
 
 
+def test_a_stream_beside_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--synthetic", "tiny", "--layers", "1", "--prefill", "8", "--decode", "1", "--max_new_tokens", "2"]
+    text, result = bench(capsys, *args, "--beside", "300", "--max_itl_ratio", "0")
+    figure = result["stream"]
+    assert (figure["prompt_len"], figure["max_itl_ratio"], figure["chunk"]) == (300, 0.0, 300)
+    assert figure["ratio"] == figure["beside_ms"] / figure["alone_ms"]
+    assert 0 < figure["beside_ms"] <= figure["beside_worst_ms"] == figure["worst_ratio"] * figure["alone_ms"]
+    assert figure["first_token_ms"] >= figure["beside_ms"]
+    assert "no limit); 300 tokens of the prompt a step" in text
+    _, result = bench(capsys, *args, "--beside", "300", "--max_itl_ratio", "1.0001")
+    assert 0 < result["stream"]["chunk"] < 300
+    text, result = bench(capsys, *args, "--beside", "2000")
+    assert result["stream"] is None
+    assert "a stream beside a prompt of 2000 tokens is left out: the model's context is 512 tokens" in text
+
+
 def test_long_prompts_run_in_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--synthetic", "tiny", "--layers", "1", "--prefill", "40", "--decode", "1", "--chunk_size", "16"]
     text, result = bench(capsys, *args, "--max_new_tokens", "2")
@@ -174,6 +190,8 @@ def test_a_model_of_files(capsys: pytest.CaptureFixture[str]) -> None:
         (["--decode", "0"], "--decode must be positive numbers"),
         (["--routing", "skewed"], "--routing makes the routers of a --synthetic shape"),
         (["--prompt_len", "0"], "--prompt_len must be at least 1"),
+        (["--beside", "-1"], "--beside must be at least 0"),
+        (["--max_itl_ratio", "1"], "--max_itl_ratio must be more than 1, or 0 for no limit"),
         (["--seconds", "-1"], "--seconds must be at least 0"),
         (["--synthetic", "tiny", "--chunk_size", "-1"], "--chunk_size must be at least 0"),
         (["--synthetic", "tiny", "--cache_lens", "100"], "--cache_lens 100 is too small: these figures need 2048"),

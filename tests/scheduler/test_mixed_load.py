@@ -12,7 +12,8 @@ from tests.support.fake_engine import Loop, make_config, make_request
 @pytest.mark.parametrize("chunk_size", [16, 256])
 @pytest.mark.parametrize("max_batch_size", [1, 4, 32])
 @pytest.mark.parametrize("has_prefix_cache", [True, False])
-def test_64_mixed_requests(chunk_size: int, max_batch_size: int, has_prefix_cache: bool) -> None:
+@pytest.mark.parametrize("max_itl_ratio", [0.0, 1.5])
+def test_64_mixed_requests(chunk_size: int, max_batch_size: int, has_prefix_cache: bool, max_itl_ratio: float) -> None:
     """As the issue's test, in small: some aborted, the engine lost three times, pages short."""
     rng = random.Random(chunk_size + max_batch_size)
     config = make_config(
@@ -21,6 +22,7 @@ def test_64_mixed_requests(chunk_size: int, max_batch_size: int, has_prefix_cach
         chunk_size=chunk_size,
         max_batch_size=max_batch_size,
         has_prefix_cache=has_prefix_cache,
+        max_itl_ratio=max_itl_ratio,
     )
     loop = Loop(config)
     prefixes = [[rng.randrange(40) for _ in range(60)] for _ in range(4)]

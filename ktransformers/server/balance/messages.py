@@ -78,6 +78,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_interval: int = 0
     snapshot_align: int = SNAPSHOT_ALIGN
     tiers: TierConfig | None = None
+    max_itl_ratio: float = 0.0
     parent_pid: int
     commands: str
     news: str

@@ -257,7 +257,9 @@ class SchedulerProcess:
             committed = self.scheduler.in_flight_ids(result.step_id)
             for request_id in committed:
                 self._strikes.pop(request_id, None)
-            updates = self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs, result.tiers)
+            updates = self.scheduler.commit(
+                result.step_id, result.results, result.prompt_logprobs, result.tiers, result.row_seconds
+            )
             self._note_first_tokens(updates)
             if self._profile is not None and result.had_rows:
                 num_waiting = self.scheduler.stats().num_waiting

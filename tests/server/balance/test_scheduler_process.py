@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import zmq
 
+from ktransformers.cli import build_parser, serve
+from ktransformers.config import EngineConfig
 from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
+from ktransformers.errors import ConfigError, EngineError
 from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
+from ktransformers.server.backend import balance_serve
 from ktransformers.server.balance.messages import (
     Add,
     Command,
     EngineDown,
+    EngineFacts,
     EngineUp,
     Finish,
     News,
@@ -25,6 +32,7 @@ from ktransformers.server.balance.messages import (
 from ktransformers.server.balance.messages import decode as decoded
 from ktransformers.server.balance.scheduler_process import SchedulerProcess, scheduler_config
 from ktransformers.server.balance.step_watch import TOKENS_PER_LIMIT, StepWatch
+from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 from tests.support.fake_engine import VOCAB_SIZE, make_request
 
 STEP_SECONDS = 100.0
@@ -33,7 +41,7 @@ STEP_SECONDS = 100.0
 class Around:
     """A scheduler process with both its neighbours played by the test; time stands still unless `now` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: object) -> None:
         self.now = 1000.0
         self._context = zmq.Context()
         self._commands, self._news = self._bound(zmq.PUSH, "commands"), self._bound(zmq.PULL, "news")
@@ -42,6 +50,7 @@ class Around:
             max_model_len=None, has_prefix_cache=True, parent_pid=0, commands="inproc://commands", news="inproc://news",
             log_level="info", step_seconds=STEP_SECONDS, checks_integrity=True,
         )  # fmt: skip
+        options = msgspec.structs.replace(options, **changes)
         self.process = SchedulerProcess(options, self._context, lambda: self.now)
         self._engines: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
 
@@ -76,10 +85,10 @@ class Around:
         plan: StepPlan = decoded(steps.recv(), StepPlan)
         return plan
 
-    def answer(self, plan: StepPlan) -> None:
+    def answer(self, plan: StepPlan, seconds: float = 0.0) -> None:
         rows = [RowResult(1) for row in plan.rows if row.is_sampled]
         before = self.num_steps
-        self._engines[-1][1].send(encode(StepResult(step_id=plan.step_id, results=rows)))
+        self._engines[-1][1].send(encode(StepResult(step_id=plan.step_id, results=rows, seconds=seconds)))
         while self.num_steps == before:
             self.tell()
 
@@ -219,3 +228,53 @@ def test_the_scheduler_has_the_states_that_the_engine_has() -> None:
     )  # fmt: skip
     config = scheduler_config(options)
     assert (config.num_states, config.snapshot_interval, config.snapshot_align) == (7, 256, SNAPSHOT_ALIGN)
+
+
+def test_the_flag_for_streams_beside_prompts_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line to the scheduler, which then goes by the times that the engine tells."""
+    config: list[BalanceConfig] = []
+    monkeypatch.setattr(balance_serve, "BalanceServeBackend", lambda made, profile: config.append(made))
+    args = build_parser().parse_args(["serve", "--max_itl_ratio", "3.5"])
+    serve._backend(args, EngineConfig())()
+    started: list[SchedulerOptions] = []
+
+    async def start(options: SchedulerOptions) -> None:
+        started.append(options)
+        raise EngineError("enough")
+
+    async def supervise() -> None:
+        supervisor = Supervisor(config[0], lambda news: None)
+        monkeypatch.setattr(supervisor._launcher, "start_scheduler", start)
+        facts = EngineFacts(num_pages=9, page_size=4, vocab_size=40, eos_token_ids=(), max_model_len=None, chunk_size=8)
+        with pytest.raises(EngineError, match="enough"):
+            await supervisor._start_scheduler(facts)
+        await supervisor.close()
+
+    asyncio.run(supervise())
+    assert scheduler_config(started[0]).max_itl_ratio == 3.5
+    args = build_parser().parse_args(["serve"])
+    serve._backend(args, EngineConfig())()
+    assert config[1].max_itl_ratio == 2.0
+
+
+def test_steps_beside_a_stream_are_as_long_as_the_engine_takes() -> None:
+    around = Around(num_pages=2000, chunk_size=512, max_itl_ratio=2.0)
+    around.engine(0)
+    around.tell(Add(make_request("stream", (1, 2), 500, ignore_eos=True)))
+    plans = []
+    for step in range(20):
+        plan = around.step()
+        plans.append(plan.num_tokens)
+        around.answer(plan, 1.0 + 0.01 * (plan.num_tokens - 1))
+        if step == 4:
+            around.tell(Add(make_request("prompt", [3] * 1000, 1)))
+    around.close()
+    assert plans[:5] == [2, 1, 1, 1, 1]
+    assert sum(plans) == 2 + 19 + 1000
+    assert max(plans) == 96  # 1.95 seconds; the next choice takes 2.27
+
+
+@pytest.mark.parametrize("flag", ["1", "-2", "nan"])
+def test_a_ratio_that_is_none_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match="--max_itl_ratio must be more than 1, or 0"):
+        BalanceConfig(EngineConfig(), max_itl_ratio=float(flag))
