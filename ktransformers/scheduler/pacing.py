@@ -3,9 +3,11 @@
     seconds(decodes and prompts) <= max_itl_ratio * seconds(the same decodes alone)
 
 by what steps took of late (scheduler/step_times.py). Prompts must not starve: they have FEWEST_ROWS where these take at
-most twice the time that there is for them. Where they take more, each row costs nearly as much as the first, as with
-experts in RAM: the ratio cannot be kept, tiny steps would only keep both waiting longer, and a step has LEAST_ROWS. So
-it has while nothing is known. Steps without decodes are as long as chunk_size.
+most twice the time that there is for them. Where they take more the ratio cannot be kept, and tiny steps would keep both
+waiting longer: a step has LEAST_ROWS, and twice as many as long as twice the rows take less than 1.5 times as long. With
+experts in RAM, whose weights cross a bus whatever the rows, one long step ends sooner than thirty that are nearly as
+long; sizes that were not timed are tried. LEAST_ROWS it has while nothing is known. Steps without decodes are as long as
+chunk_size.
 
 What decodes take alone must be known: where it is not, and after REFRESH steps with prompts in a row, one step carries
 none. So a server with a prompt in every step knows it too.
@@ -25,6 +27,9 @@ FEWEST_ROWS = 15
 
 REFRESH = 32
 """Steps with decodes and prompts in a row before one of decodes alone."""
+
+_WORTH = 1.5
+"""Twice the rows of a step that keeps no ratio are worth less than so many times its time."""
 
 _RETRY = 4
 """The same while steps of so many decodes were never timed alone: results come two steps later."""
@@ -52,7 +57,25 @@ def paced_rows(times: StepTimes, ratio: float, decodes: int, most: int) -> int:
         if rows >= fewest and more is not None and more <= budget:
             return rows
     more = times.more(fewest)
-    return fewest if more is not None and more <= 2 * budget else least
+    if more is None:
+        return least
+    return fewest if more <= 2 * budget else _worthwhile_rows(times, least, most)
+
+
+def _worthwhile_rows(times: StepTimes, least: int, most: int) -> int:
+    """Rows of prompts where the ratio cannot be kept: more of them, while that shortens the whole."""
+    rows = least
+    while rows < most:
+        here, twice = times.more(rows), min(2 * rows, most)
+        if here is None or not times.knows_more(rows):
+            return rows
+        there = times.more(twice)
+        if there is None or not times.knows_more(twice):
+            return twice
+        if there * rows >= _WORTH / 2 * twice * here:
+            return rows
+        rows = twice
+    return rows
 
 
 class Pacer:

@@ -112,6 +112,10 @@ class StepTimes:
         """Whether steps of about so many decodes, alone, were timed of late."""
         return self._alone.knows(decodes)
 
+    def knows_more(self, prefill_rows: int) -> bool:
+        """Whether steps with about so many rows of prompts beside decodes were timed of late."""
+        return self._more.knows(prefill_rows)
+
     def alone(self, decodes: int) -> float | None:
         """Seconds of a step of so many decodes; None before any was timed."""
         return self._alone.at(decodes)

@@ -123,7 +123,7 @@ def test_prompts_get_their_least_however_slow_they_are(decodes: int, most: int, 
     for _ in range(9):
         times.add(decodes, 0, 0.001)
     for count in (1, rows, 2 * rows):
-        times.add(decodes, count, 9.0)
+        times.add(decodes, count, 9.0 * count)
     assert paced_rows(times, 2.0, decodes, most) == rows
 
 
@@ -198,12 +198,31 @@ def test_a_budget_follows_its_ratio() -> None:
 
 
 def test_where_the_budget_is_too_small_prompts_get_their_least() -> None:
+    loop = Clocked(lambda decodes, rows: 0.02 + 0.01 * rows)
+    loop.add("1", 20, 10000)
+    loop.run(5)
+    loop.add("2", 6000, 1)
+    rows = [rows for _, rows, _ in loop.run(110) if rows]
+    assert sum(rows) == 6000
+    assert all(one in (63, 126) for one in rows[:-1])
+    assert rows.count(126) <= 3  # tried: with two steps in flight, and another planned before the first is known
+
+
+def test_where_long_steps_take_hardly_longer_they_grow() -> None:
+    """As with experts in RAM, all of which a step of 64 rows has read or copied already."""
     loop = Clocked(cpu)
     loop.add("1", 20, 10000)
     loop.run(5)
     loop.add("2", 2000, 1)
-    steps = loop.run(40)
-    assert [rows for _, rows, _ in steps if rows] == [63] * 31 + [47]
+    rows = [rows for _, rows, _ in loop.run(40) if rows]
+    assert rows[:-1] == sorted(rows[:-1])
+    assert sum(rows) == 2000
+    assert rows[-2] >= 504
+    loop.run(5)
+    for prompt in ("3", "4"):
+        loop.add(prompt, 2000, 1)
+        longest = max(rows for _, rows, _ in loop.run(20))
+    assert longest == 2000
 
 
 def test_where_only_few_rows_are_within_the_budget_steps_have_few() -> None:
@@ -223,7 +242,7 @@ def test_a_budget_that_is_missed_by_little_does_not_make_steps_long(share: float
     times = StepTimes()
     for _ in range(9):
         times.add(1, 0, 0.01)
-    for count in (15, 63):
+    for count in (15, 63, 126):
         times.add(1, count, 0.01 + share * 0.01 * count / 15)
     assert paced_rows(times, 2.0 + 1e-9, 1, 4000) == rows
 
