@@ -21,8 +21,10 @@ __all__ = ["NEVER", "STEP_COST", "CpuRate", "PrefillRates", "Split", "choose_spl
 NEVER = 1 << 30
 """A threshold that no step reaches."""
 
-STEP_COST = 3e-4
-"""What the host adds to a layer whose experts are copied: it waits for the router's ids and launches more kernels."""
+STEP_COST = 2e-3
+"""What the host adds to a layer whose experts are copied: it waits for the router's ids, sorts, and launches copies and
+kernels one by one, where a step that copies nothing is replayed. Measured steps of 17 to 512 tokens (H200 with 16 Xeon
+cores; shapes of Qwen3-30B and Qwen3.6-35B) were 2.0 to 2.6 ms a layer longer than the rates say."""
 _MIN_GAIN = 0.05
 _SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
