@@ -24,6 +24,19 @@ if not torch.cuda.is_available():
         quicken()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _few_tokens_take_pairs() -> Iterator[None]:
+    """Interpreted, a program takes milliseconds: experts of more than 16 tokens, not of 32, are computed in blocks."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from ktransformers.kernels.triton import moe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "VECTOR_TOKENS", 16)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole products and long counts too (make test-all)")
     parser.addoption("--random_cases", type=int, metavar="COUNT", help="mutations of each fuzzed kind, instead of ours")

@@ -104,14 +104,14 @@ GRIDS = (QuantType.IQ2_XXS, QuantType.IQ3_S, QuantType.IQ1_M)
         (1, GpuLayout.PLANES, MIXED, 256, 256),
         (3, GpuLayout.PLANES, SMALL, 96, 64),
         (2, GpuLayout.ROWS, MIXED, 256, 256),
-        (17, GpuLayout.PLANES, SMALL, 96, 64),
+        (33, GpuLayout.PLANES, SMALL, 96, 64),
         (2, GpuLayout.TILES, MIXED, 256, 256),
         (2, GpuLayout.TILES, LOW, 256, 256),
-        (17, GpuLayout.TILES, LOW, 256, 256),
+        (33, GpuLayout.TILES, LOW, 256, 256),
         (2, GpuLayout.ROWS, FLOATS, 100, 72),
         (3, GpuLayout.TILES, BF16, 96, 32),
         (1, GpuLayout.PLANES, FP8, 160, 160),
-        (17, GpuLayout.PLANES, FP8, 160, 160),
+        (33, GpuLayout.PLANES, FP8, 160, 160),
         (2, GpuLayout.TILES, FP8, 160, 136),
         (2, GpuLayout.TILES, GRIDS, 256, 256),
         (1, GpuLayout.TILES, (*GRIDS[:2], QuantType.Q6_K), 256, 256),  # in blocks
@@ -165,7 +165,7 @@ def reference_oai(x, ids, weights, matrices, biases):
     [
         (1, GpuLayout.PLANES),
         (3, GpuLayout.PLANES),
-        (17, GpuLayout.PLANES),
+        (33, GpuLayout.PLANES),
         (2, GpuLayout.ROWS),
         (3, GpuLayout.TILES),
     ],
@@ -187,7 +187,7 @@ def test_experts_of_gpt_oss(tokens, layout, device):
 
 
 @pytest.mark.parametrize("kind", [Activation.GELU, Activation.RELU2], ids=lambda k: k.name)
-@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize("tokens", [1, 33])
 def test_other_activations_without_biases(tokens, kind, device):
     shapes = ((32, 64), (32, 64), (64, 32))
     made = [make(QuantType.Q8_0, 2, rows, cols, GpuLayout.PLANES, device) for rows, cols in shapes]
