@@ -122,7 +122,7 @@ def kill(process: ServerProcess) -> None:
 def plain(name: str, data: bytes) -> list[bytes]:
     """Without ids that are drawn, and without times. Answers side by side come in any order."""
     if name in ("choices", "texts"):
-        events = re.sub(rb'(?m)^id: \d+\n', b"", data)
+        events = re.sub(rb"(?m)^id: \d+\n", b"", data)
         events = re.sub(rb',"usage":[^\n]*', b"}", events)  # with the end of whichever ends last
         return sorted(_plain(events).split(b"\n\n"))
     return [_plain(data)]
