@@ -33,12 +33,13 @@ from ktransformers.kernels.triton.bits import (
     shifted,
 )
 from ktransformers.kernels.triton.relay import READ_TYPES, GpuLayout, layout_nbytes
-from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
+from ktransformers.kernels.triton.runtime import constant, jit, static, tl, triton
 from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.triton.tiles import cpu_tile
-from ktransformers.kernels.types import WeightType
+from ktransformers.kernels.triton.tiles_grid import has_grid
+from ktransformers.kernels.types import QuantType, WeightType
 
-__all__ = ["check_matrix", "dequantize", "weight_tile"]
+__all__ = ["check_matrix", "dequantize", "lane_rows", "weight_tile"]
 
 # Layout as constants of the kernels.
 ROWS = constant(int(GpuLayout.ROWS))
@@ -170,6 +171,41 @@ def join_eight(words, s, m, one, i: tl.constexpr, step: tl.constexpr, TYPE: tl.c
     return tl.join(tl.join(a, b), tl.join(c, d))
 
 
+@static
+def fills_lanes(BK, BN, warps):
+    """Whether each lane has a group of 32 columns of its own in a tile of the planes."""
+    return BK // 32 * BN >= 32 * warps
+
+
+@static
+def lane_rows(type_number, layout, BK, BN, warps):
+    """How many neighbouring rows of a tile one lane reads; a guess at the compiler's choice, for speed alone."""
+    if layout == int(GpuLayout.PLANES):
+        chunk = 32 if fills_lanes(BK, BN, warps) else 8
+        elements = BK // {int(QuantType.Q5_K): 32, int(QuantType.Q6_K): 16}.get(type_number, chunk) * BN
+    elif layout == int(GpuLayout.TILES):
+        elements = (2 if has_grid(type_number) else 8) * BN
+    else:
+        return 1
+    return max(1, min(4, elements // (32 * warps)))
+
+
+@jit
+def group_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """`packed_tile` for types with chunks of 8 columns, where a lane takes the four chunks that share their scales."""
+    group = k0 // 32 + tl.arange(0, BK // 32)[:, None]
+    if K % BK != 0:
+        mask = mask & (group < K // 32)
+    s, m = scales(base, group, n, mask, TYPE, K, N)
+    a = join_eight(chunk_words(base, 4 * group, n, mask, TYPE, N), s, m, one, 0, 1, TYPE, DTYPE)
+    b = join_eight(chunk_words(base, 4 * group + 1, n, mask, TYPE, N), s, m, one, 0, 1, TYPE, DTYPE)
+    c = join_eight(chunk_words(base, 4 * group + 2, n, mask, TYPE, N), s, m, one, 0, 1, TYPE, DTYPE)
+    d = join_eight(chunk_words(base, 4 * group + 3, n, mask, TYPE, N), s, m, one, 0, 1, TYPE, DTYPE)
+    tile = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 5, 6, 2, 3, 4, 1))
+    return tl.reshape(tile, (BK, n.shape[1]))
+
+
 @jit
 def packed_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
                 DTYPE: tl.constexpr):  # fmt: skip
@@ -264,12 +300,14 @@ def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
 @jit
 def weight_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr,
-                BK: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+                BK: tl.constexpr, DTYPE: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """Columns k0 .. k0 + BK - 1 of the rows n [1, BN] as [BK, BN] of DTYPE; zero where masked or past K.
 
     base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32 (64 in the
-    CPU's layout); k0 a multiple of BK.
+    CPU's layout); k0 a multiple of BK. WARPS: of the program.
     """
+    if LAYOUT == PLANES and TYPE != Q5_K and TYPE != Q6_K and fills_lanes(BK, n.shape[1], WARPS):
+        return group_tile(base, k0, n, mask, one, TYPE, K, N, BK, DTYPE)
     if LAYOUT == PLANES:
         return packed_tile(base, k0, n, mask, one, TYPE, K, N, BK, DTYPE)
     if LAYOUT == TILES:
@@ -294,7 +332,7 @@ def _dequantize_kernel(base, out, one, tables, TYPE: tl.constexpr, LAYOUT: tl.co
     n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     mask = n < N
     k0 = tl.program_id(0) * 64
-    tile = weight_tile(base, k0, n, mask, one, tables, TYPE, LAYOUT, K, N, 64, tl.float32)
+    tile = weight_tile(base, k0, n, mask, one, tables, TYPE, LAYOUT, K, N, 64, tl.float32, 4)
     k = k0 + tl.arange(0, 64)[:, None]
     tl.store(out + n.to(tl.int64) * K + k, tile.to(out.dtype.element_ty), mask=mask & (k < K))
 

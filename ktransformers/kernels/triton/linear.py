@@ -117,14 +117,16 @@ def _vector_kernel(x, stride, base, second, bias, out, parts, counters, one, tab
 def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE: tl.constexpr,
                LAYOUT: tl.constexpr,
                K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-               BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+               BK: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+               ACT: tl.constexpr):  # fmt: skip
     """As `_vector_rows`, for BM rows of x."""
     split = tl.program_id(2)
     t = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
     n = tile * BN + tl.arange(0, BN)[None, :]
     steps: tl.constexpr = (K + BK - 1) // BK
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
-    acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, tables, first, last, TYPE, LAYOUT, K, N, BK)
+    acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, tables, first, last, TYPE, LAYOUT, K, N, BK,
+                   WARPS)  # fmt: skip
     mask = (t < T) & (n < N)
     if SPLIT > 1:
         at = t.to(tl.int64) * WIDTH + n
@@ -152,24 +154,21 @@ def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables,
 def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, tables, TYPE: tl.constexpr,
                  TYPE2: tl.constexpr,
                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BM: tl.constexpr,
-                 BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-                 ACT: tl.constexpr):  # fmt: skip
+                 BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr,
+                 HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """Grid (tiles of x, tiles as in `_vector_kernel`, splits)."""
     tile = tl.program_id(1)
     tiles: tl.constexpr = (N + BN - 1) // BN
     counter = counters + tl.program_id(0) * tl.num_programs(1) + tile
     if N2 == 0:
         _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE, LAYOUT, K, N, N, BM, BN,
-                   BK, SPLIT,
-                   HAS_BIAS, ACT)  # fmt: skip
+                   BK, WARPS, SPLIT, HAS_BIAS, ACT)  # fmt: skip
     elif tile < tiles:
         _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables, TYPE, LAYOUT, K, N, N + N2, BM,
-                   BN, BK,
-                   SPLIT, HAS_BIAS, ACT)  # fmt: skip
+                   BN, BK, WARPS, SPLIT, HAS_BIAS, ACT)  # fmt: skip
     else:
         _tile_rows(x, stride, second, bias + N, out + N, parts + N, counter, tile - tiles, T, one, tables, TYPE2,
-                   LAYOUT, K, N2,
-                   N + N2, BM, BN, BK, SPLIT, HAS_BIAS, ACT)  # fmt: skip
+                   LAYOUT, K, N2, N + N2, BM, BN, BK, WARPS, SPLIT, HAS_BIAS, ACT)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +387,6 @@ def launch(
     _tile_kernel[grid](
         x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, tokens, ONE,
         tables(x.device), *types,
-        int(layout), *counts, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, num_warps=warps, **options,
+        int(layout), *counts, BM=block_m, BN=block_n, BK=block_k, WARPS=warps, SPLIT=split, num_warps=warps, **options,
     )  # fmt: skip
     return target

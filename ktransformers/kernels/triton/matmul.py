@@ -9,7 +9,7 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 from __future__ import annotations
 
 from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
-from ktransformers.kernels.triton.dequant import one_plus, scales, unit, weight_tile
+from ktransformers.kernels.triton.dequant import lane_rows, one_plus, scales, unit, weight_tile
 from ktransformers.kernels.triton.matmul_codes import code_pair, code_vector
 from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
 from ktransformers.kernels.triton.runtime import jit, tl
@@ -203,36 +203,66 @@ def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constex
 
 
 @jit
+def apart(w, R: tl.constexpr):
+    """w [BK, BN] with its columns in another order: columns R a + b become b BN / R + a.
+
+    A lane that reads R neighbouring rows of a matrix is R columns away from its neighbour. What lanes store to shared
+    memory for the tensor cores, 16 bytes of a column each, then lies in the same banks for many of them: places are
+    swizzled by the number of a column. In this order neighbouring lanes have neighbouring columns. Nothing is moved by
+    it: columns are only called by other numbers.
+    """
+    if R == 1:
+        return w
+    split = tl.reshape(w, (w.shape[0], w.shape[1] // R, R))
+    return tl.reshape(tl.permute(split, (0, 2, 1)), w.shape)
+
+
+@jit
+def together(acc, R: tl.constexpr):
+    """Products [BM, BN] with a tile that is `apart`, in the order of the matrix's rows."""
+    if R == 1:
+        return acc
+    split = tl.reshape(acc, (acc.shape[0], R, acc.shape[1] // R))
+    return tl.reshape(tl.permute(split, (0, 2, 1)), acc.shape)
+
+
+@jit
 def dot_tile(x_rows, x_mask, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
-             K: tl.constexpr,
-             N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+             K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
 
     x_rows: pointers [BM, 1] to rows of x, in fp16 or bf16, the type that weights are rounded to; x_mask: [BM, 1].
+    WARPS: of the program.
     """
     dtype: tl.constexpr = x_rows.dtype.element_ty
+    R: tl.constexpr = lane_rows(TYPE, LAYOUT, BK, n.shape[1], WARPS)
     acc = tl.zeros((x_rows.shape[0], n.shape[1]), tl.float32)
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        w = weight_tile(base, step * BK, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype)
-        acc = tl.dot(x, w, acc)
-    return acc
+        w = weight_tile(base, step * BK, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype, WARPS)
+        acc = tl.dot(x, apart(w, R), acc)
+    return together(acc, R)
 
 
 @jit
 def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr,
-                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+                  WARPS: tl.constexpr):  # fmt: skip
     """`dot_tile` with two matrices of one shape, whose layout is one and whose types may differ."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
+    G: tl.constexpr = lane_rows(GATE, LAYOUT, BK, n.shape[1], WARPS)
+    U: tl.constexpr = lane_rows(UP, LAYOUT, BK, n.shape[1], WARPS)
     g = tl.zeros((x_rows.shape[0], n.shape[1]), tl.float32)
     u = g
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, tables, GATE, LAYOUT, K, N, BK, dtype), g)
-        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, tables, UP, LAYOUT, K, N, BK, dtype), u)
-    return g, u
+        w = weight_tile(gate, step * BK, n, mask, one, tables, GATE, LAYOUT, K, N, BK, dtype, WARPS)
+        g = tl.dot(x, apart(w, G), g)
+        w = weight_tile(up, step * BK, n, mask, one, tables, UP, LAYOUT, K, N, BK, dtype, WARPS)
+        u = tl.dot(x, apart(w, U), u)
+    return together(g, G), together(u, U)
 
 
 @jit

@@ -239,8 +239,8 @@ def _down_vector(hidden, ids, weights, down, bias, parts, counters, out, one, ta
 def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up_bias, hidden, P, first, one, tables,
                   GATE: tl.constexpr, UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr,
                   LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
-                  BN: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-                  HAS_BIAS: tl.constexpr):  # fmt: skip
+                  BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
+                  LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
     if slot >= 0:
@@ -248,7 +248,7 @@ def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up
         pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
         rows = x + (pair // TOP_K).to(tl.int64) * stride
         g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, n, n < N, one, tables, 0,
-                             (K + BK - 1) // BK, GATE, UP, LAYOUT, K, N, BK)  # fmt: skip
+                             (K + BK - 1) // BK, GATE, UP, LAYOUT, K, N, BK, WARPS)  # fmt: skip
         if HAS_BIAS:
             expert = tl.load(ids + tl.load(pair_ids + block * BM))  # of all pairs in the block
             g += tl.load(gate_bias + expert * N + n, mask=n < N, other=0.0)
@@ -261,14 +261,14 @@ def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up
 def _down_tile(hidden, ids, pair_ids, block_slots, weights, down, bias, parts, P, first, one, tables,
                TYPE: tl.constexpr,
                BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+               BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
     if slot >= 0:
         n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
         pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
         acc = dot_tile(hidden + pair.to(tl.int64) * K, pair < P, down + slot * BYTES, n, n < N, one, tables, 0,
-                       (K + BK - 1) // BK, TYPE, LAYOUT, K, N, BK)  # fmt: skip
+                       (K + BK - 1) // BK, TYPE, LAYOUT, K, N, BK, WARPS)  # fmt: skip
         if HAS_BIAS:
             expert = tl.load(ids + tl.load(pair_ids + block * BM))
             acc += tl.load(bias + expert * N + n, mask=n < N, other=0.0)
@@ -341,13 +341,14 @@ def _blocks(
         x, x.stride(0), ids, aligned.pair_ids, aligned.block_slots, gate.data, up.data, gate_bias, up_bias,
         space.hidden, pairs, first, ONE, tables(x.device), int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes,
         int(up.layout),
-        up.cols, up.rows, TOP_K=top_k, BM=block, BN=64, BK=64, num_warps=warps, **between.options(),
+        up.cols, up.rows, TOP_K=top_k, BM=block, BN=64, BK=64, WARPS=warps, num_warps=warps,
+        **between.options(),
     )  # fmt: skip
     block_n = 128 if block == 128 else 64
     _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
         space.hidden, ids, aligned.pair_ids, aligned.block_slots, weights, down.data, down_bias, space.parts, pairs,
         first, ONE, tables(x.device), int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
-        BM=block, BN=block_n, BK=64, HAS_BIAS=between.biases is not None, num_warps=warps,
+        BM=block, BN=block_n, BK=64, WARPS=warps, HAS_BIAS=between.biases is not None, num_warps=warps,
     )  # fmt: skip
 
 
