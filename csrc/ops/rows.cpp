@@ -2,12 +2,20 @@
 #include "ops/rows.h"
 
 namespace kt {
+namespace {
+
+// An element takes 0.1 to 0.3 ns: threads that sleep, as they do where a GPU computes, take longer to wake than that
+// many take one.
+constexpr int64_t kLookedUpPerTask = 1 << 18;
+
+}  // namespace
 
 void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* ids, int64_t count, float* out) {
   WorkerPool::Session session(pool);
   ProfiledOp op(session, Part::Embedding, count);
   op.add_bytes(count * weight.row_bytes);
-  for_rows(session, count, rows_per_task(weight.cols), [&](int64_t i) {
+  const int64_t rows = std::max<int64_t>(1, kLookedUpPerTask / std::max<int64_t>(weight.cols, 1));
+  for_rows(session, count, rows, [&](int64_t i) {
     session.kernels().dequantize_row(weight.type, weight.data + ids[i] * weight.row_bytes, weight.cols,
                                      out + i * weight.cols);
   });

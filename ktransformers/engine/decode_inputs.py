@@ -219,7 +219,7 @@ class StaticInputs:
         """
         rows, (seqs, pages) = source.num_rows, source.block_table.shape
         host = self._host
-        self._staged.zero_()
+        self._staged.numpy().fill(0)  # torch would wake its threads for this
         is_there = source.hidden_states.device == self.device
         if not is_there:
             host.hidden_states[:rows] = source.hidden_states

@@ -18,7 +18,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.triton import runtime
-from ktransformers.kernels.triton.linear import Workspace
+from ktransformers.kernels.triton.linear import SPLIT_ROWS, Workspace
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
 from ktransformers.operators.marks import Marks
 from ktransformers.operators.usage import ExpertUsage
@@ -43,7 +43,6 @@ STREAM_ROWS = 512
 
 _LEAST_CAPABILITY = (8, 0)  # of a GPU that has products of bf16
 _COUNTERS = 1 << 14
-_LINEAR_ROWS = 64  # rows of activations above which no product splits its columns
 
 
 class Beside(Protocol):
@@ -150,7 +149,7 @@ class Device:
         """Memory of the quantized products, which run one after another on this device."""
         made = self._scratch.get("linear")
         if not isinstance(made, Workspace):
-            made = self._scratch["linear"] = Workspace.allocate(self.torch_device, _LINEAR_ROWS)
+            made = self._scratch["linear"] = Workspace.allocate(self.torch_device, SPLIT_ROWS)
         return made
 
     def counters(self) -> torch.Tensor:

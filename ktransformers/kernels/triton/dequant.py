@@ -39,7 +39,7 @@ from ktransformers.kernels.triton.tiles import cpu_tile
 from ktransformers.kernels.triton.tiles_grid import has_grid
 from ktransformers.kernels.types import QuantType, WeightType
 
-__all__ = ["check_matrix", "dequantize", "lane_rows", "weight_tile"]
+__all__ = ["check_matrix", "dequantize", "lane_rows", "runs_ahead", "weight_tile"]
 
 # Layout as constants of the kernels.
 ROWS = constant(int(GpuLayout.ROWS))
@@ -174,7 +174,13 @@ def join_eight(words, s, m, one, i: tl.constexpr, step: tl.constexpr, TYPE: tl.c
 @static
 def fills_lanes(BK, BN, warps):
     """Whether each lane has a group of 32 columns of its own in a tile of the planes."""
-    return BK // 32 * BN >= 32 * warps
+    return 32 * warps <= BK // 32 * BN
+
+
+@static
+def runs_ahead(type_number, layout):
+    """Whether a tile is dequantized one step before its products: it is, where the registers that this takes pay."""
+    return layout == int(GpuLayout.PLANES) or (layout == int(GpuLayout.TILES) and has_grid(type_number))
 
 
 @static

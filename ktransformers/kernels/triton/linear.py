@@ -15,20 +15,24 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.bits import ONE
-from ktransformers.kernels.triton.dequant import check_matrix
+from ktransformers.kernels.triton.dequant import check_matrix, runs_ahead
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
 from ktransformers.kernels.triton.relay import GpuLayout, has_vector_loop
-from ktransformers.kernels.triton.runtime import jit, tl, triton
+from ktransformers.kernels.triton.runtime import jit, power_of_two, tl, triton
 from ktransformers.kernels.triton.tables import tables
 from ktransformers.kernels.types import Activation, WeightType
 
-__all__ = ["VECTOR_ROWS", "Rows", "Workspace", "gated_linear", "launch", "linear", "linear_pair"]
+__all__ = ["SPLIT_ROWS", "VECTOR_ROWS", "Rows", "Workspace", "gated_linear", "launch", "linear", "linear_pair"]
 
 #: Largest number of rows that the vector kernel takes.
 VECTOR_ROWS = 4
 _PROCESSORS = 132  # of an H100 or H200
-_PROGRAMS = 4 * _PROCESSORS  # to aim for when the tile kernel's columns are split
+# Programs to aim for when the tile kernel's columns are split, of 64 rows of W each, and of 128.
+_PROGRAMS = 5 * _PROCESSORS // 2
+_WIDE_PROGRAMS = 3 * _PROCESSORS // 2
+#: Rows of x above which no product splits its columns.
+SPLIT_ROWS = 512
 _MAX_SPLIT = 32
 
 
@@ -186,9 +190,11 @@ class Workspace:
         """Enough for every `linear` of at most `rows` rows of x, whatever the matrix.
 
         Columns are split only as long as there are few programs, which bounds what they store: tiles of 64 rows of W
-        and all rows of x (at most 64) in _PROGRAMS programs, or tiles of 16 and VECTOR_ROWS for a small matrix.
+        and at most 64 of x in _PROGRAMS programs, of 128 and at most 128 in _WIDE_PROGRAMS, or tiles of 16 and
+        VECTOR_ROWS for a small matrix.
         """
-        parts = max(_PROGRAMS * 64 * min(rows, 64), _PROCESSORS // 2 * 16 * _MAX_SPLIT * VECTOR_ROWS)
+        wide = _WIDE_PROGRAMS * 128 * 128 if rows > 64 else 0
+        parts = max(_PROGRAMS * 64 * min(rows, 64), wide, _PROCESSORS // 2 * 16 * _MAX_SPLIT * VECTOR_ROWS)
         floats = torch.empty(parts, dtype=torch.float32, device=device)
         return cls(floats, torch.zeros(_PROGRAMS, dtype=torch.int32, device=device))
 
@@ -226,15 +232,20 @@ def _vector_plan(rows: int, cols: int) -> tuple[int, int, int, int]:
     return block, groups, split, warps
 
 
-def _tile_plan(tokens: int, rows: int, cols: int) -> tuple[int, int, int, int, int]:
-    """BM, BN, BK, split and warps of the tile kernel."""
-    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
-    block_n = 64 if block_m <= 64 else 128
-    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)
+def _tile_plan(tokens: int, rows: int, cols: int, is_ahead: bool) -> tuple[int, int, int, int, int]:
+    """BM, BN, BK, split and warps of the tile kernel. is_ahead: `dequant.runs_ahead`.
+
+    The split is the same for all numbers of tokens up to a power of two: each is another kernel.
+    """
+    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= (128 if is_ahead else 64) else 128
+    block_n = 64 if tokens <= 64 else 128
+    warps = (2 if block_m <= 32 else 4) if is_ahead else 8 if block_m == 128 else 4
+    tiles = triton.cdiv(power_of_two(tokens), block_m) * triton.cdiv(rows, block_n)
     split, steps = 1, triton.cdiv(cols, 64)
-    while tokens <= 64 and tiles * split * 2 <= _PROGRAMS and split * 2 <= min(steps, _MAX_SPLIT):
+    most = _PROGRAMS if block_n == 64 else _WIDE_PROGRAMS
+    while tokens <= SPLIT_ROWS and tiles * split * 2 <= most and split * 2 <= min(steps, _MAX_SPLIT):
         split *= 2
-    return block_m, block_n, 64, split, 8 if block_m == 128 else 4
+    return block_m, block_n, 64, split, warps
 
 
 def _space(workspace: Workspace | None, x: Tensor, split: int, tokens: int, rows: int, tiles: int) -> Workspace:
@@ -381,7 +392,8 @@ def launch(
             *counts, BN=block, KS=groups, M=tokens, SPLIT=split, num_warps=warps, **options,
         )  # fmt: skip
         return target
-    block_m, block_n, block_k, split, warps = _tile_plan(tokens, rows, cols)
+    is_ahead = all(runs_ahead(weight.type_number, int(layout)) for weight in weights)
+    block_m, block_n, block_k, split, warps = _tile_plan(tokens, rows, cols, is_ahead)
     grid = (triton.cdiv(tokens, block_m), sum(triton.cdiv(weight.rows, block_n) for weight in weights), split)
     space = _space(workspace, x, split, tokens, rows, grid[0] * grid[1])
     _tile_kernel[grid](

@@ -9,7 +9,7 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 from __future__ import annotations
 
 from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
-from ktransformers.kernels.triton.dequant import lane_rows, one_plus, scales, unit, weight_tile
+from ktransformers.kernels.triton.dequant import lane_rows, one_plus, runs_ahead, scales, unit, weight_tile
 from ktransformers.kernels.triton.matmul_codes import code_pair, code_vector
 from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
 from ktransformers.kernels.triton.runtime import jit, tl
@@ -227,40 +227,66 @@ def together(acc, R: tl.constexpr):
 
 
 @jit
+def x_tile(x_rows, x_mask, step, K: tl.constexpr, BK: tl.constexpr):
+    k = step * BK + tl.arange(0, BK)[None, :]
+    return tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
+
+
+@jit
 def dot_tile(x_rows, x_mask, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
              K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
-    """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
+    """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns, at least one.
 
     x_rows: pointers [BM, 1] to rows of x, in fp16 or bf16, the type that weights are rounded to; x_mask: [BM, 1].
-    WARPS: of the program.
+    base: a matrix, or of each row in n [1, BN] the matrix that it is of. WARPS: of the program.
+
+    Where weights of the next step are dequantized beside the products of this one, they cross the loop, which also
+    keeps the compiler from choosing how they lie in shared memory by the bits that they are stored in: banks collided.
     """
     dtype: tl.constexpr = x_rows.dtype.element_ty
     R: tl.constexpr = lane_rows(TYPE, LAYOUT, BK, n.shape[1], WARPS)
     acc = tl.zeros((x_rows.shape[0], n.shape[1]), tl.float32)
-    for step in range(first, last):
-        k = step * BK + tl.arange(0, BK)[None, :]
-        x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        w = weight_tile(base, step * BK, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype, WARPS)
-        acc = tl.dot(x, apart(w, R), acc)
+    if runs_ahead(TYPE, LAYOUT):
+        w = weight_tile(base, first * BK, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype, WARPS)
+        for step in tl.range(first, last, num_stages=3):
+            x = x_tile(x_rows, x_mask, step, K, BK)
+            acc = tl.dot(x, apart(w, R), acc)
+            after = tl.minimum(step + 1, last - 1) * BK
+            w = weight_tile(base, after, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype, WARPS)
+    else:
+        for step in tl.range(first, last, num_stages=3):
+            x = x_tile(x_rows, x_mask, step, K, BK)
+            w = weight_tile(base, step * BK, n, mask, one, tables, TYPE, LAYOUT, K, N, BK, dtype, WARPS)
+            acc = tl.dot(x, apart(w, R), acc)
     return together(acc, R)
 
 
 @jit
-def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr,
-                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+def dot_tile_pair(x_rows, x_mask, gate, up, n0, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr,
+                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   WARPS: tl.constexpr):  # fmt: skip
-    """`dot_tile` with two matrices of one shape, whose layout is one and whose types may differ."""
+    """`dot_tile` with rows n0 .. n0 + BN - 1 of two matrices of one shape and layout: two results [BM, BN].
+
+    Where weights run ahead and are of one type, they are one tile of 2 BN rows.
+    """
+    if GATE == UP and runs_ahead(GATE, LAYOUT):
+        between = tl.multiple_of(up.to(tl.int64) - gate.to(tl.int64), 16)
+        i = tl.arange(0, 2 * BN)[None, :]
+        base = gate + tl.where(i >= BN, between, 0)
+        rows = n0 + i % BN
+        both = dot_tile(x_rows, x_mask, base, rows, rows < N, one, tables, first, last, GATE, LAYOUT, K, N, BK, WARPS)
+        return tl.split(tl.permute(tl.reshape(both, (x_rows.shape[0], 2, BN)), (0, 2, 1)))
     dtype: tl.constexpr = x_rows.dtype.element_ty
-    G: tl.constexpr = lane_rows(GATE, LAYOUT, BK, n.shape[1], WARPS)
-    U: tl.constexpr = lane_rows(UP, LAYOUT, BK, n.shape[1], WARPS)
-    g = tl.zeros((x_rows.shape[0], n.shape[1]), tl.float32)
+    n = n0 + tl.arange(0, BN)[None, :]
+    G: tl.constexpr = lane_rows(GATE, LAYOUT, BK, BN, WARPS)
+    U: tl.constexpr = lane_rows(UP, LAYOUT, BK, BN, WARPS)
+    g = tl.zeros((x_rows.shape[0], BN), tl.float32)
     u = g
-    for step in range(first, last):
-        k = step * BK + tl.arange(0, BK)[None, :]
-        x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        w = weight_tile(gate, step * BK, n, mask, one, tables, GATE, LAYOUT, K, N, BK, dtype, WARPS)
+    for step in tl.range(first, last, num_stages=3):
+        x = x_tile(x_rows, x_mask, step, K, BK)
+        w = weight_tile(gate, step * BK, n, n < N, one, tables, GATE, LAYOUT, K, N, BK, dtype, WARPS)
         g = tl.dot(x, apart(w, G), g)
-        w = weight_tile(up, step * BK, n, mask, one, tables, UP, LAYOUT, K, N, BK, dtype, WARPS)
+        w = weight_tile(up, step * BK, n, n < N, one, tables, UP, LAYOUT, K, N, BK, dtype, WARPS)
         u = tl.dot(x, apart(w, U), u)
     return together(g, G), together(u, U)
 

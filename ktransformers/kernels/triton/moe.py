@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.align import SMALL_PAIRS, AlignedPairs, known_expert, max_blocks, moe_align
 from ktransformers.kernels.triton.bits import ONE
-from ktransformers.kernels.triton.dequant import check_matrix
+from ktransformers.kernels.triton.dequant import check_matrix, runs_ahead
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 #: Largest number of tokens for which every pair is computed on its own.
-VECTOR_TOKENS = 32
+VECTOR_TOKENS = 16
 _MEANS = (12, 24, 96)  # pairs of an expert, up to which blocks have 16, 32 and 64 rows
 _DOWN_ROWS = 64  # of one program of the down projection
 
@@ -180,6 +180,15 @@ def block_rows(pairs: int, num_experts: int) -> int:
     return next((16 * 2**i for i, most in enumerate(_MEANS) if mean <= most), 128)
 
 
+def _tile_shape(part: ExpertMatrices, block: int, count: int) -> tuple[int, int]:
+    """Rows of each of `count` matrices that a program multiplies with blocks of so many rows of x, and its warps."""
+    if runs_ahead(int(part.qtype), int(part.layout)):
+        return 128 // count, 4
+    if block == 16:
+        return 64 // count, 2
+    return (128, 8) if block == 128 and count == 1 else (64, 4)
+
+
 @jit
 def activated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     if ACT == "SILU":
@@ -247,8 +256,8 @@ def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up
         n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
         pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
         rows = x + (pair // TOP_K).to(tl.int64) * stride
-        g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, n, n < N, one, tables, 0,
-                             (K + BK - 1) // BK, GATE, UP, LAYOUT, K, N, BK, WARPS)  # fmt: skip
+        g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, tl.program_id(1) * BN, one,
+                             tables, 0, (K + BK - 1) // BK, GATE, UP, LAYOUT, K, N, BN, BK, WARPS)  # fmt: skip
         if HAS_BIAS:
             expert = tl.load(ids + tl.load(pair_ids + block * BM))  # of all pairs in the block
             g += tl.load(gate_bias + expert * N + n, mask=n < N, other=0.0)
@@ -336,15 +345,14 @@ def _blocks(
     gate_bias, up_bias, down_bias = between.biases or (x, x, x)
     pairs, top_k = weights.numel(), weights.shape[1]
     first, blocks = span[0], span[1] - span[0]
-    warps = 8 if block == 128 else 4
-    _gate_up_tile[(blocks, triton.cdiv(up.rows, 64))](
+    block_n, warps = _tile_shape(up, block, 2)
+    _gate_up_tile[(blocks, triton.cdiv(up.rows, block_n))](
         x, x.stride(0), ids, aligned.pair_ids, aligned.block_slots, gate.data, up.data, gate_bias, up_bias,
         space.hidden, pairs, first, ONE, tables(x.device), int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes,
-        int(up.layout),
-        up.cols, up.rows, TOP_K=top_k, BM=block, BN=64, BK=64, WARPS=warps, num_warps=warps,
+        int(up.layout), up.cols, up.rows, TOP_K=top_k, BM=block, BN=block_n, BK=64, WARPS=warps, num_warps=warps,
         **between.options(),
     )  # fmt: skip
-    block_n = 128 if block == 128 else 64
+    block_n, warps = _tile_shape(down, block, 1)
     _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
         space.hidden, ids, aligned.pair_ids, aligned.block_slots, weights, down.data, down_bias, space.parts, pairs,
         first, ONE, tables(x.device), int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,

@@ -26,7 +26,8 @@ class Chosen:
     """Where a router leaves what it chose for others to see, beside its results.
 
     counts: int64 [E], to which each row adds 1 for each of its experts. slots: int64 [T], the cache's slots of the
-    rows: a row without one is padding, and is not counted. ids: int32 [T, K], memory for the ids, or None.
+    rows: a row without one is padding, which is not counted and has no experts: its ids are -1. ids: int32 [T, K],
+    memory for the ids, or None.
     """
 
     counts: Tensor
@@ -115,11 +116,12 @@ def _choose(
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
     mask = (rows < num_rows)[:, None] & (slots < TOP_K)
+    if COUNTS:
+        is_token = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)[:, None] >= 0
+        tl.atomic_add(counts_ptr + ids, 1, mask=mask & is_token, sem="relaxed")
+        ids = tl.where(is_token, ids, -1)
     tl.store(ids_ptr + (rows * ids_row)[:, None] + slots, ids.to(ids_ptr.dtype.element_ty), mask=mask)
     tl.store(weights_ptr + (rows * weights_row)[:, None] + slots, weights * scaling, mask=mask)
-    if COUNTS:
-        is_token = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1) >= 0
-        tl.atomic_add(counts_ptr + ids, 1, mask=mask & is_token[:, None], sem="relaxed")
 
 
 # Counts of one layer lie behind those of another: where they begin is no reason for another variant.

@@ -204,12 +204,13 @@ def test_refuses_what_does_not_fit(device):
 
 
 def test_a_workspace_suffices_for_every_matrix():
-    for tokens in (1, 2, 4, 5, 16, 17, 33, 64, 65, 300):
+    for tokens in (1, 2, 4, 5, 16, 17, 33, 64, 65, 128, 129, 300, 512, 513):
         space = Workspace.allocate("cpu", tokens)
         for rows in (8, 72, 576, 1056, 2048, 7168, 33792, 151936):
             for cols in (256, 1536, 7168, 18432):
                 _, _, split, _ = _vector_plan(rows, cols)
                 assert split * VECTOR_ROWS * rows <= space.parts.numel() or split == 1
-                block_m, block_n, _, split, _ = _tile_plan(tokens, rows, cols)
-                if split > 1:
-                    space.check(split * tokens * rows, -(-tokens // block_m) * -(-rows // block_n))
+                for is_ahead in (True, False):
+                    block_m, block_n, _, split, _ = _tile_plan(tokens, rows, cols, is_ahead)
+                    if split > 1:
+                        space.check(split * tokens * rows, -(-tokens // block_m) * -(-rows // block_n))
