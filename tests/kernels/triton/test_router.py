@@ -144,6 +144,9 @@ def test_choices_are_counted_where_rows_hold_tokens(num_rows, device):
     assert ids.data_ptr() == memory.data_ptr()
     want = torch.arange(num_experts) + ids.cpu()[slots >= 0].flatten().bincount(minlength=num_experts)
     assert torch.equal(counts.cpu(), want)
+    assert bool((ids.cpu()[slots < 0] == -1).all())
+    alone, _ = topk_router((x @ weight.T).to(device), spec)
+    assert torch.equal(ids.cpu()[slots >= 0], alone.cpu()[slots >= 0].to(torch.int32))
 
 
 def test_what_is_to_be_counted_must_fit(device):
