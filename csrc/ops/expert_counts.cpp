@@ -50,6 +50,11 @@ void ExpertCounts::add(int64_t layer, const int64_t* rows, int64_t experts, int6
   LayerCounts::add_to(counts->num_calls_, static_cast<uint64_t>(calls));
 }
 
+bool ExpertCounts::is_watched(int64_t layer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(watched_.begin(), watched_.end(), [&](const auto& known) { return known.first == layer; });
+}
+
 void ExpertCounts::follow(const int64_t* rows, int64_t* before, int64_t layers, int64_t experts) {
   std::vector<int64_t> made(static_cast<size_t>(experts));
   for (int64_t layer = 0; layer < layers; ++layer, rows += experts, before += experts) {
@@ -57,7 +62,7 @@ void ExpertCounts::follow(const int64_t* rows, int64_t* before, int64_t layers, 
     for (int64_t expert = 0; expert < experts; ++expert)
       made[static_cast<size_t>(expert)] = rows[expert] - before[expert];
     std::copy(rows, rows + experts, before);
-    add(layer, made.data(), experts, 0);
+    add(layer, made.data(), experts, is_watched(layer) ? 0 : 1);
   }
 }
 

@@ -53,12 +53,15 @@ class ExpertCounts {
   void watch(int64_t layer, std::shared_ptr<LayerCounts> counts);
   // What others counted: rows [experts] of one layer, as `calls` calls of it.
   void add(int64_t layer, const int64_t* rows, int64_t experts, int64_t calls);
-  // Rows of all layers so far, [layers][experts] as somebody else counts them: what is new since the last call counts.
+  // Rows of all layers so far, [layers][experts] as somebody else counts them: what is new since the last call counts,
+  // as a call of each layer where nothing is watched, and as part of one where something is.
   void follow(const int64_t* rows, int64_t* before, int64_t layers, int64_t experts);
   ExpertTotals totals();
   std::vector<ExpertCount> take();
 
  private:
+  bool is_watched(int64_t layer);
+
   std::mutex mutex_;
   std::vector<std::pair<int64_t, std::shared_ptr<LayerCounts>>> watched_, own_;
 };

@@ -194,6 +194,20 @@ def test_counts_of_experts_are_exact(pool: WorkerPool) -> None:
     assert counts.take() == b""
 
 
+def test_what_others_count_is_a_call_of_layers_that_run_nowhere_else(pool: WorkerPool) -> None:
+    """Layer 0 is on a GPU; layer 1 has some of its experts there and calls the kernel for the others."""
+    counts, kernel = ExpertCounts(), experts_of(pool, layer=1)
+    counts.watch(kernel)
+    before, now = torch.zeros(2, EXPERTS, dtype=torch.int64), torch.zeros(2, EXPERTS, dtype=torch.int64)
+    for step in range(1, 4):
+        run_experts(kernel, torch.tensor([[0, 1]]))
+        now[0, [0, 2]] += 1
+        now[1, 3] += 1
+        counts.follow(now, before)
+        assert torch.equal(before, now)
+        assert counts.totals() == (5 * step, 2 * step, 5 * step)
+
+
 def test_experts_that_are_out_of_range_are_not_counted(pool: WorkerPool) -> None:
     counts, kernel = ExpertCounts(), experts_of(pool)
     counts.watch(kernel)
