@@ -14,11 +14,6 @@ namespace {
 constexpr int kTileTokens = 16;     // rows of a tile
 constexpr int kMinTileTokens = 10;  // fewer are faster without tiles
 constexpr int kFirstWeightTile = 5;
-#ifdef KT_FETCH_TO_L2
-#define KT_FETCH_AHEAD(p) __builtin_prefetch(p, 0, 2)
-#else
-#define KT_FETCH_AHEAD(p) __builtin_prefetch(p)
-#endif
 
 // Tokens in tiles of equal height: 17 are 9 + 8, for a tile costs what its height is.
 struct TokenTiles {
@@ -140,7 +135,7 @@ struct NextLines {
   NextLines(const uint8_t* first, int64_t bytes, int steps)
       : at(first), end(first + bytes), per_step((bytes / 64 + steps - 1) / steps) {}
   void fetch() {
-    for (int64_t i = 0; i < per_step && at < end; ++i, at += 64) KT_FETCH_AHEAD(at);
+    for (int64_t i = 0; i < per_step && at < end; ++i, at += 64) __builtin_prefetch(at);
   }
 };
 
