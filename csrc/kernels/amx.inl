@@ -80,37 +80,42 @@ struct TileWork {
   int slots() const { return pieces * groups; }
 };
 
+// Eighths of a slot's weights that are prepared before its first product. With one unit a slot, half of a slot is
+// enough, and what is prepared takes the place of what was just multiplied: less of the first cache.
+inline int prepared_ahead(const TileWork& work) { return work.parts == 1 ? 4 : 8; }
+
 // All units in order, in stages so that the units for tiles, those for vectors and memory work side by side: while unit
-// n is multiplied, the weights of the next slot are prepared, an eighth at a time, the sums of unit n - 1 leave the
-// registers, and those of unit n - LAG are added to the accumulators. All of it goes in four steps, turn by turn, for
-// the processor looks ahead no further than that. Four sums at a time, because a product waits 52 cycles for the one
-// before in the same register while another can begin every 16; LAG, because what a tile stored cannot be loaded before
-// it has come to the cache, which takes all that is in flight: the distance has to be longer than the processor's
-// window.
+// n is multiplied, the weights that come next are prepared, an eighth of a slot at a time, the sums of unit n - 1 leave
+// the registers, and those of unit n - LAG are added to the accumulators. All of it goes in four steps, turn by turn,
+// for the processor looks ahead no further than that. Four sums at a time, because a product waits 52 cycles for the
+// one before in the same register while another can begin every 16; LAG, because what a tile stored cannot be loaded
+// before it has come to the cache, which takes all that is in flight: the distance has to be longer than the
+// processor's window.
 template <int LAG, class Prepare, class Multiply, class Add>
 inline void pipeline(const TileWork& work, const Prepare& prepare, const Multiply& multiply, const Add& add) {
   TileSums sums[LAG];
   TileUnit now, adding, coming;
   const int units = work.slots() * work.parts, steps = 4 * work.parts;
-  for (int eighth = 0; eighth < 8; ++eighth) prepare(coming, eighth);
-  coming.next_slot(work.groups);
   int newest = LAG - 1, oldest = 0, eighth = 0, due = 0;
+  const auto prepare_next = [&] {
+    prepare(coming, eighth);
+    if (++eighth < 8) return;
+    eighth = 0;
+    coming.next_slot(work.groups);
+  };
+  for (int i = 0; i < prepared_ahead(work); ++i) prepare_next();
   for (int n = 0; n < units + LAG; ++n) {
     TileSums* const done = n > 0 ? &sums[newest] : nullptr;
-    tiles_see_memory();
 #pragma GCC unroll 4
     for (int step = 0; step < 4; ++step) {
+      tiles_see_memory();
       if (n < units) multiply(now, done, step);
       if (n == units && step == 0) store_sums(*done, 0);
-      if (coming.slot < work.slots())
-        for (due += 8; due >= steps; due -= steps) prepare(coming, eighth++);
+      for (due += 8; due >= steps; due -= steps)
+        if (coming.slot < work.slots()) prepare_next();
       if (n >= LAG) add(adding, sums[oldest], step);
     }
     now.advance(work.groups, work.parts);
-    if (now.part == 0) {
-      coming.next_slot(work.groups);
-      eighth = 0;
-    }
     if (n >= LAG) adding.advance(work.groups, work.parts);
     newest = oldest;
     oldest = oldest + 1 == LAG ? 0 : oldest + 1;
@@ -178,6 +183,7 @@ template <> struct PlaneShift<PackedQ4K> { static constexpr int value = 3; };
 template <> struct PlaneShift<PackedQ5K> { static constexpr int value = 3; };
 
 template <class P> constexpr bool kIsTernary = std::is_same_v<P, PackedTQ1> || std::is_same_v<P, PackedTQ2>;
+template <class P> constexpr bool kHasQuarters = !kHasGrid<P> && !kIsTernary<P>;  // others are split as a whole
 template <class P>
 constexpr bool kHasOnePlane = std::is_same_v<P, PackedQ2K> || std::is_same_v<P, PackedQ3K> || kIsTernary<P>;
 
@@ -367,6 +373,8 @@ template <class P> void amx256_tiles(const TileArgs* a, int count) {
   const int64_t head = P::F::has_min ? 0 : head_bytes(blocks);
   const TileWork work = {blocks, (count + 1) / 2, tiles.count};
   const TilePieces memory = {a, count, blocks, head, P::bytes, head + blocks * P::bytes};
+  const int turn =
+      prepared_ahead(work) < 8 && kHasQuarters<P> ? 0 : 1;  // 1: two slots in turn have planes of their own
   TilePlanes planes[2][2];
   TileScales scales[4][2];  // from one slot before that of the products to kPlanesLag units after
   NextLines next[2];
@@ -375,7 +383,7 @@ template <class P> void amx256_tiles(const TileArgs* a, int count) {
     const int i = 2 * slot.group + eighth % 2;
     if (i < count)
       split_planes<P>(a[i].packed, head + slot.piece * P::bytes, slot.piece, eighth / 2,
-                      planes[slot.slot & 1][eighth % 2], scales[slot.slot & 3][eighth % 2]);
+                      planes[slot.slot & turn][eighth % 2], scales[slot.slot & 3][eighth % 2]);
   };
   const auto multiply = [&](const TileUnit& unit, TileSums* done, int step) {
     if (unit.part == 0 && step == 0) {
@@ -384,8 +392,8 @@ template <class P> void amx256_tiles(const TileArgs* a, int count) {
       for (int j = 0; j < 2; ++j) next[j] = memory.lines(2 * ahead.group + j, ahead.piece, 4 * tiles.count);
     }
     if (step == 0) multiplied = TokenPiece(*a->blocks, unit.piece);
-    multiply_planes<P>(planes[unit.slot & 1], 2 * unit.group + 1 < count, multiplied.q + unit.part * tiles.height, done,
-                       step);
+    multiply_planes<P>(planes[unit.slot & turn], 2 * unit.group + 1 < count, multiplied.q + unit.part * tiles.height,
+                       done, step);
     next[0].fetch();
     next[1].fetch();
   };
