@@ -65,11 +65,11 @@ def is_strided(type_number):
 
 
 @jit
-def value_words(tables, TYPE: tl.constexpr):
-    """The values of a type by rank, in up to four words [1, 1]: of IQ1 and IQ2 in two.
+def value_words(tables, TYPE: tl.constexpr, P: tl.constexpr):
+    """The values of a type by rank, in up to four words, int32 [P, 1]: of IQ1 and IQ2 in two.
 
-    Loaded, not constants: the compiler keeps constants in registers that a permutation does not take, and would move
-    them for every one.
+    All rows are the same. What is the same for all lanes, constants too, the compiler keeps in registers of which a
+    permutation takes no two, and moves it for every one; so each lane has an address of its own.
     """
     AT: tl.constexpr = (
         VALUES_IQ3_XXS if TYPE == IQ3_XXS
@@ -78,10 +78,10 @@ def value_words(tables, TYPE: tl.constexpr):
         else VALUES_IQ2 if has_grid(TYPE)
         else VALUES_IQ4
     )  # fmt: skip
-    at = (tables + AT).to(tl.pointer_type(tl.int32)) + tl.zeros((1, 1), tl.int32)
-    low, high = tl.load(at), tl.load(at + 1)
+    at = (tables + AT).to(tl.pointer_type(tl.int32)) + tl.arange(0, P)[:, None] % 8
+    low, high = tl.load(at), tl.load(at + 8)
     if TYPE == IQ3_XXS or TYPE == IQ3_S or not has_grid(TYPE):
-        return low, high, tl.load(at + 2), tl.load(at + 3)
+        return low, high, tl.load(at + 16), tl.load(at + 24)
     return low, high, low, high
 
 
@@ -188,7 +188,7 @@ def add_part(acc, digits, values, scales, TYPE: tl.constexpr):
 def grid_loop(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
     """`digit_vector` of IQ1 to IQ3. What the next two steps read is asked for first, as in matmul_grid.py."""
     acc = tl.zeros((KS, n.shape[1]), tl.float32)
-    book = value_words(tables, TYPE)
+    book = value_words(tables, TYPE, KS)
     words = later_words(base, first, last, n, mask, TYPE, K, KS)
     after = later_words(base, first + 1, last, n, mask, TYPE, K, KS)
     for step in range(first, last):
@@ -207,7 +207,7 @@ def grid_loop_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr
     """`grid_loop` with two matrices of one shape."""
     g = tl.zeros((KS, n.shape[1]), tl.float32)
     u = g
-    gate_book, up_book = value_words(tables, GATE), value_words(tables, UP)
+    gate_book, up_book = value_words(tables, GATE, KS), value_words(tables, UP, KS)
     gate_words = later_words(gate, first, last, n, mask, GATE, K, KS)
     up_words = later_words(up, first, last, n, mask, UP, K, KS)
     for step in range(first, last):
@@ -290,7 +290,7 @@ def add_nibbles(acc, first, second, book, nibbles, TYPE: tl.constexpr):
 def nibble_loop(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
     """`digit_vector` of IQ4."""
     acc = tl.zeros((KS // 2, n.shape[1]), tl.float32)
-    book = value_words(tables, TYPE)
+    book = value_words(tables, TYPE, KS // 2)
     words = later_nibbles(base, first, last, n, mask, TYPE, K, KS)
     for step in range(first, last):
         part = 2 * (step * (KS // 2) + tl.arange(0, KS // 2)[:, None])
@@ -308,7 +308,7 @@ def nibble_loop_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constex
     """`nibble_loop` with two matrices of one shape."""
     g = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     u = g
-    book = value_words(tables, GATE)  # of both
+    book = value_words(tables, GATE, KS // 2)  # of both
     gate_words = later_nibbles(gate, first, last, n, mask, GATE, K, KS)
     up_words = later_nibbles(up, first, last, n, mask, UP, K, KS)
     for step in range(first, last):

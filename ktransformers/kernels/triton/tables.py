@@ -9,8 +9,9 @@ first call of a kernel compiles it, outside of a graph's capture, and makes the 
 
 The first column is always the lowest. Behind these, for matmul_digits.py, int32 for each code of the same six: byte r
 has the rank of column r among the values of the type in its lower nibble, and that of column r + 4, where a code has
-so many, in its upper one. At the end the values by rank, a byte each, in words of four: of IQ2 and of IQ1 those with
-one sign (or delta) and those with the other, of IQ3 eight of each, and the 16 of IQ4. Knows the content; tiles_grid.py and matmul_digits.py read it.
+so many, in its upper one. At the end the values by rank, a byte each, in words of four, each word 8 times: of IQ2 and
+of IQ1 those with one sign (or delta) and those with the other, of IQ3 eight of each, and the 16 of IQ4. Knows the
+content; tiles_grid.py and matmul_digits.py read it.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ RANKS_IQ3_XXS = constant(7168)
 RANKS_IQ3_S = constant(7424)
 RANKS_IQ1 = constant(7936)
 VALUES_IQ2 = constant(9984)
-VALUES_IQ1 = constant(9986)
-VALUES_IQ3_XXS = constant(9988)
-VALUES_IQ3_S = constant(9992)
-VALUES_IQ4 = constant(9996)
+VALUES_IQ1 = constant(10000)
+VALUES_IQ3_XXS = constant(10016)
+VALUES_IQ3_S = constant(10048)
+VALUES_IQ4 = constant(10080)
 _THREES_XXS, _THREES_S = (4, 12, 20, 28, 36, 44, 52, 62), range(1, 16, 2)
 _FOURS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _VALUES = (
@@ -99,5 +100,6 @@ def _ranks(qtype: QuantType) -> bytes:
 def tables(device: torch.device) -> Tensor:
     """int32, contiguous, on the device: the tables of all types, at the offsets that their readers know."""
     ranks = [_ranks(qtype) for qtype in _ORDER]
-    content = b"".join([*map(_packed, _ORDER), *ranks, np.array(_VALUES, np.int8).tobytes()])
+    values = np.repeat(np.array(_VALUES, np.int8).view(np.int32), 8)
+    content = b"".join([*map(_packed, _ORDER), *ranks, values.tobytes()])
     return torch.frombuffer(bytearray(content), dtype=torch.int32).to(device)
