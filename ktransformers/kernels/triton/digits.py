@@ -28,18 +28,23 @@ _BLOCKS = 8  # of one program
 
 
 @jit
-def block_digits(at, inside):
-    """The 24 words of blocks as 12 int64 [P, 1], and d, fp32 [P, 1]. at: int32 pointers to the blocks [P, 1]."""
+def block_digits(at, inside, EVEN: tl.constexpr):
+    """The 24 words of blocks as 12 int64 [P, 1], and d, fp32 [P, 1]; zeros where not inside.
+
+    at: int32 pointers to the blocks [P, 1]. EVEN: all are inside.
+    """
     words = at.to(tl.pointer_type(tl.int64))
+    mask = None if EVEN else inside
+    other = None if EVEN else 0
     planes = (
-        tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0),
-        tl.load(words + 2, mask=inside, other=0), tl.load(words + 3, mask=inside, other=0),
-        tl.load(words + 4, mask=inside, other=0), tl.load(words + 5, mask=inside, other=0),
-        tl.load(words + 6, mask=inside, other=0), tl.load(words + 7, mask=inside, other=0),
-        tl.load(words + 8, mask=inside, other=0), tl.load(words + 9, mask=inside, other=0),
-        tl.load(words + 10, mask=inside, other=0), tl.load(words + 11, mask=inside, other=0),
+        tl.load(words, mask=mask, other=other), tl.load(words + 1, mask=mask, other=other),
+        tl.load(words + 2, mask=mask, other=other), tl.load(words + 3, mask=mask, other=other),
+        tl.load(words + 4, mask=mask, other=other), tl.load(words + 5, mask=mask, other=other),
+        tl.load(words + 6, mask=mask, other=other), tl.load(words + 7, mask=mask, other=other),
+        tl.load(words + 8, mask=mask, other=other), tl.load(words + 9, mask=mask, other=other),
+        tl.load(words + 10, mask=mask, other=other), tl.load(words + 11, mask=mask, other=other),
     )  # fmt: skip
-    return planes, tl.load((at + 24).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+    return planes, tl.load((at + 24).to(tl.pointer_type(tl.float32)), mask=mask, other=other)
 
 
 @jit

@@ -185,41 +185,17 @@ def add_part(acc, digits, values, scales, TYPE: tl.constexpr):
 
 
 @jit
-def grid_loop(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
-    """`digit_vector` of IQ1 to IQ3. What the next two steps read is asked for first, as in matmul_grid.py."""
+def grid_loop(x, base, words, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
+    """`digit_vector` of IQ1 to IQ3; words: of the first step. What the next step reads is asked for a step before."""
+    EVEN: tl.constexpr = K // 32 % KS == 0
     acc = tl.zeros((KS, n.shape[1]), tl.float32)
     book = value_words(tables, TYPE, KS)
-    words = later_words(base, first, last, n, mask, TYPE, K, KS)
-    after = later_words(base, first + 1, last, n, mask, TYPE, K, KS)
     for step in range(first, last):
         part = step * KS + tl.arange(0, KS)[:, None]
-        digits = block_digits(x + part * 32, part < K // 32)
         values, scales = grid_bytes(tables, book, words, TYPE), part_scales(words, TYPE)
-        words = after
-        after = later_words(base, step + 2, last, n, mask, TYPE, K, KS)
-        acc = add_part(acc, digits, values, scales, TYPE)
+        words = later_words(base, step + 1, last, n, mask, TYPE, K, KS)
+        acc = add_part(acc, block_digits(x + part * 32, part < K // 32, EVEN), values, scales, TYPE)
     return tl.sum(acc, axis=0)
-
-
-@jit
-def grid_loop_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
-                   KS: tl.constexpr):  # fmt: skip
-    """`grid_loop` with two matrices of one shape."""
-    g = tl.zeros((KS, n.shape[1]), tl.float32)
-    u = g
-    gate_book, up_book = value_words(tables, GATE, KS), value_words(tables, UP, KS)
-    gate_words = later_words(gate, first, last, n, mask, GATE, K, KS)
-    up_words = later_words(up, first, last, n, mask, UP, K, KS)
-    for step in range(first, last):
-        part = step * KS + tl.arange(0, KS)[:, None]
-        digits = block_digits(x + part * 32, part < K // 32)
-        values, scales = grid_bytes(tables, gate_book, gate_words, GATE), part_scales(gate_words, GATE)
-        gate_words = later_words(gate, step + 1, last, n, mask, GATE, K, KS)
-        g = add_part(g, digits, values, scales, GATE)
-        values, scales = grid_bytes(tables, up_book, up_words, UP), part_scales(up_words, UP)
-        up_words = later_words(up, step + 1, last, n, mask, UP, K, KS)
-        u = add_part(u, digits, values, scales, UP)
-    return tl.sum(g, axis=0), tl.sum(u, axis=0)
 
 
 @jit
@@ -289,13 +265,14 @@ def add_nibbles(acc, first, second, book, nibbles, TYPE: tl.constexpr):
 @jit
 def nibble_loop(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
     """`digit_vector` of IQ4."""
+    EVEN: tl.constexpr = K // 32 % KS == 0
     acc = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     book = value_words(tables, TYPE, KS // 2)
     words = later_nibbles(base, first, last, n, mask, TYPE, K, KS)
     for step in range(first, last):
         part = 2 * (step * (KS // 2) + tl.arange(0, KS // 2)[:, None])
-        low = block_digits(x + part * 32, part < K // 32)
-        high = block_digits(x + part * 32 + 32, part + 1 < K // 32)
+        low = block_digits(x + part * 32, part < K // 32, EVEN)
+        high = block_digits(x + part * 32 + 32, part + 1 < K // 32, EVEN)
         after = later_nibbles(base, step + 1, last, n, mask, TYPE, K, KS)
         acc = add_nibbles(acc, low, high, book, words, TYPE)
         words = after
@@ -306,6 +283,7 @@ def nibble_loop(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl
 def nibble_loop_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                      KS: tl.constexpr):  # fmt: skip
     """`nibble_loop` with two matrices of one shape."""
+    EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     u = g
     book = value_words(tables, GATE, KS // 2)  # of both
@@ -313,8 +291,8 @@ def nibble_loop_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constex
     up_words = later_nibbles(up, first, last, n, mask, UP, K, KS)
     for step in range(first, last):
         part = 2 * (step * (KS // 2) + tl.arange(0, KS // 2)[:, None])
-        low = block_digits(x + part * 32, part < K // 32)
-        high = block_digits(x + part * 32 + 32, part + 1 < K // 32)
+        low = block_digits(x + part * 32, part < K // 32, EVEN)
+        high = block_digits(x + part * 32 + 32, part + 1 < K // 32, EVEN)
         g = add_nibbles(g, low, high, book, gate_words, GATE)
         gate_words = later_nibbles(gate, step + 1, last, n, mask, GATE, K, KS)
         u = add_nibbles(u, low, high, book, up_words, UP)
@@ -329,14 +307,25 @@ def digit_vector(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: t
     x: int32 pointer to the row's first block, in the order that `is_strided` says. first, last: steps of KS parts.
     """
     if has_grid(TYPE):
-        return grid_loop(x, base, n, mask, tables, first, last, TYPE, K, KS)
+        words = later_words(base, first, last, n, mask, TYPE, K, KS)
+        return grid_loop(x, base, words, n, mask, tables, first, last, TYPE, K, KS)
     return nibble_loop(x, base, n, mask, tables, first, last, TYPE, K, KS)
 
 
 @jit
 def digit_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                KS: tl.constexpr):  # fmt: skip
-    """`digit_vector` with two matrices of one shape, of types that take one order, in one loop."""
+    """`digit_vector` with two matrices of one shape, of types that take one order.
+
+    Of IQ1 to IQ3 one loop after the other: what both need at once leaves room for half as many programs.
+    """
     if has_grid(GATE):
-        return grid_loop_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)
+        words = later_words(gate, first, last, n, mask, GATE, K, KS)
+        if UP == IQ3_XXS or UP == IQ3_S:  # these are too many to wait in registers
+            g = grid_loop(x, gate, words, n, mask, tables, first, last, GATE, K, KS)
+            up_words = later_words(up, first, last, n, mask, UP, K, KS)
+        else:
+            up_words = later_words(up, first, last, n, mask, UP, K, KS)
+            g = grid_loop(x, gate, words, n, mask, tables, first, last, GATE, K, KS)
+        return g, grid_loop(x, up, up_words, n, mask, tables, first, last, UP, K, KS)
     return nibble_loop_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)

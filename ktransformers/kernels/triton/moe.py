@@ -317,8 +317,9 @@ def _vector(
         assert space.digits is not None, "the workspace is for many tokens"
         hidden = space.digits[1]
     block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
-    # Loops over tiles keep what they read ahead in registers: of 8 warps only one program would fit.
-    warps, groups = warps_for(up.cols // 32, block, 4 if up.layout == GpuLayout.TILES else 8)
+    # Loops over tiles keep what they read ahead in registers: of 8 warps few programs would fit.
+    is_few = block == 32 and rows is not x
+    warps, groups = warps_for(up.cols // 32, block, 4 if up.layout == GpuLayout.TILES and not is_few else 8)
     _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
         rows, rows.stride(0), ids, gate.data, up.data, gate_bias, up_bias, hidden, ONE, tables(x.device),
         int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, up.cols, up.rows, BN=block, KS=groups,
