@@ -5,8 +5,10 @@ planes: x = d (65536 a + 256 b + c), a signed. |x - d q| <= d / 2 (d for the lar
 magnitude among the 32: the 8 bits of a bf16 are kept for numbers down to 2^-15 of it, the 11 of an fp16 down to 2^-12.
 One block of 32 columns is 32 words:
 
-    words 0-7   8-15   16-23   24     25-31
-          c     b      a       d      not used
+    words 0-7   8-15   16-23   24   25 and 26                           27-31
+          c     b      a       d    d sum of q, of 16 columns each      not used
+
+Word 24 to 26 are fp32.
 
 Four columns side by side fill a word, in one of two orders. Natural: word i has columns 4 i .. 4 i + 3. Strided: word
 4 h + r has columns 16 h + r + 4 p in its bytes p = 0 .. 3; these are columns whose signs lie four bits apart
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["BLOCK_WORDS", "block_digits", "digit_shape", "make_digits", "plane_word", "store_digits"]
+__all__ = ["BLOCK_WORDS", "block_digits", "block_sums", "digit_shape", "make_digits", "plane_word", "store_digits"]
 
 #: Words of a block of 32 columns.
 BLOCK_WORDS = 32
@@ -48,6 +50,15 @@ def block_digits(at, inside, EVEN: tl.constexpr):
 
 
 @jit
+def block_sums(at, inside, EVEN: tl.constexpr):
+    """Of the first and of the second 16 columns, fp32 [P, 1]; as `block_digits`."""
+    sums = (at + 25).to(tl.pointer_type(tl.float32))
+    mask = None if EVEN else inside
+    other = None if EVEN else 0.0
+    return tl.load(sums, mask=mask, other=other), tl.load(sums + 1, mask=mask, other=other)
+
+
+@jit
 def plane_word(planes, plane: tl.constexpr, i: tl.constexpr):
     """Word i of plane 0 (the lowest digits) to 2, of what `block_digits` gave."""
     both = planes[4 * plane + i // 2]
@@ -67,7 +78,9 @@ def store_digits(row, block, values, mask, STRIDED: tl.constexpr):
     q = tl.minimum(tl.floor(finite * up[:, None] + 0.5), 8388607.0).to(tl.int32)
     c = tl.arange(0, 32)[None, :]
     place = c // 16 * 16 + c % 4 * 4 + c // 4 % 4 if STRIDED else c
+    sums = tl.sum(tl.reshape(q, (q.shape[0], 2, 16)), axis=2).to(tl.float32) * d[:, None]
     at = row + block * 32
+    tl.store((at + 25).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, 2)[None, :], sums, mask=mask[:, None])
     bytes_at = at[:, None].to(tl.pointer_type(tl.int8)) + place
     tl.store(bytes_at, q.to(tl.int8), mask=mask[:, None])
     tl.store(bytes_at + 32, (q >> 8).to(tl.int8), mask=mask[:, None])

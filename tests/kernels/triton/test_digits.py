@@ -16,11 +16,14 @@ if runtime.triton is None:
 from ktransformers.kernels.triton.byte_ops import dot_signed, dot_unsigned, permute_bytes
 from ktransformers.kernels.triton.digits import digit_shape, make_digits
 from ktransformers.kernels.triton.matmul_digits import digit_pair, digit_vector, has_digits, is_strided
+from ktransformers.kernels.triton.matmul_sums import has_sums, sum_pair, sum_vector
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tables import tables
 
 NIBBLES = [QuantType.IQ4_XS, QuantType.IQ4_NL]
 TYPES = [*GRID_SCALES, *NIBBLES]
+# Of `random_matrix`, the largest |s u| + |m|: d is at most 1e-2, s and m of Q2_K are d times 15 at most, of Q3_K 32.
+SUMS = {QuantType.Q2_K: (3 + 1) * 15e-2, QuantType.Q3_K: (7 + 4) * 32e-2}
 
 
 @jit
@@ -53,13 +56,16 @@ def digits_of(x, strided):
 
 
 def numbers(digits, strided):
-    """What digits stand for, fp64 [T, K]."""
+    """What digits stand for, fp64 [T, K]; their sums are looked at on the way."""
     words = digits.cpu()
     planes = words[..., :24].contiguous().view(torch.uint8).view(*words.shape[:2], 3, 32).long()
     q = planes[..., 0, :] + 256 * planes[..., 1, :] + 65536 * planes[..., 2, :].to(torch.int8).long()
     if strided:
         q = q.view(*q.shape[:2], 2, 4, 4).transpose(-1, -2).reshape(q.shape)
-    return (q.double() * words[..., 24:25].contiguous().view(torch.float32).double()).flatten(1)
+    made = q.double() * words[..., 24:25].contiguous().view(torch.float32).double()
+    sums, halves = words[..., 25:27].contiguous().view(torch.float32), made.view(*made.shape[:2], 2, 16).sum(-1)
+    torch.testing.assert_close(sums, halves.float(), rtol=2**-23, atol=0, equal_nan=True)  # rounded once
+    return made.flatten(1)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -120,9 +126,7 @@ def test_products_with_digits(qtype, device):
     x[0, 70] = 500
     digits = digits_of(x.to(device), is_strided(int(qtype)))
     out = torch.full((3, rows), 7.0, device=device)
-    multiply[(2,)](
-        digits, *packed, out, tables(device), 0, 2, int(qtype), int(other), cols, rows, BN=16, KS=16
-    )  # fmt: skip
+    multiply[(2,)](digits, *packed, out, tables(device), 0, 2, int(qtype), int(other), cols, rows, BN=16, KS=16)
     assert torch.equal(out[1], out[0])
     for got, (_, values) in zip((out[0], out[2]), matrices, strict=True):
         assert ((got.cpu() - x.double() @ values.double().T).abs() <= bound(x, values)).all()
@@ -139,7 +143,37 @@ def bound(x, values):
     return rounded + (blocks + 4) * 2.0**-23 * (weights * wide).sum((-1, -2))
 
 
+@jit
+def multiply_sums(x, base, second, out, first, last, TYPE: tl.constexpr, SECOND: tl.constexpr, K: tl.constexpr,
+                  N: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    n, mask = at[None, :], at < N
+    one = sum_vector(x, base, n, mask[None, :], first, last, TYPE, K, KS)
+    g, u = sum_pair(x, base, second, n, mask[None, :], first, last, TYPE, SECOND, K, KS)
+    tl.store(out + at, one, mask=mask)
+    tl.store(out + N + at, g, mask=mask)
+    tl.store(out + 2 * N + at, u, mask=mask)
+
+
+@pytest.mark.parametrize("qtype", SUMS, ids=lambda t: t.name)
+def test_products_of_codes_with_digits(qtype, device):
+    """As above. What is summed is s u and m, which a weight may be much smaller than."""
+    rows, cols, other = 21, 768, next(each for each in SUMS if each is not qtype)
+    matrices = [random_matrix(each, rows, cols, seed) for seed, each in enumerate((qtype, other))]
+    packed = [pack_for_cpu(matrices[i][0], each, rows, cols).to(device) for i, each in enumerate((qtype, other))]
+    x = torch.randn(1, cols, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[0, 70] = 500
+    out = torch.full((3, rows), 7.0, device=device)
+    digits = digits_of(x.to(device), False)
+    multiply_sums[(2,)](digits, *packed, out, 0, 2, int(qtype), int(other), cols, rows, BN=16, KS=16)
+    assert torch.equal(out[1], out[0])
+    for got, (_, values), each in zip((out[0], out[2]), matrices, (qtype, other), strict=True):
+        largest = bound(x, torch.full_like(values, SUMS[each]))
+        assert ((got.cpu() - x.double() @ values.double().T).abs() <= largest).all()
+
+
 def test_types_and_orders():
+    assert [bool(has_sums(int(qtype))) for qtype in (*SUMS, QuantType.IQ4_XS, QuantType.Q4_K)] == [1, 1, 0, 0]
     assert all(has_digits(int(qtype)) for qtype in TYPES)
     assert not has_digits(int(QuantType.Q4_K))
     assert [bool(is_strided(int(qtype))) for qtype in TYPES] == [True] * 7 + [False] * 2
