@@ -420,8 +420,8 @@ def moe(
     x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
     [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. out: fp16, bf16 or fp32, x's
     dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. between: activation and biases. Between
-    the projections, and on the path of many tokens before the sum, values are rounded to x's dtype. Raises TypeError or
-    ValueError for arguments that do not fit.
+    the projections, and on the path of many tokens before the sum, values are rounded to x's dtype, or to digits where
+    down takes them. Raises TypeError or ValueError for arguments that do not fit.
     """
     _check(x, topk_ids, topk_weights, gate, up, down)
     num_experts = up.slots
