@@ -11,7 +11,9 @@ from __future__ import annotations
 from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
 from ktransformers.kernels.triton.dequant import lane_rows, one_plus, runs_ahead, scales, unit, weight_tile
 from ktransformers.kernels.triton.matmul_codes import code_pair, code_vector
+from ktransformers.kernels.triton.matmul_digits import digit_pair, digit_vector
 from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
+from ktransformers.kernels.triton.matmul_sums import has_sums, sum_pair, sum_vector
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tiles_codes import has_codes
 from ktransformers.kernels.triton.tiles_grid import has_grid
@@ -144,10 +146,16 @@ def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.con
                 KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
     """Products of M <= 4 rows of x with the rows n [1, BN] of packed weights over groups of 32 columns.
 
-    x: rows at multiples of 8 bytes. first, last: range of steps of KS groups. Returns four fp32 [BN]; those from M on
-    are zero. Loads run two steps ahead, through shared memory (num_stages): left to itself, the compiler issues each
-    one where it is needed, and the memory's latency is paid for every word.
+    x: rows at multiples of 8 bytes, or, with M = 1, a row of digits (digits.py), which are int32, for a type of which
+    `has_digits` is true. first, last: range of steps of KS groups. Returns four fp32 [BN]; those from M on are zero.
+    Loads run two steps ahead, through shared memory (num_stages): left to itself, the compiler issues each one where
+    it is needed, and the memory's latency is paid for every word.
     """
+    if x.dtype.element_ty == tl.int32:
+        zero = tl.zeros((n.shape[1],), tl.float32)
+        if has_sums(TYPE):
+            return sum_vector(x, base, n, mask, first, last, TYPE, K, KS), zero, zero, zero
+        return digit_vector(x, base, n, mask, tables, first, last, TYPE, K, KS), zero, zero, zero
     if has_grid(TYPE):
         return grid_vector(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
     if has_codes(TYPE):
@@ -176,6 +184,10 @@ def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.con
 def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
     """`vector_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
+    if x.dtype.element_ty == tl.int32:
+        if has_sums(GATE):
+            return sum_pair(x, gate, up, n, mask, first, last, GATE, UP, K, KS)
+        return digit_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)
     if has_grid(GATE) and has_grid(UP):
         return grid_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)
     if has_codes(GATE) and has_codes(UP):

@@ -4,7 +4,8 @@
 
 or with biases behind the three products and another activation (`Between`).
 Two paths. Few tokens with weights in the GPU's layout: one program per pair and tile of rows, on the vector loop (an
-expert that two tokens share is read from the L2 cache the second time); two launches. Otherwise: pairs sorted by expert
+expert that two tokens share is read from the L2 cache the second time); two launches, and one before them that makes
+digits of x (digits.py) where gate and up are of types that take them. Otherwise: pairs sorted by expert
 (align.py), then tensor-core tiles over blocks of one expert. Both add a token's experts in the order of its top-k list.
 Experts lie in slots of one tensor per projection; a staging buffer may hold a few of them (`moe_blocks`), in the layout
 of the CPU kernels too. Launches depend on shapes alone; with `out` and a workspace nothing is allocated.
@@ -21,9 +22,12 @@ from torch import Tensor
 from ktransformers.kernels.triton.align import SMALL_PAIRS, AlignedPairs, known_expert, max_blocks, moe_align
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix, runs_ahead
+from ktransformers.kernels.triton.digits import digit_shape, make_digits, store_digits
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
+from ktransformers.kernels.triton.matmul_digits import has_digits, is_strided
+from ktransformers.kernels.triton.matmul_sums import has_sums
 from ktransformers.kernels.triton.relay import GpuLayout, has_vector_loop, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 from ktransformers.kernels.triton.tables import tables
@@ -125,13 +129,15 @@ class MoeWorkspace:
     """Memory between the kernels of one call; calls that share it must run one after another on one stream.
 
     hidden: [P, I] in x's dtype. parts: [P, H], fp32 on the vector path, x's dtype on the other.
-    counters: int32, 0 between calls. aligned: of the other path only.
+    counters: int32, 0 between calls. aligned: of the other path only. digits: of the vector path, those of x and of
+    what is hidden, int32 of `digit_shape`, whether or not this call's types take them.
     """
 
     hidden: Tensor
     parts: Tensor
     counters: Tensor
     aligned: AlignedPairs | None
+    digits: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def allocate(
@@ -147,11 +153,14 @@ class MoeWorkspace:
         pairs = tokens * top_k
         vector = uses_vector_path(tokens, up, down)
         counters = tokens * triton.cdiv(down.rows, _DOWN_ROWS) if vector else 1
+        shapes = (digit_shape(tokens, up.cols), digit_shape(pairs, up.rows))
+        made = [torch.empty(shape, dtype=torch.int32, device=x.device) for shape in shapes if vector]
         return cls(
             torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device),
             torch.empty(pairs, down.rows, dtype=torch.float32 if vector else x.dtype, device=x.device),
             torch.zeros(counters, dtype=torch.int32, device=x.device),
             None if vector else AlignedPairs.allocate(pairs, num_experts, block_rows(pairs, num_experts), x.device),
+            (made[0], made[1]) if vector else None,
         )
 
     def check(self, pairs: int, inner: int, width: int) -> None:
@@ -201,7 +210,8 @@ def _gate_up_vector(x, stride, ids, gate, up, gate_bias, up_bias, hidden, one, t
                     UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, K: tl.constexpr,
                     N: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
                     KS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-                    HAS_BIAS: tl.constexpr):  # fmt: skip
+                    HAS_BIAS: tl.constexpr, STRIDED: tl.constexpr):  # fmt: skip
+    """x and hidden: rows of 16-bit floats, or of digits; STRIDED: their order in `hidden`."""
     tile, p = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + p)
     slot = known_expert(expert, E)
@@ -215,7 +225,11 @@ def _gate_up_vector(x, stride, ids, gate, up, gate_bias, up_bias, hidden, one, t
             g += tl.load(gate_bias + expert * N + n, mask=n < N, other=0.0)
             u += tl.load(up_bias + expert * N + n, mask=n < N, other=0.0)
         value = activated(g, u, ACT, ALPHA, LIMIT)
-        tl.store(hidden + p * N + n, value.to(hidden.dtype.element_ty), mask=n < N)
+        if hidden.dtype.element_ty == tl.int32:
+            block = tile * (BN // 32) + tl.arange(0, BN // 32)
+            store_digits(hidden + p * N, block, tl.reshape(value, (BN // 32, 32)), block < N // 32, STRIDED)
+        else:
+            tl.store(hidden + p * N + n, value.to(hidden.dtype.element_ty), mask=n < N)
 
 
 @jit
@@ -308,22 +322,42 @@ def _vector(
     gate_bias, up_bias, down_bias = between.biases or (x, x, x)
     pairs, top_k = ids.numel(), ids.shape[1]
     common = {"E": num_experts, "TOP_K": top_k}
+    rows, hidden = _inputs(x, gate, up, space), space.hidden
+    if takes_digits(down):
+        assert space.digits is not None, "the workspace is for many tokens"
+        hidden = space.digits[1]
     block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
-    # Loops over tiles keep what they read ahead in registers: of 8 warps only one program would fit.
-    warps, groups = warps_for(up.cols // 32, block, 4 if up.layout == GpuLayout.TILES else 8)
+    # Loops over tiles keep what they read ahead in registers: of 8 warps few programs would fit.
+    is_few = block == 32 and rows is not x
+    warps, groups = warps_for(up.cols // 32, block, 4 if up.layout == GpuLayout.TILES and not is_few else 8)
     _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
-        x, x.stride(0), ids, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, tables(x.device),
-        int(gate.qtype),
-        int(up.qtype), gate.nbytes, up.nbytes, up.cols, up.rows, BN=block, KS=groups, num_warps=warps, **common,
-        **between.options(),
+        rows, rows.stride(0), ids, gate.data, up.data, gate_bias, up_bias, hidden, ONE, tables(x.device),
+        int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, up.cols, up.rows, BN=block, KS=groups,
+        STRIDED=is_strided(int(down.qtype)), num_warps=warps, **common, **between.options(),
     )  # fmt: skip
     warps, groups = warps_for(down.cols // 32, _DOWN_ROWS)
     _down_vector[(triton.cdiv(down.rows, _DOWN_ROWS), pairs)](
-        space.hidden, ids, weights, down.data, down_bias, space.parts, space.counters, out, ONE, tables(x.device),
+        hidden, ids, weights, down.data, down_bias, space.parts, space.counters, out, ONE, tables(x.device),
         int(down.qtype),
         down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, HAS_BIAS=between.biases is not None,
         num_warps=warps, **common,
     )  # fmt: skip
+
+
+def takes_digits(*parts: ExpertMatrices) -> bool:
+    """Whether the vector loop multiplies these with digits, of one order."""
+    types = [int(part.qtype) for part in parts]
+    if any(has_sums(number) for number in types):
+        return all(has_sums(number) for number in types)
+    return all(has_digits(number) for number in types) and len({is_strided(number) for number in types}) == 1
+
+
+def _inputs(x: Tensor, gate: ExpertMatrices, up: ExpertMatrices, space: MoeWorkspace) -> Tensor:
+    """What gate and up are multiplied with on the vector path: x, or its digits."""
+    if not takes_digits(gate, up):
+        return x
+    assert space.digits is not None, "the workspace is for many tokens"
+    return make_digits(x, space.digits[0], is_strided(int(up.qtype)))
 
 
 def _tiles(
@@ -395,8 +429,8 @@ def moe(
     x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
     [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. out: fp16, bf16 or fp32, x's
     dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. between: activation and biases. Between
-    the projections, and on the path of many tokens before the sum, values are rounded to x's dtype. Raises TypeError or
-    ValueError for arguments that do not fit.
+    the projections, and on the path of many tokens before the sum, values are rounded to x's dtype, or to digits where
+    down takes them. Raises TypeError or ValueError for arguments that do not fit.
     """
     _check(x, topk_ids, topk_weights, gate, up, down)
     num_experts = up.slots

@@ -11,6 +11,7 @@ tiles_groups.py. Knows the bytes; does not know products (matmul_codes.py).
 from __future__ import annotations
 
 from ktransformers.kernels.triton.bits import e2m1, e4m3, shifted
+from ktransformers.kernels.triton.byte_ops import permute_bytes
 from ktransformers.kernels.triton.runtime import constant, jit, static, tl
 from ktransformers.kernels.triton.tile_bytes import byte_pairs, halves, line_words
 from ktransformers.kernels.triton.tiles_groups import (
@@ -24,7 +25,7 @@ from ktransformers.kernels.triton.tiles_groups import (
 )
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number"]
+__all__ = ["code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number", "plain_scales"]
 
 Q2_K = constant(int(QuantType.Q2_K))
 Q3_K = constant(int(QuantType.Q3_K))
@@ -38,9 +39,14 @@ TQ2_0 = constant(int(QuantType.TQ2_0))
 NVFP4 = constant(int(QuantType.NVFP4))
 Q1_0 = constant(int(QuantType.Q1_0))
 
-# The 16 values of IQ4, plus 128, as the bytes of two words of 64 bits.
-IQ4_LOW = constant(int.from_bytes(bytes(v + 128 for v in (-127, -104, -83, -65, -49, -35, -22, -10)), "little"))
-IQ4_HIGH = constant(int.from_bytes(bytes(v + 128 for v in (1, 13, 25, 38, 53, 69, 89, 113)), "little", signed=True))
+
+def _bytes_of(*values: int) -> int:
+    return int.from_bytes(bytes(values), "little", signed=True)
+
+
+# The 16 values of IQ4, plus 128, as the bytes of words.
+IQ4_0, IQ4_4 = constant(_bytes_of(1, 24, 45, 63)), constant(_bytes_of(79, 93, 106, 118))
+IQ4_8, IQ4_12 = constant(_bytes_of(129, 141, 153, 166)), constant(_bytes_of(181, 197, 217, 241))
 
 
 # What is static is Python's: of plain numbers.
@@ -202,6 +208,14 @@ def small_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 
 @jit
+def plain_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
+    """s and m of w = s u - m for a type of plain codes and no groups; as `code_scales`."""
+    if is_super(TYPE):
+        return super_scales(base, group, q, n, mask, TYPE, K)
+    return small_scales(base, group, q, n, mask, TYPE, K)
+
+
+@jit
 def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     """S and M of columns 16 q .. 16 q + 15 of a group; zero where masked or past K. M counts if `has_offset`."""
     if is_grouped(TYPE):
@@ -217,12 +231,21 @@ def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 
 @jit
+def iq4_bytes(word):
+    """The values of IQ4, plus 128, for four codes in bytes."""
+    pairs = word | (word >> 4)
+    nibbles = permute_bytes(pairs, pairs, 0x2020)  # the four of them side by side
+    below, chosen = nibbles & 0x7777, ((nibbles >> 1) & 0x4444) | 0x3210
+    low, high = permute_bytes(IQ4_0, IQ4_4, below), permute_bytes(IQ4_8, IQ4_12, below)
+    return permute_bytes(low, high, chosen)
+
+
+@jit
 def number(word, one, b: tl.constexpr, TYPE: tl.constexpr):
     """What the code in byte b of a word stands for, as fp32."""
     if TYPE == IQ4_XS or TYPE == IQ4_NL:
-        at = shifted(word, 3 - 8 * b) & 0x78
-        values = tl.where(at < 64, IQ4_LOW, IQ4_HIGH) >> (at & 63).to(tl.int64)
-        return ((values.to(tl.int32) & 255) - 128).to(tl.float32)
+        u = shifted(iq4_bytes(word), 15 - 8 * b) & 0x7F8000
+        return (u | one).to(tl.float32, bitcast=True) * 256.0 - 384.0  # 256 (1 + u / 256), of u = value + 128: exact
     if TYPE == NVFP4:
         return e2m1(word, 8 * b)
     if is_grouped(TYPE):

@@ -16,7 +16,15 @@ if runtime.triton is None:
 
 from ktransformers.kernels.triton import relay
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.moe import Between, ExpertMatrices, MoeWorkspace, moe
+from ktransformers.kernels.triton.moe import (
+    Between,
+    ExpertMatrices,
+    MoeWorkspace,
+    block_rows,
+    moe,
+    moe_blocks,
+    moe_sum,
+)
 from ktransformers.kernels.triton.relay import GpuLayout
 
 
@@ -96,6 +104,8 @@ SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
 FLOATS = (QuantType.BF16, QuantType.F16, QuantType.BF16)
 BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
 GRIDS = (QuantType.IQ2_XXS, QuantType.IQ3_S, QuantType.IQ1_M)
+FOURS = (QuantType.IQ4_NL, QuantType.IQ4_NL, QuantType.IQ4_NL)
+APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # of gate and up, digits have different orders
 
 
 @pytest.mark.parametrize(
@@ -114,6 +124,8 @@ GRIDS = (QuantType.IQ2_XXS, QuantType.IQ3_S, QuantType.IQ1_M)
         (33, GpuLayout.PLANES, FP8, 160, 160),
         (2, GpuLayout.TILES, FP8, 160, 136),
         (2, GpuLayout.TILES, GRIDS, 256, 256),
+        (3, GpuLayout.TILES, FOURS, 96, 32),
+        (1, GpuLayout.TILES, APART, 256, 256),
         (1, GpuLayout.TILES, (*GRIDS[:2], QuantType.Q6_K), 256, 256),  # in blocks
     ],
 )
@@ -132,6 +144,30 @@ def test_experts(tokens, layout, types, width, inner, device):
     # fp16: weights of three products are rounded to 11 bits (2^-11 each at most), the hidden values too, and the parts.
     assert ((out.cpu().double() - wanted).abs() <= 5 * 2**-11 * size + 1e-6).all()
     assert not space.counters.any()
+
+
+@pytest.mark.parametrize("qtype", [QuantType.IQ2_XS, QuantType.IQ4_XS, QuantType.Q4_K], ids=lambda t: t.name)
+def test_experts_that_come_in_turns_are_those_that_are_there(qtype, device):
+    """Of the CPU's tiles, through a buffer for two experts, overwritten between turns: the same bits."""
+    tokens, num, top_k, width = 33, 4, 2, 256
+    held = [make(qtype, num, width, width, GpuLayout.TILES, device)[0] for _ in range(3)]
+    ids, weights = routing(tokens, top_k, num, device)
+    x = (torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) * 0.02).half().to(device)
+    wanted = moe(x, ids, weights, *held)
+    space = MoeWorkspace.allocate(x, top_k, num, held[1], held[2])
+    block = block_rows(ids.numel(), num)
+    slots = torch.tensor([0, 1, 0, 1], dtype=torch.int32, device=device)
+    moe_align(ids, num, block, slots, space.aligned)
+    blocks = [-(-count // block) for count in space.aligned.counts.tolist()]
+    buffers = [torch.zeros_like(one.data[:2]) for one in held]
+    turns = [ExpertMatrices(data, qtype, width, width, GpuLayout.TILES) for data in buffers]
+    for turn in range(2):
+        for buffer, one in zip(buffers, held, strict=True):
+            buffer.copy_(one.data[2 * turn : 2 * turn + 2])
+        span = (sum(blocks[: 2 * turn]), sum(blocks[: 2 * turn + 2]))
+        assert span[1] > span[0]
+        moe_blocks(x, ids, weights, *turns, space, span, num)
+    assert torch.equal(moe_sum(ids, torch.empty_like(x), space, num), wanted)
 
 
 OAI = ActivationSpec(Activation.SWIGLU_OAI, alpha=1.5, limit=0.75)

@@ -91,8 +91,31 @@ def test_tables_hold_all_entries(device):
         packed = table[at : at + len(values) * dtype.itemsize].view(dtype).long()
         for column in range(values.shape[1]):
             assert torch.equal(packed >> (6 * column + 8 * (column // 4)) & 63, values[:, column])
-    trits = table[17408:].view(torch.int16).long()
+    trits = table[17408:21504].view(torch.int16).long()
     ones = torch.from_numpy(grid_values(QuantType.IQ1_S)).long()
     assert trits.shape == (2048,)
     assert all(torch.equal((trits >> (2 * c) & 3) * 8 - 8, ones[:, c]) for c in range(8))
     assert tables(device) is tables(device)
+
+
+RANKS = {"IQ2_XXS": 5376, "IQ2_XS": 5632, "IQ2_S": 6144, "IQ3_XXS": 7168, "IQ3_S": 7424, "IQ1_S": 7936}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_and_values_are_those_of_the_grid(name, device):
+    """A nibble of a code's word names a byte of the type's values, of which each word is there 8 times."""
+    table = tables(device).cpu()
+    grid = torch.from_numpy(grid_values(QuantType[name])).int()
+    at = {"IQ1_S": 10000, "IQ3_XXS": 10016, "IQ3_S": 10048}.get(name, 9984)
+    words = table[at : at + 32].view(4, 8)
+    assert (words == words[:, :1]).all()
+    values = words[:, 0].contiguous().view(torch.int8).int()
+    packed = table[RANKS[name] :][: len(grid)]
+    for column in range(grid.shape[1]):
+        rank = packed >> (8 * (column % 4) + 4 * (column // 4)) & 7
+        if name == "IQ1_S":
+            assert torch.equal(values[rank], grid[:, column] + 1)
+            assert torch.equal(values[rank + 4], grid[:, column] - 1)
+        else:
+            assert torch.equal(values[rank], grid[:, column])
+            assert torch.equal(values[rank + (8 if "IQ3" in name else 4)], -grid[:, column])

@@ -4,7 +4,7 @@
 
 Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
-there is, and for attention that spills registers.
+there is, and for attention and products with digits that spill registers.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwarg
         is_latent = constants[(self.arg_names.index("SHARED"),)]
         if stack > (0 if is_latent else MOST_SPILLED):
             sys.exit(f"{self.fn.__name__}: {stack} bytes of registers are spilled")
+    if stack and "*i32" in (signature.get("x"), signature.get("hidden")):
+        sys.exit(f"{self.fn.__name__} with digits: {stack} bytes of registers are spilled")
 
 
 def weights(qtype, rows, cols, layout, num=1):
@@ -440,6 +442,9 @@ def everything():
             call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
         call_moe((qtype, GRIDS[number - 1]), 2048, 768, 1, layout=GpuLayout.TILES)
         call_moe((qtype, qtype), 2048, 768, 600, layout=GpuLayout.TILES)
+    for qtype in (*GRIDS, QuantType.IQ4_XS, QuantType.IQ4_NL, QuantType.Q2_K, QuantType.Q3_K):
+        for tokens in (1, 16):
+            call_moe((qtype, qtype), 2048, 768, tokens, layout=GpuLayout.TILES, num=128, top_k=8)
     for number, qtype in enumerate(sorted(TILE_TYPES)):
         for tokens in (1 + number % 4, 20 if number % 2 else 300):
             call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
