@@ -8,163 +8,118 @@ template <> constexpr int kParts<PackedNVFP4> = 2;
 template <> constexpr int kParts<PackedNvfp4Group> = 2;
 template <class P> constexpr bool kHasOffset32 = std::is_same_v<P, PackedQ4_1> || std::is_same_v<P, PackedQ5_1>;
 
-// What a form knows of the blocks of one tile: where its lines are, and what sums are multiplied with.
-template <class Form> struct PlainBlocks {
-  using P = Form;
-  static constexpr bool has_zeros = false;
-  const uint8_t *tile, *lines;
-  explicit PlainBlocks(const TileArgs& a) : tile(a.packed), lines(a.packed + P::head(a.k / 32)) {}
-  vf scale(int64_t block, int part) const {
-    if constexpr (kParts<P> == 2) return P::scale(tile, block, part);
-    return P::scale(tile, block);
-  }
-  vf minimum(int64_t block) const { return P::minimum(tile, block); }
-};
+template <class P> inline vf part_scale(const uint8_t* tile, int64_t block, int part) {
+  if constexpr (kParts<P> == 2) return P::scale(tile, block, part);
+  return P::scale(tile, block);
+}
 
-// The blocks of a piece, those of one tile: what tiles load, and what their sums are multiplied with.
-template <class B> struct PieceBlocks {
-  static constexpr int parts = kParts<typename B::P>;
-  const uint8_t* lines[8 * parts];
-  alignas(64) float d[8 * parts][16];
-  alignas(64) float m[kHasOffset32<typename B::P> ? 8 : 1][16];
-  alignas(64) int32_t zeros[B::has_zeros ? 8 : 1][16];  // negated
-};
-
-template <class B>
-inline void prepare_block(const B& blocks, int64_t first, int b, uint8_t (*room)[512], PieceBlocks<B>& out) {
-  using P = typename B::P;
-  const uint8_t* p = blocks.lines + (first + b) * P::bytes;
-  if constexpr (kParts<P> == 2) {
-    P::tile_halves(p, room[2 * b], room[2 * b + 1]);
-    for (int half = 0; half < 2; ++half) {
-      out.lines[2 * b + half] = room[2 * b + half];
-      store(out.d[2 * b + half], blocks.scale(first + b, half));
-    }
+// One tile of tokens times two neighbouring blocks, or parts of one.
+template <bool SIGNED>
+inline void multiply_blocks(int set, const uint8_t* w0, const uint8_t* w1, const int8_t* q0, const int8_t* q1) {
+  tiles_see_memory();
+  KT_TILE_LOAD(6, w0, 64);
+  KT_TILE_LOAD(7, w1, 64);
+  KT_TILE_LOAD(4, q0, kTileCols);
+  KT_TILE_LOAD(5, q1, kTileCols);
+  if (set == 0) {
+    KT_TILE_ZERO(0);
+    KT_TILE_ZERO(1);
   } else {
-    out.lines[b] = P::tile_lines(p, room[b]);
-    store(out.d[b], blocks.scale(first + b, 0));
+    KT_TILE_ZERO(2);
+    KT_TILE_ZERO(3);
   }
-  if constexpr (kHasOffset32<P>) store(out.m[b], blocks.minimum(first + b));
-  if constexpr (B::has_zeros) storei(out.zeros[b], blocks.minus_zero(first + b));
+  if (SIGNED && set == 0) {
+    KT_TILE_DOT_SIGNED(0, 4, 6);
+    KT_TILE_DOT_SIGNED(1, 5, 7);
+  } else if (SIGNED) {
+    KT_TILE_DOT_SIGNED(2, 4, 6);
+    KT_TILE_DOT_SIGNED(3, 5, 7);
+  } else if (set == 0) {
+    KT_TILE_DOT_UNSIGNED(0, 4, 6);
+    KT_TILE_DOT_UNSIGNED(1, 5, 7);
+  } else {
+    KT_TILE_DOT_UNSIGNED(2, 4, 6);
+    KT_TILE_DOT_UNSIGNED(3, 5, 7);
+  }
 }
 
-// A tile of tokens times block `step` of four, to the register of that number. What this held goes to `done`, if there
-// is one.
-#define KT_MULTIPLY_BLOCK(SUM, WEIGHT)                         \
-  do {                                                         \
-    if (done != nullptr) KT_TILE_STORE(SUM, done->v[SUM], 64); \
-    if (lines == nullptr) break;                               \
-    KT_TILE_ZERO(SUM);                                         \
-    KT_TILE_LOAD(4, q, kTileCols);                             \
-    KT_TILE_LOAD(WEIGHT, lines, 64);                           \
-    if constexpr (SIGNED)                                      \
-      KT_TILE_DOT_SIGNED(SUM, 4, WEIGHT);                      \
-    else                                                       \
-      KT_TILE_DOT_UNSIGNED(SUM, 4, WEIGHT);                    \
-  } while (false)
+// What two neighbouring blocks, or parts of one, multiply their sums with.
+struct BlockScales {
+  vf d[2], m[2];
+  bool has_second;
+};
 
-template <bool SIGNED> inline void multiply_block(int step, const uint8_t* lines, const int8_t* q, TileSums* done) {
-  if (step == 0)
-    KT_MULTIPLY_BLOCK(0, 5);
-  else if (step == 1)
-    KT_MULTIPLY_BLOCK(1, 6);
-  else if (step == 2)
-    KT_MULTIPLY_BLOCK(2, 7);
-  else
-    KT_MULTIPLY_BLOCK(3, 5);
-}
-#undef KT_MULTIPLY_BLOCK
-
-// Adds the first N of four blocks, or parts of two, from number j on to the accumulators.
-template <class B, int N>
-inline void add_blocks(const PieceBlocks<B>& blocks, const TokenPiece& rows, int j, TokenRange tokens,
+// Adds blocks j and, if there is a second, j + 1 of the piece (or the parts of block j) to the accumulators.
+template <class P>
+inline void add_blocks(const BlockScales& scales, const TokenPiece& rows, int j, TokenRange tokens,
                        const TileSums& sums, int at, float* acc) {
-  using P = typename B::P;
-  vf d[N];
-#pragma GCC unroll 4
-  for (int i = 0; i < N; ++i) d[i] = load(blocks.d[j + i]);
   for (int t = tokens.first; t < tokens.end; ++t, ++at) {
     vf total = load(acc + 16 * t);
-#pragma GCC unroll 4
-    for (int i = 0; i < N; ++i) {
-      const int block = (j + i) / kParts<P>;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      if (i == 1 && !scales.has_second) break;
+      const int block = kParts<P> == 2 ? j : j + i;
       vi isum = loadi(sums.v[i] + 16 * at);
       if constexpr (!P::is_tile_signed && P::tile_offset != 0)
         isum = addi(isum, set1i(-P::tile_offset * rows.sums[t][block]));
-      if constexpr (B::has_zeros) isum = add_times(isum, loadi(blocks.zeros[block]), set1i(rows.sums[t][block]));
       const vf da = set1(rows.d[t][block]);
-      total = add(total, mul(mul(d[i], da), to_float(isum)));
+      total = add(total, mul(mul(scales.d[i], da), to_float(isum)));
       if constexpr (kHasOffset32<P>)
-        total = add(total, mul(mul(load(blocks.m[block]), da), set1(static_cast<float>(rows.sums[t][block]))));
+        total = add(total, mul(mul(scales.m[i], da), set1(static_cast<float>(rows.sums[t][block]))));
     }
     store(acc + 16 * t, total);
   }
 }
 
-template <class B>
-inline void add_some_blocks(int count, const PieceBlocks<B>& blocks, const TokenPiece& rows, int j, TokenRange tokens,
-                            const TileSums& sums, int at, float* acc) {
-  if (count >= 4) return add_blocks<B, 4>(blocks, rows, j, tokens, sums, at, acc);
-  if (count == 3) return add_blocks<B, 3>(blocks, rows, j, tokens, sums, at, acc);
-  if (count == 2) return add_blocks<B, 2>(blocks, rows, j, tokens, sums, at, acc);
-  if (count == 1) add_blocks<B, 1>(blocks, rows, j, tokens, sums, at, acc);
-}
-
-constexpr int kBlocksLag = 3;
-
-// Four blocks or parts of a piece times a tile of tokens: which, and how many are there from the first on.
-struct BlockUnit {
-  TokenPiece rows;
-  int first, left, token;
-  BlockUnit(const TileArgs& a, const TileUnit& unit, int token_tiles, int parts)
-      : rows(*a.blocks, unit.piece),
-        first(4 * (unit.part / token_tiles)),
-        left(parts * (static_cast<int>(a.k / 32) - 8 * unit.piece) - first),
-        token(unit.part % token_tiles) {}
-};
-
-// All columns of `count` tiles of one type: a slot is a piece of one, and has four blocks or parts times all tokens
-// after the four before.
-template <class B> void amx_block_tiles(const TileArgs* a, int count) {
-  using P = typename B::P;
-  constexpr int parts = kParts<P>, quads = 2 * parts;
-  const TokenTiles tiles(a->num_tokens);
-  const int blocks = static_cast<int>(a->k / 32), pieces = (blocks + 7) / 8;
-  const TileWork work = {pieces, count, quads * tiles.count};
-  const int64_t head = B(a[0]).lines - a[0].packed;
-  const TilePieces memory = {a, count, pieces, head, 8 * P::bytes, head + blocks * P::bytes};
-  alignas(64) uint8_t room[2][8 * parts][512];
-  PieceBlocks<B> made[4];  // from one slot before that of the products to kBlocksLag units after
-  NextLines next;
-  BlockUnit multiplied(*a, {}, 1, parts), added = multiplied;
-  const auto prepare = [&](const TileUnit& slot, int b) {
-    if (8 * slot.piece + b < blocks)
-      prepare_block(B(a[slot.group]), 8 * slot.piece, b, room[slot.slot & 1], made[slot.slot & 3]);
-  };
-  const auto multiply = [&](const TileUnit& unit, TileSums* done, int step) {
-    if (step == 0) multiplied = BlockUnit(*a, unit, tiles.count, parts);
-    if (unit.part == 0 && step == 0) {
-      TileUnit ahead = unit;
-      for (int s = 0; s < kSlotsAhead; ++s) ahead.next_slot(count);
-      next = memory.lines(ahead.group, ahead.piece, 4 * work.parts);
+// Blocks first .. first + count - 1, at most 8, those of `rows`: tiles of tokens within pairs of blocks or of parts.
+template <class P>
+void amx32_blocks(const TileArgs& a, const TokenPiece& rows, const TokenTiles& tiles, int64_t first, int count) {
+  constexpr int parts = kParts<P>;
+  alignas(64) uint8_t steps[8 * parts][512];
+  const uint8_t* lines[8 * parts];
+  const uint8_t* p = a.packed + P::head(a.k / 32) + first * P::bytes;
+  const int units = parts * count;
+  for (int b = 0; b < count; ++b) {
+    if constexpr (parts == 2) {
+      P::tile_halves(p + b * P::bytes, steps[2 * b], steps[2 * b + 1]);
+      lines[2 * b] = steps[2 * b];
+      lines[2 * b + 1] = steps[2 * b + 1];
+    } else {
+      lines[b] = P::tile_lines(p + b * P::bytes, steps[b]);
     }
-    const int j = multiplied.first + step;
-    multiply_block<P::is_tile_signed>(step, step < multiplied.left ? made[unit.slot & 3].lines[j] : nullptr,
-                                      multiplied.rows.q[multiplied.token * tiles.height] + 32 * (j / parts), done);
+  }
+  NextLines next(p + count * P::bytes, 8 * P::bytes, (units + 1) / 2 * tiles.count * 4);
+  const auto multiply = [&](TileItem item, int set, int step) {
+    const int j = 2 * item.weight, second = j + 1 < units ? j + 1 : j;
+    const int8_t* q = rows.q[item.token * tiles.height];
+    if (step == 0)
+      multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], q + 32 * (j / parts), q + 32 * (second / parts));
     next.fetch();
   };
-  const auto add = [&](const TileUnit& unit, const TileSums& sums, int step) {
-    if (step == 0) added = BlockUnit(*a, unit, tiles.count, parts);
-    const TokenRange tokens(tiles, added.token, step, a->num_tokens);
-    add_some_blocks(added.left, made[unit.slot & 3], added.rows, added.first, tokens, sums,
-                    tokens.first - added.token * tiles.height, a[unit.group].acc);
+  const auto add = [&](TileItem item, const TileSums& sums, int step) {
+    const int j = 2 * item.weight;
+    BlockScales scales = {{zero(), zero()}, {zero(), zero()}, j + 1 < units};
+    for (int i = 0; i <= static_cast<int>(scales.has_second); ++i) {
+      scales.d[i] = part_scale<P>(a.packed, first + (j + i) / parts, (j + i) % parts);
+      if constexpr (kHasOffset32<P>) scales.m[i] = P::minimum(a.packed, first + j + i);
+    }
+    const TokenRange tokens(tiles, item.token, step, a.num_tokens);
+    add_blocks<P>(scales, rows, j / parts, tokens, sums, tokens.first - item.token * tiles.height, a.acc);
   };
-  tiles_begin(tiles.height, 32, kFirstWeightTile);
-  pipeline<kBlocksLag>(work, prepare, multiply, add);
-  tiles_end();
+  pipeline((units + 1) / 2, tiles.count, multiply, add);
 }
 
-template <class P> void amx32_tiles(const TileArgs* a, int count) { amx_block_tiles<PlainBlocks<P>>(a, count); }
+template <class P> void amx32_tiles(const TileArgs* a, int count) {
+  const TokenTiles tiles(a->num_tokens);
+  tiles_begin(tiles.height, 32);
+  const int64_t blocks = a->k / 32;
+  for (int64_t b = 0; b < blocks; b += 8) {
+    const int some = static_cast<int>(blocks - b < 8 ? blocks - b : 8);
+    const TokenPiece rows(*a->blocks, b / 8);
+    for (int i = 0; i < count; ++i) amx32_blocks<P>(a[i], rows, tiles, b, some);
+  }
+  tiles_end();
+}
 
 void amx_grouped_tiles(const TileArgs* a, int count);  // amx_groups.inl
 

@@ -122,17 +122,14 @@ void copy_rows(const float* acc, int count, int64_t lanes, float* out, int64_t l
   for (int t = 0; t < count; ++t) std::copy(acc + t * kTileRows, acc + t * kTileRows + lanes, out + t * ldo);
 }
 
-// The same of `tiles` tiles, past the caches, for results that are more than they hold: a line is then not read before
-// it is written. Row by row, so that memory sees neighbouring lines together.
-void stream_rows(const float (*acc)[kPairChunk * kTileRows], int tiles, int count, float* out, int64_t ldo) {
+// The same past the caches, for results that are more than they hold: a line is then not read before it is written.
+void stream_rows(const float* acc, int count, float* out, int64_t ldo) {
 #if defined(KT_X86)
   for (int t = 0; t < count; ++t)
-    for (int j = 0; j < tiles; ++j)
-      for (int r = 0; r < kTileRows; r += 4)
-        _mm_stream_ps(out + t * ldo + j * kTileRows + r, _mm_load_ps(acc[j] + t * kTileRows + r));
+    for (int r = 0; r < kTileRows; r += 4) _mm_stream_ps(out + t * ldo + r, _mm_load_ps(acc + t * kTileRows + r));
   _mm_sfence();
 #else
-  for (int j = 0; j < tiles; ++j) copy_rows(acc[j], count, kTileRows, out + j * kTileRows, ldo);
+  copy_rows(acc, count, kTileRows, out, ldo);
 #endif
 }
 
@@ -384,10 +381,12 @@ class MoeRun {
         const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
         add_planes(acc[j], c.count, planes);
         add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
-        if (!is_streamed) copy_rows(acc[j], c.count, lanes, outputs_ + c.first * hidden + first, hidden);
+        float* to = outputs_ + c.first * hidden + first;
+        if (is_streamed)
+          stream_rows(acc[j], c.count, to, hidden);
+        else
+          copy_rows(acc[j], c.count, lanes, to, hidden);
       }
-      if (is_streamed)
-        stream_rows(acc, task.count, c.count, outputs_ + c.first * hidden + task.tile * kTileRows, hidden);
       if (is_merged && left.finishes(task.tile, 1)) {
         const int64_t first = task.tile * kTileRows, cols = std::min<int64_t>(task.count * kTileRows, hidden - first);
         for (int64_t t = 0; t < combining_.tokens; ++t) combine(t, first, cols);

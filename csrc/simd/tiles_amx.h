@@ -1,5 +1,5 @@
 // AMX tile registers. Which one holds what is fixed, because the instructions take it as an immediate:
-//   0 - 3 sums, then activations, 6 - 7 or 5 - 7 weights.
+//   0 - 3 sums, 4 - 5 activations, 6 - 7 weights.
 // tiles_emulated.h gives the same names in plain C++.
 #pragma once
 #include <immintrin.h>
@@ -16,13 +16,12 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Sums of `tokens` rows of 16 lanes; activations of `tokens` rows and k columns; weights of k / 4 steps, in registers
-// from first_weight on.
-inline void tiles_begin(int tokens, int k, int first_weight = 6) {
+// Sums of `tokens` rows of 16 lanes; activations of `tokens` rows and k columns; weights of k / 4 steps.
+inline void tiles_begin(int tokens, int k) {
   TileConfig config;
   for (int i = 0; i < 8; ++i) {
-    config.rows[i] = static_cast<uint8_t>(i < first_weight ? tokens : k / 4);
-    config.row_bytes[i] = static_cast<uint16_t>(i >= 4 && i < first_weight ? k : 64);
+    config.rows[i] = static_cast<uint8_t>(i < 6 ? tokens : k / 4);
+    config.row_bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? k : 64);
   }
   _tile_loadconfig(&config);
 }

@@ -14,11 +14,11 @@ struct EmulatedTile {
 };
 thread_local EmulatedTile tile_file[8];
 
-inline void tiles_begin(int tokens, int k, int first_weight = 6) {
+inline void tiles_begin(int tokens, int k) {
   for (int i = 0; i < 8; ++i) {
     tile_file[i] = {};
-    tile_file[i].rows = i < first_weight ? tokens : k / 4;
-    tile_file[i].row_bytes = i >= 4 && i < first_weight ? k : 64;
+    tile_file[i].rows = i < 6 ? tokens : k / 4;
+    tile_file[i].row_bytes = i == 4 || i == 5 ? k : 64;
   }
 }
 inline void tiles_end() {
