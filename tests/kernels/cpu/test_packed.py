@@ -7,7 +7,15 @@ import torch
 
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, MoeKernel, WorkerPool
-from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.types import (
+    ActivationSpec,
+    ExpertWeights,
+    QuantType,
+    RawTensor,
+    block_size,
+    row_bytes,
+    type_size,
+)
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
 
 TYPES = sorted(cpu.PACKED_TYPES)
@@ -67,6 +75,19 @@ def test_linear_is_bit_equal(isa: cpu.Isa, qtype: QuantType, rows: int, cols: in
         for tokens in (1, 2, 3, 4, 5, 8, 10, 17, 33, 130):
             x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(tokens))
             assert torch.equal(cpu.linear(x, packed, pool), cpu.linear(x, weight, pool)), tokens
+    pool.close()
+
+
+@pytest.mark.parametrize("isa", TIERS)
+@pytest.mark.parametrize("qtype", [t for t in TYPES if 128 % block_size(t) == 0], ids=lambda qtype: qtype.name)
+@pytest.mark.parametrize(("rows", "cols"), [(16, 128), (80, 384), (128, 896)])
+def test_blocks_that_leave_a_piece_of_columns_unfilled(isa: cpu.Isa, qtype: QuantType, rows: int, cols: int) -> None:
+    pool = WorkerPool(1, isa)
+    weight = wild_weight(qtype, rows, cols)
+    packed = cpu.pack(weight, pool)
+    for tokens in (12, 48, 70):
+        x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(tokens))
+        assert torch.equal(cpu.linear(x, packed, pool), cpu.linear(x, weight, pool)), tokens
     pool.close()
 
 
@@ -140,6 +161,26 @@ def test_experts_are_bit_equal(isa: cpu.Isa, kinds: tuple[QuantType, ...]) -> No
         ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
         weights = torch.rand(tokens, top_k, generator=generator)
         assert torch.equal(plain.forward(x, ids, weights), relaid.forward(x, ids, weights))
+    pool.close()
+
+
+@pytest.mark.parametrize("isa", TIERS)
+def test_results_that_go_past_the_caches_are_those_that_do_not(isa: cpu.Isa) -> None:
+    """From 16 MiB of rows of experts on. The last tokens share their experts with others than in the smaller call."""
+    pool = WorkerPool(2, isa)
+    experts, hidden, width, top_k, tokens = 32, 4096, 32, 8, 128
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    parts = [
+        [cpu.pack(random_weight(QuantType.Q8_0, *shape, seed=10 * i + e), pool) for e in range(experts)]
+        for i, shape in enumerate(shapes)
+    ]
+    kernel = MoeKernel(ExpertWeights(*parts), ActivationSpec(), pool)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, hidden, generator=generator)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    weights = torch.rand(tokens, top_k, generator=generator)
+    assert tokens * top_k * hidden * 4 == 16 << 20
+    assert torch.equal(kernel.forward(x, ids, weights)[64:], kernel.forward(x[64:], ids[64:], weights[64:]))
     pool.close()
 
 
