@@ -59,7 +59,8 @@ def folders(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize(
-    "place", ["experts-in-vram", "experts-on-cpu", pytest.param("two-gpus", marks=pytest.mark.exhaustive)]
+    "place",
+    ["experts-in-vram", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("experts-on-cpu", "two-gpus"))],
 )
 def test_chunks_and_replayed_steps_agree_with_transformers(
     model: PreTrainedModel, folders: dict[str, Path], place: str
