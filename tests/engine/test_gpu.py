@@ -58,7 +58,14 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("model_type", ATTENTION)
+# Attention like that of families that stay.
+LIKE_OTHERS = ("mixtral", "qwen2_moe", "deepseek_v3", "dots1", "minimax_m2", "phimoe", "llama")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in LIKE_OTHERS else ()) for name in ATTENTION],
+)
 def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=1)
     ids = prompt(model.config.vocab_size)

@@ -76,7 +76,7 @@ def logits(engine: Engine, ids: list[int]) -> torch.Tensor:
     return torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["deepseek_v2", pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("absorb", "rates", "expanded"),
     [(False, Rates(), [18, 18, 5, 5]), (None, SOME, [18, 18]), (True, AT_ONCE, []), (None, AT_ONCE, [18, 18, 5, 5])],

@@ -83,7 +83,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
-@pytest.mark.parametrize("model_type", ["axk2", "hy_v4"])
+@pytest.mark.parametrize("model_type", [pytest.param("axk2", marks=pytest.mark.exhaustive), "hy_v4"])
 def test_gates_made_with_queries_and_sinks(model_type: str, tmp_path: Path) -> None:
     config = family_config(model_type)
     config.index_head_dim = 32  # half of it is rotated
