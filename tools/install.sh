@@ -158,7 +158,8 @@ install_program() {
     echo "1/2 torch for ${TORCH}: $reason"
     install_torch
     echo "2/2 the other packages${EXTRA:+, those of the tests (0.4 GB, 1.2 GB on disk)}, and compiling the C++ kernels (one to five minutes)"
-    pip_install -q -e ".$EXTRA"
+    # Tiers of emulated instructions are for tests, and take as long to compile as all others.
+    pip_install -q ${EXTRA:+-C cmake.define.KTRANSFORMERS_EMULATED=ON} -e ".$EXTRA"
 }
 
 VENV=${1:-.venv}

@@ -80,8 +80,10 @@ const KernelTable& tier_by_name(const std::string& name) {
     if (name == table->name) return *table;
     known += (known.empty() ? "" : ", ") + std::string(table->name);
   }
+#if defined(KT_EMULATED)
   for (const KernelTable* table : {&table_avx512_bf16_emulated(), &table_amx_emulated()})
     if (name == table->name) return *table;
+#endif
   throw std::invalid_argument("instruction-set tier '" + name + "' cannot run on this machine; it has: " + known);
 }
 
