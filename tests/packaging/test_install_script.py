@@ -176,7 +176,7 @@ def test_where_torch_comes_from(machine: Machine, tmp_path: Path, torch: str, of
     asked = asked_of_pip(
         machine, tmp_path / "venv", offered=offered, TORCH=torch, TORCH_INDEX="https://torch.example/cpu"
     )
-    assert asked == [expected, "pip install -q -e .[dev]"]
+    assert asked == [expected, "pip install -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]"]
 
 
 def test_constraints_hold_for_all_and_a_namesake_goes_first(machine: Machine, tmp_path: Path) -> None:
@@ -184,5 +184,5 @@ def test_constraints_hold_for_all_and_a_namesake_goes_first(machine: Machine, tm
     assert asked == [
         "pip uninstall -q -y ktransformers",
         "pip install -c pins.txt -q torch>=2.11",
-        "pip install -c pins.txt -q -e .[dev]",
+        "pip install -c pins.txt -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]",
     ]
