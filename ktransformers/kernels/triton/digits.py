@@ -1,14 +1,12 @@
 """Activations as whole numbers: what products with weights of 8 bits or fewer, four in one instruction, take.
 
-32 columns share a power of two d, and a number is d q with an integer |q| < 2^23, whose three bytes go into three
-planes: x = d (65536 a + 256 b + c), a signed. |x - d q| <= d / 2 (d for the largest q), and d <= 2^-22 of the largest
-magnitude among the 32: the 8 bits of a bf16 are kept for numbers down to 2^-15 of it, the 11 of an fp16 down to 2^-12.
-One block of 32 columns is 32 words:
+32 columns share a power of two d, and a number is d q with an integer |q| < 2^15, whose two bytes go into two planes:
+x = d (256 a + b), a signed. |x - d q| <= d / 2 (d for the largest q), and d <= 2^-14 of the largest magnitude among the
+32: the 8 bits of a bf16 are kept for numbers down to 2^-7 of it, and what others lose is less than what the largest
+lost when it became a bf16. One block of 32 columns is 32 words:
 
-    words 0-7   8-15   16-23   24   25 and 26                           27-31
-          c     b      a       d    d sum of q, of 16 columns each      not used
-
-Word 24 to 26 are fp32.
+    words 0-7   8-15   16         17-31
+          b      a      d, fp32    not used
 
 Four columns side by side fill a word, in one of two orders. Natural: word i has columns 4 i .. 4 i + 3. Strided: word
 4 h + r has columns 16 h + r + 4 p in its bytes p = 0 .. 3; these are columns whose signs lie four bits apart
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["BLOCK_WORDS", "block_digits", "block_sums", "digit_shape", "make_digits", "plane_word", "store_digits"]
+__all__ = ["BLOCK_WORDS", "block_digits", "digit_shape", "make_digits", "plane_word", "store_digits"]
 
 #: Words of a block of 32 columns.
 BLOCK_WORDS = 32
@@ -31,7 +29,7 @@ _BLOCKS = 8  # of one program
 
 @jit
 def block_digits(at, inside, EVEN: tl.constexpr):
-    """The 24 words of blocks as 12 int64 [P, 1], and d, fp32 [P, 1]; zeros where not inside.
+    """The 16 words of blocks as 8 int64 [P, 1], and d, fp32 [P, 1]; zeros where not inside.
 
     at: int32 pointers to the blocks [P, 1]. EVEN: all are inside.
     """
@@ -43,24 +41,13 @@ def block_digits(at, inside, EVEN: tl.constexpr):
         tl.load(words + 2, mask=mask, other=other), tl.load(words + 3, mask=mask, other=other),
         tl.load(words + 4, mask=mask, other=other), tl.load(words + 5, mask=mask, other=other),
         tl.load(words + 6, mask=mask, other=other), tl.load(words + 7, mask=mask, other=other),
-        tl.load(words + 8, mask=mask, other=other), tl.load(words + 9, mask=mask, other=other),
-        tl.load(words + 10, mask=mask, other=other), tl.load(words + 11, mask=mask, other=other),
     )  # fmt: skip
-    return planes, tl.load((at + 24).to(tl.pointer_type(tl.float32)), mask=mask, other=other)
-
-
-@jit
-def block_sums(at, inside, EVEN: tl.constexpr):
-    """Of the first and of the second 16 columns, fp32 [P, 1]; as `block_digits`."""
-    sums = (at + 25).to(tl.pointer_type(tl.float32))
-    mask = None if EVEN else inside
-    other = None if EVEN else 0.0
-    return tl.load(sums, mask=mask, other=other), tl.load(sums + 1, mask=mask, other=other)
+    return planes, tl.load((at + 16).to(tl.pointer_type(tl.float32)), mask=mask, other=other)
 
 
 @jit
 def plane_word(planes, plane: tl.constexpr, i: tl.constexpr):
-    """Word i of plane 0 (the lowest digits) to 2, of what `block_digits` gave."""
+    """Word i of plane 0 (the lower digits) or 1, of what `block_digits` gave."""
     both = planes[4 * plane + i // 2]
     if i % 2 == 1:
         both = both >> 32
@@ -72,20 +59,17 @@ def store_digits(row, block, values, mask, STRIDED: tl.constexpr):
     """Write blocks of a row. row: int32 pointer to its first; block: int32 [B]; values: fp32 [B, 32]; mask: [B]."""
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     exponent = tl.maximum(largest >> 23, 40)  # below, all numbers are as good as zero
-    up = ((276 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^22 over the power of two in the largest
-    d = tl.where(largest >= 0x7F800000, 0x7FC00000, (exponent - 22) << 23).to(tl.float32, bitcast=True)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^14 over the power of two in the largest
+    d = tl.where(largest >= 0x7F800000, 0x7FC00000, (exponent - 14) << 23).to(tl.float32, bitcast=True)
     finite = tl.where((largest < 0x7F800000)[:, None], values, 0.0)
-    q = tl.minimum(tl.floor(finite * up[:, None] + 0.5), 8388607.0).to(tl.int32)
+    q = tl.minimum(tl.floor(finite * up[:, None] + 0.5), 32767.0).to(tl.int32)
     c = tl.arange(0, 32)[None, :]
     place = c // 16 * 16 + c % 4 * 4 + c // 4 % 4 if STRIDED else c
-    sums = tl.sum(tl.reshape(q, (q.shape[0], 2, 16)), axis=2).to(tl.float32) * d[:, None]
     at = row + block * 32
-    tl.store((at + 25).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, 2)[None, :], sums, mask=mask[:, None])
     bytes_at = at[:, None].to(tl.pointer_type(tl.int8)) + place
     tl.store(bytes_at, q.to(tl.int8), mask=mask[:, None])
     tl.store(bytes_at + 32, (q >> 8).to(tl.int8), mask=mask[:, None])
-    tl.store(bytes_at + 64, (q >> 16).to(tl.int8), mask=mask[:, None])
-    tl.store((at + 24).to(tl.pointer_type(tl.float32)), d, mask=mask)
+    tl.store((at + 16).to(tl.pointer_type(tl.float32)), d, mask=mask)
 
 
 @jit

@@ -13,7 +13,6 @@ from ktransformers.kernels.triton.dequant import lane_rows, one_plus, runs_ahead
 from ktransformers.kernels.triton.matmul_codes import code_pair, code_vector
 from ktransformers.kernels.triton.matmul_digits import digit_pair, digit_vector
 from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
-from ktransformers.kernels.triton.matmul_sums import has_sums, sum_pair, sum_vector
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tiles_codes import has_codes
 from ktransformers.kernels.triton.tiles_grid import has_grid
@@ -153,8 +152,6 @@ def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.con
     """
     if x.dtype.element_ty == tl.int32:
         zero = tl.zeros((n.shape[1],), tl.float32)
-        if has_sums(TYPE):
-            return sum_vector(x, base, n, mask, first, last, TYPE, K, KS), zero, zero, zero
         return digit_vector(x, base, n, mask, tables, first, last, TYPE, K, KS), zero, zero, zero
     if has_grid(TYPE):
         return grid_vector(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
@@ -185,8 +182,6 @@ def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constex
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
     """`vector_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
     if x.dtype.element_ty == tl.int32:
-        if has_sums(GATE):
-            return sum_pair(x, gate, up, n, mask, first, last, GATE, UP, K, KS)
         return digit_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)
     if has_grid(GATE) and has_grid(UP):
         return grid_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)

@@ -1,32 +1,37 @@
 """Products of one row of digits with weights that are looked up: IQ1, IQ2, IQ3 and IQ4, four columns at a time.
 
-A weight is a scale times one of at most 16 values of 8 bits (of IQ1: 8 value - 8 +- 1). What a processor looks up in
-memory for a code is only the ranks of its columns among these values, a nibble each; values come from registers by a
-permutation of bytes that takes nibbles as its selector, a sign being one more bit of it. Four such bytes are multiplied
-with a word of digits.py at once, into int32; sums over the columns of one scale then become fp32.
+Values of 8 bits (of IQ1: 8 value - 8 +- 1) are multiplied with a word of digits.py, four at once, into int32; sums over
+the columns of one scale then become fp32. Where they come from:
 
-Ranks lie in the strided order: those of the four codes of a part are exchanged bytewise, so that nibble q of word r is
-column r + 4 q, whose sign is bit r + 4 q of the part's. Knows tiles_grid.py and tiles_codes.py; does not know grids of
-programs, experts.
+- IQ1 and IQ2 have at most 8 of them, signs included. What is looked up for a code (lookups.py) are only the ranks of
+  its columns, a nibble each; values come from registers by a permutation of bytes that takes nibbles as its selector, a
+  sign being one more bit of it. Ranks lie in the strided order: those of the four codes of a part are exchanged
+  bytewise, so that nibble q of word r is column r + 4 q, whose sign is bit r + 4 q of the part's.
+- IQ3: what is looked up for a code are its four values, and for eight signs the selectors of two permutations, which
+  take a value or its negative.
+- IQ4: a code is the rank.
+
+Knows tiles_grid.py and tiles_codes.py; does not know grids of programs, experts.
 """
 
 from __future__ import annotations
 
 from ktransformers.kernels.triton.byte_ops import dot_signed, dot_unsigned, permute_bytes
 from ktransformers.kernels.triton.digits import block_digits, plane_word
+from ktransformers.kernels.triton.lookups import code_count, four_looked_up, has_codes_of_four, looked_up
 from ktransformers.kernels.triton.matmul_grid import later_words
 from ktransformers.kernels.triton.runtime import jit, static, tl
 from ktransformers.kernels.triton.tables import (
+    BYTES_IQ3_S,
+    BYTES_IQ3_XXS,
     RANKS_IQ1,
     RANKS_IQ2_S,
     RANKS_IQ2_XS,
     RANKS_IQ2_XXS,
-    RANKS_IQ3_S,
-    RANKS_IQ3_XXS,
+    SIGNS_IQ3_S,
+    SIGNS_IQ3_XXS,
     VALUES_IQ1,
     VALUES_IQ2,
-    VALUES_IQ3_S,
-    VALUES_IQ3_XXS,
     VALUES_IQ4,
 )
 from ktransformers.kernels.triton.tile_bytes import line_words
@@ -39,7 +44,7 @@ from ktransformers.kernels.triton.tiles_grid import (
     IQ2_XXS,
     IQ3_S,
     IQ3_XXS,
-    code_of,
+    byte_of,
     has_grid,
     part_scales,
     part_signs,
@@ -61,57 +66,57 @@ def has_digits(type_number):
 @static
 def is_strided(type_number):
     """The order of digits that a type takes."""
-    return has_grid(type_number)
+    return has_grid(type_number) and not has_codes_of_four(type_number)
 
 
 @jit
 def value_words(tables, TYPE: tl.constexpr, P: tl.constexpr):
-    """The values of a type by rank, in up to four words, int32 [P, 1]: of IQ1 and IQ2 in two.
+    """The values of IQ1, IQ2 or IQ4 by rank, in up to four words, int32 [P, 1]: of IQ1 and IQ2 in two.
 
     All rows are the same. What is the same for all lanes, constants too, the compiler keeps in registers of which a
     permutation takes no two, and moves it for every one; so each lane has an address of its own.
     """
     AT: tl.constexpr = (
-        VALUES_IQ3_XXS if TYPE == IQ3_XXS
-        else VALUES_IQ3_S if TYPE == IQ3_S
-        else VALUES_IQ1 if TYPE == IQ1_S or TYPE == IQ1_M
+        VALUES_IQ1 if TYPE == IQ1_S or TYPE == IQ1_M
         else VALUES_IQ2 if has_grid(TYPE)
         else VALUES_IQ4
     )  # fmt: skip
     at = (tables + AT).to(tl.pointer_type(tl.int32)) + tl.arange(0, P)[:, None] % 8
     low, high = tl.load(at), tl.load(at + 8)
-    if TYPE == IQ3_XXS or TYPE == IQ3_S or not has_grid(TYPE):
+    if not has_grid(TYPE):
         return low, high, tl.load(at + 16), tl.load(at + 24)
     return low, high, low, high
 
 
 @jit
-def code_ranks(tables, words, j: tl.constexpr, TYPE: tl.constexpr):
-    """Ranks of the columns of code j of a part, as tables.py has them."""
+def code_table(tables, TYPE: tl.constexpr):
+    """For each code of IQ1 and IQ2 the ranks of its columns, of IQ3 its values, as in tables.py; int32 [codes]."""
     AT: tl.constexpr = (
         RANKS_IQ2_XXS if TYPE == IQ2_XXS
         else RANKS_IQ2_XS if TYPE == IQ2_XS
         else RANKS_IQ2_S if TYPE == IQ2_S
-        else RANKS_IQ3_XXS if TYPE == IQ3_XXS
-        else RANKS_IQ3_S if TYPE == IQ3_S
+        else BYTES_IQ3_XXS if TYPE == IQ3_XXS
+        else BYTES_IQ3_S if TYPE == IQ3_S
         else RANKS_IQ1
     )  # fmt: skip
-    return tl.load((tables + AT).to(tl.pointer_type(tl.int32)) + code_of(words, j, TYPE))
+    return tl.load((tables + AT).to(tl.pointer_type(tl.int32)) + tl.arange(0, code_count(TYPE)))
 
 
 @jit
-def eight_ranks(tables, words, j: tl.constexpr, TYPE: tl.constexpr):
-    """Ranks of columns 8 j .. 8 j + 7 of a part."""
+def books(tables, TYPE: tl.constexpr, P: tl.constexpr):
+    """What `grid_bytes` looks up in: `code_table`, and `value_words` or of IQ3 what tables.py has for signs, [256]."""
     if TYPE == IQ3_XXS or TYPE == IQ3_S:
-        return code_ranks(tables, words, 2 * j, TYPE) + code_ranks(tables, words, 2 * j + 1, TYPE) * 16
-    return code_ranks(tables, words, j, TYPE)
+        AT: tl.constexpr = SIGNS_IQ3_XXS if TYPE == IQ3_XXS else SIGNS_IQ3_S
+        second = tl.load((tables + AT).to(tl.pointer_type(tl.int32)) + tl.arange(0, 256))
+    else:
+        second = value_words(tables, TYPE, P)
+    return code_table(tables, TYPE), second
 
 
 @jit
-def strided_ranks(tables, words, TYPE: tl.constexpr):
+def strided_ranks(table, words, TYPE: tl.constexpr):
     """Four words; nibble q of word r is the rank of column r + 4 q of a part."""
-    a, b = eight_ranks(tables, words, 0, TYPE), eight_ranks(tables, words, 1, TYPE)
-    c, d = eight_ranks(tables, words, 2, TYPE), eight_ranks(tables, words, 3, TYPE)
+    a, b, c, d = looked_up(table, words, TYPE)
     low_ab, low_cd = permute_bytes(a, b, 0x5140), permute_bytes(c, d, 0x5140)
     high_ab, high_cd = permute_bytes(a, b, 0x7362), permute_bytes(c, d, 0x7362)
     return (
@@ -136,20 +141,15 @@ def two_words(book, ranks, signs, r: tl.constexpr, TYPE: tl.constexpr):
 
     book: of `value_words`; signs: of `part_signs`, of IQ1 as a mask.
     """
-    if TYPE == IQ3_XXS or TYPE == IQ3_S:
-        chosen, above = sign_bits(signs, r) | 0x32103210, ranks >> 16
-        plus, minus = permute_bytes(book[0], book[1], ranks), permute_bytes(book[2], book[3], ranks)
-        low = permute_bytes(plus, minus, chosen)
-        plus, minus = permute_bytes(book[0], book[1], above), permute_bytes(book[2], book[3], above)
-        return low, permute_bytes(plus, minus, chosen >> 16)
     ranks = ranks | (signs if TYPE == IQ1_S or TYPE == IQ1_M else sign_bits(signs, r))
     return permute_bytes(book[0], book[1], ranks), permute_bytes(book[0], book[1], ranks >> 16)
 
 
 @jit
-def grid_bytes(tables, book, words, TYPE: tl.constexpr):
-    """The 32 values of parts, as eight words in the strided order. book: of `value_words`; words: of `part_words`."""
-    ranks = strided_ranks(tables, words, TYPE)
+def strided_bytes(found, words, TYPE: tl.constexpr):
+    """`grid_bytes` of IQ1 and IQ2."""
+    table, book = found
+    ranks = strided_ranks(table, words, TYPE)
     signs = part_signs(words, TYPE)
     if TYPE == IQ1_S:
         signs = (signs >> 31) & 0x44444444
@@ -163,15 +163,42 @@ def grid_bytes(tables, book, words, TYPE: tl.constexpr):
 
 
 @jit
+def with_minus(values, chosen):
+    """Bytes of `values`, none of them zero, or their negatives: no byte of the difference borrows from the next."""
+    return permute_bytes(values, 0x01010100 - values, chosen)
+
+
+@jit
+def signed_bytes(found, words, TYPE: tl.constexpr):
+    """`grid_bytes` of IQ3."""
+    table, choices = found
+    a, b, c, d, e, f, g, h = looked_up(table, words, TYPE)
+    signs = words[2]
+    p, q, r, s = four_looked_up(choices, byte_of(signs, 0), byte_of(signs, 1), byte_of(signs, 2), byte_of(signs, 3))
+    return (
+        with_minus(a, p), with_minus(b, p >> 16), with_minus(c, q), with_minus(d, q >> 16),
+        with_minus(e, r), with_minus(f, r >> 16), with_minus(g, s), with_minus(h, s >> 16),
+    )  # fmt: skip
+
+
+@jit
+def grid_bytes(found, words, TYPE: tl.constexpr):
+    """The 32 values of parts, as eight words, of IQ3 in the natural order, else in the strided one.
+
+    found: of `books`; words: of `part_words`.
+    """
+    return signed_bytes(found, words, TYPE) if has_codes_of_four(TYPE) else strided_bytes(found, words, TYPE)
+
+
+@jit
 def dots(values, planes, first: tl.constexpr, count: tl.constexpr):
-    """Sums over words first .. first + count - 1 of values times q, fp32. Of 32 columns, a sum of bytes is exact."""
+    """Sums over words first .. first + count - 1 of values times q, fp32 rounded once: of 32 columns int32 holds it."""
     a = tl.zeros(values[first].shape, tl.int32)
-    b, c = a, a
+    b = a
     for i in tl.static_range(first, first + count):
-        a = dot_signed(values[i], plane_word(planes, 2, i), a)
-        b = dot_unsigned(values[i], plane_word(planes, 1, i), b)
-        c = dot_unsigned(values[i], plane_word(planes, 0, i), c)
-    return a.to(tl.float32) * 65536.0 + (b * 256 + c).to(tl.float32)
+        a = dot_signed(values[i], plane_word(planes, 1, i), a)
+        b = dot_unsigned(values[i], plane_word(planes, 0, i), b)
+    return (a * 256 + b).to(tl.float32)
 
 
 @jit
@@ -189,10 +216,10 @@ def grid_loop(x, base, words, n, mask, tables, first, last, TYPE: tl.constexpr, 
     """`digit_vector` of IQ1 to IQ3; words: of the first step. What the next step reads is asked for a step before."""
     EVEN: tl.constexpr = K // 32 % KS == 0
     acc = tl.zeros((KS, n.shape[1]), tl.float32)
-    book = value_words(tables, TYPE, KS)
+    found = books(tables, TYPE, KS)
     for step in range(first, last):
         part = step * KS + tl.arange(0, KS)[:, None]
-        values, scales = grid_bytes(tables, book, words, TYPE), part_scales(words, TYPE)
+        values, scales = grid_bytes(found, words, TYPE), part_scales(words, TYPE)
         words = later_words(base, step + 1, last, n, mask, TYPE, K, KS)
         acc = add_part(acc, block_digits(x + part * 32, part < K // 32, EVEN), values, scales, TYPE)
     return tl.sum(acc, axis=0)
@@ -315,7 +342,7 @@ def digit_vector(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: t
 @jit
 def digit_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                KS: tl.constexpr):  # fmt: skip
-    """`digit_vector` with two matrices of one shape, of types that take one order.
+    """`digit_vector` with two matrices of one shape, of types that take one order; with a grid both or neither.
 
     Of IQ1 to IQ3 one loop after the other: what both need at once leaves room for half as many programs.
     """

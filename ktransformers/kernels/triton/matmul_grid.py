@@ -1,23 +1,25 @@
 """Products of few rows with weights whose codes are looked up in a grid: the vector loop of these types.
 
-Every lane looks up the codes of its own rows, a part of 32 columns at a time. Columns are multiplied as the subnormal
-numbers that they are once a field is taken out of its word, with activations times 2^96, and summed place by place:
-four sums, which are powers of two apart. What the next two steps read is asked for first, into registers: Triton's own
-pipeline would take what is looked up through shared memory too. Sums are fp32. Knows tiles_grid.py; does not know
-grids of programs, experts.
+Every lane has the codes of its own rows, a part of 32 columns at a time (lookups.py). Columns are multiplied as the
+subnormal numbers that they are once a field is taken out of its word, with activations times 2^96, and summed place by
+place: four sums, which are powers of two apart. What the next two steps read is asked for first, into registers. Sums
+are fp32. Knows tiles_grid.py; does not know grids of programs, experts.
 """
 
 from __future__ import annotations
 
+from ktransformers.kernels.triton.lookups import code_count, has_codes_of_four, looked_up
 from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_IQ2_XXS, AT_IQ3_S, AT_IQ3_XXS
 from ktransformers.kernels.triton.tiles_grid import (
     IQ1_M,
     IQ1_S,
     IQ2_S,
     IQ2_XS,
+    IQ2_XXS,
+    IQ3_XXS,
     delta_of,
     field,
-    part_entries,
     part_scales,
     part_signs,
     part_words,
@@ -58,10 +60,39 @@ def total_of(sums, TYPE: tl.constexpr):
 
 
 @jit
-def decode_part(words, tables, TYPE: tl.constexpr):
+def entry_table(tables, TYPE: tl.constexpr):
+    """The entries of all codes of a type: int64 for 8 columns of IQ2, int32 for 8 of IQ1 and for 4 of IQ3."""
+    at = tl.arange(0, code_count(TYPE))
+    if TYPE == IQ1_S or TYPE == IQ1_M:
+        table = tl.load((tables + AT_IQ1).to(tl.pointer_type(tl.uint16)) + at).to(tl.int32)
+    elif has_codes_of_four(TYPE):
+        AT_IQ3: tl.constexpr = AT_IQ3_XXS if TYPE == IQ3_XXS else AT_IQ3_S
+        table = tl.load((tables + AT_IQ3).to(tl.pointer_type(tl.int32)) + at)
+    else:
+        AT_IQ2: tl.constexpr = AT_IQ2_XXS if TYPE == IQ2_XXS else AT_IQ2_XS if TYPE == IQ2_XS else AT_IQ2_S
+        table = tl.load((tables + AT_IQ2).to(tl.pointer_type(tl.int64)) + at)
+    return table
+
+
+@jit
+def entries_of(table, words, TYPE: tl.constexpr):
+    """As `tiles_grid.part_entries`; table: of `entry_table`."""
+    found = looked_up(table, words, TYPE)
+    if not has_codes_of_four(TYPE):
+        a, b, c, d = found
+        UP: tl.constexpr = 8 if TYPE == IQ1_S or TYPE == IQ1_M else 32
+        found = (
+            a.to(tl.int32), (a >> UP).to(tl.int32), b.to(tl.int32), (b >> UP).to(tl.int32),
+            c.to(tl.int32), (c >> UP).to(tl.int32), d.to(tl.int32), (d >> UP).to(tl.int32),
+        )  # fmt: skip
+    return found
+
+
+@jit
+def decode_part(words, table, TYPE: tl.constexpr):
     """What all rows of x are multiplied with, from `part_words`: entries (8), signs, scales of both halves."""
     first, second = part_scales(words, TYPE)
-    return part_entries(tables, words, TYPE), part_signs(words, TYPE), first, second
+    return entries_of(table, words, TYPE), part_signs(words, TYPE), first, second
 
 
 @jit
@@ -116,13 +147,14 @@ def grid_vector(x, stride, base, n, mask, tables, first, last, TYPE: tl.constexp
     EVEN: tl.constexpr = K // 32 % KS == 0
     a0 = tl.zeros((KS, n.shape[1]), tl.float32)
     a1, a2, a3 = a0, a0, a0
+    table = entry_table(tables, TYPE)
     words = later_words(base, first, last, n, mask, TYPE, K, KS)
     after = later_words(base, first + 1, last, n, mask, TYPE, K, KS)
     for step in range(first, last):
         part = step * KS + tl.arange(0, KS)[:, None]
         inside = part < K // 32
         inputs = group_inputs(x, part, inside, EVEN)
-        decoded = decode_part(words, tables, TYPE)
+        decoded = decode_part(words, table, TYPE)
         words = after
         after = later_words(base, step + 2, last, n, mask, TYPE, K, KS)
         a0 = add_part(a0, inputs, decoded, TYPE, HALF)
@@ -143,15 +175,16 @@ def grid_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP:
     EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS, n.shape[1]), tl.float32)
     u = g
+    gate_table, up_table = entry_table(tables, GATE), entry_table(tables, UP)
     gate_words = later_words(gate, first, last, n, mask, GATE, K, KS)
     up_words = later_words(up, first, last, n, mask, UP, K, KS)
     for step in range(first, last):
         part = step * KS + tl.arange(0, KS)[:, None]
         inputs = group_inputs(x, part, part < K // 32, EVEN)
-        decoded = decode_part(gate_words, tables, GATE)
+        decoded = decode_part(gate_words, gate_table, GATE)
         gate_words = later_words(gate, step + 1, last, n, mask, GATE, K, KS)
         g = add_part(g, inputs, decoded, GATE, HALF)
-        decoded_up = decode_part(up_words, tables, UP)
+        decoded_up = decode_part(up_words, up_table, UP)
         up_words = later_words(up, step + 1, last, n, mask, UP, K, KS)
         u = add_part(u, inputs, decoded_up, UP, HALF)
     return tl.sum(g, axis=0), tl.sum(u, axis=0)

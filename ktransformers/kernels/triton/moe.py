@@ -27,10 +27,10 @@ from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
 from ktransformers.kernels.triton.matmul_digits import has_digits, is_strided
-from ktransformers.kernels.triton.matmul_sums import has_sums
 from ktransformers.kernels.triton.relay import GpuLayout, has_vector_loop, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 from ktransformers.kernels.triton.tables import tables
+from ktransformers.kernels.triton.tiles_grid import has_grid
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
 __all__ = [
@@ -345,11 +345,10 @@ def _vector(
 
 
 def takes_digits(*parts: ExpertMatrices) -> bool:
-    """Whether the vector loop multiplies these with digits, of one order."""
+    """Whether the vector loop multiplies these with digits, of one order and in one loop."""
     types = [int(part.qtype) for part in parts]
-    if any(has_sums(number) for number in types):
-        return all(has_sums(number) for number in types)
-    return all(has_digits(number) for number in types) and len({is_strided(number) for number in types}) == 1
+    kinds = {(is_strided(number), bool(has_grid(number))) for number in types}
+    return all(has_digits(number) for number in types) and len(kinds) == 1
 
 
 def _inputs(x: Tensor, gate: ExpertMatrices, up: ExpertMatrices, space: MoeWorkspace) -> Tensor:

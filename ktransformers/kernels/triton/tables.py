@@ -7,11 +7,13 @@ first call of a kernel compiles it, outside of a graph's capture, and makes the 
     IQ3_XXS, IQ3_S           int32 [256], [512]           4 columns of 6 bits
     IQ1_S and IQ1_M          int16 [2048]                 8 columns of 2 bits, each plus one
 
-The first column is always the lowest. Behind these, for matmul_digits.py, int32 for each code of the same six: byte r
-has the rank of column r among the values of the type in its lower nibble, and that of column r + 4, where a code has
-so many, in its upper one. At the end the values by rank, a byte each, in words of four, each word 8 times: of IQ2 and
-of IQ1 those with one sign (or delta) and those with the other, of IQ3 eight of each, and the 16 of IQ4. Knows the
-content; tiles_grid.py and matmul_digits.py read it.
+The first column is always the lowest. Behind these, for matmul_digits.py, int32 for each code: of IQ2 and IQ1 byte r
+has the rank of column r among the values of the type in its lower nibble, and that of column r + 4 in its upper one; of
+IQ3 byte r is the value of column r. Then for each byte of signs, bit r of column r, what permutes two words so that
+each byte comes from the second where its sign is set: nibbles of columns 0-3 in the lower half, of columns 4-7 in the
+upper; of IQ3_XXS bit 7 does not count, its sign makes their number even. At the end the values by rank, a byte each, in
+words of four, each word 8 times: of IQ2 and of IQ1 those with one sign (or delta) and those with the other, and the 16
+of IQ4. Knows the content; tiles_grid.py, matmul_grid.py and matmul_digits.py read it.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ __all__ = [
     "AT_IQ2_XXS",
     "AT_IQ3_S",
     "AT_IQ3_XXS",
+    "BYTES_IQ3_S",
+    "BYTES_IQ3_XXS",
     "RANKS_IQ1",
     "RANKS_IQ2_S",
     "RANKS_IQ2_XS",
     "RANKS_IQ2_XXS",
-    "RANKS_IQ3_S",
-    "RANKS_IQ3_XXS",
+    "SIGNS_IQ3_S",
+    "SIGNS_IQ3_XXS",
     "VALUES_IQ1",
     "VALUES_IQ2",
-    "VALUES_IQ3_S",
-    "VALUES_IQ3_XXS",
     "VALUES_IQ4",
     "tables",
 ]
@@ -57,23 +59,18 @@ AT_IQ1 = constant(4352)
 RANKS_IQ2_XXS = constant(5376)
 RANKS_IQ2_XS = constant(5632)
 RANKS_IQ2_S = constant(6144)
-RANKS_IQ3_XXS = constant(7168)
-RANKS_IQ3_S = constant(7424)
+BYTES_IQ3_XXS = constant(7168)
+BYTES_IQ3_S = constant(7424)
 RANKS_IQ1 = constant(7936)
-VALUES_IQ2 = constant(9984)
-VALUES_IQ1 = constant(10000)
-VALUES_IQ3_XXS = constant(10016)
-VALUES_IQ3_S = constant(10048)
-VALUES_IQ4 = constant(10080)
-_THREES_XXS, _THREES_S = (4, 12, 20, 28, 36, 44, 52, 62), range(1, 16, 2)
+SIGNS_IQ3_XXS = constant(9984)
+SIGNS_IQ3_S = constant(10240)
+VALUES_IQ2 = constant(10496)
+VALUES_IQ1 = constant(10512)
+VALUES_IQ4 = constant(10528)
 _FOURS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _VALUES = (
     *(8, 25, 43, 0, -8, -25, -43, 0),
     *(-7, 1, 9, 0, -9, -1, 7, 0),
-    *_THREES_XXS,
-    *(-value for value in _THREES_XXS),
-    *_THREES_S,
-    *(-value for value in _THREES_S),
     *_FOURS,
 )
 _TWOS = (QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ2_S)
@@ -89,17 +86,27 @@ def _packed(qtype: QuantType) -> bytes:
     return packed.astype(np.int64 if qtype in _TWOS else np.int32).tobytes()
 
 
-def _ranks(qtype: QuantType) -> bytes:
+def _looked_up(qtype: QuantType) -> bytes:
+    """For each code ranks, or of IQ3 values."""
     values = grid_values(qtype).astype(np.int64)
-    ranks = np.searchsorted(np.unique(values), values)
+    found = values if values.shape[1] == 4 else np.searchsorted(np.unique(values), values)
     column = np.arange(values.shape[1])
-    return (ranks << (8 * (column % 4) + 4 * (column // 4))).sum(axis=1).astype(np.int32).tobytes()
+    return (found << (8 * (column % 4) + 4 * (column // 4))).sum(axis=1).astype(np.int32).tobytes()
+
+
+def _choices(is_even: bool) -> bytes:
+    """For each byte of signs nibbles that choose bytes."""
+    signs = np.arange(256)[:, None] >> np.arange(8) & 1
+    if is_even:
+        signs[:, 7] = signs[:, :7].sum(axis=1) % 2
+    chosen = np.arange(8) % 4 + 4 * signs
+    return (chosen << (4 * np.arange(8))).sum(axis=1).astype(np.int64).astype(np.int32).tobytes()
 
 
 @cache
 def tables(device: torch.device) -> Tensor:
     """int32, contiguous, on the device: the tables of all types, at the offsets that their readers know."""
-    ranks = [_ranks(qtype) for qtype in _ORDER]
     values = np.repeat(np.array(_VALUES, np.int8).view(np.int32), 8)
-    content = b"".join([*map(_packed, _ORDER), *ranks, values.tobytes()])
+    parts = [*map(_packed, _ORDER), *map(_looked_up, _ORDER), _choices(True), _choices(False), values.tobytes()]
+    content = b"".join(parts)
     return torch.frombuffer(bytearray(content), dtype=torch.int32).to(device)
