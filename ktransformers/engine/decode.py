@@ -80,8 +80,7 @@ class DecodeSteps:
         self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
         self._host: Tensor | None = None
         self._cuda: Any = torch.cuda  # parts of it have no types
-        # A thread that spins for the GPU would take a core from the experts.
-        self._done = self._cuda.Event(blocking=True) if device.type == "cuda" else None
+        self._done: Any = None
         memory = InputMemory(device)
         self._graphs = DecodeGraphs(
             self._run,
@@ -169,9 +168,13 @@ class DecodeSteps:
         return self._to_host(on_device)
 
     def _to_host(self, logits: Tensor) -> Tensor:
-        if self._done is None or len(logits) > self._most_kept:
+        if logits.device.type != "cuda" or len(logits) > self._most_kept:
             return logits.to("cpu")
         if self._host is None:
+            # A thread that spins for the GPU would take a core from experts on the CPU. Without such it may: to sleep
+            # and to be woken costs a twelfth of a step of 3 ms.
+            has_cpu_work = any(device.expert_streams() for device in self._layout.devices)
+            self._done = self._cuda.Event(blocking=has_cpu_work)
             self._host = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, pin_memory=True)
         host = self._host[: len(logits)]
         host.copy_(logits, non_blocking=True)
