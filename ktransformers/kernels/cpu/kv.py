@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.untraced import untraced
 
 __all__ = ["KvScales", "check_cache", "check_scales", "kv_type", "write_kv"]
 
@@ -61,6 +62,7 @@ def check_scales(name: str, scales: Tensor | None, cache: Tensor, most_parts: in
     return scales.data_ptr(), scales.stride(0), scales.stride(1), scales.shape[2]
 
 
+@untraced
 def write_kv(
     rows: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None, pool: WorkerPool, split: int = 0
 ) -> None:

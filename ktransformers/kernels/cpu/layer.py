@@ -20,6 +20,7 @@ from ktransformers.kernels.cpu.recurrent import GATES, native_step
 from ktransformers.kernels.cpu.router import RouterSpec
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, PackedTensor, RawTensor, StateStep
+from ktransformers.kernels.untraced import untraced
 
 __all__ = [
     "AttentionLayer",
@@ -154,6 +155,7 @@ class AttentionLayer:
             layer,
         )
 
+    @untraced
     def forward(self, x: Tensor, cache: LayerKv, step: AttentionStep, pool: WorkerPool, buffers: Any) -> None:
         """Raises IndexError or ValueError for slots outside of the cache."""
         rows = x.shape[0]
@@ -255,6 +257,7 @@ class RecurrentLayer:
             layer,
         )
 
+    @untraced
     def forward(
         self, x: Tensor, conv: Tensor, recurrent: Tensor, step: StateStep, pool: WorkerPool, buffers: Any
     ) -> None:
@@ -345,6 +348,7 @@ class MoeLayer:
             layer,
         )
 
+    @untraced
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> Tensor:
         """Returns the chosen experts, int64 [T, K]."""
         check_tensor("x", x, (None, self.hidden_size))
@@ -361,6 +365,7 @@ class MlpLayer:
         self._kept: Any = (norm, mlp)
         self._block = extension.MlpBlock(_norm(norm, self.hidden_size), *mlp.native, *mlp.activation.native, layer)
 
+    @untraced
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> None:
         """Changes x."""
         check_tensor("x", x, (None, self.hidden_size))

@@ -10,6 +10,7 @@ from torch import Tensor
 from ktransformers.kernels.cpu.base import CpuLayout, WorkerPool, check_tensor, check_weight, layout_of, output
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType
+from ktransformers.kernels.untraced import untraced
 
 __all__ = ["MoeKernel"]
 
@@ -74,6 +75,7 @@ class MoeKernel:
             layer,
         )
 
+    @untraced
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
     ) -> Tensor:

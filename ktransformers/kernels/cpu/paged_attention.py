@@ -8,6 +8,7 @@ from torch import Tensor
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
 from ktransformers.kernels.cpu.kv import KvScales, check_cache, check_scales, kv_type
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.untraced import untraced
 
 __all__ = ["attention", "row_numbers"]
 
@@ -55,6 +56,7 @@ def row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
     return converted
 
 
+@untraced
 def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is by keyword
     q: Tensor,
     k_cache: Tensor,

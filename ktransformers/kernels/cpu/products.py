@@ -7,10 +7,12 @@ from torch import Tensor
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, layout_of, output
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import PackedTensor, RawTensor
+from ktransformers.kernels.untraced import untraced
 
 __all__ = ["batched_linear", "linear"]
 
 
+@untraced
 def linear(
     x: Tensor,
     weight: RawTensor | PackedTensor,
@@ -48,6 +50,7 @@ def linear(
     return result
 
 
+@untraced
 def batched_linear(x: Tensor, weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
     """out[t, b, n] = sum_k x[t, b, k] * weight[b, n, k]: B independent matrices, as in MLA's absorbed projections.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import Activation, StateStep
+from ktransformers.kernels.untraced import untraced
 
 __all__ = [
     "GATES",
@@ -65,6 +66,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+@untraced
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -144,6 +146,7 @@ def _scan(  # noqa: PLR0913 - what a call of the kernel takes
     return result
 
 
+@untraced
 def delta_scan(  # noqa: PLR0913 - what a call of the kernel takes
     q: Tensor,
     k: Tensor,
@@ -166,6 +169,7 @@ def delta_scan(  # noqa: PLR0913 - what a call of the kernel takes
     return _scan((q, k, v), decay, beta, states, step, pool, l2norm_eps, scale, out)
 
 
+@untraced
 def linear_scan(
     q: Tensor,
     k: Tensor,
@@ -184,6 +188,7 @@ def linear_scan(
     return _scan((q, k, v), decay, None, states, step, pool, out=out)
 
 
+@untraced
 def selective_scan(  # noqa: PLR0913 - what a call of the kernel takes
     x: Tensor,
     dt: Tensor,
@@ -222,6 +227,7 @@ def selective_scan(  # noqa: PLR0913 - what a call of the kernel takes
     return result
 
 
+@untraced
 def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
     x: Tensor,
     gate: Tensor,
@@ -262,6 +268,7 @@ def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
     return result
 
 
+@untraced
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, pool: WorkerPool) -> tuple[Tensor, Tensor]:
     """What Gated DeltaNet makes of two of its projections: rate * softplus(a + bias), and sigmoid(b).
 

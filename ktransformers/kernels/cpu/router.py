@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.untraced import untraced
 
 __all__ = ["RouterSpec", "route"]
 
@@ -61,6 +62,7 @@ class RouterSpec:
             )
 
 
+@untraced
 def route(logits: Tensor, spec: RouterSpec, pool: WorkerPool, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(ids int64 [T, K], weights fp32 [T, K]) from logits fp32 [T, E] on the CPU; bias fp32 [E] or None.
 

@@ -8,10 +8,12 @@ from torch import Tensor
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, output
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, RawTensor
+from ktransformers.kernels.untraced import untraced
 
 __all__ = ["activate", "dequantize_rows", "rms_norm"]
 
 
+@untraced
 def dequantize_rows(weight: RawTensor, ids: Tensor, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
     """Rows `ids` of a weight as fp32, equal bit for bit to `gguf.quants.dequantize`: an embedding lookup.
 
@@ -34,6 +36,7 @@ def dequantize_rows(weight: RawTensor, ids: Tensor, pool: WorkerPool, out: Tenso
     return result
 
 
+@untraced
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
     """out = weight * (x / sqrt(mean(x^2) + eps)), row by row.
 
@@ -48,6 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pool: WorkerPool, out: Tenso
     return result
 
 
+@untraced
 def activate(
     spec: ActivationSpec, gate: Tensor | None, up: Tensor, pool: WorkerPool, out: Tensor | None = None
 ) -> Tensor:
