@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.engine.reduced import ROOM, WHOLE_ROW, ReducedLogits, StepLogits
+from ktransformers.engine.reduced import BEST_TOKEN, ROOM, WHOLE_ROW, ReducedLogits, StepLogits
 from ktransformers.kernels.triton.candidates import MAX_VOCAB, BestTokens
 from ktransformers.operators.device import use
 
@@ -67,11 +67,7 @@ class LogitsFetch:
             table = self._best[: len(needs)].copy_(self._tools.find_best(logits), non_blocking=True)
         self._take(logits, whole, places, 0)
         self._wait()
-        best, counts = table[:, 0].tolist(), table[:, 1].tolist() if top > 0 else []
-        # A logit is not finite, which whoever chooses is to say, or more tokens than there is room for are equally good.
-        # (In a rehearsal nothing was found: there are no candidates.)
-        is_known = [best[row] >= 0 if need < 0 else counts[row] > 0 if need else True for row, need in enumerate(needs)]
-        missing = [row for row, known in enumerate(is_known) if not known]
+        missing = _unknown(table, needs)
         if missing:
             self._take(logits, missing, places, len(whole))
             self._wait()
@@ -85,3 +81,18 @@ class LogitsFetch:
             for place, (row, host) in enumerate(zip(rows, self._host(first, len(rows)), strict=True), start=first):
                 host.copy_(logits[row], non_blocking=True)
                 places[row] = place
+
+
+def _unknown(table: Tensor, needs: Sequence[int]) -> list[int]:
+    """Rows of which the table does not tell enough.
+
+    A logit is not finite, which whoever chooses is to say; or more tokens than there is room for are equally good; or
+    nothing was computed, in a rehearsal.
+    """
+    best = table[:, 0].tolist()
+    counts = table[:, 1].tolist() if table.shape[1] > 1 else best
+    return [
+        row
+        for row, need in enumerate(needs)
+        if (need == BEST_TOKEN and best[row] < 0) or (need > 0 and counts[row] < 1)
+    ]

@@ -164,10 +164,12 @@ class BestTokens:
         return self.best[:rows]
 
     def find_candidates(self, logits: Tensor, top: int) -> Tensor:
-        """The table's rows of logits fp32 [n, V].
+        """The table's rows of logits fp32 [n, V], 1 <= top <= R / 2.
 
-        Candidates are all tokens as good as the `top`-th, and maybe some more of the best, by ascending ids. Their number is -1 where a logit is not finite, and where they, or the
-        groups in which they are looked for, are more than R. 1 <= top <= R / 2."""
+        Candidates are all tokens as good as the `top`-th, and maybe some more of the best, by ascending ids. Their
+        number is -1 where a logit is not finite, and where they, or the groups in which they are looked for, are more
+        than R.
+        """
         if not 1 <= top <= self.room // 2:
             raise ValueError(f"top must be in [1, {self.room // 2}], got {top}")
         rows = self._find_greatest(logits)
