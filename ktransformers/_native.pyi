@@ -248,6 +248,13 @@ def sample_rows(
     top_k: list[int],
     vocab: int,
 ) -> list[tuple[int, int]]: ...
+def sample_candidates(
+    pool: WorkerPool,
+    candidates: list[tuple[int, int, int]],
+    settings: list[tuple[float, float, float, float]],
+    top_k: list[int],
+    vocab: int,
+) -> list[int]: ...
 def token_logprobs(
     pool: WorkerPool,
     logits: int,

@@ -3,11 +3,14 @@
 
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <tuple>
 
 #include "bind/args.h"
+#include "ops/philox.h"
 #include "ops/sampling.h"
 
 namespace nb = nanobind;
@@ -49,6 +52,28 @@ void bind_sampling(nb::module_& m) {
         return out;
       },
       nb::arg("pool"), nb::arg("logits"), nb::arg("settings"), nb::arg("top_k"), nb::arg("vocab"));
+  // Of each row: the addresses of its candidates' ids and of their logits, and how many; settings as above.
+  m.def(
+      "sample_candidates",
+      [](kt::WorkerPool& pool, const std::vector<std::tuple<Address, Address, int64_t>>& candidates,
+         const std::vector<std::array<double, 4>>& settings, const std::vector<int64_t>& top_k, int64_t vocab) {
+        if (candidates.size() != settings.size() || candidates.size() != top_k.size())
+          throw std::invalid_argument("rows and settings differ in number");
+        std::vector<kt::CandidateRow> rows;
+        for (size_t i = 0; i < candidates.size(); ++i) {
+          const auto& [temperature, top_p, min_p, uniform] = settings[i];
+          const auto& [ids, logits, count] = candidates[i];
+          const bool is_cut = top_k[i] > 0 && top_k[i] < vocab;
+          if (count < 1 || count > vocab || count < (is_cut ? top_k[i] : vocab))
+            throw std::invalid_argument("a row has fewer candidates than its top_k, or more than there are tokens");
+          const float* row = at<const float>(logits);
+          rows.push_back(
+              {{row, row, temperature, top_p, min_p, uniform, top_k[i], nullptr}, at<const int32_t>(ids), count});
+        }
+        const nb::gil_scoped_release released;
+        return kt::sample_candidates(pool, rows, vocab);
+      },
+      nb::arg("pool"), nb::arg("candidates"), nb::arg("settings"), nb::arg("top_k"), nb::arg("vocab"));
   m.def(
       "token_logprobs",
       [](kt::WorkerPool& pool, Address logits, int64_t rows, int64_t vocab, Address ids, int64_t count, Address out,

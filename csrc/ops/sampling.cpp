@@ -36,14 +36,14 @@ struct Room {
   int32_t* ids;            // [V]
 };
 
-// Rooms for every row, or for every thread where rows are more; lists of tokens only where needed.
+int64_t blocks_of(int64_t vocab) { return (vocab + kSampleBlock - 1) / kSampleBlock; }
+
+// Rooms for every row, or for every thread where rows are more: of so many blocks, and of as many tokens in lists and
+// masked rows, as far as they are needed.
 class Rooms {
  public:
-  Rooms(WorkerPool::Session& session, int64_t rows, int64_t vocab, bool has_lists, bool has_masks)
-      : blocks_((vocab + kSampleBlock - 1) / kSampleBlock),
-        listed_(has_lists ? vocab : 0),
-        masked_(has_masks ? vocab : 0),
-        of_rows_(rows <= session.num_threads()) {
+  Rooms(WorkerPool::Session& session, int64_t rows, int64_t blocks, int64_t listed, int64_t masked)
+      : blocks_(blocks), listed_(listed), masked_(masked), of_rows_(rows <= session.num_threads()) {
     const int64_t count = of_rows_ ? rows : session.num_threads();
     doubles_ = session.scratch<double>(count * (blocks_ + 2 * listed_));
     floats_ = session.scratch<float>(count * (blocks_ + 2 * listed_ + masked_));
@@ -142,9 +142,12 @@ struct Row {
     return logit_of(find_edge(room.keys, count, key_of(least), key_of(top), k, [](uint64_t) { return 1.0; }).key);
   }
 
-  // The tokens from `least` on, as keys; returns how many.
+  // The tokens from `least` on, in room.ids; returns how many.
+  int64_t list(float least) const { return kernels.tokens_from(x, vocab, room.maxima, least, room.ids); }
+
+  // The same as keys.
   int64_t list_keys(float least) const {
-    const int64_t count = kernels.tokens_from(x, vocab, room.maxima, least, room.ids);
+    const int64_t count = list(least);
     for (int64_t i = 0; i < count; ++i) room.keys[i] = key_of(x[room.ids[i]]);
     return count;
   }
@@ -182,6 +185,44 @@ struct Row {
     kernels.weight_sums(x, vocab, room.maxima, spec, room.sums);
     double total = 0;
     for (int64_t b = 0; b < blocks; ++b) total += room.sums[b];
+    return total;
+  }
+};
+
+// The tokens of a row that are as good as its top_k-th, at least: token ids[i] has logit x[i]. All others count as
+// impossible, so that what is summed is summed as in the whole row, zeros aside. What is listed are places in x.
+struct Candidates : Row {
+  const int32_t* ids;  // ascending
+  int64_t count;
+
+  int64_t list(float least) const {
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (x[i] >= least) room.ids[found++] = static_cast<int32_t>(i);
+    return found;
+  }
+
+  float kth(int64_t k) const {
+    for (int64_t i = 0; i < count; ++i) room.keys[i] = key_of(x[i]);
+    return kth_key(count, -kInfinity, static_cast<double>(k));
+  }
+
+  // Block after block in the lanes of weight_sums (sampling.inl). Leaves weights, and of the blocks that have
+  // candidates sums, zeros behind the last, and in room.ids where they begin, and `count` behind the last.
+  double sum(const WeightSpec& spec) const {
+    kernels.token_weights(x, count, spec, room.weights);
+    std::fill_n(room.sums, count, 0.0);
+    double total = 0;
+    int64_t b = 0;
+    for (int64_t i = 0; i < count; ++b) {
+      room.ids[b] = static_cast<int32_t>(i);
+      const int32_t block = ids[i] / kSampleBlock;
+      double u[16] = {};
+      for (; i < count && ids[i] / kSampleBlock == block; ++i) u[ids[i] % 16] += room.weights[i];
+      for (int lane = 0; lane < 8; ++lane) u[lane] += u[lane + 8];
+      total += room.sums[b] = ((u[0] + u[1]) + (u[2] + u[3])) + ((u[4] + u[5]) + (u[6] + u[7]));
+    }
+    room.ids[b] = static_cast<int32_t>(count);
     return total;
   }
 };
@@ -225,6 +266,13 @@ int64_t pick_of_all(const Row& row, const WeightSpec& spec, double uniform) {
   return first + reach(weights, count, place.before, goal);
 }
 
+int64_t pick_of_all(const Candidates& row, const WeightSpec& spec, double uniform) {
+  const double goal = uniform * row.sum(spec);
+  const Place place = find_block(row.room.sums, row.count, goal);
+  const int64_t first = row.room.ids[place.block], count = row.room.ids[place.block + 1] - first;
+  return first + reach(row.room.weights + first, count, place.before, goal);
+}
+
 // The same of a list of weights, of which those below `least` become 0; one at least must stay.
 int64_t pick_of_list(double* weights, int64_t count, double least, double uniform, double* sums) {
   const int64_t blocks = (count + kSampleBlock - 1) / kSampleBlock;
@@ -250,13 +298,13 @@ int64_t pick_of_list(double* weights, int64_t count, double least, double unifor
 }
 
 // One of the smallest set of most likely tokens that has the share top_p, less those below min_p.
-int64_t pick_of_nucleus(const Row& row, WeightSpec spec, const SampleRow& wanted) {
+template <class AnyRow> int64_t pick_of_nucleus(const AnyRow& row, WeightSpec spec, const SampleRow& wanted) {
   const double total = row.sum(spec), goal = wanted.top_p * total;
   spec = row.spec(spec.scale,
                   std::max(kImpossible, ((1.0 - wanted.top_p) - 1e-10) * total / static_cast<double>(row.vocab)),
                   spec.least);
   const Room& room = row.room;
-  const int64_t found = row.kernels.tokens_from(row.x, row.vocab, room.maxima, spec.least, room.ids);
+  const int64_t found = row.list(spec.least);
   for (int64_t i = 0; i < found; ++i) room.logits[i] = row.x[room.ids[i]];
   row.kernels.token_weights(room.logits, found, spec, room.weights);
   int64_t count = 0;
@@ -277,6 +325,15 @@ int64_t pick_of_nucleus(const Row& row, WeightSpec spec, const SampleRow& wanted
     held += least;
   }
   return room.ids[pick_of_list(room.weights, count, std::max(least, wanted.min_p), wanted.uniform, room.sums)];
+}
+
+// Where in row.x the token is that a temperature above 0 leads to.
+template <class AnyRow> int64_t draw(const AnyRow& row, const SampleRow& wanted) {
+  const float least = wanted.top_k > 0 && wanted.top_k < row.vocab ? row.kth(wanted.top_k) : -kInfinity;
+  // A temperature so low that its inverse is none leaves the best, whose logit is 0 above itself.
+  const double scale = std::min(kLog2e / wanted.temperature, DBL_MAX);
+  if (wanted.top_p < 1.0) return pick_of_nucleus(row, row.spec(scale, kImpossible, least), wanted);
+  return pick_of_all(row, row.spec(scale, std::max(kImpossible, wanted.min_p), least), wanted.uniform);
 }
 
 int64_t first_bad(const float* x, int64_t vocab, bool may_be_impossible) {
@@ -339,11 +396,7 @@ SamplePick pick(const KernelTable& kernels, const SampleRow& wanted, int64_t voc
     while (row.x[token] != row.top) ++token;
     return {token, -1};
   }
-  const float least = wanted.top_k > 0 && wanted.top_k < vocab ? row.kth(wanted.top_k) : -kInfinity;
-  // A temperature so low that its inverse is none leaves the best, whose logit is 0 above itself.
-  const double scale = std::min(kLog2e / wanted.temperature, DBL_MAX);
-  if (wanted.top_p < 1.0) return {pick_of_nucleus(row, row.spec(scale, kImpossible, least), wanted), -1};
-  return {pick_of_all(row, row.spec(scale, std::max(kImpossible, wanted.min_p), least), wanted.uniform), -1};
+  return {draw(row, wanted), -1};
 }
 
 void score(const Row& row, int64_t id, int64_t count, float* out, int64_t* top_ids, float* top) {
@@ -366,25 +419,6 @@ void score(const Row& row, int64_t id, int64_t count, float* out, int64_t* top_i
 
 }  // namespace
 
-void philox4x32(uint32_t (&counter)[4], uint32_t (&key)[2]) {
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t first = counter[0] * uint64_t{0xD2511F53}, second = counter[2] * uint64_t{0xCD9E8D57};
-    counter[0] = static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key[0];
-    counter[2] = static_cast<uint32_t>(first >> 32) ^ counter[3] ^ key[1];
-    counter[1] = static_cast<uint32_t>(second);
-    counter[3] = static_cast<uint32_t>(first);
-    key[0] += 0x9E3779B9u;
-    key[1] += 0xBB67AE85u;
-  }
-}
-
-double uniform_at(uint64_t seed, uint64_t position) {
-  uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), 0, 0};
-  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  philox4x32(counter, key);
-  return static_cast<double>(static_cast<uint64_t>(counter[0]) << 21 | counter[1] >> 11) * 0x1p-53;
-}
-
 std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRow>& rows, int64_t vocab) {
   std::vector<SamplePick> picks(rows.size());
   WorkerPool::Session session(pool);
@@ -394,7 +428,8 @@ std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRo
   });
   const bool has_masks =
       std::any_of(rows.begin(), rows.end(), [](const SampleRow& row) { return row.allowed != nullptr; });
-  const Rooms rooms(session, static_cast<int64_t>(rows.size()), vocab, has_lists, has_masks);
+  const Rooms rooms(session, static_cast<int64_t>(rows.size()), blocks_of(vocab), has_lists ? vocab : 0,
+                    has_masks ? vocab : 0);
   session.run(static_cast<int64_t>(rows.size()), [&](int64_t i, int thread) {
     const auto at = static_cast<size_t>(i);
     picks[at] = pick(session.kernels(), rows[at], vocab, rooms.blocks(), rooms.of(i, thread));
@@ -402,11 +437,31 @@ std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRo
   return picks;
 }
 
+std::vector<int64_t> sample_candidates(WorkerPool& pool, const std::vector<CandidateRow>& rows, int64_t vocab) {
+  std::vector<int64_t> tokens(rows.size());
+  WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Sampling, static_cast<int64_t>(rows.size()), true);
+  int64_t most = 0;
+  for (const CandidateRow& row : rows) most = std::max(most, row.count);
+  const Rooms rooms(session, static_cast<int64_t>(rows.size()), most, most + 1, 0);
+  session.run(static_cast<int64_t>(rows.size()), [&](int64_t i, int thread) {
+    const auto& [wanted, ids, count] = rows[static_cast<size_t>(i)];
+    const float* best = std::max_element(wanted.raw, wanted.raw + count);
+    int64_t place = best - wanted.raw;  // the first of equals, which temperature 0 takes
+    if (wanted.temperature != 0) {
+      const Row row{session.kernels(), wanted.raw, vocab, blocks_of(vocab), rooms.of(i, thread), *best};
+      place = draw(Candidates{row, ids, count}, wanted);
+    }
+    tokens[static_cast<size_t>(i)] = ids[place];
+  });
+  return tokens;
+}
+
 void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids,
                     int64_t count, float* out, int64_t* top_ids, float* top) {
   WorkerPool::Session session(pool);
   const ProfiledOp op(session, Part::Sampling, rows, true);
-  const Rooms rooms(session, rows, vocab, count > 0, false);
+  const Rooms rooms(session, rows, blocks_of(vocab), count > 0 ? vocab : 0, 0);
   session.run(rows, [&](int64_t r, int thread) {
     Row row{session.kernels(), logits + r * vocab, vocab, rooms.blocks(), rooms.of(r, thread), 0};
     const bool is_finite = row.kernels.block_maxima(row.x, vocab, row.room.maxima) < kInfinityBits;

@@ -7,12 +7,6 @@
 
 namespace kt {
 
-// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011), in place.
-void philox4x32(uint32_t (&counter)[4], uint32_t (&key)[2]);
-
-// A number in [0, 1) with 53 random bits: key = seed, counter = position.
-double uniform_at(uint64_t seed, uint64_t position);
-
 struct SampleRow {
   const float* raw;       // [V], as the model computed them: must be finite
   const float* adjusted;  // [V], raw itself where nothing was changed, and otherwise possibly -infinity
@@ -28,6 +22,17 @@ struct SamplePick { int64_t token, bad; };
 
 // One pick per row. vocab >= 1; its ids fit int32.
 std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRow>& rows, int64_t vocab);
+
+// Tokens of a row of logits: all that are as good as its top_k-th, and maybe more of the best ones. wanted.raw:
+// [count], theirs, finite; the other pointers mean nothing.
+struct CandidateRow {
+  SampleRow wanted;    // 1 <= top_k <= count, or count = vocab
+  const int32_t* ids;  // [count], ascending
+  int64_t count;
+};
+
+// Of each row the token that sample_rows would choose in the whole row, of `vocab` tokens.
+std::vector<int64_t> sample_candidates(WorkerPool& pool, const std::vector<CandidateRow>& rows, int64_t vocab);
 
 // log softmax in fp64, rounded to fp32, of logits [rows, vocab]: of token ids[r], and of the `count` most likely ones,
 // the lowest id first among equal logits: top_ids, top [rows, count]. Everything is NaN where a logit is NaN or

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from ktransformers.engine.decode_inputs import DecodeInputs, InputMemory, Static
 from ktransformers.engine.forward import ForwardPass, StepInputs
 from ktransformers.engine.graphs import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.layout import StepLayout
+from ktransformers.engine.logits_fetch import LogitsFetch
+from ktransformers.engine.reduced import StepLogits
 from ktransformers.operators.attention.latent_expansion import Choice, StepRuns
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -78,9 +79,7 @@ class DecodeSteps:
         self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), tuple(mixed)
         self._most_kept = max([self.max_rows, *(size.seqs for size in self.mixed)])
         self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
-        self._host: Tensor | None = None
-        self._cuda: Any = torch.cuda  # parts of it have no types
-        self._done: Any = None
+        self._fetch: LogitsFetch | None = None
         memory = InputMemory(device)
         self._graphs = DecodeGraphs(
             self._run,
@@ -137,6 +136,10 @@ class DecodeSteps:
         if self._logits is None:
             where = self._layout.entry.torch_device
             self._logits = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, device=where)
+            # A thread that spins for the GPU would take a core from experts on the CPU. Without such it may: to sleep
+            # and to be woken costs a twelfth of a step of 3 ms.
+            spins = not any(device.expert_streams() for device in self._layout.devices)
+            self._fetch = LogitsFetch(self._most_kept, logits.shape[1], where, spins)
         return self._logits[:count].copy_(logits)
 
     def step(
@@ -145,11 +148,13 @@ class DecodeSteps:
         positions: Tensor,
         context: ForwardContext,
         keep: Tensor,
+        needs: Sequence[int] | None = None,
         launched: Callable[[int], None] = lambda num_rows: None,
-    ) -> Tensor:
+    ) -> StepLogits:
         """A step of T rows that `takes` takes, all on the CPU. launched: called with T before its end is waited for.
 
-        Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, valid until the next step.
+        Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, or what `needs` says of each of them
+        (engine.reduced), valid until the next step.
         """
         hidden_states = self._layout.embedding(token_ids[None])[0]
         inputs = DecodeInputs(
@@ -165,19 +170,6 @@ class DecodeSteps:
         )
         on_device = self._graphs.step(inputs)
         launched(len(token_ids))
-        return self._to_host(on_device)
-
-    def _to_host(self, logits: Tensor) -> Tensor:
-        if logits.device.type != "cuda" or len(logits) > self._most_kept:
-            return logits.to("cpu")
-        if self._host is None:
-            # A thread that spins for the GPU would take a core from experts on the CPU. Without such it may: to sleep
-            # and to be woken costs a twelfth of a step of 3 ms.
-            has_cpu_work = any(device.expert_streams() for device in self._layout.devices)
-            self._done = self._cuda.Event(blocking=has_cpu_work)
-            self._host = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, pin_memory=True)
-        host = self._host[: len(logits)]
-        host.copy_(logits, non_blocking=True)
-        self._done.record(self._cuda.current_stream(logits.device))
-        self._done.synchronize()
-        return host
+        if self._fetch is None or len(on_device) > self._most_kept:
+            return on_device.to("cpu")
+        return self._fetch.whole(on_device) if needs is None else self._fetch.reduced(on_device, needs)

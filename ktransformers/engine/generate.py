@@ -23,6 +23,7 @@ from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules, mask_of
 from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.profiled import AnswerProfile, ProfileSlot
+from ktransformers.engine.reduced import StepLogits
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
@@ -76,6 +77,10 @@ class SequenceRunner(Protocol):
         start is one that `resume_len` gives, or the number of positions written before. Returns fp32 logits
         [len(keep), vocab_size] of the rows in keep, which are indices into token_ids.
         """
+        ...
+
+    def decode(self, token_id: int, position: int, need: int) -> StepLogits:
+        """`forward` of one token at the end of what is written. need: see engine.reduced; more may come back."""
         ...
 
 
@@ -234,14 +239,14 @@ class Answer:
                 start + 1, token_logprobs(logits[: len(followers)], followers, self.params.prompt_logprobs)
             )
 
-    def _decode(self) -> torch.Tensor:
+    def _decode(self) -> StepLogits:
         began, position = time.perf_counter(), len(self.token_ids) - 1
         self._profile.begin(1, is_prefill=False, is_sampled=True)
-        logits = self._runner.forward(self.token_ids[position:], position, [0])
+        logits = self._runner.decode(self.token_ids[position], position, self._sampler.need)
         self._add_seconds(began)
         return logits
 
-    def _step(self, logits: torch.Tensor) -> TokenEvent:
+    def _step(self, logits: StepLogits) -> TokenEvent:
         """Sample the next token and say what it means for the answer."""
         began, stats = time.perf_counter(), self.stats
         self._profile.sampling()
@@ -279,7 +284,7 @@ class Answer:
         if self.params.pooling is not None and not self.stats.completion_len:
             self._pooled = Pooled(self.params.pooling)
         try:
-            logits = self._prefill(cached_len, control)
+            logits: StepLogits | None = self._prefill(cached_len, control)
             while logits is not None:
                 event = self._step(logits)
                 reason = event.finish_reason or reason

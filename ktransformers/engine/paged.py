@@ -19,6 +19,7 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.hidden import HiddenTap, Pooled
+from ktransformers.engine.reduced import BEST_TOKEN, StepLogits
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.tiered import TieredCache
 from ktransformers.errors import KTransformersError
@@ -47,10 +48,15 @@ class StepRunner(Protocol):
     @property
     def tap(self) -> HiddenTap: ...
 
-    def step(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> torch.Tensor:
-        """Logits of the rows in `keep`."""
+    def reduced_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        needs: Sequence[int] | None,
+    ) -> StepLogits:
+        """Logits of the rows in `keep`, or what is needed of each; None: all."""
         ...
 
 
@@ -165,7 +171,7 @@ class PagedExecutor:
         results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
         sampling_ns = time.monotonic_ns() - sampling_ns
-        scored = [self._score(row, logits[at : at + count]) for row, at, count in kept.scored]
+        scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
         ended_ns = time.monotonic_ns()
         if recorder is not None:
             recorder.end_step(self._record(plan, kept, (began_ns, ended_ns, sampling_ns), recorder.epoch))
@@ -226,16 +232,24 @@ class PagedExecutor:
             first += row.num_tokens
         return kept
 
-    def _forward(self, rows: Sequence[Row], kept: _Kept) -> torch.Tensor:
+    def _needs(self, rows: Sequence[Row], kept: _Kept) -> list[int] | None:
+        """What choosing tokens takes of the kept rows (engine.reduced); None where some are scored."""
+        if kept.scored:
+            return None
+        samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
+        return [BEST_TOKEN if sampler is None else sampler.need for sampler in samplers]
+
+    def _forward(self, rows: Sequence[Row], kept: _Kept) -> StepLogits:
         token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
         tables = [self._runs[row.run_id].pages(row) for row in rows]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
         ids, keep = torch.from_numpy(token_ids), torch.tensor(kept.rows, dtype=torch.int64)
+        needs = self._needs(rows, kept)
         pooled = [self._runs[row.run_id].pooled for row in rows]
         if all(one is None for one in pooled):
-            return self._runner.step(ids, positions, context, keep)
+            return self._runner.reduced_step(ids, positions, context, keep, needs)
         with self._runner.tap.watch() as seen:
-            logits = self._runner.step(ids, positions, context, keep)
+            logits = self._runner.reduced_step(ids, positions, context, keep, needs)
         first = 0
         for one, row in zip(pooled, rows, strict=True):
             if one is not None:
@@ -258,8 +272,8 @@ class PagedExecutor:
             else:
                 yield self._previous[row.token_source]
 
-    def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> list[RowResult]:
-        """One result per sampled row, in order. logits fp32 [sampled rows, V]."""
+    def _sample(self, rows: Sequence[Row], logits: StepLogits) -> list[RowResult]:
+        """One result per sampled row, in order. logits: of the sampled rows."""
         sampled = [row for row in rows if row.is_sampled]
         runs = [self._runs[row.run_id] for row in sampled]
         good = [i for i, run in enumerate(runs) if run.sampler is not None]
@@ -287,9 +301,17 @@ class PagedExecutor:
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
 
 
-def _rows(logits: torch.Tensor, wanted: list[int]) -> torch.Tensor:
+def _rows(logits: StepLogits, wanted: list[int]) -> StepLogits:
     """Rows in ascending order; no copy when they are all wanted."""
-    return logits if len(wanted) == len(logits) else logits[wanted]
+    if len(wanted) == len(logits):
+        return logits
+    return logits[wanted] if isinstance(logits, torch.Tensor) else logits.rows(wanted)
+
+
+def _whole(logits: StepLogits) -> torch.Tensor:
+    """Of a step without needs."""
+    assert isinstance(logits, torch.Tensor)
+    return logits
 
 
 def _difference(now: tuple[int, int, int], before: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -69,6 +69,10 @@ class ReferenceRunner:
         self._ids += token_ids
         return logits
 
+    def decode(self, token_id: int, position: int, need: int) -> torch.Tensor:
+        """All logits."""
+        return self.forward([token_id], position, [0])
+
     def _rewind(self, length: int) -> None:
         """Forget what stands at `length` and after. Sliding windows and recurrent layers have forgotten what comes
         before: compute again."""

@@ -20,6 +20,7 @@ from ktransformers.engine.decode import DecodeSteps
 from ktransformers.engine.decode_inputs import decode_batch_sizes
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.layer_kinds import one_of_each
+from ktransformers.engine.reduced import BEST_TOKEN
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention_launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal
@@ -142,6 +143,9 @@ def rehearse(
                 positions, context = _context(cache, forward.pool, _Step(mixed.rows, seqs=mixed.seqs))
                 ids = torch.zeros(mixed.rows, dtype=torch.int64)
                 decode.step(ids, positions, context, torch.arange(mixed.seqs))
+            for need in (BEST_TOKEN, 1):  # what finds the best tokens is launched alike for any number of rows
+                positions, context = _context(cache, forward.pool, _Step(1))
+                decode.step(torch.zeros(1, dtype=torch.int64), positions, context, torch.arange(1), [need])
         least = 1 if decode is None else decode.max_rows + 1
         if all(device.is_gpu for device in layout.devices):
             steps = _steps(extent, cache.page_size, least)

@@ -15,6 +15,7 @@ from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.gpu_profile import GpuProfile
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.kept_states import KeptStates
+from ktransformers.engine.reduced import StepLogits
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.operators.context import ForwardContext
 
@@ -43,12 +44,29 @@ class ModelRunner:
         Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size], valid until the next step.
         Checks nothing: `forward` does for one sequence.
         """
+        logits = self.reduced_step(token_ids, positions, context, keep, None)
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    @torch.inference_mode()
+    def reduced_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        needs: Sequence[int] | None,
+    ) -> StepLogits:
+        """As `step`, but a row's need (engine.reduced) may be all that comes back of it. None: whole rows.
+
+        Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
+        """
         forward, layout = self._pass, self._pass.layout
         if layout is None:
             return forward.on_cpu(token_ids, positions, context, keep)
         profile = self._profile
         if self._decode is not None and not self.tap.is_open and self._decode.takes(context, len(keep)):
-            logits = self._decode.step(token_ids, positions, context, keep, self._fetch)
+            logits = self._decode.step(token_ids, positions, context, keep, needs, self._fetch)
         else:
             inputs = forward.inputs_of(token_ids, positions, context, keep)
             with nullcontext() if profile is None else profile.marked():
@@ -145,6 +163,17 @@ class StaticRunner(ModelRunner):
         Raises ContextLengthError when the tokens do not fit, ConfigError for ids outside the vocabulary and for a
         start that would leave a gap, or of which recurrent layers keep no state.
         """
+        logits = self._forward(token_ids, start, keep, None)
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def decode(self, token_id: int, position: int, need: int) -> StepLogits:
+        """`forward` of one token, of whose logits no more than `need` (engine.reduced) has to come back."""
+        return self._forward([token_id], position, [0], [need])
+
+    def _forward(
+        self, token_ids: Sequence[int], start: int, keep: Sequence[int], needs: Sequence[int] | None
+    ) -> StepLogits:
         end = start + len(token_ids)
         if end > self.max_len:
             raise ContextLengthError(
@@ -160,11 +189,12 @@ class StaticRunner(ModelRunner):
         states = None if self._states is None else self._states.begin(start, len(token_ids))
         self.written_len = start  # should the forward fail, what it overwrote is gone
         context = static_context(self.cache, self.pool, start, len(token_ids), states)
-        logits = self.step(
+        logits = self.reduced_step(
             torch.tensor(list(token_ids)),
             torch.arange(start, end),
             context,
             torch.tensor(list(keep), dtype=torch.int64),
+            needs,
         )
         self.written_len = end
         if self._states is not None:

@@ -34,6 +34,7 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.core import SamplingParams, TokenLogprobs
+from ktransformers.engine.reduced import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits, StepLogits
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, sampling
 
@@ -193,6 +194,16 @@ class RequestSampler:
         return bool(self._seen or self._counts or self._bias.size or has_barred)
 
     @property
+    def need(self) -> int:
+        """What of a row the next token takes, see engine.reduced: less than all where nothing looks at all logits."""
+        params = self.params
+        if self._mask is not None or params.logprobs is not None or self.changes_logits:
+            return WHOLE_ROW
+        if params.is_greedy:
+            return BEST_TOKEN
+        return params.top_k if 0 < params.top_k <= MAX_TOP_K else WHOLE_ROW
+
+    @property
     def _holds_ends(self) -> bool:
         """Whether the answer is too short to end."""
         return self._num_answered < self.params.min_tokens and bool(self._held_ends.size)
@@ -280,13 +291,14 @@ def token_logprobs(
 
 
 def sample_batch(
-    logits: torch.Tensor,
+    logits: StepLogits,
     requests: Sequence[RequestSampler],
     positions: Sequence[int],
     pool: WorkerPool | None = None,
 ) -> list[SampledToken]:
     """One token per request from fp32 logits [B, V]. positions[b] is the place the token takes in its sequence.
 
+    Where less than whole rows came back, each has what RequestSampler.need said before the step; tokens are the same.
     Does not commit the tokens. pool: see `token_logprobs`. Raises KTransformersError when a logit is not finite.
     """
     sampled = []
@@ -298,18 +310,20 @@ def sample_batch(
 
 
 def sample_each(
-    logits: torch.Tensor,
+    logits: StepLogits,
     requests: Sequence[RequestSampler],
     positions: Sequence[int],
     pool: WorkerPool | None = None,
 ) -> list[SampledToken | KTransformersError]:
     """As `sample_batch`, but a request whose logits are no numbers gets its error in the place of its token."""
-    if logits.ndim != 2 or not logits.shape[0] == len(requests) == len(positions):
-        raise ValueError(
-            f"logits {tuple(logits.shape)} do not fit {len(requests)} requests, {len(positions)} positions"
-        )
-    rows = logits.detach().to("cpu", torch.float32).contiguous()
+    if not len(logits) == len(requests) == len(positions):
+        raise ValueError(f"{len(logits)} rows do not fit {len(requests)} requests, {len(positions)} positions")
     pool = pool or _alone(os.getpid())
+    if isinstance(logits, ReducedLogits):
+        return _sample_reduced(logits, requests, positions, pool)
+    if logits.ndim != 2:
+        raise ValueError(f"logits must be rows, got {tuple(logits.shape)}")
+    rows = logits.detach().to("cpu", torch.float32).contiguous()
     masks = [_masked(request) for request in requests]
     changed = [_adjusted(request, rows[i]) if request.changes_logits else None for i, request in enumerate(requests)]
     picks = sampling.sample_rows(
@@ -331,6 +345,30 @@ def sample_each(
         else:
             results.append(SampledToken(pick.token_id, None))
     return _with_logprobs(results, rows, requests, pool)
+
+
+def _sample_reduced(
+    logits: ReducedLogits, requests: Sequence[RequestSampler], positions: Sequence[int], pool: WorkerPool
+) -> list[SampledToken | KTransformersError]:
+    """`sample_each` of rows each of which has what its request needs."""
+    results: list[SampledToken | KTransformersError] = [
+        SampledToken(token_id, None) for token_id in logits.table[:, 0].tolist()
+    ]
+    few = [i for i, (need, place) in enumerate(zip(logits.needs, logits.places, strict=True)) if need > 0 > place]
+    if few:
+        numbers = sampling.uniforms([requests[i].seed for i in few], [positions[i] for i in few])
+        params = [requests[i].params for i in few]
+        found = sampling.sample_candidates(*logits.candidates(few), logits.vocab_size, params, numbers, pool)
+        for i, token_id in zip(few, found, strict=True):
+            results[i] = SampledToken(token_id, None)
+    whole = [i for i, place in enumerate(logits.places) if place >= 0]
+    if whole:
+        places = [logits.places[i] for i in whole]
+        rows = logits.whole if places == list(range(len(logits.whole))) else logits.whole[places]
+        chosen = sample_each(rows, [requests[i] for i in whole], [positions[i] for i in whole], pool)
+        for i, result in zip(whole, chosen, strict=True):
+            results[i] = result
+    return results
 
 
 @functools.cache

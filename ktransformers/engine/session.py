@@ -28,6 +28,7 @@ from ktransformers.engine.generate import (
 )
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.profiled import ProfileSlot
+from ktransformers.engine.reduced import StepLogits
 from ktransformers.engine.sampler import draw_seed
 from ktransformers.engine.saved_session import SavedSession, read_saved, write_saved
 from ktransformers.engine.session_store import StaticStore
@@ -75,6 +76,12 @@ class _RecordingRunner:
         del self.token_ids[start:]
         logits = self._runner.forward(token_ids, start, keep)
         self.token_ids.extend(token_ids)
+        return logits
+
+    def decode(self, token_id: int, position: int, need: int) -> StepLogits:
+        del self.token_ids[position:]
+        logits = self._runner.decode(token_id, position, need)
+        self.token_ids.append(token_id)
         return logits
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,8 +225,13 @@ class _Broken:
     def __init__(self, runner: ModelRunner, position: int):
         self._runner, self._position = runner, position
 
-    def step(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    def reduced_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        needs: Sequence[int] | None,
     ) -> torch.Tensor:
         logits = self._runner.step(token_ids, positions, context, keep).clone()
         logits[positions[keep] == self._position] = float("nan")

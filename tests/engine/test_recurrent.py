@@ -162,6 +162,9 @@ class Counted:
         self.num_rows += len(token_ids)
         return self._runner.forward(token_ids, start, keep)  # type: ignore[attr-defined,no-any-return]
 
+    def decode(self, token_id: int, position: int, need: int) -> torch.Tensor:
+        return self.forward([token_id], position, [0])
+
 
 def test_a_turn_runs_only_what_is_new(made: Made) -> None:
     runner = Counted(made.engine.runner)

@@ -108,7 +108,7 @@ def server_steps(vocab_size: int, count: int, seed: int, most: int, has_states: 
             table = rng.sample(range(PAGES), pages)  # of others too: only launches count
             run_id, start = number * BATCH + i, rng.randint(0, pages * PAGE - tokens)
             ids = [rng.randrange(vocab_size) for _ in range(start + tokens)]
-            starts.append(sequence_start(run_id, ids))
+            starts.append(sequence_start(run_id, ids, top_k=rng.choice([0, 0, 5, 16]) if number % 2 else 0))
             slots = {"read_slot": i if start else -1, "write_slot": i} if has_states else {}
             rows.append(step_row(run_id, ids[start:], start, table, **slots))
         ended = [run_id for run_id in range((number - 1) * BATCH, number * BATCH) if number]

@@ -54,6 +54,9 @@ class FakeRunner:
         rows = [self._next_logits(self.written[: start + row + 1]) for row in keep]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, self.vocab_size)
 
+    def decode(self, token_id: int, position: int, need: int) -> torch.Tensor:
+        return self.forward([token_id], position, [0])
+
 
 def ngram_logits(vocab_size: int, order: int = 3) -> NextLogits:
     """A language model of hashed n-grams."""

@@ -49,8 +49,9 @@ def rules_of(model_type: str, folder: Path, old: str, new: str, before: str = ""
     return path
 
 
-def sequence_start(run_id: int, ids: list[int]) -> SequenceStart:
-    params = SamplingParams(temperature=0.0, seed=0)
+def sequence_start(run_id: int, ids: list[int], top_k: int = 0) -> SequenceStart:
+    """Greedy without top_k."""
+    params = SamplingParams(temperature=0.7 if top_k else 0.0, top_k=top_k, seed=0)
     return SequenceStart(run_id=run_id, request_id=str(run_id), params=params, prompt_len=len(ids), token_ids=ids)
 
 

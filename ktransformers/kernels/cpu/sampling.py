@@ -17,7 +17,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
 from ktransformers.kernels.extension import extension
 
-__all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_rows", "token_logprobs", "uniforms"]
+__all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_candidates", "sample_rows", "token_logprobs", "uniforms"]
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -80,9 +80,44 @@ def sample_rows(
         if row is not None:
             check_tensor(f"allowed[{i}]", row, (-(-vocab // 32),), torch.int32)
             addresses[i] = (*addresses[i][:2], row.data_ptr())
-    settings = [(one.temperature, one.top_p, one.min_p, number) for one, number in zip(params, numbers, strict=True)]
-    picks = extension.sample_rows(pool.handle, addresses, settings, [one.top_k for one in params], vocab)
+    picks = extension.sample_rows(
+        pool.handle, addresses, _settings(params, numbers), [one.top_k for one in params], vocab
+    )
     return [Pick(*pick) for pick in picks]
+
+
+def _settings(params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[tuple[float, float, float, float]]:
+    return [(one.temperature, one.top_p, one.min_p, number) for one, number in zip(params, numbers, strict=True)]
+
+
+def sample_candidates(
+    ids: Tensor,
+    logits: Tensor,
+    counts: Sequence[int],
+    vocab: int,
+    params: Sequence[SamplingParams],
+    numbers: Sequence[float],
+    pool: WorkerPool,
+) -> list[int]:
+    """The tokens that `sample_rows` would choose in whole rows of `vocab` finite logits, from the best of each.
+
+    ids: int32 [N, R], of which the first counts[n] are row n's candidates, ascending; logits: fp32 [N, R], theirs. Both
+    may have any row stride. Candidates are all tokens as good as the row's top_k-th, and may be some more of the best.
+    """
+    num_rows, room = ids.shape
+    for name, tensor, dtype in (("ids", ids, torch.int32), ("logits", logits, torch.float32)):
+        is_fit = tensor.shape == (num_rows, room) and (room < 2 or tensor.stride(1) == 1)
+        if tensor.dtype != dtype or not is_fit or tensor.device.type != "cpu":
+            raise ValueError(f"{name} must be {dtype} rows [{num_rows}, {room}] on the CPU")
+    if not len(counts) == len(params) == len(numbers) == num_rows:
+        raise ValueError(f"counts, params and numbers must be one per row, of which there are {num_rows}")
+    if any(count > room for count in counts):
+        raise ValueError(f"counts must be at most {room}, got {max(counts)}")
+    places = [(tensor.data_ptr(), 4 * tensor.stride(0)) for tensor in (ids, logits)]
+    (first_id, id_row), (first_logit, logit_row) = places
+    rows = [(first_id + i * id_row, first_logit + i * logit_row, count) for i, count in enumerate(counts)]
+    top_k = [one.top_k for one in params]
+    return extension.sample_candidates(pool.handle, rows, _settings(params, numbers), top_k, vocab)
 
 
 class RowLogprobs(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ import torch
 
 from ktransformers.core import SamplingParams
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.sampling import Pick, philox4x32, sample_rows, token_logprobs, uniforms
+from ktransformers.kernels.cpu.sampling import (
+    Pick,
+    philox4x32,
+    sample_candidates,
+    sample_rows,
+    token_logprobs,
+    uniforms,
+)
 from ktransformers.kernels.extension import extension
 from tests.support import sampling_oracle as oracle
 
@@ -136,6 +144,57 @@ def test_rows_do_not_depend_on_their_company(pool: WorkerPool) -> None:
     together = sample_rows(logits, params, numbers, pool)
     alone = [sample_rows(logits[i : i + 1], [params[i]], [0.7], pool)[0] for i in range(len(params))]
     assert together == alone
+
+
+def numbers_at_edges(row: np.ndarray, params: SamplingParams, rng: np.random.Generator) -> list[float]:
+    """Where one token ends and the next begins, and the numbers next to that: the last bit of every sum shows there."""
+    if params.is_greedy:
+        return [0.5]
+    _, weights = oracle.candidates(row, params)
+    ends = np.cumsum(weights)[rng.permutation(weights.size)[:6]] / weights.sum()
+    near = [float(x) for end in ends for x in (end, np.nextafter(end, 0), np.nextafter(end, 1), end - 3e-16)]
+    return [min(max(x, 0.0), 1 - 2.0**-53) for x in (0.0, rng.random(), 1.0, *near)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "num_rows"), [(1, 5), (7, 30), (257, 30), (5000, 40), (151_936, 6)])
+def test_candidates_lead_to_the_token_of_the_whole_row(
+    kind: str, vocab: int, num_rows: int, pools: list[WorkerPool]
+) -> None:
+    """Also those of more tokens than top_k wants."""
+    rng = np.random.default_rng([3, KINDS.index(kind), vocab])
+    for _ in range(num_rows):
+        row = make_logits(kind, vocab, rng)
+        params = replace(draw_params(rng), top_k=int(rng.choice([1, 2, 20, 150, 700])))
+        least = np.sort(row)[-min(params.top_k + int(rng.choice([0, 0, 9, 200])), vocab)]
+        ids = np.flatnonzero(row >= least)
+        numbers = numbers_at_edges(row, params, rng)
+        many, count = [params] * len(numbers), len(ids)
+        table = torch.zeros(len(numbers), 2 * (count + 1), dtype=torch.int32)
+        few = table[:, : count + 1], table.view(torch.float32)[:, count + 1 :]
+        few[0][:, :count], few[1][:, :count] = torch.from_numpy(ids), torch.from_numpy(row[ids])
+        whole = torch.from_numpy(row).repeat(len(numbers), 1)
+        for pool in (pools[0], pools[-1]):
+            found = sample_candidates(*few, [count] * len(numbers), vocab, many, numbers, pool)
+            assert found == [pick.token_id for pick in sample_rows(whole, many, numbers, pool)]
+
+
+def test_candidates_are_checked(pool: WorkerPool) -> None:
+    ids, logits, one = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 3), [SamplingParams(top_k=2)]
+    for count in (0, 1):
+        with pytest.raises(ValueError, match="fewer candidates than its top_k"):
+            sample_candidates(ids, logits, [count], 9, one, [0.5], pool)
+    with pytest.raises(ValueError, match="fewer candidates"):  # of a row without top_k all tokens are
+        sample_candidates(ids, logits, [3], 9, [SamplingParams(top_k=0)], [0.5], pool)
+    with pytest.raises(ValueError, match="at most 3"):
+        sample_candidates(ids, logits, [4], 9, one, [0.5], pool)
+    with pytest.raises(ValueError, match="one per row"):
+        sample_candidates(ids, logits, [2], 9, one, [], pool)
+    with pytest.raises(ValueError, match="ids must be"):
+        sample_candidates(ids.long(), logits, [2], 9, one, [0.5], pool)
+    with pytest.raises(ValueError, match="logits must be"):
+        sample_candidates(ids, logits[:, :2], [2], 9, one, [0.5], pool)
+    assert sample_candidates(ids[:0], logits[:0], [], 9, [], [], pool) == []
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])

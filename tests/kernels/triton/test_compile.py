@@ -19,7 +19,7 @@ PRODUCTS = ("_vector_kernel", "_tile_kernel", "_gate_up_vector", "_down_vector",
 RECURRENT = ("conv_kernel", "rows_kernel", "prepare_kernel", "chunks_kernel", "gates_kernel", "selective_kernel")
 HOT = ("_split_kernel", "_sum_onto_kernel")
 GATED = ("_rope_kernel", "_gate_heads_kernel")
-CHOICES = ("_score_kernel", "_pool_kernel")
+CHOICES = ("_score_kernel", "_pool_kernel", "_greatest_kernel", "_best_kernel", "_candidates_kernel")
 ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel", "_widen_kernel")
 
 
@@ -39,7 +39,7 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
     [
         pytest.param(
             ["--sm", "90", "--few"],
-            (*PRODUCTS, *HOT, *ATTENTION, *RECURRENT, *GATED, "_score_kernel", "_pool_kernel"),
+            (*PRODUCTS, *HOT, *ATTENTION, *RECURRENT, *GATED, *CHOICES),
             id="sm90",
         ),
         pytest.param(["--sm", "90"], (*PRODUCTS, *ATTENTION), id="sm90-more", marks=pytest.mark.exhaustive),

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from ktransformers.kernels.triton import dequant, recurrent, recurrent_mixers, runtime
 from ktransformers.kernels.triton.attention import attention
+from ktransformers.kernels.triton.candidates import BestTokens
 from ktransformers.kernels.triton.choose import choose_positions
 from ktransformers.kernels.triton.clock import write_device_time
 from ktransformers.kernels.triton.compressed import Entries, Pages, attended, keep_values, make_entries, turn
@@ -296,6 +297,12 @@ def call_expanded(heads, rows, length, nope=128, rotary=64, width=128):
     expanded_attention(q, q[..., nope:].contiguous(), keys, latents[:, 512:], values, tiles, 0.1, out, tile)
 
 
+def call_candidates(vocab, rows=2, room=128):
+    tools, logits = BestTokens.make(rows, vocab, room, torch.device("cpu")), torch.zeros(rows, vocab)
+    tools.find_best(logits)
+    tools.find_candidates(logits, 20)
+
+
 def call_norm(hidden, tokens):
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     add_rms_norm(x, x, x[0], 1e-6, more=x, gate=x[:, :1])
@@ -397,6 +404,7 @@ def few():
     call_compressed(2)
     call_hyper(2)
     call_norm(7168, 2)
+    call_candidates(151_936)
     call_gated_attention(16, 2, 256, 64, 1)
     call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))
     call_linear(QuantType.Q4_K, 2048, 4096, 1)
