@@ -52,7 +52,7 @@ def attention(
     are read on the device, so nothing checks them: a page outside the cache is an invalid read.
     code_products: the prefill kernel rounds each row of a head to codes of the cache's type, as keys are rounded
     (`kernels.reference.quantize_kv`), and multiplies codes with codes: int8 exactly, with int32 sums, e4m3 with the
-    sums of the tensor cores (`why_no_code_products` says where). Values are widened as without, and decode is as without.
+    sums of the tensor cores (`why_no_code_products` says where). Values are widened as without; so is all in decode.
     Raises TypeError or ValueError for a wrong dtype, shape, stride or device.
     """
     result = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out

@@ -11,6 +11,9 @@ with the running maximum and sum of Milakov and Gimelshein (arXiv 1805.02867) as
     SHARED  latent attention: a value is the first DV0 columns of its key and is not loaded again
     CODES   the cache holds codes of 8 bits (kv_codes.py), which are multiplied as they are, in the queries' type; the
             scale of a key multiplies its logits, that of a value its probabilities
+    CODE_PRODUCTS queries are rounded to codes too, a scale for each row, and multiplied with the keys' codes: int8
+            exactly, e4m3 as tensor cores do. Probabilities and values stay in COMPUTE: rounded to 8 bits, either
+            probabilities far below the largest would vanish, or each be off by up to 1/16
 
 The cache's strides are constants: Triton takes of an argument only whether it is a multiple of 16, and without knowing
 that 40 is one of 8 it reads keys two bytes at a time, which cannot be prefetched into shared memory.
@@ -71,6 +74,31 @@ def _tanh(x):
 
 
 @jit
+def _keys(
+    k_ptr, slots, stride, keep, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr,
+    COMPUTE: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """Columns of keys as they are multiplied, see `_tile`."""
+    tile = _tile(k_ptr, slots, stride, keep, FIRST, LAST, WIDTH, MASK)
+    return tile if CODE_PRODUCTS else widened(tile, COMPUTE)
+
+
+@jit
+def _exponentials(s, m, scale, SCALED_HERE: tl.constexpr):
+    """The running maximum with the logits s, their exponentials below it, and what earlier ones are multiplied with.
+
+    SCALED_HERE: s is still to be multiplied with scale [BLOCK_M], where the maximum is subtracted: one instruction.
+    """
+    top = tl.max(s, 1)
+    if SCALED_HERE:
+        top *= scale
+    m_new = tl.maximum(m, top)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+    p = tl.exp2((s * scale[:, None] if SCALED_HERE else s) - shift[:, None])
+    return m_new, p, tl.exp2(m - shift)
+
+
+@jit
 def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
     m, total, acc0, acc1, q0, q1, k_ptr, v_ptr, ks_ptr, vs_ptr, k_slot, v_slot, ks_slot, vs_slot, table_ptr,
     row_lo, row_hi, start, stop, end, scale, softcap,
@@ -90,16 +118,14 @@ def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
         positions = first + tl.arange(0, BLOCK_N)
         keep = positions < end
         slots = _slots(table_ptr, first, positions, keep, PAGE, BLOCK_N)
-        k0 = _tile(k_ptr, slots, k_slot, keep, 0, DK if DK1 == 0 else DK0, DK0, MASKED)
-        k0 = k0 if CODE_PRODUCTS else widened(k0, COMPUTE)
+        k0 = _keys(k_ptr, slots, k_slot, keep, 0, DK if DK1 == 0 else DK0, DK0, MASKED, COMPUTE, CODE_PRODUCTS)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if CODES:
             of_keys = _of_slots(ks_ptr, slots, ks_slot, keep, MASKED)
             if SHARED:  # what is rotated has a scale of its own
                 s *= of_keys
         if DK1 > 0:
-            k1 = _tile(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED)
-            k1 = k1 if CODE_PRODUCTS else widened(k1, COMPUTE)
+            k1 = _keys(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED, COMPUTE, CODE_PRODUCTS)
             if CODES and SHARED:
                 rotated = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
                 s += rotated * _of_slots(ks_ptr + 1, slots, ks_slot, keep, MASKED)
@@ -111,25 +137,14 @@ def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
             s *= of_keys
         if not CODE_PRODUCTS:
             s *= scale
-        elif HAS_SOFTCAP:
-            s *= scale[:, None]
         if HAS_SOFTCAP:
-            s = softcap * _tanh(s)
+            s = softcap * _tanh(s * scale[:, None] if CODE_PRODUCTS else s)
         if MASKED:
             seen = positions[None, :] < row_hi[:, None]
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] >= row_lo[:, None])
             s = tl.where(seen, s, float("-inf"))
-        top = tl.max(s, 1)
-        if CODE_PRODUCTS and not HAS_SOFTCAP:  # scaled where the shift is subtracted, which is one instruction
-            top *= scale
-        m_new = tl.maximum(m, top)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-        if CODE_PRODUCTS and not HAS_SOFTCAP:
-            p = tl.exp2(s * scale[:, None] - shift[:, None])
-        else:
-            p = tl.exp2(s - shift[:, None])
-        decay = tl.exp2(m - shift)
+        m, p, decay = _exponentials(s, m, scale, CODE_PRODUCTS and not HAS_SOFTCAP)
         total = total * decay + tl.sum(p, 1)
         if SHARED:
             v0 = k0
@@ -142,7 +157,6 @@ def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
         if DV1 > 0:
             v1 = widened(_tile(v_ptr, slots, v_slot, keep, DV0, DV, DV1, MASKED), COMPUTE)
             acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=PRECISION)
-        m = m_new
     return m, total, acc0, acc1
 
 
@@ -256,7 +270,8 @@ def decode_kernel(
     m, total, acc0, acc1 = _attend(
         m, total, acc0, acc1, q0, q1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, ks_base, vs_base,
         k_slot, v_slot, ks_slot, vs_slot, table, _oldest(row_hi, window), row_hi, start, stop, length, scale, softcap,
-        DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES, False,
+        DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES,
+        False,
     )  # fmt: skip
     slot = (row * NUM_HEADS + heads) * MAX_SPLITS + split
     denominator = tl.where(total == 0.0, 1.0, total)  # nothing but positions before the window

@@ -124,7 +124,6 @@ def test_decode_is_as_without(dtype, device):
 
 def test_bad_arguments_are_named(device):
     arguments = case(PREFILL, 4, 2, 32, 32, torch.float32, device)
-    q, k, v, *places = arguments
     with pytest.raises(ValueError, match=r"code_products goes with codes of keys and values, not with a cache of"):
         attention(*arguments, 0.2, code_products=True)
     made = Attended(arguments, torch.int8, device, 0.0)
