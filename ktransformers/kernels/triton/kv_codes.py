@@ -3,7 +3,7 @@
 A code times its scale is the value; `kernels.reference.quantize_kv` states the arithmetic. Codes are int8, or FP8
 (e4m3), of which kernels are given the bits, in uint8: GPUs before compute capability 8.9 do not know the type. Of a
 latent key the latent and the rotated part have a scale each. Codes are widened in registers to the type of the
-products, which holds all of them exactly: products of FP8 with FP8 would take queries and probabilities of 4 bits.
+products, which holds all of them exactly; products of codes, which round queries too, are what somebody has to ask for.
 """
 
 from __future__ import annotations
