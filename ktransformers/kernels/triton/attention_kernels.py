@@ -62,8 +62,12 @@ def _slots(table_ptr, start, positions, keep, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 @jit
 def _of_slots(scale_ptr, slots, stride, keep, MASK: tl.constexpr):
-    """Scales [1, BLOCK_N] of some slots; with MASK, 0 where not `keep`."""
-    pointers = scale_ptr + slots * stride
+    """Scales [1, BLOCK_N] of some slots; with MASK, 0 where not `keep`.
+
+    The sum is over one number each. What it is for: Triton 3.6 would compute addresses where the logits are, sixteen in
+    a thread and all of them in each warp, and copy from there; a sum it leaves where the slots are.
+    """
+    pointers = scale_ptr + tl.sum((slots * stride)[:, None], 1)
     return (tl.load(pointers, mask=keep, other=0.0) if MASK else tl.load(pointers))[None, :]
 
 
