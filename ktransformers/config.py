@@ -56,6 +56,9 @@ SPARSE_ATTENTIONS = ("on", "off")
 KV_TYPES = ("auto", "fp32", "bf16", "int8", "fp8")
 """What `--kv_type` accepts, the default first: the type of activations, which is fp32 on the CPU and bf16 on GPUs."""
 
+ATTENTION_PRODUCTS = ("bf16", "kv")
+"""What `--attention_products` accepts, the default first: of the type of activations, or of what `--kv_type` keeps."""
+
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 """What `--attention_backend` accepts."""
 
@@ -221,6 +224,8 @@ class EngineConfig:
     sparse_attention: "off" lets families whose layers choose the positions that they attend to attend to all of them.
     kv_type: what keys and values are kept in; int8 and fp8 with an fp32 scale for each position and head. "auto": in
         the type of activations, fp32 on the CPU and bf16 on GPUs.
+    attention_products: what prefill steps on GPUs multiply queries and keys in, with kv_type int8 or fp8: "bf16", or
+        "kv" for the type of the keys, which queries are rounded to then; see docs/gpu.md.
     prefix_cache: whether keys and values of a prompt's beginning are used again when another one begins alike.
     cpu_memory_size_GB: GiB of host memory for pages that the cache has no room for, many sequences at once; 0: none.
     kv_disk_path: a folder for them that outlives the process, of at most kv_disk_size_GB GiB; None: there is none.
@@ -250,6 +255,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     sparse_attention: str = SPARSE_ATTENTIONS[0]
     kv_type: str = KV_TYPES[0]
+    attention_products: str = ATTENTION_PRODUCTS[0]
     prefix_cache: bool = True
     cpu_memory_size_GB: float = 0.0
     kv_disk_path: Path | None = None
@@ -300,12 +306,18 @@ class EngineConfig:
     def _check_choices(self) -> None:
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
         choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES, "cpu_activations": CPU_ACTIVATIONS}
+        choices["attention_products"] = ATTENTION_PRODUCTS
         for flag, known in choices.items():
             if getattr(self, flag) not in known:
                 raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")
         if self.cpu_prefill == "bf16" and self.cpu_activations == "int16":
             raise ConfigError(
                 "--cpu_prefill bf16 rounds to 8 bits what --cpu_activations int16 keeps: choose one of them"
+            )
+        if self.attention_products == "kv" and self.kv_type not in ("int8", "fp8"):
+            raise ConfigError(
+                "--attention_products kv multiplies the codes that --kv_type int8 or fp8 keeps, and --kv_type is "
+                f"{self.kv_type}: give one of these, or leave --attention_products out"
             )
 
     def _with_rule_file(self) -> EngineConfig:

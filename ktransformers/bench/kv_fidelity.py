@@ -12,7 +12,7 @@ import torch
 from ktransformers.bench.machine import describe_machine
 from ktransformers.bench.report import Column, Record, Table
 from ktransformers.cache.paged import PagedCache
-from ktransformers.config import EngineConfig
+from ktransformers.config import ATTENTION_PRODUCTS, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.engine.generate import SequenceRunner
@@ -27,7 +27,7 @@ _FIRST_TOKENS = 8
 """Random ones that the text begins with, so that any tokenizer and random weights will do."""
 
 _COLUMNS = (
-    Column("kv_type", 8),
+    Column("kv_type", 13),
     Column("bytes_per_token", 12, ",d", "bytes/token"),
     Column("kl_mean", 10, ".2e", "KL, mean"),
     Column("kl_max", 10, ".2e", "KL, most"),
@@ -37,7 +37,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class FidelityWork:
-    """config: of the model, which is computed with each of kv_types; its fp32 reference is on the CPU.
+    """config: of the model, which is computed with each of kv_types; its fp32 reference is on the CPU. Its
+    attention_products are those of the types that keep codes.
 
     num_tokens: of the text. synthetic: random weights in this shape, `layers` of its layers, instead of a model's.
     """
@@ -60,7 +61,8 @@ def divergences(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
 
 def bench_fidelity(work: FidelityWork) -> Record:
     """Compare, and print a table. Returns the record: divergences in nats of num_tokens rows."""
-    exact = replace(work.config, kv_type="fp32", use_cuda=False, cache_lens=work.num_tokens)
+    config = replace(work.config, attention_products=ATTENTION_PRODUCTS[0], cache_lens=work.num_tokens)
+    exact = replace(config, kv_type="fp32", use_cuda=False)
     engine = _built(work, exact)
     try:
         text = own_text(engine, work.num_tokens)
@@ -70,7 +72,9 @@ def bench_fidelity(work: FidelityWork) -> Record:
         engine.close()
     table = Table(_COLUMNS)
     for kv_type in work.kv_types:
-        engine = _built(work, replace(work.config, kv_type=kv_type, cache_lens=work.num_tokens))
+        products = work.config.attention_products if kv_type in ("int8", "fp8") else ATTENTION_PRODUCTS[0]
+        name = kv_type if products == ATTENTION_PRODUCTS[0] else f"{kv_type} products"
+        engine = _built(work, replace(config, kv_type=kv_type, attention_products=products))
         try:
             got = logits_of(engine.runner, text)
             nbytes = PagedCache.size(engine.runner.cache.shapes, 1)
@@ -79,7 +83,7 @@ def bench_fidelity(work: FidelityWork) -> Record:
         off = divergences(want, got)
         same = (want.argmax(-1) == got.argmax(-1)).double().mean()
         values = {"kl_mean": float(off.mean()), "kl_max": float(off.max()), "same_choice": float(same)}
-        table.add({"kv_type": kv_type, "bytes_per_token": nbytes, **values})
+        table.add({"kv_type": name, "bytes_per_token": nbytes, **values})
     return report | {"num_tokens": len(text), "rows": table.rows}
 
 

@@ -22,7 +22,7 @@ from ktransformers.cli.bench_options import (
 from ktransformers.cli.options import set_up_logging
 from ktransformers.cli.parser import add_toggle, user_path
 from ktransformers.cli.quantize import TYPES
-from ktransformers.config import CPU_ACTIVATIONS, KV_TYPES, EngineConfig
+from ktransformers.config import ATTENTION_PRODUCTS, CPU_ACTIVATIONS, KV_TYPES, EngineConfig
 from ktransformers.errors import ConfigError
 
 __all__ = ["add_fidelity"]
@@ -44,6 +44,8 @@ def add_fidelity(kinds: Kinds) -> None:
     group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
     group.add_argument("--layers", type=int, help="layers of SHAPE; default: all")
     group.add_argument("--kv_types", help=f"of {', '.join(KV_TYPES)} ({_DEFAULT_KV_TYPES})")
+    text = "on GPUs, what prefill multiplies queries and keys of int8 or fp8 in (bf16)"
+    group.add_argument("--attention_products", choices=ATTENTION_PRODUCTS, help=text)
     text = f"quantize the model to each of these instead, and compute on the CPU: {', '.join(TYPES)}; "
     group.add_argument("--types", help=f"{text}{_GIVEN}: the GGUF file as it is")
     text = "with --types: what activations are rounded to (int8)"
@@ -69,6 +71,10 @@ def _fidelity(args: argparse.Namespace) -> int:
     kv_types = chosen(args.kv_types or _DEFAULT_KV_TYPES, "kv_types", KV_TYPES)
     config = replace(model_or_shape(args), cpu_infer=args.threads)
     config = config.resolved(needs_model=args.synthetic is None)
+    products = args.attention_products or ATTENTION_PRODUCTS[0]
+    if products != ATTENTION_PRODUCTS[0] and not config.use_cuda:
+        raise ConfigError(f"--attention_products {products} is of GPUs: add --use_cuda")
+    config = replace(config, attention_products=products)
     from ktransformers.bench.kv_fidelity import FidelityWork, bench_fidelity
 
     work = FidelityWork(config, kv_types, args.tokens, args.synthetic, args.layers)
@@ -76,8 +82,9 @@ def _fidelity(args: argparse.Namespace) -> int:
 
 
 def _weights(args: argparse.Namespace) -> int:
-    if args.kv_types is not None:
-        raise ConfigError("--kv_types measures keys and values, --types weights; choose one of them")
+    for flag in ("kv_types", "attention_products"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag} measures keys and values, --types weights; choose one of them")
     if args.synthetic is not None or args.layers is not None:
         raise ConfigError("--types needs a model's files: leave --synthetic and --layers out")
     if args.use_cuda:

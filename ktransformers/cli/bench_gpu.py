@@ -36,7 +36,7 @@ def _add_attention(kinds: Kinds) -> None:
     text = "Attention, norms, rotation and routing of a GPU, in the shapes of several models: microseconds, GB/s, "
     text += "TFLOP/s, the error against torch in fp32, and torch's own attention."
     _, group = kind(kinds, "gpu_attention", "a GPU's attention, norms, routing", text, _measure_attention)
-    text = "models whose name holds this; rows: the kernels beside attention"
+    text = "models whose name holds this; rows: the kernels beside attention; products: prefill by codes"
     group.add_argument("--only", default="", metavar="NAME", help=text)
     add_toggle(group, "check", default=True, help="compare with torch (on)")
     group.add_argument("--tune", action="store_true", help="try other tiles of attention instead")

@@ -16,6 +16,7 @@ from ktransformers import __version__
 from ktransformers.cli.parser import ArgumentParser, add_toggle, user_path
 from ktransformers.config import (
     ATTENTION_BACKENDS,
+    ATTENTION_PRODUCTS,
     CPU_ACTIVATIONS,
     CPU_BF16S,
     CPU_PREFILLS,
@@ -172,6 +173,12 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         choices=ATTENTION_BACKENDS,
         default=config.attention_backend,
         help="attention on a GPU; auto: FlashInfer for prefill where it is installed and can (%(default)s)",
+    )
+    group.add_argument(
+        "--attention_products",
+        choices=ATTENTION_PRODUCTS,
+        default=config.attention_products,
+        help="what prefill on a GPU multiplies queries and keys in; kv: --kv_type, int8 or fp8 (%(default)s)",
     )
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")

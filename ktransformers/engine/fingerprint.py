@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from ktransformers.cache.paged import PagedCache
+from ktransformers.config import ATTENTION_PRODUCTS
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.rope import SettledRotation
@@ -136,6 +137,8 @@ def _arithmetic(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: Worker
     }
     if pool.planes > 1:
         found["cpu_activations"] = config.cpu_activations
+    if config.attention_products != ATTENTION_PRODUCTS[0]:
+        found["attention_products"] = config.attention_products
     if "BF16" in opened.stored or config.cpu_prefill == "bf16":
         found["the processor"] = "one with products of bf16" if pool.has_bf16 else "one without products of bf16"
     longest = sorted({module.longest for module in opened.model.modules() if isinstance(module, SettledRotation)})

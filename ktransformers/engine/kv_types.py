@@ -1,4 +1,7 @@
-"""What type each layer keeps its keys and values in: what --kv_type asks for, where the layer's attention reads it."""
+"""What type each layer keeps its keys and values in: what --kv_type asks for, where the layer's attention reads it.
+
+And which layers multiply what they keep as it is, which --attention_products kv asks for.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import torch
 from torch import nn
 
 from ktransformers.cache.paged import LayerShape
+from ktransformers.config import ATTENTION_PRODUCTS
+from ktransformers.errors import ConfigError
+from ktransformers.kernels.triton.kv_codes import why_no_code_products
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.mla import KMLAAttention
@@ -32,13 +38,23 @@ GPU_DTYPES = frozenset({torch.int8, torch.float8_e4m3fn})
 
 @dataclass(frozen=True, slots=True)
 class KvTypes:
-    """What is asked for, and which layers keep the type of their rows whatever that is, by index, and why."""
+    """What is asked for, and which layers keep the type of their rows whatever that is, by index, and why.
+
+    products: --attention_products.
+    """
 
     kv_type: str
     own: Mapping[int, str]
+    products: str = ATTENTION_PRODUCTS[0]
 
     @classmethod
-    def of(cls, kv_type: str, model: nn.Module, operators: Mapping[str, nn.Module]) -> KvTypes:
+    def of(
+        cls,
+        kv_type: str,
+        model: nn.Module,
+        operators: Mapping[str, nn.Module],
+        products: str = ATTENTION_PRODUCTS[0],
+    ) -> KvTypes:
         """operators: the planned ones by key. Attention that is not ours may write to the cache itself, rows as they
         are."""
         own: dict[int, str] = {}
@@ -50,7 +66,7 @@ class KvTypes:
                 own[layer_idx] = "compressed attention, whose entries are made of what is kept"
             elif operator is not None and not isinstance(operator, KAttention | KMLAAttention):
                 own[layer_idx] = f"{type(operator).__name__} attends"
-        return cls(kv_type, own)
+        return cls(kv_type, own, products)
 
     def _why_not(self, index: int, shape: LayerShape) -> str | None:
         """Why a layer keeps the type of its rows though another is asked for."""
@@ -67,14 +83,16 @@ class KvTypes:
         """The shapes with the types that their layers keep."""
         if self.kv_type == "auto":
             return list(shapes)
-        wanted = KV_DTYPES[self.kv_type]
-        return [
-            shape if not shape.has_pages or self._why_not(i, shape) is not None else replace(shape, dtype=wanted)
-            for i, shape in enumerate(shapes)
-        ]
+        return [self._applied(i, shape) for i, shape in enumerate(shapes)]
+
+    def _applied(self, index: int, shape: LayerShape) -> LayerShape:
+        if not shape.has_pages or self._why_not(index, shape) is not None:
+            return shape
+        kept = replace(shape, dtype=KV_DTYPES[self.kv_type])
+        return replace(kept, code_products=self.products == "kv" and _why_bf16(kept) is None)
 
     def report(self, shapes: Sequence[LayerShape]) -> None:
-        """One line for what is asked for and not done."""
+        """One line for what is asked for and not done. Raises ConfigError for products of codes without a GPU."""
         if self.kv_type == "auto":
             return
         paged = [i for i, shape in enumerate(shapes) if shape.has_pages]
@@ -89,6 +107,32 @@ class KvTypes:
             which = "all layers keep" if len(layers) == len(paged) else f"layers {_ranges(layers)} keep"
             kept = str(dtype).removeprefix("torch.")
             logger.warning("--kv_type %s: %s keys and values in %s (%s)", self.kv_type, which, kept, reason)
+        if self.products == "kv":
+            self._report_products({i: shapes[i] for i in paged})
+
+    def _report_products(self, shapes: Mapping[int, LayerShape]) -> None:
+        """shapes: of the layers that keep keys and values, by index."""
+        if all(shape.place == "cpu" for shape in shapes.values()):
+            raise ConfigError(
+                "--attention_products kv: no attention of this model runs on a GPU here; leave the option out"
+            )
+        found: dict[str, list[int]] = {}
+        for i, shape in shapes.items():
+            reason = _why_bf16(shape)
+            if reason is not None:
+                found.setdefault(reason, []).append(i)
+        for reason, layers in found.items():
+            which = "all layers" if len(layers) == len(shapes) else f"layers {_ranges(layers)}"
+            logger.warning("--attention_products kv: %s multiply numbers, not codes (%s)", which, reason)
+
+
+def _why_bf16(shape: LayerShape) -> str | None:
+    """Why a layer's prefill steps do not multiply the codes that it keeps; None where they do."""
+    if shape.place == "cpu":
+        return "on the CPU"
+    if shape.is_latent:
+        return "latent attention"
+    return why_no_code_products(shape.dtype, shape.device)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

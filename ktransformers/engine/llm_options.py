@@ -51,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: str
     sparse_attention: str
     kv_type: str
+    attention_products: str
     prefix_cache: bool
     cpu_memory_size_GB: float
     kv_disk_path: PathLike | None

@@ -147,7 +147,7 @@ class Planner:
         planned.report()
         self._report_sparsity(planned.plan)
         config, operators = self.opened.config, planned.plan.operators
-        KvTypes.of(config.kv_type, self.opened.model, operators).report(planned.shapes)
+        KvTypes.of(config.kv_type, self.opened.model, operators, config.attention_products).report(planned.shapes)
         return planned, hardware
 
     def _report_sparsity(self, plan: Plan) -> None:
@@ -278,7 +278,8 @@ class Planner:
         )
         homes = [plan.devices[home.device] for home in plan.homes]
         shapes = cache_shapes(model, opened.facts, plan.operators, homes or None)
-        return plan, KvTypes.of(config.kv_type, model, plan.operators).applied(shapes)
+        kv_types = KvTypes.of(config.kv_type, model, plan.operators, config.attention_products)
+        return plan, kv_types.applied(shapes)
 
 
 def _scans(plan: Plan, num_rows: int) -> dict[str, int]:

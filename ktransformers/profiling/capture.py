@@ -56,6 +56,7 @@ _SHOWN_VALUES = frozenset(
             "gpu_memory",
             "hot_experts",
             "attention_backend",
+            "attention_products",
             "sparse_attention",
         ),
         "kv_type",

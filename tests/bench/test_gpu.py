@@ -74,6 +74,12 @@ class MadeUpGpu(InterpretedGpu):
             70,
             70 * (40 + 8),
         ),
+        (
+            attention.Model("products", 4, 2, 32, 32, kv_type="int8", code_products=True),
+            attention.Step(1, 20, 20),
+            210,
+            20 * 2 * (64 + 8),
+        ),
     ],
 )
 def test_attention(

@@ -213,6 +213,15 @@ def test_one_layer_of_each_kind_stands_for_all(
     check_no_other(paged, rehearsed.found, num_steps=int(experts_on_cpu))  # of others the interpreter takes long
 
 
+def test_products_of_codes(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
+    write_safetensors(tiny_model("qwen3_moe", seed=1).bfloat16(), tmp_path)
+    paged = new_paged(tmp_path, self_check=False, kv_type="int8", attention_products="kv")
+    (rehearsed,) = rehearsals
+    prefills = [dict(one[1:]) for one in rehearsed.found.variants if one[0] == "prefill_kernel"]
+    assert {one["CODE_PRODUCTS"] for one in prefills} == {True}
+    check_no_other(paged, rehearsed.found, num_steps=0)
+
+
 def test_more_layers_of_a_kind_are_no_more_work(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
     for layers in (3, 5):
         write_safetensors(tiny_model("qwen3_moe", seed=1, layers=layers), tmp_path / str(layers))

@@ -4,7 +4,8 @@ Each figure is the time of one call inside a CUDA graph, which also shows that t
 the call on several sets of inputs in turn, so many that together they exceed the L2 cache, as the layers of a model
 do. GB/s counts the bytes that must move once; TFLOP/s the products of the positions that each row sees. `error` is
 the largest difference from fp32 torch, relative to the largest value. `torch us` is torch's own fused attention on
-contiguous keys and values in bf16. The kernels beside attention are in rows.py.
+contiguous keys and values in bf16. The kernels beside attention are in rows.py. "products" are prefill steps that
+multiply the codes of keys with codes of queries, each beside those that widen the same codes and those without codes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["bench_gpu_attention", "tune_gpu_attention"]
 PAGE = 64
 MAX_LEN = 32768
 _COLUMNS = (
-    Column("name", 29),
+    Column("name", 35),
     Column("seqs", 5),
     Column("rows", 5),
     Column("size", 7),
@@ -61,10 +62,12 @@ class Model:
     has_sinks: bool = False
     is_latent: bool = False
     kv_type: str = "bf16"
+    code_products: bool = False
 
     @property
     def shown(self) -> str:
-        return self.name if self.kv_type == "bf16" else f"{self.name} {self.kv_type}"
+        name = self.name if self.kv_type == "bf16" else f"{self.name} {self.kv_type}"
+        return f"{name} products" if self.code_products else name
 
 
 _PLAIN = [
@@ -76,6 +79,8 @@ _PLAIN = [
     Model("deepseek-v2-lite", 16, 1, 576, 512, is_latent=True),
     Model("deepseek-v3", 128, 1, 576, 512, is_latent=True),
 ]
+_COMPARED = [_PLAIN[0], Model("heads of 64", 32, 4, 64, 64)]
+_CODED = [replace(model, kv_type=kv_type, code_products=True) for model in _COMPARED for kv_type in ("int8", "fp8")]
 MODELS = _PLAIN + [replace(model, kv_type=kv_type) for kv_type in ("int8", "fp8") for model in _PLAIN]
 
 
@@ -91,6 +96,9 @@ class Step:
 STEPS = [Step(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (4, 1, 1024), (16, 1, 1024))]
 STEPS += [Step(16, 1, 8192)]
 STEPS += [Step(*sizes) for sizes in ((1, 128, 128), (1, 512, 512), (1, 2048, 2048), (1, 2048, 16384), (4, 512, 4096))]
+PRODUCT_STEPS = [
+    Step(1, rows, length) for length in (2048, 8192, 32768) for rows in (512, 2048, 4096) if rows <= length
+]
 TUNED = [Step(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (16, 1, 1024), (1, 512, 512), (1, 2048, 4096))]
 
 
@@ -168,7 +176,7 @@ class Case:
             return mla_attention(*given, out=self.out, workspace=workspace, scales=kept.scales[0])
         return attention(
             self.q, kept.keys, kept.values, *where, window=model.window, sinks=self.sinks, out=self.out,
-            workspace=workspace, scales=kept.scales,
+            workspace=workspace, scales=kept.scales, code_products=model.code_products,
         )  # fmt: skip
 
     def record(self, index: int) -> launch.Call:
@@ -177,6 +185,7 @@ class Case:
         return launch.Call(
             self.q, kept.keys, kept.values, self.table, PAGE, self.seq_ids, self.kv_lens, self.scale, self.out,
             self.model.window, self.sinks, is_shared=self.model.is_latent, scales=kept.scales,
+            code_products=self.model.code_products,
         )  # fmt: skip
 
     def run(self, index: int, tile: launch.Tile) -> None:
@@ -291,18 +300,31 @@ def _tuned(gpu: Gpu, model: Model, step: Step) -> Row:
 def tune_gpu_attention(only: str, gpu: Gpu | None = None) -> Record:
     """Try other tiles of attention for the models whose name holds `only`."""
     gpu = gpu or Gpu()
-    facts, models = gpu.facts(), [model for model in MODELS if only in model.shown]
+    facts, models = gpu.facts(), [model for model in MODELS + _CODED if only in model.shown]
     print(shown_gpu(facts))
-    return {"machine": facts, "rows": [_tuned(gpu, model, step) for model in models for step in TUNED]}
+    tried = [(model, step) for model in models for step in TUNED if step.rows > 1 or not model.code_products]
+    return {"machine": facts, "rows": [_tuned(gpu, model, step) for model, step in tried]}
+
+
+def compared_models() -> list[Model]:
+    """For each shape and type of codes: without codes, with codes that are widened, and with products of codes."""
+    found = list[Model]()
+    for coded in _CODED:
+        widened = replace(coded, code_products=False)
+        found += [replace(widened, kv_type="bf16"), widened, coded]
+    return list(dict.fromkeys(found))
 
 
 def bench_gpu_attention(only: str, is_checked: bool, gpu: Gpu | None = None) -> Record:
-    """Print a table. only: models whose name holds this; "rows" for the other kernels; empty for all."""
+    """Print a table. only: models whose name holds this; "rows" for the other kernels, "products" for products
+    of codes; empty for all."""
     gpu = gpu or Gpu()
     facts, models = gpu.facts(), [model for model in MODELS if only in model.shown]
     print(shown_gpu(facts))
     table = Table(_COLUMNS)
     for model, step in product(models, STEPS):
+        _add(table, attention_figure(gpu, model, step, is_checked), facts)
+    for step, model in product(PRODUCT_STEPS, compared_models()) if only in "products" else ():
         _add(table, attention_figure(gpu, model, step, is_checked), facts)
     for row in row_figures(gpu) if only in "rows" else ():
         _add(table, row, facts)

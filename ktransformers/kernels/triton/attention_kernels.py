@@ -11,6 +11,9 @@ with the running maximum and sum of Milakov and Gimelshein (arXiv 1805.02867) as
     SHARED  latent attention: a value is the first DV0 columns of its key and is not loaded again
     CODES   the cache holds codes of 8 bits (kv_codes.py), which are multiplied as they are, in the queries' type; the
             scale of a key multiplies its logits, that of a value its probabilities
+    CODE_PRODUCTS queries are rounded to codes too, a scale for each row, and multiplied with the keys' codes: int8
+            exactly, e4m3 as tensor cores do. Probabilities and values stay in COMPUTE: rounded to 8 bits, either
+            probabilities far below the largest would vanish, or each be off by up to 1/16
 
 The cache's strides are constants: Triton takes of an argument only whether it is a multiple of 16, and without knowing
 that 40 is one of 8 it reads keys two bytes at a time, which cannot be prefetched into shared memory.
@@ -21,7 +24,7 @@ alone: what a row gives does not depend on the rows beside it.
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.kv_codes import widened
+from ktransformers.kernels.triton.kv_codes import codes_of, factor_and_scale, magnitude, widened
 from ktransformers.kernels.triton.matmul import arrive_last
 from ktransformers.kernels.triton.runtime import jit, tl
 
@@ -59,8 +62,12 @@ def _slots(table_ptr, start, positions, keep, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 @jit
 def _of_slots(scale_ptr, slots, stride, keep, MASK: tl.constexpr):
-    """Scales [1, BLOCK_N] of some slots; with MASK, 0 where not `keep`."""
-    pointers = scale_ptr + slots * stride
+    """Scales [1, BLOCK_N] of some slots; with MASK, 0 where not `keep`.
+
+    The sum is over one number each. What it is for: Triton 3.6 would compute addresses where the logits are, sixteen in
+    a thread and all of them in each warp, and copy from there; a sum it leaves where the slots are.
+    """
+    pointers = scale_ptr + tl.sum((slots * stride)[:, None], 1)
     return (tl.load(pointers, mask=keep, other=0.0) if MASK else tl.load(pointers))[None, :]
 
 
@@ -71,51 +78,77 @@ def _tanh(x):
 
 
 @jit
+def _keys(
+    k_ptr, slots, stride, keep, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr,
+    COMPUTE: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """Columns of keys as they are multiplied, see `_tile`."""
+    tile = _tile(k_ptr, slots, stride, keep, FIRST, LAST, WIDTH, MASK)
+    return tile if CODE_PRODUCTS else widened(tile, COMPUTE)
+
+
+@jit
+def _exponentials(s, m, scale, SCALED_HERE: tl.constexpr):
+    """The running maximum with the logits s, their exponentials below it, and what earlier ones are multiplied with.
+
+    SCALED_HERE: s is still to be multiplied with scale [BLOCK_M], where the maximum is subtracted: one instruction.
+    """
+    top = tl.max(s, 1)
+    if SCALED_HERE:
+        top *= scale
+    m_new = tl.maximum(m, top)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+    p = tl.exp2((s * scale[:, None] if SCALED_HERE else s) - shift[:, None])
+    return m_new, p, tl.exp2(m - shift)
+
+
+@jit
 def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
     m, total, acc0, acc1, q0, q1, k_ptr, v_ptr, ks_ptr, vs_ptr, k_slot, v_slot, ks_slot, vs_slot, table_ptr,
     row_lo, row_hi, start, stop, end, scale, softcap,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
-    CODES: tl.constexpr,
+    CODES: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Positions start .. stop - 1 into the running state. MASKED: some rows do not see some of them.
 
     end: the first position that no row sees; nothing is read from there on. With a softcap `scale` already holds the
     division by it and `softcap` the factor behind tanh. Of keys that are values too there are so many addresses in
     shared memory that do not change that, kept in registers over the loop, they would spill others.
+    CODE_PRODUCTS: queries are codes as keys are, and `scale` [BLOCK_M] holds the scales of theirs, all above 0.
     """
     for first in tl.range(start, stop, BLOCK_N, disable_licm=SHARED):
         positions = first + tl.arange(0, BLOCK_N)
         keep = positions < end
         slots = _slots(table_ptr, first, positions, keep, PAGE, BLOCK_N)
-        k0 = widened(_tile(k_ptr, slots, k_slot, keep, 0, DK if DK1 == 0 else DK0, DK0, MASKED), COMPUTE)
+        k0 = _keys(k_ptr, slots, k_slot, keep, 0, DK if DK1 == 0 else DK0, DK0, MASKED, COMPUTE, CODE_PRODUCTS)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if CODES:
             of_keys = _of_slots(ks_ptr, slots, ks_slot, keep, MASKED)
             if SHARED:  # what is rotated has a scale of its own
                 s *= of_keys
         if DK1 > 0:
-            k1 = widened(_tile(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED), COMPUTE)
+            k1 = _keys(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED, COMPUTE, CODE_PRODUCTS)
             if CODES and SHARED:
                 rotated = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
                 s += rotated * _of_slots(ks_ptr + 1, slots, ks_slot, keep, MASKED)
             else:
-                s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+                s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=s.dtype)
+        if CODE_PRODUCTS:
+            s = s.to(tl.float32)
         if CODES and not SHARED:
             s *= of_keys
-        s *= scale
+        if not CODE_PRODUCTS:
+            s *= scale
         if HAS_SOFTCAP:
-            s = softcap * _tanh(s)
+            s = softcap * _tanh(s * scale[:, None] if CODE_PRODUCTS else s)
         if MASKED:
             seen = positions[None, :] < row_hi[:, None]
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] >= row_lo[:, None])
             s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-        p = tl.exp2(s - shift[:, None])
-        decay = tl.exp2(m - shift)
+        m, p, decay = _exponentials(s, m, scale, CODE_PRODUCTS and not HAS_SOFTCAP)
         total = total * decay + tl.sum(p, 1)
         if SHARED:
             v0 = k0
@@ -128,7 +161,6 @@ def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
         if DV1 > 0:
             v1 = widened(_tile(v_ptr, slots, v_slot, keep, DV0, DV, DV1, MASKED), COMPUTE)
             acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=PRECISION)
-        m = m_new
     return m, total, acc0, acc1
 
 
@@ -157,6 +189,25 @@ def _queries(base, rows, stride, keep, DK: tl.constexpr, DK0: tl.constexpr, DK1:
     if DK1 > 0:
         q1 = _tile(base, rows, stride, keep, DK0, DK, DK1, True).to(COMPUTE)
     return q0, q1
+
+
+@jit
+def _query_codes(base, rows, keep, codes_ptr, DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr):
+    """`_queries` as codes of the type that codes_ptr points to, and their scales, fp32 [rows].
+
+    The scale of a row of zeros is 1: one of 0 would make something that is no number of logits of -infinity.
+    """
+    x0 = _tile(base, rows, 1, keep, 0, DK if DK1 == 0 else DK0, DK0, True).to(tl.float32)
+    top = tl.max(magnitude(x0), 1)
+    if DK1 > 0:
+        x1 = _tile(base, rows, 1, keep, DK0, DK, DK1, True).to(tl.float32)
+        top = tl.maximum(top, tl.max(magnitude(x1), 1))
+    factor, scale = factor_and_scale(top, codes_ptr)
+    q0 = codes_of(x0, factor[:, None], codes_ptr).to(codes_ptr.dtype.element_ty, bitcast=True)
+    q1 = q0
+    if DK1 > 0:
+        q1 = codes_of(x1, factor[:, None], codes_ptr).to(codes_ptr.dtype.element_ty, bitcast=True)
+    return q0, q1, tl.where(scale == 0.0, 1.0, scale)
 
 
 @jit
@@ -224,6 +275,7 @@ def decode_kernel(
         m, total, acc0, acc1, q0, q1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, ks_base, vs_base,
         k_slot, v_slot, ks_slot, vs_slot, table, _oldest(row_hi, window), row_hi, start, stop, length, scale, softcap,
         DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES,
+        False,
     )  # fmt: skip
     slot = (row * NUM_HEADS + heads) * MAX_SPLITS + split
     denominator = tl.where(total == 0.0, 1.0, total)  # nothing but positions before the window
@@ -310,7 +362,7 @@ def _prefill_run(
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """The rows of a tile that are `mine`, all of one sequence: attends and writes their results."""
     row_hi = tl.load(len_ptr + rows, mask=mine, other=0).to(tl.int32)
@@ -318,7 +370,11 @@ def _prefill_run(
     shortest = tl.maximum(tl.min(tl.where(mine, row_hi, end), 0), 0)
     table = table_ptr + tl.max(tl.where(mine, seqs, 0), 0).to(tl.int64) * table_row
     q_rows = rows * q_row + heads * q_head
-    q0, q1 = _queries(q_ptr, q_rows, 1, mine, DK, DK0, DK1, COMPUTE)
+    if CODE_PRODUCTS:
+        q0, q1, q_scale = _query_codes(q_ptr, q_rows, mine, k_base, DK, DK0, DK1)
+        scale = q_scale * scale
+    else:
+        q0, q1 = _queries(q_ptr, q_rows, 1, mine, DK, DK0, DK1, COMPUTE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
@@ -331,12 +387,12 @@ def _prefill_run(
         m, total, acc0, acc1 = _attend(
             m, total, acc0, acc1, q0, q1, k_base, v_base, ks_base, vs_base, k_slot, v_slot, ks_slot, vs_slot, table,
             row_lo, row_hi, 0, start, end, scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N,
-            False, False, HAS_SOFTCAP, PRECISION, COMPUTE, CODES,
+            False, False, HAS_SOFTCAP, PRECISION, COMPUTE, CODES, CODE_PRODUCTS,
         )  # fmt: skip
     m, total, acc0, acc1 = _attend(
         m, total, acc0, acc1, q0, q1, k_base, v_base, ks_base, vs_base, k_slot, v_slot, ks_slot, vs_slot, table,
         row_lo, row_hi, start, end, end, scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N,
-        True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES,
+        True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES, CODE_PRODUCTS,
     )  # fmt: skip
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     if HAS_SINKS:
@@ -362,7 +418,7 @@ def prefill_kernel(
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(num_rows, TOKENS), KV heads * HEAD_BLOCKS, SHARES): TOKENS rows of the batch for HEADS heads.
 
@@ -384,7 +440,7 @@ def prefill_kernel(
             mine, rows, heads, seqs, q_ptr, k_base, v_base, ks_base, vs_base, table_ptr, len_ptr, sink_ptr,
             out_ptr, q_row, q_head, k_slot, v_slot, ks_slot, vs_slot, table_row, out_row, out_head, scale, softcap,
             window, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
-            PRECISION, COMPUTE, CODES,
+            PRECISION, COMPUTE, CODES, CODE_PRODUCTS,
         )  # fmt: skip
     else:
         follows = mine & (local >= HEADS)
@@ -396,5 +452,5 @@ def prefill_kernel(
                 mine & (runs == run), rows, heads, seqs, q_ptr, k_base, v_base, ks_base, vs_base, table_ptr, len_ptr,
                 sink_ptr, out_ptr, q_row, q_head, k_slot, v_slot, ks_slot, vs_slot, table_row, out_row, out_head,
                 scale, softcap, window, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW,
-                HAS_SOFTCAP, HAS_SINKS, PRECISION, COMPUTE, CODES,
+                HAS_SOFTCAP, HAS_SINKS, PRECISION, COMPUTE, CODES, CODE_PRODUCTS,
             )  # fmt: skip

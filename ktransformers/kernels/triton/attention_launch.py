@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
-from ktransformers.kernels.triton.kv_codes import KvScales, bits_of, check_cache, has_codes
+from ktransformers.kernels.triton.kv_codes import (
+    KvScales,
+    bits_of,
+    check_cache,
+    has_codes,
+    knows_e4m3,
+    why_no_code_products,
+)
 from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, power_of_two, shared_bytes, tl
 
 __all__ = [
@@ -50,6 +57,7 @@ MAX_HEADS = 64
 WORKSPACE_NUMEL = 1 << 24
 
 _LEAST_N = 16  # positions of a tile
+_LEAST_CODES = 32  # columns that products of codes take at once
 _SPARE_BYTES = 8 << 10  # of shared memory: what else kernels keep there
 
 _LOG2E = math.log2(math.e)
@@ -80,6 +88,8 @@ class Call:
     """Positions come in chunks of `window`, and a row sees those of its own chunk."""
     scales: KvScales = (None, None)
     """Of codes."""
+    code_products: bool = False
+    """Prefill rounds queries to codes too, and multiplies codes with codes."""
 
     @property
     def signed_window(self) -> int:
@@ -117,6 +127,7 @@ def check_call(call: Call) -> None:
     """Raises TypeError (dtype) or ValueError (shape, stride, device, range) that names the wrong argument."""
     _check_heads(call)
     _check_numbers(call)
+    _check_code_products(call)
     others = (
         call.k_cache,
         call.v_cache,
@@ -155,6 +166,19 @@ def _check_heads(call: Call) -> None:
         raise ValueError(f"out must have shape {[*q.shape[:2], v.shape[2]]}, got {list(call.out.shape)}")
 
 
+def _check_code_products(call: Call) -> None:
+    if not call.code_products:
+        return
+    if not call.has_codes or call.is_shared:
+        kept = "latent keys" if call.is_shared else f"a cache of {call.k_cache.dtype}"
+        raise ValueError(f"code_products goes with codes of keys and values, not with {kept}")
+    reason = why_no_code_products(call.k_cache.dtype, call.q.device)
+    if reason is not None:
+        raise TypeError(reason)
+    if not call.scale > 0:
+        raise ValueError(f"scale {call.scale} must be above 0 with code_products")
+
+
 def _float_tensors(call: Call) -> tuple[tuple[str, Tensor], ...]:
     return ("q", call.q), ("k_cache", call.k_cache), ("v_cache", call.v_cache), ("out", call.out)
 
@@ -178,11 +202,11 @@ def _check_numbers(call: Call) -> None:
         raise TypeError(f"counters must be contiguous int32, got {call.counters.dtype}")
 
 
-def _parts(dim: int) -> tuple[int, int]:
-    """`dim` columns as a power of two and a power of two that holds the rest (0 for none); at least 16 each."""
-    main = max(16, 1 << (dim.bit_length() - 1))
+def _parts(dim: int, least: int = 16) -> tuple[int, int]:
+    """`dim` columns as a power of two and a power of two that holds the rest (0 for none); at least `least` each."""
+    main = max(least, 1 << (dim.bit_length() - 1))
     rest = dim - main
-    return main, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
+    return main, 0 if rest <= 0 else max(least, 1 << (rest - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +246,8 @@ def workspace_numel(
     return row * min(num_rows, max(1, WORKSPACE_NUMEL // row))
 
 
-def _constants(call: Call) -> dict[str, Any]:
-    (dk0, dk1), (dv0, dv1) = _parts(call.dim_k), _parts(call.dim_v)
+def _constants(call: Call, code_products: bool = False) -> dict[str, Any]:
+    (dk0, dk1), (dv0, dv1) = _parts(call.dim_k, _LEAST_CODES if code_products else 16), _parts(call.dim_v)
     return {
         "GROUP": call.group, "DK": call.dim_k, "DK0": dk0, "DK1": dk1, "DV": call.dim_v, "DV0": dv0, "DV1": dv1,
         "SHARED": call.is_shared, "PAGE": call.page_size, "HAS_WINDOW": call.window > 0,
@@ -248,9 +272,14 @@ def _strides(call: Call) -> tuple[int, ...]:
     return (q.stride(0), q.stride(1), *caches, *scales, call.block_table.stride(0))
 
 
-def _caches(call: Call) -> tuple[Tensor, ...]:
-    """Keys and values, then their scales; without, any tensor takes their places and is not read."""
-    caches = bits_of(call.k_cache), bits_of(call.v_cache)
+def _caches(call: Call, code_products: bool = False) -> tuple[Tensor, ...]:
+    """Keys and values, then their scales; without, any tensor takes their places and is not read.
+
+    e4m3 is given as that where the GPU converts it, and otherwise its bits.
+    """
+    caches = call.k_cache, call.v_cache
+    if not (code_products or knows_e4m3(call.q.device)):
+        caches = bits_of(call.k_cache), bits_of(call.v_cache)
     return *caches, *(caches[0] if of is None else of for of in call.scales)
 
 
@@ -403,7 +432,8 @@ def launch_prefill(call: Call, tile: Tile | None = None) -> None:
     shares = 1 if num_seqs == 1 else min(tokens, num_seqs + 1, MAX_SHARES)
     out = call.out
     prefill_kernel[(-(-num_rows // tokens), num_kv_heads * constants["HEAD_BLOCKS"], shares)](
-        call.q, *_caches(call), call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
+        call.q, *_caches(call, call.code_products), call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
         *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.signed_window, num_rows,
-        TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
+        TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, CODE_PRODUCTS=call.code_products,
+        **constants, **_constants(call, call.code_products),
     )  # fmt: skip

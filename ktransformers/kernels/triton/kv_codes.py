@@ -1,18 +1,21 @@
 """Keys and values in 8 bits, with a scale for each position and head: how kernels write and read them. Knows tensors.
 
 A code times its scale is the value; `kernels.reference.quantize_kv` states the arithmetic. Codes are int8, or FP8
-(e4m3), of which kernels are given the bits, in uint8: GPUs before compute capability 8.9 do not know the type. Of a
-latent key the latent and the rotated part have a scale each. Codes are widened in registers to the type of the
-products, which holds all of them exactly: products of FP8 with FP8 would take queries and probabilities of 4 bits.
+(e4m3), of which kernels are given the bits, in uint8; attention is given the type on GPUs that know it, those from
+compute capability 8.9 on. Of a latent key the latent and the rotated part have a scale each. Codes are widened in
+registers to the type of the products, which holds all of them exactly; products of codes, which round queries too, are
+what somebody has to ask for.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.bits import e4m3
 from ktransformers.kernels.triton.elementwise import check_float
 from ktransformers.kernels.triton.runtime import jit, power_of_two, tl
@@ -21,11 +24,14 @@ __all__ = [
     "KvScales",
     "bits_of",
     "check_cache",
+    "codes_of",
     "factor_and_scale",
     "has_codes",
+    "knows_e4m3",
     "magnitude",
     "put_codes",
     "put_heads",
+    "why_no_code_products",
     "widen_latents",
     "widened",
 ]
@@ -34,12 +40,35 @@ KvScales: TypeAlias = tuple[Tensor | None, Tensor | None]
 """Of keys, fp32 [slots, Hkv, parts], and of values, [slots, Hkv, 1]; None where what is kept are no codes."""
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
+_E4M3_CAPABILITY = (8, 9)
 _ROWS_PER_PROGRAM = 8
 
 
 def has_codes(cache: Tensor) -> bool:
     """Whether a cache keeps codes of 8 bits."""
     return cache.dtype in _CODES
+
+
+def knows_e4m3(device: torch.device) -> bool:
+    """Whether a CUDA device has instructions for e4m3; for any other device, `runtime.default_e4m3`."""
+    if device.type != "cuda":
+        return runtime.default_e4m3
+    return _capability(device) >= _E4M3_CAPABILITY
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def why_no_code_products(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why keys kept in `dtype` are not multiplied as codes on a device; None where they are."""
+    if dtype not in _CODES:
+        return f"keys are kept in {str(dtype).removeprefix('torch.')}, not in codes"
+    if dtype == torch.float8_e4m3fn and device.type == "cuda" and not knows_e4m3(device):
+        major, minor = _capability(device)
+        return f"products of e4m3 want compute capability 8.9, and this GPU has {major}.{minor}"
+    return None
 
 
 def bits_of(cache: Tensor) -> Tensor:
@@ -90,11 +119,11 @@ def factor_and_scale(top, pointers):
 
 
 @jit
-def put_codes(pointers, x, factor, mask):
-    """Store x times its factor, which has x's shape or broadcasts to it, rounded to the nearest code, ties to even.
+def codes_of(x, factor, pointers):
+    """x times its factor, which has x's shape or broadcasts to it, rounded to the nearest code, ties to even.
 
-    Bits are rounded, since there is no call for it that the interpreter and all GPUs know. Adding 2^23 leaves no bits
-    below 1 in an fp32, and adding 2^14 none below 2^-9, the least FP8 number.
+    pointers: to codes of the type. Bits are rounded, since there is no call for it that the interpreter and all GPUs
+    know. Adding 2^23 leaves no bits below 1 in an fp32, and adding 2^14 none below 2^-9, the least FP8 number.
     """
     scaled = tl.where(factor > 0.0, x, 0.0) * factor
     bits = scaled.to(tl.int32, bitcast=True)
@@ -102,12 +131,18 @@ def put_codes(pointers, x, factor, mask):
     size = top.to(tl.float32, bitcast=True)
     if pointers.dtype.element_ty == tl.int8:
         number = (size + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-        tl.store(pointers, tl.where(bits < 0, -number, number).to(tl.int8), mask=mask)
+        codes = tl.where(bits < 0, -number, number).to(tl.int8)
     else:
         rounded = ((top + 0x7FFFF + ((top >> 20) & 1)) >> 20) - 960  # exponents count from 7, not 127
         small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(top < 0x3C800000, small, rounded) | ((bits >> 24) & 0x80)
-        tl.store(pointers, code.to(tl.uint8), mask=mask)
+        codes = (tl.where(top < 0x3C800000, small, rounded) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return codes
+
+
+@jit
+def put_codes(pointers, x, factor, mask):
+    """Store `codes_of` x."""
+    tl.store(pointers, codes_of(x, factor, pointers), mask=mask)
 
 
 @jit
@@ -126,9 +161,14 @@ def put_heads(pointers, x, mask, scale_pointers, keep, HAS_CODES: tl.constexpr):
 
 @jit
 def widened(tile, COMPUTE: tl.constexpr):
-    """A tile of a cache in the type of the products; codes as they are, without their scales."""
+    """A tile of a cache in the type of the products; codes as they are, without their scales.
+
+    What a GPU has between e4m3 and bf16 without fp32 takes the unit of exponentials.
+    """
     if tile.dtype == tl.uint8:
         return e4m3(tile.to(tl.int32), 0).to(COMPUTE)
+    if tile.dtype == tl.float8e4nv:
+        return tile.to(tl.float32).to(COMPUTE)
     return tile.to(COMPUTE)
 
 

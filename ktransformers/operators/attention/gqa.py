@@ -252,6 +252,7 @@ def _gpu_attention(
         context.kv_lens,
         scale,
         scales=cache.scales,
+        code_products=cache.code_products,
         **options,
     )
 

@@ -26,19 +26,24 @@ __all__ = ["GpuCache", "GqaParts", "gqa_forward"]
 
 @dataclass(frozen=True, slots=True)
 class GpuCache:
-    """Of one layer: keys and values [slots, Hkv, D], their scales where they are codes, and the type of queries."""
+    """Of one layer: keys and values [slots, Hkv, D], their scales where they are codes, and the type of queries.
+
+    code_products: prefill steps round queries to codes too.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     scales: Scales
     row_dtype: torch.dtype
+    code_products: bool
 
     @classmethod
     def of(cls, cache: LayerCache, layer_idx: int) -> GpuCache:
         """What layer `layer_idx` caches."""
         keys, values = cache.layer(layer_idx)
         shape = cache.shape(layer_idx)
-        return cls(keys, values, cache.scales(layer_idx), shape.row_dtype if shape.is_scaled else keys.dtype)
+        row_dtype = shape.row_dtype if shape.is_scaled else keys.dtype
+        return cls(keys, values, cache.scales(layer_idx), row_dtype, shape.code_products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ def gqa_forward(
             softcap=spec.softcap,
             counters=parts.device.counters(),
             scales=cache.scales,
+            code_products=cache.code_products,
         )
     if gate is not None:
         gate_heads(out, gate, out=out)

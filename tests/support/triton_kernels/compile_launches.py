@@ -4,7 +4,7 @@
 
 Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
-there is, and for attention and products with digits that spill registers.
+there is, for attention and products with digits that spill registers, and for products of codes that are no such.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 MOST_SPILLED = 128  # bytes of a thread of grouped attention, in one Triton or another; latent attention spills nothing
 compiled = set()
@@ -124,6 +125,10 @@ def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwarg
         is_latent = constants[(self.arg_names.index("SHARED"),)]
         if stack > (0 if is_latent else MOST_SPILLED):
             sys.exit(f"{self.fn.__name__}: {stack} bytes of registers are spilled")
+    if values.get("CODE_PRODUCTS"):
+        factors = ".e4m3.e4m3" if "fp8e4nv" in signature["k_ptr"] else ".s8.s8"
+        if not any("mma" in line and factors in line for line in kernel.asm["ptx"].splitlines()):
+            sys.exit(f"{self.fn.__name__}: there are no tensor-core products of {factors}")
     if stack and "*i32" in (signature.get("x"), signature.get("hidden")):
         sys.exit(f"{self.fn.__name__} with digits: {stack} bytes of registers are spilled")
 
@@ -207,14 +212,16 @@ def call_mla(heads, tokens, seqs, pages=64):
     mla_attention(q, cache, 512, torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids, 0.1)
 
 
-def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64):
-    """Keys and values as codes: written, and attended to."""
+def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64, code_products=False):
+    """Keys and values as codes: written, and attended to; widened where the target has no products of e4m3."""
+    code_products = code_products and (dtype == torch.int8 or runtime.default_e4m3)
     cache, scales = torch.zeros(256, kv_heads, dim, dtype=dtype), torch.zeros(256, kv_heads, 1)
     q, ids = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     k, angles, both = q.new_zeros(tokens, kv_heads, dim), torch.zeros(tokens, dim // 2), (scales, scales)
     query = rope_to_cache(q, k, k, angles, angles, cache, cache, ids.long(), scales=both)
     table, counters = torch.zeros(seqs, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
-    attention(query, cache, cache, table, 256, ids, ids, 0.1, counters=counters, scales=both)
+    options = {"counters": counters, "scales": both, "code_products": code_products}
+    attention(query, cache, cache, table, 256, ids, ids, 0.1, **options)
 
 
 def call_coded_latents(dtype, heads, tokens, seqs=1, pages=64, rank=512, rotary=64):
@@ -386,6 +393,8 @@ def all_coded(dtypes):
     """The first type in decode of grouped queries and prefill of latents, the other the other way round."""
     call_coded(dtypes[0], 32, 4, 128, 2, seqs=2)
     call_coded(dtypes[1], 32, 4, 128, 600, seqs=4)
+    call_coded(dtypes[0], 32, 4, 128, 600, code_products=True)
+    call_coded(dtypes[1], 64, 8, 64, 600, seqs=4, code_products=True)
     call_coded_latents(dtypes[1], 128, 2, seqs=2)
     call_coded_latents(dtypes[0], 128, 200)
     call_coded_latents(dtypes[1], 20, 2)
@@ -493,6 +502,7 @@ def main():
     parser.add_argument("--all", action="store_true", help="many more types and sizes")
     args = parser.parse_args()
     target, runtime.default_shared_bytes = args.sm, SHARED_BYTES[args.sm]
+    runtime.default_e4m3 = args.sm >= 89
     triton.runtime.jit.JITFunction.run = compile_launch
     calls = all_recurrent if args.recurrent else all_attention if args.attention else few if args.few else some
     (everything if args.all else calls)()
