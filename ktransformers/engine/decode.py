@@ -16,10 +16,19 @@ from torch import Tensor
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.context import PREFILL_ROWS
-from ktransformers.engine.decode_inputs import DecodeInputs, InputMemory, StaticInputs, StepSize, decode_batch_sizes
+from ktransformers.engine.decode_inputs import (
+    DecodeInputs,
+    InputMemory,
+    ReplayedSizes,
+    StaticInputs,
+    StepSize,
+    decode_batch_sizes,
+)
 from ktransformers.engine.forward import ForwardPass, StepInputs
 from ktransformers.engine.graphs import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.layout import StepLayout
+from ktransformers.engine.piece_graphs import PieceGraphs
+from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.operators.attention.latent_expansion import Choice, StepRuns
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -53,8 +62,9 @@ def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
 
 
 class DecodeSteps:
-    """Steps of up to max_batch_size rows, and others of the sizes in `mixed`, of a model whose layers are on GPUs.
+    """Steps of up to max_batch_size rows, and others of `sizes`, of a model whose layers are on GPUs.
 
+    sizes: with pieces where all layers are on one GPU.
     num_pages: of the longest sequence. backend: None runs steps without capturing them. choices: which sequences latent
     attention expands, for which steps of more rows than decode steps are left to others.
     """
@@ -68,45 +78,58 @@ class DecodeSteps:
         num_pages: int,
         backend: GraphBackend | None,
         progress: Callable[[int, int], None] | None = None,
-        mixed: Sequence[StepSize] = (),
+        sizes: ReplayedSizes | None = None,
         choices: Sequence[Choice] = (),
     ) -> None:
         layout = forward.layout
         assert layout is not None, "steps on the CPU are not padded"
         self._forward, self._layout, self._cache, self._choices = forward, layout, cache, choices
         device = layout.entry.torch_device
-        self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), tuple(mixed)
+        sizes = sizes or ReplayedSizes()
+        self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), (*sizes.whole, *sizes.pieces)
         self._most_kept = max([self.max_rows, *(size.seqs for size in self.mixed)])
+        self._is_timed = False
         self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
         self._host: Tensor | None = None
         self._cuda: Any = torch.cuda  # parts of it have no types
         # A thread that spins for the GPU would take a core from the experts.
         self._done = self._cuda.Event(blocking=True) if device.type == "cuda" else None
         memory = InputMemory(device)
-        self._graphs = DecodeGraphs(
-            self._run,
-            decode_batch_sizes(self.max_rows),
-            lambda size: StaticInputs(
-                size, num_pages, memory, layout.width, layout.entry.dtype, has_states=cache.states is not None
-            ),
-            backend,
-            lambda: [stream for place in layout.devices for stream in place.expert_streams()],
-            progress,
-            self.mixed,
+
+        def make(size: StepSize) -> StaticInputs:
+            has_states = cache.states is not None
+            return StaticInputs(size, num_pages, memory, layout.width, layout.entry.dtype, has_states)
+
+        def works() -> list[StreamedExperts]:
+            return [stream for place in layout.devices for stream in place.expert_streams()]
+
+        # The largest first, in whose inputs and memory those of the others lie.
+        self._pieces = (
+            PieceGraphs(self._run, sizes.pieces, make, backend, layout.entry, works) if sizes.pieces else None
         )
+        batches = decode_batch_sizes(self.max_rows)
+        self._graphs = DecodeGraphs(self._run, batches, make, backend, works, progress, sizes.whole)
 
     def time_steps(self, marks: StepMarks | None) -> None:
         """See DecodeGraphs.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
         self._graphs.time_steps(marks, KEPT_ROWS)
+        self._is_timed = marks is not None
 
     def takes(self, context: ForwardContext, num_kept: int) -> bool:
         """Whether `step` is to run a step, of which so many logits are wanted. context: with tensors on the CPU."""
         rows = len(context.seq_ids)
         if rows <= self.max_rows:
             return True
-        if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
+        extent = rows, num_kept, *context.block_table.shape
+        if self._graphs.size_of(*extent) is None and not self._is_in_pieces(*extent):
             return False
         return not StepRuns.is_expanded(context, self._choices)
+
+    def _is_in_pieces(self, rows: int, kept: int, seqs: int, pages: int) -> bool:
+        """Whether a step runs in pieces, unless it suits a graph; none does while steps are timed."""
+        if self._pieces is None or self._is_timed or rows <= self.max_rows:
+            return False
+        return self._pieces.size_of(rows, kept, seqs, pages) is not None
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
         """Logits fp32 [N, V] on the first device, valid until the next run."""
@@ -164,7 +187,10 @@ class DecodeSteps:
             token_ids,
             keep,
         )
-        on_device = self._graphs.step(inputs)
+        extent = inputs.num_rows, inputs.num_kept, *inputs.block_table.shape
+        is_whole = self._graphs.size_of(*extent) is not None or not self._is_in_pieces(*extent)
+        graphs = self._graphs if is_whole or self._pieces is None else self._pieces
+        on_device = graphs.step(inputs)
         launched(len(token_ids))
         return self._to_host(on_device)
 
