@@ -211,7 +211,7 @@ class Planner:
                 gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) + scans.get(gpu.name, 0)
                 for gpu in gpus
             }
-            rows = largest_graph(hardware.graph_rows, chunk_size, plan)
+            rows = largest_graph(hardware.graph_rows, min(chunk_size, num_slots), plan)
             if rows and opened.config.use_cuda_graph is not False:  # memory of their own, which they share
                 extra["cuda graphs"] = {gpu.name: step_nbytes(opened.facts, rows) for gpu in gpus}
         tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))

@@ -47,13 +47,13 @@ def _fine(most_rows: int) -> Iterator[int]:
         count += (1 << (count.bit_length() - 1)) // 8
 
 
-def largest_graph(rows: Sequence[int], chunk_size: int, plan: Plan) -> int:
-    """Rows of the largest graph of steps of up to chunk_size rows, 0 without any. plan: before anything is loaded."""
+def largest_graph(rows: Sequence[int], most_rows: int, plan: Plan) -> int:
+    """Rows of the largest graph of steps of up to most_rows rows, 0 without any. plan: before anything is loaded."""
     gpus = {home.device for home in plan.homes if plan.devices[home.device].is_gpu}
     experts = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts))
     if rows and len(gpus) == 1 and any(not op.device.is_gpu and op.home.is_gpu for op in experts):
-        return chunk_size
-    return min(max(rows, default=0), chunk_size)
+        return most_rows
+    return min(max(rows, default=0), most_rows)
 
 
 def choices_of(plan: Plan) -> tuple[Choice, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine import step_sizes
 from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
-from ktransformers.engine.decode_inputs import StepSize
+from ktransformers.engine.decode_inputs import ReplayedSizes, StepSize
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.records import StepPlan
 from tests.support.agreement import TOLERANCE, prompt
@@ -98,15 +99,26 @@ def test_memory_of_graphs_is_planned(tmp_path: Path) -> None:
 def test_what_the_host_decides_is_not_replayed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line for each reason, which says from how many rows on."""
+    """One line for each reason, which says from how many rows on; and why not in pieces either, where that is so."""
     reasons = {32: None, 64: "the host chooses", 128: "the host chooses", 256: "the host waits"}
     monkeypatch.setattr(step_sizes, "_why_none", lambda plan, flash: None)
     monkeypatch.setattr(step_sizes, "_why_not", lambda rows, plan, layout: reasons[rows])
     monkeypatch.setattr(step_sizes, "choices_of", lambda plan: ())
-    with caplog.at_level(logging.INFO):
-        found = step_sizes.replayed_sizes(tuple(reasons), None, None, (), 4096, 4)  # type: ignore[arg-type]
-    assert found == (StepSize(32, 4),)
-    assert caplog.messages == [
-        "steps of more than 32 rows run without CUDA graphs: the host chooses",
-        "steps of more than 32 rows run without CUDA graphs: the host waits",
-    ]
+    pieces = tuple(StepSize(rows, 4) for rows in (64, 128, 256))
+    beside = "the host chooses", "the host waits"
+    for flash, layout, why_not in (
+        ((), SimpleNamespace(devices=[None]), None),
+        (("a layer",), SimpleNamespace(devices=[None]), "FlashInfer plans each step on the host"),
+        ((), SimpleNamespace(devices=[None, None]), "layers are on several GPUs"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            found = step_sizes.replayed_sizes(tuple(reasons), None, layout, flash, 256, 4)  # type: ignore[arg-type]
+        assert found == ReplayedSizes((StepSize(32, 4),), () if why_not else pieces)
+        if why_not is None:
+            lines = [f"steps of more than 32 rows are replayed between the experts: {reason}" for reason in beside]
+        else:
+            lines = [
+                f"steps of more than 32 rows run without CUDA graphs: {reason}, and {why_not}" for reason in beside
+            ]
+        assert caplog.messages == lines

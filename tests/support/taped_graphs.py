@@ -1,7 +1,7 @@
 """CUDA graphs for machines without a GPU: what is launched goes to a tape, and a replay launches it again.
 
 As in a graph, nothing of Python that stands between the launches runs again, and what they read and write stays where
-it was. Operations of torch and Triton's interpreted kernels are launches; what else a device would do is not known here.
+it was. Operations of torch and Triton's interpreted kernels are launches; what else a device may do is not known here.
 """
 
 from __future__ import annotations
