@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +29,10 @@ __all__ = ["PieceGraphs"]
 logger = logging.getLogger(__name__)
 
 _MOST_KEPT = 8
-"""Sizes whose graphs are kept: the last that were used."""
+"""Sizes whose graphs are kept. Capturing takes several times as long as it saves in one step, graphs take memory."""
+
+_OFTEN = 2
+"""Uses of a size from which it is captured, and how many times those of another it has when it takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,10 @@ class PieceGraphs:
     """Steps of `sizes` on one device, padded, in pieces.
 
     run, make_static_inputs, backend, works: as for DecodeGraphs. The largest size is captured at once, for the others
-    then fit into its memory and most rows come in such steps; another one when it is used for the second time, and
-    anew when it was not among the last `most_kept` for long. Until then, and without a backend, the same padded step is
-    run, and once a size could not be captured, for which one line says the reason, so are all that are not captured.
+    then fit into its memory and most rows come in such steps; another one when it is used for the second time, or, when
+    most_kept are captured, twice as often as the one of them that was used least. Until then, and without a backend,
+    the same padded step is run; and once a size could not be captured, for which one line says the reason, so are all
+    that are not captured.
     """
 
     def __init__(
@@ -67,8 +71,8 @@ class PieceGraphs:
         self._seams = device.make_seams(largest.rows)
         self._slots = self._statics[largest].inputs.slot_mapping
         self._most_kept, self._can_capture = most_kept, backend is not None
-        self._captured: OrderedDict[StepSize, _Pieces] = OrderedDict()
-        self._is_known: set[StepSize] = {largest}
+        self._captured: dict[StepSize, _Pieces] = {}
+        self._uses = Counter({largest: _OFTEN - 1})
         if self._can_capture:
             self._find(largest)
 
@@ -119,17 +123,10 @@ class PieceGraphs:
 
     def _find(self, size: StepSize) -> _Pieces | None:
         """What was captured, or is now; None: the step is to be run. Nothing may be under way."""
-        pieces = self._captured.get(size)
-        if pieces is not None:
-            self._captured.move_to_end(size)
-            return pieces
-        is_due = size in self._is_known
-        self._is_known.add(size)
-        if not is_due or not self._can_capture or self._backend is None:
-            return None
+        self._uses[size] += 1
+        if size in self._captured or self._backend is None or not self._can_capture or not self._is_due(size):
+            return self._captured.get(size)
         began = time.perf_counter()
-        while len(self._captured) >= self._most_kept:
-            self._captured.popitem(last=False)
         try:
             pieces = self._captured[size] = self._capture(self._statics[size], self._backend)
         except RuntimeError as error:
@@ -140,6 +137,18 @@ class PieceGraphs:
         seconds = time.perf_counter() - began
         logger.info("captured steps of %d rows in %d CUDA graphs in %.1f s", size.rows, len(pieces.graphs), seconds)
         return pieces
+
+    def _is_due(self, size: StepSize) -> bool:
+        """Whether to capture a size that was used just now; makes room for it."""
+        if self._uses[size] < _OFTEN:
+            return False
+        if len(self._captured) < self._most_kept:
+            return True
+        least = min(self._captured, key=lambda other: self._uses[other])
+        if self._uses[size] < _OFTEN * self._uses[least]:
+            return False
+        del self._captured[least]
+        return True
 
     def _capture(self, static: StaticInputs, backend: GraphBackend) -> _Pieces:
         """Runs the pieces, on rows that hold no token, and never what is between them."""

@@ -1,0 +1,81 @@
+"""On a real GPU, in bf16: prompts replayed between experts that are streamed, or that the host waits for on the CPU.
+
+The same as padded steps that are not replayed, `==`, and as transformers in fp32 within the tolerance of
+tests/engine/test_cuda.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine import prefill as prefill_module
+from ktransformers.engine.builder import Hardware, build_engine
+from ktransformers.kernels.types import QuantType
+from ktransformers.models.registry import RULES_DIR
+from ktransformers.operators.device import cuda_memory
+from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates
+from ktransformers.operators.experts.streamed import ExpertPrefill
+from ktransformers.optimize.machine import detect_machine
+from tests.support.agreement import dequantized, logits_of, prompt
+from tests.support.cuda_engines import check
+from tests.support.gguf_writer import write_gguf
+from tests.support.tiny_models import tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+ALL_STREAMED = CpuRate((1,), (100.0,))
+SOME_STREAMED = CpuRate((1,), (1e-3,))
+
+
+@pytest.mark.parametrize("rate", [ALL_STREAMED, SOME_STREAMED, None])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
+def test_replayed_prompts(
+    model_type: str,
+    rate: CpuRate | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A chunk that fills its size, twice, and one that does not. rate: of the CPU; None: it computes all experts, of
+    more rows than the stream hands over."""
+
+    def calibrate(prefill: ExpertPrefill, *args: object) -> None:
+        prefill.threshold = NEVER if rate is None else 2
+        prefill.rates = None if rate is None else PrefillRates(1e-3, 0.0, rate, rate)
+
+    monkeypatch.setattr(prefill_module, "calibrate", calibrate)
+    rows = 640 if rate is None else 64  # of graphs
+    model = tiny_model(model_type, seed=3)
+    path = write_gguf(model, tmp_path / "model.gguf", QuantType.MXFP4 if model_type == "gpt_oss" else QuantType.Q8_0)
+    ids = (prompt(model.config.vocab_size) * 100)[: 2 * rows + rows - 10]
+    got = []
+    for use_cuda_graph in (None, False):
+        config = EngineConfig(
+            gguf_path=path,
+            cache_lens=4 * rows,
+            chunk_size=rows,
+            cpu_infer=2,
+            optimize_config_path=RULES_DIR / "default-moe.yaml",
+            attention_backend="triton",
+            use_cuda_graph=use_cuda_graph,
+        )
+        hardware = Hardware(detect_machine(gpus=cuda_memory), graph_rows=(64,))
+        with caplog.at_level(logging.INFO), closing(build_engine(config, hardware=hardware)) as engine:
+            parts = [(start, ids[start : start + rows]) for start in range(0, len(ids), rows)]
+            got.append(
+                torch.cat([engine.runner.forward(part, start, [len(part) - 1]).clone() for start, part in parts])
+            )
+    assert f"captured steps of {rows} rows in" in caplog.text
+    assert "not replayed" not in caplog.text
+    assert torch.equal(*got)
+    if rate is ALL_STREAMED and model_type == "qwen3_moe":
+        kind = QuantType.Q8_0
+        want = logits_of(dequantized(model, kind, QuantType.F32), ids)
+        ends = [min(start + rows, len(ids)) - 1 for start in range(0, len(ids), rows)]
+        check(got[0], want[ends])
