@@ -48,11 +48,16 @@ def _fine(most_rows: int) -> Iterator[int]:
         count += (1 << (count.bit_length() - 1)) // 4
 
 
-def largest_graph(rows: Sequence[int], most_rows: int, plan: Plan) -> int:
-    """Rows of the largest graph of steps of up to most_rows rows, 0 without any. plan: before anything is loaded."""
-    gpus = {home.device for home in plan.homes if plan.devices[home.device].is_gpu}
-    experts = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts))
-    if rows and len(gpus) == 1 and any(not op.device.is_gpu and op.home.is_gpu for op in experts):
+def largest_graph(rows: Sequence[int], most_rows: int, plan: Plan, has_flash: bool) -> int:
+    """Rows of the largest graph of steps of up to most_rows rows, 0 without any.
+
+    plan: before anything is loaded. has_flash: whether FlashInfer is to attend anywhere.
+    """
+    operators = plan.operators.values()
+    experts = [op for op in operators if isinstance(op, KTransformersExperts)]
+    is_expanded = any(op.expansion_choice() is not None for op in operators if isinstance(op, KMLAAttention))
+    is_whole = has_flash or is_expanded or len({home.device for home in plan.homes}) > 1
+    if rows and not is_whole and any(not op.device.is_gpu and op.home.is_gpu for op in experts):
         return most_rows
     return min(max(rows, default=0), most_rows)
 
@@ -84,12 +89,14 @@ def _why_not(rows: int, plan: Plan, layout: StepLayout) -> str | None:
     return None
 
 
-def _why_no_pieces(layout: StepLayout, flash: Collection[FlashLayer]) -> str | None:
-    """Why steps whose experts the host has a part in cannot be replayed between them."""
+def _why_no_pieces(plan: Plan, layout: StepLayout, flash: Collection[FlashLayer]) -> str | None:
+    """Why steps whose experts the host has a part in cannot be replayed between them, or hardly ever would be."""
     if len(layout.devices) > 1:
         return "layers are on several GPUs"
     if flash:
         return "FlashInfer plans each step on the host"
+    if choices_of(plan):
+        return "the host plans which latents are expanded"
     return None
 
 
@@ -111,12 +118,12 @@ def replayed_sizes(
     whole = tuple(size for size in sizes if _why_not(size.rows, plan, layout) is None)
     others = mixed_sizes(piece_rows(rows, most_rows), most_rows, max_batch_size)
     reasons = {size: reason for size in others if (reason := _why_not(size.rows, plan, layout)) is not None}
-    largest, why_not = max((size.rows for size in whole), default=0), _why_no_pieces(layout, flash)
+    largest, why_not = max((size.rows for size in whole), default=0), _why_no_pieces(plan, layout, flash)
     for reason in dict.fromkeys(reasons.values()):
         if why_not is None:
             logger.info("steps of more than %d rows are replayed between the experts: %s", largest, reason)
         else:
             logger.info("steps of more than %d rows run without CUDA graphs: %s, and %s", largest, reason, why_not)
-    if choices_of(plan) and (whole or reasons):
+    if choices_of(plan) and whole:
         logger.info("steps that expand latents run without CUDA graphs: the host plans each of them")
     return ReplayedSizes(whole, tuple(reasons) if why_not is None else ())

@@ -103,14 +103,16 @@ def test_what_the_host_decides_is_not_replayed(
     reasons = {32: None, 64: "the host chooses", 128: "the host chooses", 256: "the host waits"}
     monkeypatch.setattr(step_sizes, "_why_none", lambda plan, flash: None)
     monkeypatch.setattr(step_sizes, "_why_not", lambda rows, plan, layout: reasons[rows])
-    monkeypatch.setattr(step_sizes, "choices_of", lambda plan: ())
     pieces = tuple(StepSize(rows, 4) for rows in (64, 128, 256))
     beside = "the host chooses", "the host waits"
-    for flash, layout, why_not in (
-        ((), SimpleNamespace(devices=[None]), None),
-        (("a layer",), SimpleNamespace(devices=[None]), "FlashInfer plans each step on the host"),
-        ((), SimpleNamespace(devices=[None, None]), "layers are on several GPUs"),
+    for flash, num_gpus, choices, why_not in (
+        ((), 1, (), None),
+        (("a layer",), 1, (), "FlashInfer plans each step on the host"),
+        ((), 2, (), "layers are on several GPUs"),
+        ((), 1, ("a choice",), "the host plans which latents are expanded"),
     ):
+        layout = SimpleNamespace(devices=[None] * num_gpus)
+        monkeypatch.setattr(step_sizes, "choices_of", lambda plan, found=choices: found)
         caplog.clear()
         with caplog.at_level(logging.INFO):
             found = step_sizes.replayed_sizes(tuple(reasons), None, layout, flash, 256, 4)  # type: ignore[arg-type]
@@ -121,4 +123,5 @@ def test_what_the_host_decides_is_not_replayed(
             lines = [
                 f"steps of more than 32 rows run without CUDA graphs: {reason}, and {why_not}" for reason in beside
             ]
-        assert caplog.messages == lines
+        latents = ["steps that expand latents run without CUDA graphs: the host plans each of them"]
+        assert caplog.messages == [*lines, *(latents if choices else [])]
