@@ -120,16 +120,17 @@ class DecodeSteps:
         rows = len(context.seq_ids)
         if rows <= self.max_rows:
             return True
-        extent = rows, num_kept, *context.block_table.shape
-        if self._graphs.size_of(*extent) is None and not self._is_in_pieces(*extent):
+        if self._graphs_for(rows, num_kept, *context.block_table.shape) is None:
             return False
         return not StepRuns.is_expanded(context, self._choices)
 
-    def _is_in_pieces(self, rows: int, kept: int, seqs: int, pages: int) -> bool:
-        """Whether a step runs in pieces, unless it suits a graph; none does while steps are timed."""
-        if self._pieces is None or self._is_timed or rows <= self.max_rows:
-            return False
-        return self._pieces.size_of(rows, kept, seqs, pages) is not None
+    def _graphs_for(self, rows: int, kept: int, seqs: int, pages: int) -> DecodeGraphs | PieceGraphs | None:
+        """What runs a step, see DecodeGraphs.size_of; None: neither. Steps that are timed do not run in pieces."""
+        if rows <= self.max_rows or self._graphs.size_of(rows, kept, seqs, pages) is not None:
+            return self._graphs
+        if self._pieces is None or self._is_timed or self._pieces.size_of(rows, kept, seqs, pages) is None:
+            return None
+        return self._pieces
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
         """Logits fp32 [N, V] on the first device, valid until the next run."""
@@ -187,10 +188,8 @@ class DecodeSteps:
             token_ids,
             keep,
         )
-        extent = inputs.num_rows, inputs.num_kept, *inputs.block_table.shape
-        is_whole = self._graphs.size_of(*extent) is not None or not self._is_in_pieces(*extent)
-        graphs = self._graphs if is_whole or self._pieces is None else self._pieces
-        on_device = graphs.step(inputs)
+        graphs = self._graphs_for(inputs.num_rows, inputs.num_kept, *context.block_table.shape)
+        on_device = (graphs or self._graphs).step(inputs)
         launched(len(token_ids))
         return self._to_host(on_device)
 

@@ -92,6 +92,8 @@ def test_memory_of_graphs_is_planned(tmp_path: Path) -> None:
     hardware = fake_hardware(graph_rows=(16, 64))
     sizes = [plan_model(replace(config, **more), hardware=hardware).extra_bytes for more in ({}, {"chunk_size": 32})]  # type: ignore[arg-type]
     assert sizes[0]["cuda graphs"]["cuda:0"] == 2 * sizes[1]["cuda graphs"]["cuda:0"] > 0
+    pieces = plan_model(replace(config, cache_lens=256), hardware=hardware).extra_bytes  # beside experts on the CPU
+    assert pieces["cuda graphs"]["cuda:0"] == 4 * sizes[0]["cuda graphs"]["cuda:0"]
     without = plan_model(replace(config, use_cuda_graph=False), hardware=hardware)
     assert "cuda graphs" not in without.extra_bytes
 
