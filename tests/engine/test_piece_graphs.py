@@ -20,6 +20,7 @@ from ktransformers.engine import step_sizes
 from ktransformers.engine.builder import Engine, Hardware, build_engine, build_paged_engine
 from ktransformers.engine.decode_inputs import DecodeInputs, InputMemory, StaticInputs, StepSize
 from ktransformers.engine.piece_graphs import PieceGraphs
+from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators import device as device_module
@@ -103,6 +104,27 @@ def test_chunks_of_a_prompt_are_replayed(model_path: Path, caplog: pytest.LogCap
     engine = build_engine(config_of(model_path, use_cuda_graph=False), hardware=hardware_of(graphs))
     assert torch.equal(got, chunks(engine, ids))
     assert len(graphs.pieces) == 1
+    engine.close()
+
+
+def test_steps_that_are_timed_do_not_run_in_pieces(model_path: Path) -> None:
+    """While a profile is written; afterwards they do again."""
+    ids, graphs = prompt(100)[:12], TapedGraphs()
+    engine = build_engine(config_of(model_path), hardware=hardware_of(graphs))
+    (tapes,) = graphs.pieces
+    runtime = StepRuntime(engine.runner)
+    want = engine.runner.forward(ids, 0, [11]).clone()
+    assert [tape.replays for tape in tapes] == [1] * 3
+    runtime.start()
+    runtime.begin_step(1, len(ids), [11])
+    got = engine.runner.forward(ids, 0, [11]).clone()
+    latest = runtime.end_step()
+    assert latest is not None
+    assert got.argmax() == want.argmax()
+    assert [tape.replays for tape in tapes] == [1] * 3
+    runtime.stop()
+    assert torch.equal(engine.runner.forward(ids, 0, [11]), want)
+    assert [tape.replays for tape in tapes] == [2] * 3
     engine.close()
 
 
