@@ -104,9 +104,7 @@ class DecodeSteps:
             return [stream for place in layout.devices for stream in place.expert_streams()]
 
         # The largest first, in whose inputs and memory those of the others lie.
-        self._pieces = (
-            PieceGraphs(self._run, sizes.pieces, make, backend, layout.entry, works) if sizes.pieces else None
-        )
+        self._pieces = PieceGraphs(self._run, sizes.pieces, make, backend, layout.entry) if sizes.pieces else None
         batches = decode_batch_sizes(self.max_rows)
         self._graphs = DecodeGraphs(self._run, batches, make, backend, works, progress, sizes.whole)
 

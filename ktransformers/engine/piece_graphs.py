@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs, StepSize
-from ktransformers.engine.graphs import GraphBackend, Replayable, ReplayedWork, first_line
+from ktransformers.engine.graphs import GraphBackend, Replayable, first_line
 from ktransformers.operators.device import Device
 from ktransformers.operators.seams import Work
 
@@ -37,18 +37,17 @@ _OFTEN = 2
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """graphs: one more than there are works, which run between them. counts: see graphs.py, of all graphs together."""
+    """graphs: one more than there are works, which run between them."""
 
     graphs: Sequence[Replayable]
     works: Sequence[Work]
     logits: Tensor
-    counts: tuple[tuple[ReplayedWork, int], ...]
 
 
 class PieceGraphs:
     """Steps of `sizes` on one device, padded, in pieces.
 
-    run, make_static_inputs, backend, works: as for DecodeGraphs. The largest size is captured at once, for the others
+    run, make_static_inputs, backend: as for DecodeGraphs. The largest size is captured at once, for the others
     then fit into its memory and most rows come in such steps; another one when it is used for the second time, or, when
     most_kept are captured, twice as often as the one of them that was used least. Until then, and without a backend,
     the same padded step is run; and once a size could not be captured, for which one line says the reason, so are all
@@ -62,10 +61,9 @@ class PieceGraphs:
         make_static_inputs: Callable[[StepSize], StaticInputs],
         backend: GraphBackend | None,
         device: Device,
-        works: Callable[[], Iterable[ReplayedWork]] = lambda: (),
         most_kept: int = _MOST_KEPT,
     ) -> None:
-        self._run, self._backend, self._device, self._works = run, backend, device, works
+        self._run, self._backend, self._device = run, backend, device
         self._statics = {size: make_static_inputs(size) for size in sorted(sizes, reverse=True)}
         largest = next(iter(self._statics))
         self._seams = device.make_seams(largest.rows)
@@ -101,12 +99,10 @@ class PieceGraphs:
             with self._seams.on(self._do):
                 logits = self._run(static.inputs)
         else:
-            logits = self._replay(pieces, inputs.num_rows)
+            logits = self._replay(pieces)
         return logits[: inputs.num_kept]
 
-    def _replay(self, pieces: _Pieces, num_rows: int) -> Tensor:
-        for work, count in pieces.counts:
-            work.expect(count, num_rows)
+    def _replay(self, pieces: _Pieces) -> Tensor:
         for graph, at_seam in zip(pieces.graphs, pieces.works, strict=False):
             graph.replay()
             self._do(at_seam)
@@ -155,9 +151,7 @@ class PieceGraphs:
         static.pad()
         with self._seams.on(lambda work: None):
             backend.warm_up(lambda: self._run(static.inputs))
-        counted, at_seams = list(self._works()), list[Work]()
-        for work in counted:
-            work.captured()  # forget what a failed capture left
+        at_seams = list[Work]()
 
         def run(cut: Callable[[], None]) -> Tensor:
             def note(work: Work) -> None:
@@ -168,4 +162,4 @@ class PieceGraphs:
                 return self._run(static.inputs)
 
         graphs, logits = backend.capture_pieces(run)
-        return _Pieces(graphs, at_seams, logits, tuple((work, work.captured()) for work in counted))
+        return _Pieces(graphs, at_seams, logits)

@@ -312,16 +312,9 @@ class KTransformersExperts(Operator):
         if is_rehearsal():
             return self._rehearse(hidden_states, topk_ids, topk_weights)
         seams = self.home.seams
-        if seams is not None and self._waits_for_host(hidden_states):
+        if seams is not None and self._gpu is None:
             return self._submit_at_seam(seams, hidden_states, topk_ids, topk_weights, is_alone)
         return self._issue(hidden_states, topk_ids, topk_weights, is_counted)
-
-    def _waits_for_host(self, hidden_states: torch.Tensor) -> bool:
-        """Whether the forward of a step with so many rows cannot be captured."""
-        if self._gpu is not None:
-            return False
-        is_streamed = self._prefill is not None and self._prefill.takes(hidden_states)
-        return is_streamed or not self._runs_in_order(hidden_states)
 
     def _submit_at_seam(
         self,
@@ -333,7 +326,8 @@ class KTransformersExperts(Operator):
     ) -> Ticket:
         """Of a step in pieces: behind the one that ends here, the host issues the forward of the rows that hold tokens.
 
-        What it keeps refers to the room alone, not to memory of the pieces.
+        So it is for all experts on the CPU, also those that could be captured in the order of the stream: only the rows
+        that count are computed, and counted. What the host keeps refers to the room alone, not to memory of the pieces.
         """
         rows = hidden_states.reshape(-1, self.layout.hidden_size)
         room = seams.room(rows, topk_ids, topk_weights)
