@@ -7,6 +7,7 @@ tests/engine/test_cuda.py.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine import prefill as prefill_module
 from ktransformers.engine import step_sizes
 from ktransformers.engine.builder import Engine, Hardware, build_engine
+from ktransformers.engine.graphs import CudaGraphs
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators import device as device_module
@@ -87,3 +89,27 @@ def test_replayed_prompts(
     want = want[[min(start + rows, len(ids)) - 1 for start in range(0, len(ids), rows)]]
     errors = (got[0] - want).norm(dim=-1) / want.norm(dim=-1)
     assert errors.median() <= TOLERANCE  # a row whose router nearly ties may take another expert
+
+
+def test_a_capture_that_fails_leaves_the_device_to_others() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, ones = CudaGraphs([device]), torch.ones(4, device=device)
+
+    def work(cut: Callable[[], None]) -> torch.Tensor:
+        twice = ones * 2
+        cut()
+        return (twice + 1) * 3
+
+    def broken(cut: Callable[[], None]) -> torch.Tensor:
+        work(cut)
+        raise torch.OutOfMemoryError("no room")
+
+    graphs.warm_up(lambda: work(lambda: None))
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        graphs.capture_pieces(broken)
+    pieces, result = graphs.capture_pieces(work)
+    assert len(pieces) == 2
+    ones.fill_(5)
+    for piece in pieces:
+        piece.replay()
+    assert result.tolist() == [33.0] * 4
