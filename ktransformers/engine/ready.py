@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.engine.decode import DecodeSteps
-from ktransformers.engine.decode_inputs import StepSize
+from ktransformers.engine.decode_inputs import ReplayedSizes
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
 from ktransformers.engine.layer_kinds import layer_kinds
@@ -38,11 +37,11 @@ def prepare_decode(
     extent: Extent,
     backend: GraphBackend | None,
     progress: Progress | None,
-    mixed: Sequence[StepSize] = (),
+    sizes: ReplayedSizes | None = None,
 ) -> DecodeSteps | None:
     """Compile what steps of `extent` launch, and capture those of few rows on `backend`; None: they are not captured.
 
-    mixed: sizes of steps of several rows a sequence that are padded, and captured, as decode steps are.
+    sizes: of steps of several rows a sequence that are padded, and captured, as decode steps are.
 
     Returns None when layers are on the CPU: their steps are all alike.
     """
@@ -59,7 +58,7 @@ def prepare_decode(
             num_pages=extent.num_pages,
             backend=backend,
             progress=lambda done, total: report(done, total, CAPTURING),
-            mixed=mixed,
+            sizes=sizes,
             choices=choices_of(plan),
         )
 
