@@ -27,8 +27,8 @@ from ktransformers.engine.forward import ForwardPass, StepInputs
 from ktransformers.engine.graphs import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.layout import StepLayout
 from ktransformers.engine.logits_fetch import LogitsFetch
-from ktransformers.engine.reduced import StepLogits
 from ktransformers.engine.piece_graphs import PieceGraphs
+from ktransformers.engine.reduced import StepLogits
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.operators.attention.latent_expansion import Choice, StepRuns
 from ktransformers.operators.context import ForwardContext

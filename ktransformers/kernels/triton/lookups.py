@@ -57,10 +57,8 @@ def parted(x):
 @jit
 def four_looked_up(table, a, b, c, d):
     """What `table` has at four indices, [P, BN] each."""
-    P: tl.constexpr = a.shape[0]
-    BN: tl.constexpr = a.shape[1]
-    at = tl.reshape(joined(a, b, c, d), (P * BN * 4,))
-    return parted(tl.reshape(tl.gather(table, at, 0), (P, BN, 2, 2)))
+    at = tl.reshape(joined(a, b, c, d), (a.shape[0] * a.shape[1] * 4,))
+    return parted(tl.reshape(tl.gather(table, at, 0), (a.shape[0], a.shape[1], 2, 2)))
 
 
 @jit
