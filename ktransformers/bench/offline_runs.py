@@ -179,8 +179,6 @@ class OfflineRuns:
             self._ended.append(run)
             return counts
 
-        if self._engine.plan.gpu_bytes:
-            one_pass()  # steps in pieces are captured when their size comes again
         counted = one_pass()
         return self._measured("prefill", num_tokens, num_tokens, counted, one_pass)
 

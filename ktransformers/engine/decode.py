@@ -15,21 +15,12 @@ from torch import Tensor
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.context import PREFILL_ROWS
-from ktransformers.engine.decode_inputs import (
-    DecodeInputs,
-    InputMemory,
-    ReplayedSizes,
-    StaticInputs,
-    StepSize,
-    decode_batch_sizes,
-)
+from ktransformers.engine.decode_inputs import DecodeInputs, InputMemory, StaticInputs, StepSize, decode_batch_sizes
 from ktransformers.engine.forward import ForwardPass, StepInputs
 from ktransformers.engine.graphs import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.layout import StepLayout
 from ktransformers.engine.logits_fetch import LogitsFetch
-from ktransformers.engine.piece_graphs import PieceGraphs
 from ktransformers.engine.reduced import StepLogits
-from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.operators.attention.latent_expansion import Choice, StepRuns
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -63,9 +54,8 @@ def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
 
 
 class DecodeSteps:
-    """Steps of up to max_batch_size rows, and others of `sizes`, of a model whose layers are on GPUs.
+    """Steps of up to max_batch_size rows, and others of the sizes in `mixed`, of a model whose layers are on GPUs.
 
-    sizes: with pieces where all layers are on one GPU.
     num_pages: of the longest sequence. backend: None runs steps without capturing them. choices: which sequences latent
     attention expands, for which steps of more rows than decode steps are left to others.
     """
@@ -79,54 +69,42 @@ class DecodeSteps:
         num_pages: int,
         backend: GraphBackend | None,
         progress: Callable[[int, int], None] | None = None,
-        sizes: ReplayedSizes | None = None,
+        mixed: Sequence[StepSize] = (),
         choices: Sequence[Choice] = (),
     ) -> None:
         layout = forward.layout
         assert layout is not None, "steps on the CPU are not padded"
         self._forward, self._layout, self._cache, self._choices = forward, layout, cache, choices
         device = layout.entry.torch_device
-        sizes = sizes or ReplayedSizes()
-        self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), (*sizes.whole, *sizes.pieces)
+        self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), tuple(mixed)
         self._most_kept = max([self.max_rows, *(size.seqs for size in self.mixed)])
-        self._is_timed = False
         self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
         self._fetch: LogitsFetch | None = None
         memory = InputMemory(device)
-
-        def make(size: StepSize) -> StaticInputs:
-            has_states = cache.states is not None
-            return StaticInputs(size, num_pages, memory, layout.width, layout.entry.dtype, has_states)
-
-        def works() -> list[StreamedExperts]:
-            return [stream for place in layout.devices for stream in place.expert_streams()]
-
-        # The largest first, in whose inputs and memory those of the others lie.
-        self._pieces = PieceGraphs(self._run, sizes.pieces, make, backend, layout.entry) if sizes.pieces else None
-        batches = decode_batch_sizes(self.max_rows)
-        self._graphs = DecodeGraphs(self._run, batches, make, backend, works, progress, sizes.whole)
+        self._graphs = DecodeGraphs(
+            self._run,
+            decode_batch_sizes(self.max_rows),
+            lambda size: StaticInputs(
+                size, num_pages, memory, layout.width, layout.entry.dtype, has_states=cache.states is not None
+            ),
+            backend,
+            lambda: [stream for place in layout.devices for stream in place.expert_streams()],
+            progress,
+            self.mixed,
+        )
 
     def time_steps(self, marks: StepMarks | None) -> None:
         """See DecodeGraphs.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
         self._graphs.time_steps(marks, KEPT_ROWS)
-        self._is_timed = marks is not None
 
     def takes(self, context: ForwardContext, num_kept: int) -> bool:
         """Whether `step` is to run a step, of which so many logits are wanted. context: with tensors on the CPU."""
         rows = len(context.seq_ids)
         if rows <= self.max_rows:
             return True
-        if self._graphs_for(rows, num_kept, *context.block_table.shape) is None:
+        if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
             return False
         return not StepRuns.is_expanded(context, self._choices)
-
-    def _graphs_for(self, rows: int, kept: int, seqs: int, pages: int) -> DecodeGraphs | PieceGraphs | None:
-        """What runs a step, see DecodeGraphs.size_of; None: neither. Steps that are timed do not run in pieces."""
-        if rows <= self.max_rows or self._graphs.size_of(rows, kept, seqs, pages) is not None:
-            return self._graphs
-        if self._pieces is None or self._is_timed or self._pieces.size_of(rows, kept, seqs, pages) is None:
-            return None
-        return self._pieces
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
         """Logits fp32 [N, V] on the first device, valid until the next run."""
@@ -158,15 +136,11 @@ class DecodeSteps:
         if self._logits is None:
             where = self._layout.entry.torch_device
             self._logits = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, device=where)
-            self._fetch = LogitsFetch(self._most_kept, logits.shape[1], where, self._may_spin)
+            # A thread that spins for the GPU would take a core from experts on the CPU. Without such it may: to sleep
+            # and to be woken costs a twelfth of a step of 3 ms.
+            spins = not any(device.expert_streams() for device in self._layout.devices)
+            self._fetch = LogitsFetch(self._most_kept, logits.shape[1], where, spins)
         return self._logits[:count].copy_(logits)
-
-    def _may_spin(self) -> bool:
-        """Whether the thread that waits for a step may keep its core, which it would take from experts on the CPU.
-
-        To sleep and to be woken costs a twelfth of a step of 3 ms.
-        """
-        return not any(device.expert_streams() for device in self._layout.devices)
 
     def step(
         self,
@@ -194,8 +168,7 @@ class DecodeSteps:
             token_ids,
             keep,
         )
-        graphs = self._graphs_for(inputs.num_rows, inputs.num_kept, *context.block_table.shape)
-        on_device = (graphs or self._graphs).step(inputs)
+        on_device = self._graphs.step(inputs)
         launched(len(token_ids))
         if self._fetch is None or len(on_device) > self._most_kept:
             return on_device.to("cpu")

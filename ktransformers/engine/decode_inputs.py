@@ -14,15 +14,7 @@ from torch import Tensor
 
 from ktransformers.kernels.types import StateStep
 
-__all__ = [
-    "DecodeInputs",
-    "InputMemory",
-    "ReplayedSizes",
-    "StaticInputs",
-    "StepSize",
-    "decode_batch_sizes",
-    "mixed_sizes",
-]
+__all__ = ["DecodeInputs", "InputMemory", "StaticInputs", "StepSize", "decode_batch_sizes", "mixed_sizes"]
 
 _FEW_ROWS = 16
 """Up to so many rows attention reads each row's positions apart, whoever they belong to."""
@@ -47,15 +39,6 @@ class StepSize:
 
     def __str__(self) -> str:
         return str(self.rows) if self.is_decode else f"{self.rows} rows of {self.seqs}"
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayedSizes:
-    """Sizes of steps of several rows a sequence: of those that are replayed whole, and of larger ones whose experts the
-    host has a part in, between which they are."""
-
-    whole: tuple[StepSize, ...] = ()
-    pieces: tuple[StepSize, ...] = ()
 
 
 def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:

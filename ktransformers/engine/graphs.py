@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,7 +25,6 @@ __all__ = [
     "Replayable",
     "ReplayedWork",
     "StepMarks",
-    "first_line",
 ]
 
 logger = logging.getLogger(__name__)
@@ -53,11 +52,6 @@ class GraphBackend(Protocol):
 
         Graphs share one memory pool. Raises RuntimeError when the work cannot be captured.
         """
-        ...
-
-    def capture_pieces(self, work: Callable[[Callable[[], None]], Tensor]) -> tuple[list[Replayable], Tensor]:
-        """As `capture`, in several graphs, to be replayed one after another: work is given what ends one of them and
-        begins the next. Memory that a graph works in may be another's, so nothing may use it between two replays."""
         ...
 
     def wait(self) -> None:
@@ -162,33 +156,6 @@ class CudaGraphs(GraphBackend):
                 self._stream.wait_stream(side.stream)
         others = tuple(side.device for side in self._sides)
         return (_OverDevices(graph, self._device, others) if others else graph), result
-
-    @override
-    def capture_pieces(self, work: Callable[[Callable[[], None]], Tensor]) -> tuple[list[Replayable], Tensor]:
-        if self._sides:
-            raise RuntimeError("a step in pieces runs on one device")
-        graphs: list[Any] = []
-
-        def begin() -> None:
-            graphs.append(self._cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-        def cut() -> None:
-            graphs[-1].capture_end()
-            begin()
-
-        self._cuda.synchronize(self._device)
-        self._cuda.empty_cache()  # nothing is given back while a graph is captured, and warming up left memory here
-        with self._cuda.stream(self._stream):
-            begin()
-            try:
-                result = work(cut)
-            except BaseException:
-                with suppress(RuntimeError):  # of a capture that is broken: what broke it is raised
-                    graphs[-1].capture_end()
-                raise
-            graphs[-1].capture_end()
-        return graphs, result
 
     @override
     def replayed(self) -> None:
@@ -296,7 +263,7 @@ class DecodeGraphs:
                 self._captured[size] = self._capture(static, backend)
             except RuntimeError as error:
                 kind = "decode" if size.is_decode else "other"
-                self.reason = f"batch size {size}: {first_line(error)}"
+                self.reason = f"batch size {size}: {_first_line(error)}"
                 logger.warning("%s steps are not replayed as CUDA graphs from %s", kind, self.reason)
                 left = [other for other in left if other.is_decode and not size.is_decode]
             progress(len(sizes) - len(left), len(sizes))
@@ -331,7 +298,7 @@ class DecodeGraphs:
                 captured = self._capture(static, self._backend)
             except RuntimeError as error:
                 marks.take()
-                logger.warning("steps of up to %s rows are not timed: %s", size, first_line(error))
+                logger.warning("steps of up to %s rows are not timed: %s", size, _first_line(error))
                 break
             self._timed[size] = replace(captured, marks=marks.take())
         logger.info("captured %d CUDA graphs with marks in %.1f s", len(self._timed), time.perf_counter() - began)
@@ -387,7 +354,7 @@ class DecodeGraphs:
         return logits
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """What went wrong first: leaving a broken capture raises a second error on top of it."""
     while error.__context__ is not None:
         error = error.__context__

@@ -5,7 +5,7 @@ Work is launched behind the step's, and waited for once; a second time for a row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,34 +21,28 @@ __all__ = ["LogitsFetch"]
 class LogitsFetch:
     """Of logits fp32 [N, V] at most, on `device`. What is fetched is valid until the next time.
 
-    may_spin: asked at the first time, whether the thread that waits keeps its core; else it sleeps, and wakes up late.
+    spins: the thread that waits keeps its core; else it sleeps, and is late when it wakes up.
     """
 
-    def __init__(
-        self, num_rows: int, vocab_size: int, device: torch.device, may_spin: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, spins: bool = False) -> None:
         self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
         self._tools = BestTokens.make(num_rows, vocab_size, ROOM, device) if vocab_size <= MAX_VOCAB else None
         self._best, self._table = self._empty(1, torch.int32), self._empty(2 + 2 * ROOM, torch.int32)
         self._whole: Tensor | None = None  # large, and often not needed
         self._cuda: Any = torch.cuda  # parts of it have no types
-        self._may_spin = may_spin
-        self._done: Any = None
+        self._done = self._cuda.Event(blocking=not spins) if device.type == "cuda" else None
 
     def _empty(self, width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(self._num_rows, width, dtype=dtype, pin_memory=self._device.type == "cuda")
 
     def _wait(self) -> None:
-        if self._device.type != "cuda":
-            return
-        if self._done is None:
-            self._done = self._cuda.Event(blocking=not self._may_spin())
-        self._done.record(self._cuda.current_stream(self._device))
-        self._done.synchronize()
+        if self._done is not None:
+            self._done.record(self._cuda.current_stream(self._device))
+            self._done.synchronize()
 
     def whole(self, logits: Tensor) -> Tensor:
         """All of fp32 [n, V] there, on the CPU."""
-        if self._device.type != "cuda":
+        if self._done is None:
             return logits.to("cpu")
         host = self._host(0, len(logits))
         host.copy_(logits, non_blocking=True)

@@ -204,7 +204,6 @@ class Planner:
         used = sorted({entry.placement.generate_device for entry in plan.entries})
         step = step_nbytes(opened.facts, chunk_size)
         gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
-        attention = choose_attention(plan, opened.config.attention_backend, opened.config.kv_type)
         if gpus:
             expansion = expansion_nbytes(plan, opened.config.attention_backend)
             scans = _scans(plan, chunk_size)
@@ -212,13 +211,13 @@ class Planner:
                 gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) + scans.get(gpu.name, 0)
                 for gpu in gpus
             }
-            rows = largest_graph(hardware.graph_rows, min(chunk_size, num_slots), plan, bool(attention.flash))
+            rows = largest_graph(hardware.graph_rows, chunk_size)
             if rows and opened.config.use_cuda_graph is not False:  # memory of their own, which they share
                 extra["cuda graphs"] = {gpu.name: step_nbytes(opened.facts, rows) for gpu in gpus}
         tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))
         if tables:
             extra["rope table"] = tables
-        flash = attention.nbytes(plan)
+        flash = choose_attention(plan, opened.config.attention_backend, opened.config.kv_type).nbytes(plan)
         if flash:
             extra["flashinfer"] = flash
         plan = replace(plan, extra_bytes=extra)

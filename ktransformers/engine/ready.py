@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.engine.decode import DecodeSteps
-from ktransformers.engine.decode_inputs import ReplayedSizes
+from ktransformers.engine.decode_inputs import StepSize
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
 from ktransformers.engine.layer_kinds import layer_kinds
@@ -37,11 +38,11 @@ def prepare_decode(
     extent: Extent,
     backend: GraphBackend | None,
     progress: Progress | None,
-    sizes: ReplayedSizes | None = None,
+    mixed: Sequence[StepSize] = (),
 ) -> DecodeSteps | None:
     """Compile what steps of `extent` launch, and capture those of few rows on `backend`; None: they are not captured.
 
-    sizes: of steps of several rows a sequence that are padded, and captured, as decode steps are.
+    mixed: sizes of steps of several rows a sequence that are padded, and captured, as decode steps are.
 
     Returns None when layers are on the CPU: their steps are all alike.
     """
@@ -58,7 +59,7 @@ def prepare_decode(
             num_pages=extent.num_pages,
             backend=backend,
             progress=lambda done, total: report(done, total, CAPTURING),
-            sizes=sizes,
+            mixed=mixed,
             choices=choices_of(plan),
         )
 

@@ -1,16 +1,17 @@
 """Which sizes of steps, beside decode steps, can be replayed from CUDA graphs: by what operators plan on the host.
 
-A step whose layers are all captured is replayed whole. Where the host has a part in the experts, which it streams or
-waits for, what lies between them is replayed in pieces. Other steps in which the host decides stay eager: expanded
-latents; the choices of sparse attention, whose graphs would look at as many positions as the longest sequence has.
+A step whose layers are all captured is replayed whole. Where the host decides inside of a step it stays eager: experts
+that it streams, or that it waits for; expanded latents; the choices of sparse attention, whose graphs would look at as
+many positions as the longest sequence has. Between its layers such a step could be replayed in pieces: the seams are
+KTransformersExperts.submit and collect, and StepRuns of latent attention.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from ktransformers.engine.decode_inputs import ReplayedSizes, mixed_sizes
+from ktransformers.engine.decode_inputs import StepSize, mixed_sizes
 from ktransformers.engine.layout import StepLayout
 from ktransformers.engine.prefill import PrefillStream
 from ktransformers.operators.attention.chooser import Chooser
@@ -22,44 +23,17 @@ from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["GRAPH_ROWS", "choices_of", "largest_graph", "piece_rows", "replayed_sizes"]
+__all__ = ["GRAPH_ROWS", "choices_of", "largest_graph", "replayed_sizes"]
 
 logger = logging.getLogger(__name__)
 
 GRAPH_ROWS = (16, 32, 64, 128, 256, 512, 1024)
-"""Rows of whole steps in a graph: above, launching kernels one by one costs little beside running them."""
-
-_FINE_ROWS = 512
-"""From here on sizes of steps in pieces are a quarter of a power of two apart: padding takes a fifth of all but the
-experts at most, which are half of such a step or more, and a tenth on average."""
+"""Rows of the graphs: above, launching kernels one by one costs little beside running them."""
 
 
-def piece_rows(rows: Sequence[int], most_rows: int) -> tuple[int, ...]:
-    """Rows of steps in pieces, of up to most_rows: as whole steps, and finer ones above. None where `rows` has none."""
-    if not rows:
-        return ()
-    return tuple(sorted({*(count for count in rows if count <= most_rows), *_fine(most_rows), most_rows}))
-
-
-def _fine(most_rows: int) -> Iterator[int]:
-    count = _FINE_ROWS
-    while count <= most_rows:
-        yield count
-        count += (1 << (count.bit_length() - 1)) // 4
-
-
-def largest_graph(rows: Sequence[int], most_rows: int, plan: Plan, has_flash: bool) -> int:
-    """Rows of the largest graph of steps of up to most_rows rows, 0 without any.
-
-    plan: before anything is loaded. has_flash: whether FlashInfer is to attend anywhere.
-    """
-    operators = plan.operators.values()
-    experts = [op for op in operators if isinstance(op, KTransformersExperts)]
-    is_expanded = any(op.expansion_choice() is not None for op in operators if isinstance(op, KMLAAttention))
-    is_whole = has_flash or is_expanded or len({home.device for home in plan.homes}) > 1
-    if rows and not is_whole and any(not op.device.is_gpu and op.home.is_gpu for op in experts):
-        return most_rows
-    return min(max(rows, default=0), most_rows)
+def largest_graph(rows: Sequence[int], chunk_size: int) -> int:
+    """Rows of the largest graph of steps of up to chunk_size rows, 0 without any."""
+    return min(max(rows, default=0), chunk_size)
 
 
 def choices_of(plan: Plan) -> tuple[Choice, ...]:
@@ -89,17 +63,6 @@ def _why_not(rows: int, plan: Plan, layout: StepLayout) -> str | None:
     return None
 
 
-def _why_no_pieces(plan: Plan, layout: StepLayout, flash: Collection[FlashLayer]) -> str | None:
-    """Why steps whose experts the host has a part in cannot be replayed between them, or hardly ever would be."""
-    if len(layout.devices) > 1:
-        return "layers are on several GPUs"
-    if flash:
-        return "FlashInfer plans each step on the host"
-    if choices_of(plan):
-        return "the host plans which latents are expanded"
-    return None
-
-
 def replayed_sizes(
     rows: Sequence[int],
     plan: Plan,
@@ -107,23 +70,25 @@ def replayed_sizes(
     flash: Collection[FlashLayer],
     most_rows: int,
     max_batch_size: int,
-) -> ReplayedSizes:
-    """Whole steps of `rows`, and steps in pieces of `piece_rows`, of up to most_rows rows and max_batch_size sequences,
-    of a loaded model with what its operators were given. Logs one line for each reason why others are not replayed."""
+) -> tuple[StepSize, ...]:
+    """Sizes of `rows` for steps of up to most_rows rows and max_batch_size sequences, of a loaded model with what its
+    operators were given. Logs one line for each reason why others are not replayed."""
     sizes, reason = mixed_sizes(rows, most_rows, max_batch_size), _why_none(plan, flash)
     if reason is not None:
         if sizes:
             logger.info("steps of several rows a sequence run without CUDA graphs: %s", reason)
-        return ReplayedSizes()
-    whole = tuple(size for size in sizes if _why_not(size.rows, plan, layout) is None)
-    others = mixed_sizes(piece_rows(rows, most_rows), most_rows, max_batch_size)
-    reasons = {size: reason for size in others if (reason := _why_not(size.rows, plan, layout)) is not None}
-    largest, why_not = max((size.rows for size in whole), default=0), _why_no_pieces(plan, layout, flash)
-    for reason in dict.fromkeys(reasons.values()):
-        if why_not is None:
-            logger.info("steps of more than %d rows are replayed between the experts: %s", largest, reason)
+        return ()
+    reasons: dict[str, int] = {}
+    found = []
+    for size in sizes:
+        reason = _why_not(size.rows, plan, layout)
+        if reason is None:
+            found.append(size)
         else:
-            logger.info("steps of more than %d rows run without CUDA graphs: %s, and %s", largest, reason, why_not)
-    if choices_of(plan) and whole:
+            reasons.setdefault(reason, size.rows)
+    largest = max((size.rows for size in found), default=0)
+    for reason in reasons:
+        logger.info("steps of more than %d rows run without CUDA graphs: %s", largest, reason)
+    if choices_of(plan) and found:
         logger.info("steps that expand latents run without CUDA graphs: the host plans each of them")
-    return ReplayedSizes(whole, tuple(reasons) if why_not is None else ())
+    return tuple(found)

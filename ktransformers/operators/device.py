@@ -21,7 +21,6 @@ from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.linear import SPLIT_ROWS, Workspace
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
 from ktransformers.operators.marks import Marks
-from ktransformers.operators.seams import Seams
 from ktransformers.operators.usage import ExpertUsage
 
 __all__ = [
@@ -145,17 +144,6 @@ class Device:
         marks = self.marks
         if marks is not None:
             marks.at(part, layer)
-
-    @property
-    def seams(self) -> Seams | None:
-        """Where the step that is run here is cut; None for a step that runs whole."""
-        made = self._scratch.get("seams")
-        return made if isinstance(made, Seams) and made.is_on else None
-
-    def make_seams(self, max_rows: int) -> Seams:
-        """Those of this device, instead of what it had."""
-        made = self._scratch["seams"] = Seams(max_rows)
-        return made
 
     def linear_workspace(self) -> Workspace:
         """Memory of the quantized products, which run one after another on this device."""

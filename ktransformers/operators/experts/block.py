@@ -84,8 +84,7 @@ class KMoEBlock(WrapperOperator):
         _, topk_weights, topk_ids = router(rows, *asked) if routed is None else routed
         if not is_ours:
             return Addends(experts(rows, topk_ids, topk_weights), *self._shared(rows))
-        is_counted = routed is not None and chosen is not None
-        ticket = experts.submit(rows, topk_ids, topk_weights, is_counted, is_alone=not self._has_shared)
+        ticket = experts.submit(rows, topk_ids, topk_weights, is_counted=routed is not None and chosen is not None)
         shared, score = self._shared(rows)
         return Addends(experts.collect(ticket), shared, score)
 
@@ -94,15 +93,10 @@ class KMoEBlock(WrapperOperator):
         scale = torch.sigmoid(score) if self.device.is_gpu else sigmoid(score, self.config.require_pool())
         return scale * shared
 
-    @property
-    def _has_shared(self) -> bool:
-        names = "shared_experts", "shared_mlp", "shared_expert"
-        return any(getattr(self.inner, name, None) is not None for name in names)
-
     def _shared(self, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The shared experts' result [T, H] and the score [T, 1] that weighs it, where the family has them."""
         block: Any = self.inner
-        if self._has_shared:
+        if any(getattr(block, name, None) is not None for name in ("shared_experts", "shared_mlp", "shared_expert")):
             self.device.mark("shared_experts")
         shared = getattr(block, "shared_experts", None) or getattr(block, "shared_mlp", None)
         if shared is not None:

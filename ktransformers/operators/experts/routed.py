@@ -35,7 +35,6 @@ from ktransformers.operators.experts.resident import (
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
 from ktransformers.operators.linear.packed import CpuProducts, pack_experts, resident_nbytes
 from ktransformers.operators.recognize.activation import expert_activation, recognize_expert_activation
-from ktransformers.operators.seams import SeamRoom, Seams, Work
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
@@ -54,7 +53,6 @@ class Ticket:
     output: on the device of the experts, None while it is computed in the order of a stream, or by GPU and CPU
     together in a large step (prefill); like: the input, which says where and in which type the result is wanted;
     identity: how much of it is to be added, [T, 1], None for nothing. hot: what the GPU adds to the stream's result.
-    seam: of a step in pieces, in which the host issues and fetches it between them.
     """
 
     like: torch.Tensor
@@ -63,21 +61,6 @@ class Ticket:
     stream: StreamedExperts | None = None
     prefill: PrefillTicket | None = None
     hot: HotParts | None = None
-    seam: Seam | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """What is left to do at a seam, whose result is in `room` then."""
-
-    seams: Seams
-    room: SeamRoom
-    work: Work
-
-    def collect(self, like: torch.Tensor) -> torch.Tensor:
-        """The result in the shape of `like`, in memory of its own: the room is the next layer's."""
-        self.seams.cut(self.work)
-        return self.room.result[: like.numel() // like.shape[-1]].clone().view(like.shape)
 
 
 def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
@@ -282,76 +265,26 @@ class KTransformersExperts(Operator):
             self._usage().note(self._layer, slots, ids)
 
     def submit(
-        self,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        is_counted: bool = False,
-        is_alone: bool = False,
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, is_counted: bool = False
     ) -> Ticket:
         """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next.
 
-        is_counted: the router has filled what `chosen` gave it. is_alone: nothing runs before `collect`.
+        is_counted: the router has filled what `chosen` gave it.
         """
         if not self.layout.num_identities:
-            return self._submit(hidden_states, topk_ids, topk_weights, is_counted, is_alone)
+            return self._submit(hidden_states, topk_ids, topk_weights, is_counted)
         # The kernels skip the number behind their last expert's.
         is_identity = topk_ids >= self.num_experts
         share = (topk_weights * is_identity).sum(-1, keepdim=True)
         ids = topk_ids.clamp(max=self.num_experts)
-        return replace(self._submit(hidden_states, ids, topk_weights, is_counted, is_alone), identity=share)
+        return replace(self._submit(hidden_states, ids, topk_weights, is_counted), identity=share)
 
     def _submit(
-        self,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        is_counted: bool,
-        is_alone: bool,
-    ) -> Ticket:
-        if is_rehearsal():
-            return self._rehearse(hidden_states, topk_ids, topk_weights)
-        seams = self.home.seams
-        if seams is not None and self._gpu is None:
-            return self._submit_at_seam(seams, hidden_states, topk_ids, topk_weights, is_alone)
-        return self._issue(hidden_states, topk_ids, topk_weights, is_counted)
-
-    def _submit_at_seam(
-        self,
-        seams: Seams,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        is_alone: bool,
-    ) -> Ticket:
-        """Of a step in pieces: behind the one that ends here, the host issues the forward of the rows that hold tokens.
-
-        So it is for all experts on the CPU, also those that could be captured in the order of the stream: only the rows
-        that count are computed, and counted. What the host keeps refers to the room alone, not to memory of the pieces.
-        """
-        rows = hidden_states.reshape(-1, self.layout.hidden_size)
-        room = seams.room(rows, topk_ids, topk_weights)
-        room.fill(rows, topk_ids, topk_weights)
-        issued: list[Ticket] = []
-
-        def issue() -> None:
-            issued[:] = [self._issue(*room.inputs(seams.num_rows), is_counted=False)]
-
-        def fetch() -> None:
-            room.result[: seams.num_rows].copy_(self._collect(issued.pop()))
-
-        def both() -> None:
-            issue()
-            fetch()
-
-        if not is_alone:
-            seams.cut(issue)
-        return Ticket(hidden_states, seam=Seam(seams, room, both if is_alone else fetch))
-
-    def _issue(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, is_counted: bool
     ) -> Ticket:
         device = self.device
+        if is_rehearsal():
+            return self._rehearse(hidden_states, topk_ids, topk_weights)
         if self._prefill is not None:
             large = self._prefill.submit(hidden_states, topk_ids, topk_weights)
             if large is not None:
@@ -419,8 +352,6 @@ class KTransformersExperts(Operator):
         return result + added.view(result.shape)
 
     def _collect(self, ticket: Ticket) -> torch.Tensor:
-        if ticket.seam is not None:
-            return ticket.seam.collect(ticket.like)
         if ticket.prefill is not None and self._prefill is not None:
             return self._prefill.collect(ticket.prefill, ticket.like)
         if ticket.stream is not None:
@@ -437,7 +368,7 @@ class KTransformersExperts(Operator):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        return self.collect(self.submit(hidden_states, top_k_index, top_k_weights, is_alone=True))
+        return self.collect(self.submit(hidden_states, top_k_index, top_k_weights))
 
     def _torch_forward(self, rows: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         weights = self._weights

@@ -53,7 +53,7 @@ class KScaledMoEBlock(WrapperOperator):
             taken = rows * scores[:, rank : rank + 1].to(rows.dtype)
             chosen, ones = ids[:, rank : rank + 1].contiguous(), torch.ones_like(scores[:, :1])
             if isinstance(experts, KTransformersExperts):
-                ticket = experts.submit(taken, chosen, ones, is_alone=shared is not None)
+                ticket = experts.submit(taken, chosen, ones)
                 shared = self._shared(rows) if shared is None else shared
                 routed = experts.collect(ticket)
             else:

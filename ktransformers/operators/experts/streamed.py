@@ -354,21 +354,16 @@ class PrefillLayer:
     prefill: ExpertPrefill
     number: int
 
-    def takes(self, hidden: torch.Tensor) -> bool:
-        """Whether a step with these hidden states [..., H] is run here."""
-        is_there = hidden.device == self.prefill.device.torch_device
-        return is_there and self.prefill.takes(hidden.numel() // hidden.shape[-1])
-
     def submit(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PrefillTicket | None:
         """See ExpertPrefill.submit; None for a step that is not run here. hidden: [..., H] on the layer's home."""
-        if not self.takes(hidden):
-            return None
         rows = hidden.view(-1, hidden.shape[-1])
+        if rows.device != self.prefill.device.torch_device or not self.prefill.takes(rows.shape[0]):
+            return None
         return self.prefill.submit(self.number, rows.contiguous(), topk_ids, topk_weights)
 
     def rehearse(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
         """See ExpertPrefill.rehearse; nothing for a step that is not run here."""
-        if self.takes(hidden):
+        if hidden.device == self.prefill.device.torch_device and self.prefill.takes(hidden.shape[0]):
             self.prefill.rehearse(self.number, hidden, topk_ids)
 
     def collect(self, ticket: PrefillTicket, like: torch.Tensor) -> torch.Tensor:
