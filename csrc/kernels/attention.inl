@@ -27,6 +27,24 @@ constexpr float kInfinity = __builtin_inff();
 struct QueryRange { int64_t lo, hi; };
 struct TileRange { int lo, hi; };  // positions of a tile; none where lo >= hi
 
+// Rows of a cache that are asked for while other things are computed, some with every block of queries: all at once
+// they keep the processor waiting as long as if they were read when they are needed.
+struct RowsAhead {
+  const uint8_t* rows[kPositionTile];
+  int64_t bytes;  // of a row
+  int count, at, step;
+
+  void start(int64_t row_bytes, int calls) {
+    bytes = row_bytes;
+    at = 0;
+    step = (count + calls - 1) / calls;
+  }
+  void ask() {
+    for (const int end = at + step < count ? at + step : count; at < end; ++at)
+      for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_line(rows[at] + byte);
+  }
+};
+
 struct SpanState {
   const float* q[kMaxQueries];
   QueryRange range[kMaxQueries];
@@ -35,6 +53,7 @@ struct SpanState {
   alignas(64) float k_scales[2][kPositionTile];
   alignas(64) float v_scales[kPositionTile];
   TileRange seen[kMaxQueries];             // of the tile at hand
+  RowsAhead next_values, next_keys;        // of this tile, asked for while it is scored; of the tile behind it
   alignas(64) float rescale[kMaxQueries];  // a: what the outputs so far are multiplied by
   alignas(64) float scores[kSubTiles][kMaxQueries][16];
   int count;
@@ -58,33 +77,60 @@ inline QueryRange visible(const AttentionArgs& a, int64_t row, int64_t begin, in
 // Rows of two lines are too short, and those of a head too far apart, for the processor to guess the next one.
 constexpr int64_t kShortRow = 128;
 
-inline void prefetch_row(const uint8_t* row, int64_t bytes) {
-  if (bytes > kShortRow) return;
-  for (int64_t at = 0; at < bytes; at += 64) prefetch_line(row + at);
-}
+// Slots of positions from `position` on, without a division for each.
+struct Slots {
+  const int32_t* pages;
+  int64_t page_size, offset;
 
-// Asks for the K rows of the tile behind `tile`.
-inline void prefetch_keys(const AttentionArgs& a, const AttentionSpan& span, int64_t tile) {
-  const int32_t* table = a.block_table + a.seq_ids[span.first_row] * a.table_stride;
-  const int64_t bytes = kv_bytes(a.kv_type), first = tile + kPositionTile;
-  const int64_t end = first + kPositionTile < span.end ? first + kPositionTile : span.end;
-  if (a.dim_k * bytes > kShortRow) return;
-  for (int64_t p = first; p < end; ++p) {
-    const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
-    prefetch_row(a.k + (slot * a.k_slot + span.kv_head * a.k_head) * bytes, a.dim_k * bytes);
+  Slots(const AttentionArgs& a, int64_t seq, int64_t position)
+      : pages(a.block_table + seq * a.table_stride + position / a.page_size),
+        page_size(a.page_size),
+        offset(position % a.page_size) {}
+  int64_t next() {
+    const int64_t slot = *pages * page_size + offset;
+    if (++offset == page_size) {
+      offset = 0;
+      ++pages;
+    }
+    return slot;
+  }
+};
+
+// Plans which rows are asked for while tile `tile` is computed, of which positions [lo, hi) are seen. One block of
+// queries is done too soon to spread them; the processor guesses long rows itself then.
+inline void look_ahead(const AttentionArgs& a, const AttentionSpan& span, int64_t tile, int64_t lo, int64_t hi,
+                       SpanState& st) {
+  const int64_t bytes = kv_bytes(a.kv_type), k_bytes = a.dim_k * bytes, v_bytes = a.dim_v * bytes;
+  const int blocks = (st.count + kQueryTokens - 1) / kQueryTokens;
+  const auto is_asked = [&](int64_t row_bytes) { return blocks > 1 || row_bytes <= kShortRow; };
+  st.next_values.count = st.next_keys.count = 0;
+  if (a.v != a.k && is_asked(v_bytes))
+    for (int64_t p = lo; p < hi; ++p) st.next_values.rows[st.next_values.count++] = st.v[p - tile];
+  const int64_t next = tile + kPositionTile, last = a.kv_lens[span.first_row + span.num_rows - 1];
+  const int64_t end = next + kPositionTile < last ? next + kPositionTile : last;
+  if (next < end && is_asked(k_bytes)) {
+    Slots slots(a, a.seq_ids[span.first_row], next);
+    for (int64_t p = next; p < end; ++p)
+      st.next_keys.rows[st.next_keys.count++] = a.k + (slots.next() * a.k_slot + span.kv_head * a.k_head) * bytes;
+  }
+  const int chunks = (a.dim_k + kKeyCols - 1) / kKeyCols;
+  st.next_values.start(v_bytes, blocks > 1 ? blocks * chunks * (kSubTiles / kWide) : 1);
+  st.next_keys.start(k_bytes, blocks > 1 ? blocks * ((a.dim_v + kValueCols - 1) / kValueCols) : 1);
+  if (blocks == 1) {
+    st.next_values.ask();
+    st.next_keys.ask();
   }
 }
 
 // Finds K and V rows of positions [lo, hi) of the tile at `tile`; the others repeat one of them, to be masked later.
 inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t tile, int64_t lo, int64_t hi,
                       SpanState& st) {
-  const int32_t* table = a.block_table + a.seq_ids[span.first_row] * a.table_stride;
   const int64_t bytes = kv_bytes(a.kv_type);
+  Slots slots(a, a.seq_ids[span.first_row], lo);
   for (int64_t p = lo; p < hi; ++p) {
-    const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
+    const int64_t slot = slots.next();
     st.k[p - tile] = a.k + (slot * a.k_slot + span.kv_head * a.k_head) * bytes;
     st.v[p - tile] = a.v + (slot * a.v_slot + span.kv_head * a.v_head) * bytes;
-    if (a.v != a.k) prefetch_row(st.v[p - tile], a.dim_v * bytes);
     if (has_scales(a.kv_type)) {
       const float* scales = a.k_scales + slot * a.k_scale_slot + span.kv_head * a.k_scale_head;
       st.k_scales[0][p - tile] = scales[0];
@@ -112,10 +158,10 @@ inline void stage_keys(KvType type, const uint8_t* const* rows, int first, int c
 }
 
 // Of C queries and S sub-tiles, whose stages and scores lie `apart_w` and `apart` floats apart. scales: of the
-// positions.
+// positions. is_first: what was in `scores` counts as 0.
 template <int C, int S>
-inline void key_kernel(const float* w, int apart_w, const float* const* q, int cols, const float* scales, float* scores,
-                       int apart) {
+inline void key_kernel(const float* w, int apart_w, const float* const* q, int cols, const float* scales, bool is_first,
+                       float* scores, int apart) {
   vf s[S][C];
 #pragma GCC unroll 4
   for (int t = 0; t < S; ++t)
@@ -137,7 +183,7 @@ inline void key_kernel(const float* w, int apart_w, const float* const* q, int c
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       float* to = scores + t * apart + c * 16;
-      store(to, add(load(to), mul(s[t][c], load(scales + t * 16))));
+      store(to, add(is_first ? zero() : load(to), mul(s[t][c], load(scales + t * 16))));
     }
 }
 
@@ -163,15 +209,14 @@ void score_queries(SpanState& st, int sub, const KeyStage* stage, int first, int
     if (!meets(seen_by_any(st, i, C), sub, S)) continue;
     const float* x[C];
     for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
-    key_kernel<C, S>(stage->w, kStageFloats, x, cols, scales, st.scores[sub][i], kApart);
+    st.next_values.ask();
+    key_kernel<C, S>(stage->w, kStageFloats, x, cols, scales, first == 0, st.scores[sub][i], kApart);
   }
   if constexpr (C > 1) score_queries<fewer(C), S>(st, sub, stage, first, cols, scales, i);
 }
 
 // Raw dot products of the queries with the positions of S sub-tiles from `sub` on.
 template <int S> void score_sub_tiles(const AttentionArgs& a, SpanState& st, int sub, KeyStage* stage) {
-  for (int t = 0; t < S; ++t)
-    for (int i = 0; i < st.count; ++i) store(st.scores[sub + t][i], zero());
   for (int part = 0, first = 0; part < a.k_parts; ++part) {
     const int end = part + 1 < a.k_parts ? a.dim_v : a.dim_k;
     for (int cols; first < end; first += cols) {
@@ -282,36 +327,50 @@ inline void add_values(const SpanState& st, const float* values, int i, int lo, 
   for (int c = 0; c < C; ++c) rescale[c] = 1.0f;
 }
 
-// C queries side by side where all of them see the position (`joint`), one by one before and after.
+// What C queries see of a tile: positions that all of them see, and whether some see others too.
+struct JointRange {
+  TileRange range;
+  bool is_uneven;
+};
+
+template <int C> inline JointRange seen_by_all(const SpanState& st, int i) {
+  JointRange joint = {{0, kPositionTile}, false};
+  for (int c = i; c < i + C; ++c) {
+    joint.range.lo = st.seen[c].lo > joint.range.lo ? st.seen[c].lo : joint.range.lo;
+    joint.range.hi = st.seen[c].hi < joint.range.hi ? st.seen[c].hi : joint.range.hi;
+    joint.is_uneven |= st.seen[c].lo != st.seen[i].lo || st.seen[c].hi != st.seen[i].hi;
+  }
+  if (joint.range.hi < joint.range.lo) joint.range.hi = joint.range.lo;
+  return joint;
+}
+
+// C queries side by side where all of them see the position, one by one before and after.
 template <int C, int D>
-inline void add_values_around(const SpanState& st, const float* values, int i, const TileRange& joint, int width,
+inline void add_values_around(const SpanState& st, const float* values, int i, const JointRange& joint, int width,
                               int64_t stride, float* out) {
   float rescale[C];
-  for (int c = 0; c < C; ++c) rescale[c] = st.rescale[i + c];
-  for (int c = 0; c < C; ++c) {
-    const TileRange& r = st.seen[i + c];
-    add_values<1, D>(st, values, i + c, r.lo, r.hi < joint.lo ? r.hi : joint.lo, width, stride, rescale + c,
-                     out + c * stride);
-  }
-  add_values<C, D>(st, values, i, joint.lo, joint.hi, width, stride, rescale, out);
-  for (int c = 0; c < C; ++c) {
-    const TileRange& r = st.seen[i + c];
-    add_values<1, D>(st, values, i + c, r.lo > joint.hi ? r.lo : joint.hi, r.hi, width, stride, rescale + c,
-                     out + c * stride);
-  }
+  std::memcpy(rescale, st.rescale + i, sizeof rescale);
+  const auto one_by_one = [&](bool is_before) {
+    for (int c = 0; c < C; ++c) {
+      const TileRange &r = st.seen[i + c], &all = joint.range;
+      const int lo = is_before || r.lo > all.hi ? r.lo : all.hi, hi = is_before && r.hi > all.lo ? all.lo : r.hi;
+      add_values<1, D>(st, values, i + c, lo, hi, width, stride, rescale + c, out + c * stride);
+    }
+  };
+  if (joint.is_uneven) one_by_one(true);
+  add_values<C, D>(st, values, i, joint.range.lo, joint.range.hi, width, stride, rescale, out);
+  if (joint.is_uneven) one_by_one(false);
 }
 
 // Of `width` dimensions, up to kValueCols.
 template <int C>
-void add_values_of_queries(const SpanState& st, const ValueStage& values, int width, int64_t stride, float* out,
-                           int i) {
+void add_values_of_queries(SpanState& st, const ValueStage& values, int width, int64_t stride, float* out, int i) {
   for (; i + C <= st.count; i += C) {
-    TileRange joint = {0, kPositionTile};
-    for (int c = i; c < i + C; ++c) {
-      joint.lo = st.seen[c].lo > joint.lo ? st.seen[c].lo : joint.lo;
-      joint.hi = st.seen[c].hi < joint.hi ? st.seen[c].hi : joint.hi;
-    }
-    if (joint.hi < joint.lo) joint.hi = joint.lo;
+    const JointRange joint = seen_by_all<C>(st, i);
+    st.next_keys.ask();
+    if (i + 2 * C <= st.count)  // the next outputs: rows of C heads are too short to be guessed
+      for (int c = C; c < 2 * C; ++c)
+        for (int d = 0; d < width; d += 16) prefetch_line(reinterpret_cast<const uint8_t*>(out + (i + c) * stride + d));
     for (int d = 0; d < width;) {
       const int left = width - d;
       const float* block = values.v + d / 16 * kValueBlock;
@@ -336,8 +395,7 @@ inline void stage_values(KvType type, const uint8_t* const* rows, int d, int wid
 }
 
 // Adds positions `all` of a tile (those that any query sees) to the outputs.
-void add_values_of_tile(const AttentionArgs& a, const SpanState& st, const TileRange& all, ValueStage& stage,
-                        float* out) {
+void add_values_of_tile(const AttentionArgs& a, SpanState& st, const TileRange& all, ValueStage& stage, float* out) {
   for (int d = 0; d < a.dim_v; d += kValueCols) {
     const int width = a.dim_v - d < kValueCols ? a.dim_v - d : kValueCols;
     for (int at = 0; at < width; at += 16)
@@ -380,7 +438,7 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
     const TileRange all = seen_by_any(st, 0, st.count);
     if (all.lo >= all.hi) continue;
     find_rows(a, span, tile, tile + all.lo, tile + all.hi, st);
-    prefetch_keys(a, span, tile);
+    look_ahead(a, span, tile, tile + all.lo, tile + all.hi, st);
     score_tile(a, st, all, keys);
     softmax_tile(a, st, maxima, sums);
     add_values_of_tile(a, st, all, values, out);

@@ -16,7 +16,7 @@ void index_heads(const KeyStage& stage, const float* q, int dim, int first, int 
   for (; i + C <= heads; i += C) {
     const float* x[C];
     for (int c = 0; c < C; ++c) x[c] = q + static_cast<int64_t>(i + c) * dim + first;
-    key_kernel<C, 1>(stage.w, 0, x, cols, ones, dots + i * 16, 0);
+    key_kernel<C, 1>(stage.w, 0, x, cols, ones, first == 0, dots + i * 16, 0);
   }
   if constexpr (C > 1) index_heads<fewer(C)>(stage, q, dim, first, cols, heads, dots, i);
 }
@@ -34,7 +34,6 @@ void index_scores(const IndexArgs& a, int64_t row, int64_t begin, int64_t end, f
       const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
       keys[j] = reinterpret_cast<const uint8_t*>(a.k + slot * a.k_slot);
     }
-    for (int h = 0; h < a.num_heads; ++h) store(dots + h * 16, zero());
     for (int first = 0; first < a.dim; first += kKeyCols) {
       const int cols = a.dim - first < kKeyCols ? a.dim - first : kKeyCols;
       stage_keys(KvType::F32, keys, first, cols, stage);

@@ -9,9 +9,10 @@
 namespace kt {
 namespace {
 
-constexpr int kMaxHeads = 16;                        // query heads of a unit
-constexpr int kFewQueries = 48;                      // of a unit where more would leave threads without work
-constexpr int kUnitsPerThread = 8;                   // rows see more the later they are: many units even that out
+constexpr int kMaxHeads = 16;       // query heads of a unit
+constexpr int kWideHead = 512;      // dimensions of a key and a value: fewer of such queries stay in a cache
+constexpr int kFewQueries = 48;     // of a unit where more would leave threads without work
+constexpr int kUnitsPerThread = 8;  // rows see more the later they are: many units even that out
 constexpr int64_t kMaxPartials = int64_t{32} << 20;  // floats that spans run in parallel may hold until they are merged
 
 // Neighbouring rows of one sequence, neighbouring query heads of one KV head.
@@ -23,7 +24,7 @@ struct Unit {
 
 // Rows of a unit: all of them share the reading of keys and values.
 int64_t rows_of_unit(const AttentionArgs& a, int heads, int64_t units_per_row, int threads) {
-  int queries = kMaxQueries;
+  int queries = a.dim_k + a.dim_v > kWideHead ? kMaxQueries / 2 : kMaxQueries;
   const auto units = [&] { return a.num_rows * units_per_row / (queries / heads); };
   while (threads > 1 && queries > kFewQueries && units() < int64_t{kUnitsPerThread} * threads) queries /= 2;
   return queries / heads;

@@ -177,7 +177,7 @@ struct AttentionSpan {
   int64_t begin, end;  // absolute positions
 };
 
-constexpr int kMaxQueries = 192;     // rows times heads of a span
+constexpr int kMaxQueries = 384;     // rows times heads of a span
 constexpr int kPositionTile = 64;    // positions between two updates of the running maximum
 constexpr int kPositionSplit = 512;  // positions of one span; spans are merged in ascending order
 
