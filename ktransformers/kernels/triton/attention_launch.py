@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
-from ktransformers.kernels.triton.kv_codes import (
-    KvScales,
-    bits_of,
-    check_cache,
-    has_codes,
-    knows_e4m3,
-    why_no_code_products,
-)
+from ktransformers.kernels.triton.kv_codes import KvScales, bits_of, check_cache, has_codes, why_no_code_products
 from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, power_of_two, shared_bytes, tl
 
 __all__ = [
@@ -275,10 +268,10 @@ def _strides(call: Call) -> tuple[int, ...]:
 def _caches(call: Call, code_products: bool = False) -> tuple[Tensor, ...]:
     """Keys and values, then their scales; without, any tensor takes their places and is not read.
 
-    e4m3 is given as that where the GPU converts it, and otherwise its bits.
+    Products of codes are given e4m3 as that, and other kernels its bits.
     """
     caches = call.k_cache, call.v_cache
-    if not (code_products or knows_e4m3(call.q.device)):
+    if not code_products:
         caches = bits_of(call.k_cache), bits_of(call.v_cache)
     return *caches, *(caches[0] if of is None else of for of in call.scales)
 

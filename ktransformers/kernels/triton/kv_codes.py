@@ -1,21 +1,18 @@
 """Keys and values in 8 bits, with a scale for each position and head: how kernels write and read them. Knows tensors.
 
 A code times its scale is the value; `kernels.reference.quantize_kv` states the arithmetic. Codes are int8, or FP8
-(e4m3), of which kernels are given the bits, in uint8; attention is given the type on GPUs that know it, those from
-compute capability 8.9 on. Of a latent key the latent and the rotated part have a scale each. Codes are widened in
-registers to the type of the products, which holds all of them exactly; products of codes, which round queries too, are
-what somebody has to ask for.
+(e4m3), of which kernels are given the bits, in uint8: GPUs before compute capability 8.9 do not know the type. Of a
+latent key the latent and the rotated part have a scale each. Codes are widened in registers to the type of the
+products, which holds all of them exactly; products of codes, which round queries too, are what somebody has to ask for.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.bits import e4m3
 from ktransformers.kernels.triton.elementwise import check_float
 from ktransformers.kernels.triton.runtime import jit, power_of_two, tl
@@ -27,7 +24,6 @@ __all__ = [
     "codes_of",
     "factor_and_scale",
     "has_codes",
-    "knows_e4m3",
     "magnitude",
     "put_codes",
     "put_heads",
@@ -49,25 +45,14 @@ def has_codes(cache: Tensor) -> bool:
     return cache.dtype in _CODES
 
 
-def knows_e4m3(device: torch.device) -> bool:
-    """Whether a CUDA device has instructions for e4m3; for any other device, `runtime.default_e4m3`."""
-    if device.type != "cuda":
-        return runtime.default_e4m3
-    return _capability(device) >= _E4M3_CAPABILITY
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def why_no_code_products(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why keys kept in `dtype` are not multiplied as codes on a device; None where they are."""
     if dtype not in _CODES:
         return f"keys are kept in {str(dtype).removeprefix('torch.')}, not in codes"
-    if dtype == torch.float8_e4m3fn and device.type == "cuda" and not knows_e4m3(device):
-        major, minor = _capability(device)
-        return f"products of e4m3 want compute capability 8.9, and this GPU has {major}.{minor}"
+    if dtype == torch.float8_e4m3fn and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _E4M3_CAPABILITY:
+            return f"products of e4m3 want compute capability 8.9, and this GPU has {capability[0]}.{capability[1]}"
     return None
 
 

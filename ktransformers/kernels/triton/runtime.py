@@ -35,8 +35,6 @@ __all__ = [
 # Of an H100; for the interpreter, which has none.
 _DEFAULT_MULTIPROCESSORS = 132
 default_shared_bytes = 227 << 10
-# Not those of an H100: the interpreter converts e4m3 by its bits, as kernels do for older GPUs.
-default_e4m3 = False
 
 
 def available() -> str | None:

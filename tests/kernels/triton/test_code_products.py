@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton import kv_codes
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.kv_codes import why_no_code_products
 from tests.kernels.triton.test_attention import DECODE, OPTIONS, PREFILL, TOLERANCE, case, with_sinks
@@ -136,9 +135,9 @@ def test_where_there_are_products_of_codes(monkeypatch):
     gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
     assert why_no_code_products(torch.int8, cpu) is None
     assert why_no_code_products(torch.bfloat16, cpu) == "keys are kept in bfloat16, not in codes"
-    monkeypatch.setattr(kv_codes, "_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert why_no_code_products(torch.int8, gpu) is None
     why = why_no_code_products(torch.float8_e4m3fn, gpu)
     assert why == "products of e4m3 want compute capability 8.9, and this GPU has 8.6"
-    monkeypatch.setattr(kv_codes, "_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert why_no_code_products(torch.float8_e4m3fn, gpu) is None

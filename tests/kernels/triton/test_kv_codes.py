@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.kv_codes import widen_latents
 from ktransformers.kernels.triton.latent import norm_to_cache
@@ -223,23 +220,6 @@ def test_latent_attention(kind, step, dtype, device):
     # logits of up to 100 carry 100 * 2^-24 times some sums in fp32, which exp makes relative
     tolerance = 2e-4 if kind is torch.float32 else TOLERANCE[kind]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has one of both")
-@product(strength=1, step=[*ROWS], is_latent=[False, True])
-def test_e4m3_as_a_type_gives_the_same_bits(step, is_latent, device, monkeypatch):
-    """As GPUs that know the type convert it, and by its bits."""
-    if is_latent:
-        q, cache, *places = latent_case(ROWS[step][:30], 20, RANK, ROPE, torch.float32, device)
-        cache, scales, _ = coded(cache, torch.float8_e4m3fn, device, RANK)
-        attend = functools.partial(mla_attention, q, cache, RANK, *places, 0.05, scales=scales)
-    else:
-        q, k, v, *places = case(ROWS[step], 4, 2, 48, 32, torch.bfloat16, device)
-        (k, k_scales, _), (v, v_scales, _) = (coded(x, torch.float8_e4m3fn, device) for x in (k, v))
-        attend = functools.partial(attention, q, k, v, *places, 0.2, scales=(k_scales, v_scales))
-    want = attend()
-    monkeypatch.setattr(runtime, "default_e4m3", True)
-    assert torch.equal(attend(), want)
 
 
 @EACH

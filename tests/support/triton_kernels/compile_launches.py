@@ -502,7 +502,6 @@ def main():
     parser.add_argument("--all", action="store_true", help="many more types and sizes")
     args = parser.parse_args()
     target, runtime.default_shared_bytes = args.sm, SHARED_BYTES[args.sm]
-    runtime.default_e4m3 = args.sm >= 89
     triton.runtime.jit.JITFunction.run = compile_launch
     calls = all_recurrent if args.recurrent else all_attention if args.attention else few if args.few else some
     (everything if args.all else calls)()
