@@ -69,10 +69,10 @@ def _fidelity(args: argparse.Namespace) -> int:
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag} goes with --types, which measures weights")
     kv_types = chosen(args.kv_types or _DEFAULT_KV_TYPES, "kv_types", KV_TYPES)
-    config = replace(model_or_shape(args), cpu_infer=args.threads)
+    products, default = args.attention_products or ATTENTION_PRODUCTS[0], ATTENTION_PRODUCTS[0]
+    config = replace(model_or_shape(args), cpu_infer=args.threads, attention_products=default)
     config = config.resolved(needs_model=args.synthetic is None)
-    products = args.attention_products or ATTENTION_PRODUCTS[0]
-    if products != ATTENTION_PRODUCTS[0] and not config.use_cuda:
+    if products != default and not config.use_cuda:
         raise ConfigError(f"--attention_products {products} is of GPUs: add --use_cuda")
     config = replace(config, attention_products=products)
     from ktransformers.bench.kv_fidelity import FidelityWork, bench_fidelity

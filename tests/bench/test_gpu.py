@@ -95,6 +95,14 @@ def test_attention(
     assert (figure["torch_us"] is None) is (bool(model.window) or model.kv_type != "bf16")
 
 
+def test_products_of_codes_stand_beside_what_they_replace() -> None:
+    compared = [model.shown for model in attention.compared_models()]
+    kinds = ["", " int8", " int8 products", " fp8", " fp8 products"]
+    assert compared == [name + kind for name in ("qwen3-30b-a3b", "heads of 64") for kind in kinds]
+    sizes = {(step.rows, step.length) for step in attention.PRODUCT_STEPS}
+    assert sizes == {(rows, size) for rows in (512, 2048, 4096) for size in (2048, 8192, 32768)} - {(4096, 2048)}
+
+
 @interpreted
 def test_rows() -> None:
     gpu = InterpretedGpu()
