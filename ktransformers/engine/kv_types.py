@@ -132,7 +132,7 @@ def _why_bf16(shape: LayerShape) -> str | None:
         return "on the CPU"
     if shape.is_latent:
         return "latent attention"
-    return why_no_code_products(shape.dtype, shape.device)
+    return why_no_code_products(shape.dtype, shape.device, (shape.key_dim, shape.value_dim))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -165,7 +165,7 @@ def _check_code_products(call: Call) -> None:
     if not call.has_codes or call.is_shared:
         kept = "latent keys" if call.is_shared else f"a cache of {call.k_cache.dtype}"
         raise ValueError(f"code_products goes with codes of keys and values, not with {kept}")
-    reason = why_no_code_products(call.k_cache.dtype, call.q.device)
+    reason = why_no_code_products(call.k_cache.dtype, call.q.device, (call.dim_k, call.dim_v))
     if reason is not None:
         raise TypeError(reason)
     if not call.scale > 0:

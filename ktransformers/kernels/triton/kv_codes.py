@@ -45,10 +45,15 @@ def has_codes(cache: Tensor) -> bool:
     return cache.dtype in _CODES
 
 
-def why_no_code_products(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why keys kept in `dtype` are not multiplied as codes on a device; None where they are."""
+def why_no_code_products(dtype: torch.dtype, device: torch.device, widths: tuple[int, int]) -> str | None:
+    """Why keys kept in `dtype` are not multiplied as codes on a device; None where they are.
+
+    widths: columns of keys and values. Others are read in two parts, of which products have not been right everywhere.
+    """
     if dtype not in _CODES:
         return f"keys are kept in {str(dtype).removeprefix('torch.')}, not in codes"
+    if any(width & (width - 1) for width in widths):
+        return f"heads of {widths[0]} and {widths[1]} columns, which are no powers of two"
     if dtype == torch.float8_e4m3fn and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _E4M3_CAPABILITY:

@@ -48,13 +48,15 @@ class Attended:
 
 @product(strength=1, dtype=CODES, options=OPTIONS)
 def test_options(options, dtype, device):
-    arguments = case(PREFILL, 6, 2, 32, 48, torch.float32, device)
+    arguments = case(PREFILL, 6, 2, 32, 64, torch.float32, device)
     Attended(arguments, dtype, device, 0.2, **with_sinks(options, 6, device)).check()
 
 
-@product(strength=1, dtype=CODES, shape=[(4, 1, 48, 32), (2, 2, 96, 96), (3, 1, 33, 80), (2, 1, 16, 16)], page=[16, 3])
+@product(
+    strength=1, dtype=CODES, shape=[(4, 1, 64, 32), (2, 2, 128, 128), (3, 1, 32, 64), (2, 1, 16, 16)], page=[16, 3]
+)
 def test_widths_and_pages_in_bf16(shape, page, dtype, device):
-    """Columns in two parts, of which the second is narrower than products of codes are, and fewer than they take."""
+    """Values of other widths than keys, and fewer columns than products of codes take."""
     heads, kv_heads, dim_k, dim_v = shape
     arguments = case(PREFILL, heads, kv_heads, dim_k, dim_v, torch.bfloat16, device, page)
     Attended(arguments, dtype, device, dim_k**-0.5).check()
@@ -133,11 +135,12 @@ def test_bad_arguments_are_named(device):
 
 def test_where_there_are_products_of_codes(monkeypatch):
     gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
-    assert why_no_code_products(torch.int8, cpu) is None
-    assert why_no_code_products(torch.bfloat16, cpu) == "keys are kept in bfloat16, not in codes"
+    assert why_no_code_products(torch.int8, cpu, (64, 64)) is None
+    assert why_no_code_products(torch.int8, cpu, (64, 96)) == "heads of 64 and 96 columns, which are no powers of two"
+    assert why_no_code_products(torch.bfloat16, cpu, (64, 64)) == "keys are kept in bfloat16, not in codes"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert why_no_code_products(torch.int8, gpu) is None
-    why = why_no_code_products(torch.float8_e4m3fn, gpu)
+    assert why_no_code_products(torch.int8, gpu, (64, 64)) is None
+    why = why_no_code_products(torch.float8_e4m3fn, gpu, (64, 64))
     assert why == "products of e4m3 want compute capability 8.9, and this GPU has 8.6"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert why_no_code_products(torch.float8_e4m3fn, gpu) is None
+    assert why_no_code_products(torch.float8_e4m3fn, gpu, (64, 64)) is None
