@@ -30,6 +30,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.types import GroupType, QuantType, RawTensor
+from ktransformers.kernels.untraced import untraced
 from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.indexer import KIndexer
@@ -42,6 +43,7 @@ from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
+from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.norm import NormSpec, recognize_norm
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
@@ -104,6 +106,7 @@ class KMLAAttention(WrapperOperator):
         self._norm_weight: torch.Tensor | None = None  # of that norm, the latents' scale included
         self._query_norm: NormSpec | None = None  # of the compressed query, where a kernel computes it
         self._gpu: GpuLatent | None = None
+        self._is_native: bool | None = None  # on the CPU, once it has run
         self.absorb_for_prefill = absorb_for_prefill
         self._flash: FlashLayer | None = None
         self._choice: Choice | None = None
@@ -258,6 +261,29 @@ class KMLAAttention(WrapperOperator):
             given = kwargs.get("prev_topk_indices")
             return self._forward_on_gpu(self._gpu, hidden_states, position_embeddings, forward_context, given)
         assert self._k_b is not None, f"{self.key} is not loaded"
+        if self._is_native is None:
+            self._is_native = self._computes_nothing_on_torch()
+        run = untraced(self._forward_on_cpu) if self._is_native else self._forward_on_cpu
+        return run(hidden_states, position_embeddings, forward_context, kwargs.get("prev_topk_indices"))
+
+    def _computes_nothing_on_torch(self) -> bool:
+        """Whether all but products of real numbers runs in native kernels: no gate, no norm or projection of torch."""
+        inner: Any = self.inner
+        if self.is_sparse or self.spec.has_gate or self.spec.has_wide_gate or self.spec.has_joint_gate:
+            return False
+        compressed = ["q_proj"] if getattr(inner, "q_a_proj", None) is None else ["q_a_proj", "q_b_proj"]
+        linears = [getattr(inner, name) for name in (*compressed, "kv_a_proj_with_mqa", "o_proj")]
+        names = ["kv_a_layernorm", *(["q_a_layernorm"] if len(compressed) == 2 else [])]
+        norms = [
+            getattr(inner, name) for name in (*names, *(["k_rope_only_layernorm"] if self.spec.has_rope_norm else []))
+        ]
+        has_kernels = all(isinstance(linear, KTransformersLinear) and linear.native is not None for linear in linears)
+        has_norms = all(isinstance(norm, KRMSNorm) and norm.spec is not None for norm in norms)
+        return has_kernels and has_norms and self.spec.position_scale is None
+
+    def _forward_on_cpu(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext, given: Any
+    ) -> tuple[Any, ...]:
         assert self._v_b is not None
         pool = self.config.require_pool()
         cos, sin, is_interleaved = self._angles(position_embeddings, forward_context)
@@ -268,7 +294,6 @@ class KMLAAttention(WrapperOperator):
         scales = forward_context.cache.scales(self.layer_idx)
         row = self._latent(hidden_states, cos, sin, is_interleaved)
         cpu.write_kv(row, forward_context.slot_mapping, keys, scales[0], pool, split=self.rank)
-        given = kwargs.get("prev_topk_indices")
         selection = self._selection(hidden_states, compressed, (cos, sin), forward_context, given)
         if selection is None:
             table, page_size = forward_context.block_table, forward_context.page_size
