@@ -54,8 +54,14 @@ def test_against_the_oracle_and_equal_bits(shape, options, pools):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim_k", "dim_v", "options"),
     [
-        (16, 2, 128, 128, {}),  # 24 rows of 8 heads: as many queries as a unit takes
-        (5, 1, 24, 72, {"window": 70}),  # 38 rows of 5: two queries are left over; the values end in half a vector
+        (16, 2, 128, 128, {}),  # 48 rows of 8 heads: as many queries as a unit takes
+        (
+            5,
+            1,
+            24,
+            72,
+            {"window": 70},
+        ),  # 76 rows of 5, then 74: two queries are left over; the values end in half a vector
         (7, 1, 136, 40, {"window": 33, "is_chunked": True}),  # a chunk of keys of 8 dimensions
         (3, 3, 64, 96, {"softcap": 3.0}),
         (24, 1, 40, 137, {"window": 5, "sinks": True}),  # two units of heads; most tiles are seen by a few rows only

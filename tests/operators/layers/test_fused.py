@@ -7,6 +7,7 @@ import torch
 
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.kernels.cpu.layer import AttentionLayer, MlpLayer, MoeLayer, RecurrentLayer
+from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
 from tests.support.agreement import TOLERANCE
 from tests.support.family_models import family_config
@@ -126,3 +127,16 @@ def test_a_layer_arranged_in_another_way_keeps_its_modules() -> None:
         layer.__class__ = parallel
     assert fuse_layers(runner.model, list(runner.cache.shapes), runner.pool) == 0
     assert not any(isinstance(layer, FusedLayer) for layer in layers_of(runner))
+
+
+def test_latent_attention_is_the_same_inside_and_outside_of_function_modes() -> None:
+    """Where all of it is native it leaves the mode that watches a step, and what it computes stays as it was."""
+    runner = fused_runner(tiny_model("deepseek_v3"))
+    found = [module for module in runner.model.modules() if isinstance(module, KMLAAttention)]
+    ids = random_ids(runner.vocab_size, 13)
+    outside = runner.forward(ids, 0, range(13))
+    assert found
+    for attention in found:
+        assert attention._is_native
+        attention._is_native = False
+    assert torch.equal(runner.forward(ids, 0, range(13)), outside)
