@@ -20,6 +20,7 @@ from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.engine.async_llm import AsyncLLM
 from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.llm import LLM
+from ktransformers.engine.reduced import StepLogits
 from ktransformers.engine.saved_session import SavedSession
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, SessionFileError, UnsupportedError
 from ktransformers.kernels.types import QuantType
@@ -137,13 +138,18 @@ class Rows:
         self.num = 0
         if llm._batches is None:
             runner = llm.engine.runner  # type: ignore[union-attr]
-            forward = runner.forward
+            forward, decode = runner.forward, runner.decode
 
             def counted(token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
                 self.num += len(token_ids)
                 return forward(token_ids, start, keep)
 
+            def counted_token(token_id: int, position: int, need: int) -> StepLogits:
+                self.num += 1
+                return decode(token_id, position, need)
+
             monkeypatch.setattr(runner, "forward", counted)
+            monkeypatch.setattr(runner, "decode", counted_token)
         else:
             executor = llm._batches.engine.executor
             execute = executor.execute

@@ -98,7 +98,8 @@ def test_tables_hold_all_entries(device):
     assert tables(device) is tables(device)
 
 
-RANKS = {"IQ2_XXS": 5376, "IQ2_XS": 5632, "IQ2_S": 6144, "IQ3_XXS": 7168, "IQ3_S": 7424, "IQ1_S": 7936}
+RANKS = {"IQ2_XXS": 5376, "IQ2_XS": 5632, "IQ2_S": 6144, "IQ1_S": 7936}
+BYTES = {"IQ3_XXS": (7168, 9984), "IQ3_S": (7424, 10240)}
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -106,8 +107,8 @@ def test_ranks_and_values_are_those_of_the_grid(name, device):
     """A nibble of a code's word names a byte of the type's values, of which each word is there 8 times."""
     table = tables(device).cpu()
     grid = torch.from_numpy(grid_values(QuantType[name])).int()
-    at = {"IQ1_S": 10000, "IQ3_XXS": 10016, "IQ3_S": 10048}.get(name, 9984)
-    words = table[at : at + 32].view(4, 8)
+    at = 10512 if name == "IQ1_S" else 10496
+    words = table[at : at + 16].view(2, 8)
     assert (words == words[:, :1]).all()
     values = words[:, 0].contiguous().view(torch.int8).int()
     packed = table[RANKS[name] :][: len(grid)]
@@ -118,4 +119,19 @@ def test_ranks_and_values_are_those_of_the_grid(name, device):
             assert torch.equal(values[rank + 4], grid[:, column] - 1)
         else:
             assert torch.equal(values[rank], grid[:, column])
-            assert torch.equal(values[rank + (8 if "IQ3" in name else 4)], -grid[:, column])
+            assert torch.equal(values[rank + 4], -grid[:, column])
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_and_choices_are_those_of_the_grid_and_of_signs(name, device):
+    """A code's word has its values; a nibble of what stands for 8 signs names a byte of a word, or of its negative."""
+    table, grid = tables(device).cpu(), torch.from_numpy(grid_values(QuantType[name])).int()
+    at, signs_at = BYTES[name]
+    values = table[at : at + len(grid)].contiguous().view(torch.int8).view(-1, 4).int()
+    assert torch.equal(values, grid)
+    assert values.min() > 0  # so that no byte of a negative borrows from the next
+    for byte, chosen in enumerate(table[signs_at : signs_at + 256].tolist()):
+        bits = [byte >> column & 1 for column in range(8)]
+        if name == "IQ3_XXS":
+            bits[7] = sum(bits[:7]) % 2
+        assert [chosen >> 4 * column & 15 for column in range(8)] == [c % 4 + 4 * bits[c] for c in range(8)]

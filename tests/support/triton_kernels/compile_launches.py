@@ -214,7 +214,7 @@ def call_mla(heads, tokens, seqs, pages=64):
 
 def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64, code_products=False):
     """Keys and values as codes: written, and attended to; widened where the target has no products of e4m3."""
-    code_products = code_products and (dtype == torch.int8 or runtime.default_e4m3)
+    code_products = code_products and (dtype == torch.int8 or target >= 89)
     cache, scales = torch.zeros(256, kv_heads, dim, dtype=dtype), torch.zeros(256, kv_heads, 1)
     q, ids = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     k, angles, both = q.new_zeros(tokens, kv_heads, dim), torch.zeros(tokens, dim // 2), (scales, scales)
