@@ -290,6 +290,19 @@ class MlpBlock:
     ) -> None: ...
     def forward(self, pool: WorkerPool, buffers: LayerBuffers, rows: int, x: int) -> None: ...
 
+class LayerStack:
+    def __init__(self, layers: list[tuple[AttentionBlock | DeltaNetBlock, MoeBlock | MlpBlock]]) -> None: ...
+    def bind(self, memories: list[tuple[int, int, int, int, int, int]]) -> None: ...
+    def forward(
+        self,
+        pool: WorkerPool,
+        buffers: LayerBuffers,
+        x: int,
+        rows: tuple[int, int, int, int, int, int],
+        sizes: tuple[int, int, int, int, int],
+        states: _Step,
+    ) -> None: ...
+
 class ExpertStream:
     def __init__(self, pool: WorkerPool, addresses: list[int], sizes: list[int], kinds: list[bool]) -> None: ...
     submit_address: ClassVar[int]

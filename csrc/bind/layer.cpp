@@ -2,14 +2,19 @@
 #include "bind/bind.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <tuple>
+#include <utility>
+#include <variant>
 
 #include "bind/args.h"
 #include "bind/recurrent.h"
 #include "ops/layer.h"
+#include "ops/layer_stack.h"
 
 namespace nb = nanobind;
 
@@ -35,6 +40,66 @@ kt::RouterSpec router_of(const RouterTuple& t) {
   return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t),
           std::get<4>(t), std::get<5>(t), std::get<6>(t)};
 }
+
+// (type, keys, values, their scales, slots) or, of a delta net, (0, conv, states, 0, 0, slots)
+using MemoryTuple = std::tuple<int, Address, Address, Address, Address, int64_t>;
+// cos, sin, slots, block table, sequences, lengths
+using RowsTuple = std::tuple<Address, Address, Address, Address, Address, Address>;
+// rows, rows and columns and stride of the block table, page size
+using SizesTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+using Mixer = std::variant<const kt::AttentionBlock*, const kt::DeltaNetBlock*>;
+using FeedForward = std::variant<const kt::MoeBlock*, const kt::MlpBlock*>;
+
+template <class T, class Variant> const T* one_of(const Variant& parts) {
+  const auto* found = std::get_if<const T*>(&parts);
+  return found == nullptr ? nullptr : *found;
+}
+
+// Layers with what they remember, which is bound to them before they run.
+struct LayerStack {
+  std::vector<kt::StackedLayer> layers;
+  std::vector<kt::LayerMemory> memories;
+
+  explicit LayerStack(const std::vector<std::pair<Mixer, FeedForward>>& parts) {
+    for (const auto& [mixer, feed_forward] : parts)
+      layers.push_back({one_of<kt::AttentionBlock>(mixer), one_of<kt::DeltaNetBlock>(mixer),
+                        one_of<kt::MoeBlock>(feed_forward), one_of<kt::MlpBlock>(feed_forward)});
+  }
+
+  void bind(const std::vector<MemoryTuple>& tuples) {
+    if (tuples.size() != layers.size()) throw std::invalid_argument("each layer needs a memory");
+    memories.clear();
+    for (const auto& [type, first, second, third, fourth, slots] : tuples) {
+      kt::LayerMemory memory{};
+      memory.num_slots = slots;
+      if (layers[memories.size()].attention != nullptr) {
+        memory.kv_type = kt::kv_type_of(type);
+        memory.keys = at<uint8_t>(first);
+        memory.values = at<uint8_t>(second);
+        memory.key_scales = at<float>(third);
+        memory.value_scales = at<float>(fourth);
+      } else {
+        memory.conv = at<float>(first);
+        memory.states = at<float>(second);
+      }
+      memories.push_back(memory);
+    }
+  }
+
+  void forward(kt::WorkerPool& pool, kt::LayerBuffers& buffers, Address x, const RowsTuple& rows,
+               const SizesTuple& sizes, const StepTuple& states) const {
+    kt::AttentionStep step{};
+    step.cos = at<const float>(std::get<0>(rows));
+    step.sin = at<const float>(std::get<1>(rows));
+    step.slots = at<const int64_t>(std::get<2>(rows));
+    step.block_table = at<const int32_t>(std::get<3>(rows));
+    step.seq_ids = at<const int32_t>(std::get<4>(rows));
+    step.kv_lens = at<const int32_t>(std::get<5>(rows));
+    std::tie(step.rows, step.num_seqs, step.max_pages, step.table_stride, step.page_size) = sizes;
+    kt::layer_stack(pool, layers, memories, step, step_of(states), at<float>(x), buffers);
+  }
+};
 
 }  // namespace
 
@@ -203,4 +268,11 @@ void bind_layer(nb::module_& m) {
             kt::mlp_block(pool, self, rows, at<float>(x), buffers);
           },
           nb::arg("pool"), nb::arg("buffers"), nb::arg("rows"), nb::arg("x"), nb::call_guard<nb::gil_scoped_release>());
+  // layers: (AttentionBlock or DeltaNetBlock, MoeBlock or MlpBlock) of each, which the caller keeps alive
+  nb::class_<LayerStack>(m, "LayerStack")
+      .def(nb::init<const std::vector<std::pair<Mixer, FeedForward>>&>(), nb::arg("layers"))
+      .def("bind", &LayerStack::bind, nb::arg("memories"))
+      // states: the step of recurrent layers, zeros where there are none
+      .def("forward", &LayerStack::forward, nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("rows"),
+           nb::arg("sizes"), nb::arg("states"), nb::call_guard<nb::gil_scoped_release>());
 }

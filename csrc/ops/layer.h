@@ -44,7 +44,10 @@ struct AttentionStep {
 };
 
 // Buffers of a model's layers, which take turns.
-struct LayerBuffers { std::vector<float> a, b, c, d, e; };
+struct LayerBuffers {
+  std::vector<float> a, b, c, d, e;
+  std::vector<int64_t> ids;  // experts, where nobody asks for them
+};
 
 void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x,
                      LayerBuffers& buffers);

@@ -46,6 +46,7 @@ from ktransformers.engine.ready import forget_positions, prepare_decode
 from ktransformers.engine.rehearsal import Extent
 from ktransformers.engine.runner import ModelRunner, StaticRunner
 from ktransformers.engine.self_check import check_model, is_checked
+from ktransformers.engine.short_forward import find_short_forward
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.stack_check import StackCheck
 from ktransformers.engine.step_runtime import StepRuntime
@@ -61,6 +62,7 @@ from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers
+from ktransformers.operators.layers.native_stack import stack_cpu_layers
 from ktransformers.operators.layers.observed import (
     PROBE_ROWS,
     LayerCall,
@@ -279,6 +281,8 @@ def _build(
         identity = identify(opened, plan, cache, pool)
         hot.begin(HotFile(identity))
         forward = ForwardPass(opened.model, pool, loaded.layout)
+        if loaded.layout.is_cpu and forward.is_native:
+            forward.short = find_short_forward(opened.model, planned.shapes, pool, longest)
         extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
         backend, is_padded = _graphs(loaded, hardware)
         rows = hardware.graph_rows if is_padded else ()
@@ -363,7 +367,9 @@ def _arrange_layers(loaded: _Loaded) -> None:
     if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)
     check_model(opened, plan, shapes, pool, loaded.layout, calls, loaded.longest)
-    if not is_on_cpu:  # stacks stand in for layers, which the check wants to see
+    if is_on_cpu:  # stacks stand in for layers, which the check wants to see
+        stack_cpu_layers(opened.model, shapes, pool, calls)
+    else:
         homes = {home.key: plan.devices[home.device] for home in plan.homes}
         stacks = StackCheck(opened.model, shapes, pool, loaded.layout, opened.facts.vocab_size)
         if is_checked(opened):

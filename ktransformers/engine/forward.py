@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.engine.layout import StepLayout
+from ktransformers.engine.short_forward import ShortForward
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
@@ -39,21 +40,25 @@ class ForwardPass:
     """A loaded model's forward, which steps of every kind share.
 
     layout: the devices of its layers, None where all are on the CPU. announce: whether modules that keep torch's
-    forward get a line in the log.
+    forward get a line in the log. is_native: there are none. short: what steps on the CPU take, where a model has it.
     """
 
     def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
         self.model, self.pool = model, pool
+        self.short: ShortForward | None = None
         self.layout = None if layout is None or layout.is_cpu else layout
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
         if left and announce:
             first = left[0] or "the model"
             logger.info("%s and %d more modules keep their forward, on native products", first, len(left) - 1)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
+        self.is_native = not left
 
     @torch.inference_mode()
     def on_cpu(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
         """int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
+        if self.short is not None and self.short.is_wanted:
+            return self.short.logits(token_ids, positions, context, keep)
         return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)
 
     @torch.inference_mode()

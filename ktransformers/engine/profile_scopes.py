@@ -11,6 +11,8 @@ from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.layers.cpu import FusedLayer
+from ktransformers.operators.layers.joined import Done
+from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.observed import layer_list
 from ktransformers.profiling.runtime import ModuleScope
 
@@ -32,6 +34,8 @@ def module_scopes(model: Any) -> list[ModuleScope]:
 
 def _of_layer(layer: nn.Module, index: int) -> Iterator[ModuleScope]:
     has_attention = has_feed_forward = False
+    if isinstance(layer, NativeStack | Done):
+        return
     if isinstance(layer, FusedLayer):
         has_attention, has_feed_forward = layer.attention is not None, layer.feed_forward is not None
     if has_attention and has_feed_forward:

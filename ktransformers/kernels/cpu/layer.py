@@ -7,6 +7,7 @@ profile records the part; -1: none.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,18 +82,43 @@ def _bias(part: Projection) -> int:
     return part.bias.data_ptr()
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """Rows of a step. cos, sin fp32 [T, D_rot]; slots int64 [T]; block_table int32 [S, P]; seq_ids int32 [T];
-    kv_lens int32 [T]: see operators.context.ForwardContext."""
+NativeKv = tuple[int, int, int, int, int]
+"""Type; addresses of keys, values and their scales."""
 
-    cos: Tensor
-    sin: Tensor
-    slots: Tensor
-    block_table: Tensor
-    page_size: int
-    seq_ids: Tensor
-    kv_lens: Tensor
+
+class AttentionStep:
+    """Rows of a step, which all layers of a kind share. cos, sin fp32 [T, D_rot]; slots int64 [T]; block_table int32
+    [S, P]; seq_ids int32 [T]; kv_lens int32 [T]: see operators.context.ForwardContext.
+
+    Raises TypeError or ValueError for tensors that do not fit each other.
+    """
+
+    __slots__ = ("_kept", "addresses", "rotary_dims", "rows", "sizes")
+
+    @untraced
+    def __init__(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        page_size: int,
+        seq_ids: Tensor,
+        kv_lens: Tensor,
+    ):
+        check_tensor("cos", cos, (None, None))
+        self.rows, self.rotary_dims = cos.shape
+        check_tensor("sin", sin, (self.rows, self.rotary_dims))
+        check_tensor("slots", slots, (self.rows,), torch.int64)
+        for name, numbers in (("seq_ids", seq_ids), ("kv_lens", kv_lens)):
+            check_tensor(name, numbers, (self.rows,), torch.int32)
+        check_tensor("block_table", block_table, (None, None), torch.int32)
+        self._kept = (cos, sin, slots, block_table, seq_ids, kv_lens)
+        self.addresses = (
+            cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), block_table.data_ptr(), seq_ids.data_ptr(),
+            kv_lens.data_ptr(),
+        )  # fmt: skip
+        self.sizes = (self.rows, *block_table.shape, block_table.stride(0), page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +129,7 @@ class LayerKv:
     values: Tensor
     scales: KvScales = (None, None)
 
-    def native(self, heads: int, dim: int) -> tuple[int, int, int, int, int]:
+    def native(self, heads: int, dim: int) -> NativeKv:
         """Type and addresses. Raises TypeError or ValueError for tensors that do not fit."""
         parts = []
         for name, cache, scales in (("keys", self.keys, self.scales[0]), ("values", self.values, self.scales[1])):
@@ -114,6 +140,22 @@ class LayerKv:
             parts.append((cache.data_ptr(), address))
         (keys, key_scales), (values, value_scales) = parts
         return kv_type("keys", self.keys), keys, values, key_scales, value_scales
+
+
+class _CheckedKv:
+    """What was found of a layer's cache, which is the same in all steps. Held weakly: it goes when its owner does."""
+
+    def __init__(self, cache: LayerKv, native: NativeKv):
+        self._tensors = [None if tensor is None else weakref.ref(tensor) for tensor in _tensors(cache)]
+        self.native, self.num_slots = native, cache.keys.shape[0]
+
+    def is_of(self, cache: LayerKv) -> bool:
+        known = (None if tensor is None else tensor() for tensor in self._tensors)
+        return all(one is other for one, other in zip(known, _tensors(cache), strict=True))
+
+
+def _tensors(cache: LayerKv) -> tuple[Tensor | None, ...]:
+    return (cache.keys, cache.values, *cache.scales)
 
 
 class AttentionLayer:
@@ -144,8 +186,9 @@ class AttentionLayer:
         if width % head_dim or kv_width % head_dim or width % kv_width or rotary_dims > head_dim or rotary_dims % 2:
             raise ValueError(f"heads of {head_dim} ({rotary_dims} rotated) do not fit widths {width} and {kv_width}")
         self._kept: Any = (norms, projections)
-        self._kv_heads, self._head_dim, self._rotary_dims = kv_width // head_dim, head_dim, rotary_dims
-        self._block = extension.AttentionBlock(
+        self._cache: _CheckedKv | None = None
+        self._kv_heads, self._head_dim, self.rotary_dims = kv_width // head_dim, head_dim, rotary_dims
+        self.block = extension.AttentionBlock(
             [_norm(norms[0], self.hidden_size), _norm(norms[1], head_dim), _norm(norms[2], head_dim)],
             [_weight(part.weight) for part in projections],
             [_bias(part) for part in projections],
@@ -158,25 +201,19 @@ class AttentionLayer:
     @untraced
     def forward(self, x: Tensor, cache: LayerKv, step: AttentionStep, pool: WorkerPool, buffers: Any) -> None:
         """Raises IndexError or ValueError for slots outside of the cache."""
-        rows = x.shape[0]
-        check_tensor("x", x, (None, self.hidden_size))
-        native = cache.native(self._kv_heads, self._head_dim)
-        for name, table in (("cos", step.cos), ("sin", step.sin)):
-            check_tensor(name, table, (rows, self._rotary_dims))
-        for name, numbers, dtype in (
-            ("slots", step.slots, torch.int64),
-            ("seq_ids", step.seq_ids, torch.int32),
-            ("kv_lens", step.kv_lens, torch.int32),
-        ):
-            check_tensor(name, numbers, (rows,), dtype)
-        table = step.block_table
-        check_tensor("block_table", table, (None, None), torch.int32)
-        sizes = (rows, table.shape[0], table.shape[1], table.stride(0), step.page_size, cache.keys.shape[0])
-        self._block.forward(
-            pool.handle, buffers, x.data_ptr(), step.cos.data_ptr(), step.sin.data_ptr(), native,
-            step.slots.data_ptr(), table.data_ptr(), step.seq_ids.data_ptr(),
-            step.kv_lens.data_ptr(), sizes,
-        )  # fmt: skip
+        check_tensor("x", x, (step.rows, self.hidden_size))
+        if step.rotary_dims != self.rotary_dims:
+            raise ValueError(f"cos must have {self.rotary_dims} columns, got {step.rotary_dims}")
+        if self._cache is None or not self._cache.is_of(cache):
+            self._cache = _CheckedKv(cache, self.native_cache(cache))
+        cos, sin, slots, table, seq_ids, kv_lens = step.addresses
+        sizes = (*step.sizes, self._cache.num_slots)
+        native = self._cache.native
+        self.block.forward(pool.handle, buffers, x.data_ptr(), cos, sin, native, slots, table, seq_ids, kv_lens, sizes)
+
+    def native_cache(self, cache: LayerKv) -> NativeKv:
+        """As the extension takes it. Raises TypeError or ValueError for tensors that do not fit."""
+        return cache.native(self._kv_heads, self._head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +283,7 @@ class RecurrentLayer:
         taps = net.conv_weight.t().contiguous()
         self._kept: Any = (norm, projections, o, net, taps)
         self._net = net
-        self._block = extension.DeltaNetBlock(
+        self.block = extension.DeltaNetBlock(
             [_norm(norm, self.hidden_size), _norm(net.norm, net.value_dim)],
             [_weight(part.weight) for part in (*projections, o)],
             [taps.data_ptr(), net.rate.data_ptr(), net.dt_bias.data_ptr()],
@@ -265,12 +302,16 @@ class RecurrentLayer:
 
         Raises ValueError for a step that does not fit them.
         """
-        net = self._net
         check_tensor("x", x, (None, self.hidden_size))
+        self.check_states(conv, recurrent)
+        native = native_step(step, x.shape[0], conv.shape[0])
+        self.block.forward(pool.handle, buffers, native, x.data_ptr(), conv.data_ptr(), recurrent.data_ptr())
+
+    def check_states(self, conv: Tensor, recurrent: Tensor) -> None:
+        """Raises TypeError or ValueError for tensors that are not this layer's states."""
+        net = self._net
         check_tensor("conv", conv, (None, self._width - 1, net.channels))
         check_tensor("recurrent", recurrent, (conv.shape[0], net.num_heads, net.key_dim, net.value_dim))
-        native = native_step(step, x.shape[0], conv.shape[0])
-        self._block.forward(pool.handle, buffers, native, x.data_ptr(), conv.data_ptr(), recurrent.data_ptr())
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +378,7 @@ class MoeLayer:
         self._kept: Any = (norm, router, experts, bias, shared)
         address = 0 if bias is None else bias.data_ptr()
         activation = ActivationSpec() if shared is None else shared.mlp.activation
-        self._block = extension.MoeBlock(
+        self.block = extension.MoeBlock(
             _norm(norm, self.hidden_size),
             _weight(router),
             address,
@@ -353,7 +394,7 @@ class MoeLayer:
         """Returns the chosen experts, int64 [T, K]."""
         check_tensor("x", x, (None, self.hidden_size))
         ids = torch.empty(x.shape[0], self.top_k, dtype=torch.int64)
-        self._block.forward(pool.handle, buffers, x.shape[0], x.data_ptr(), ids.data_ptr())
+        self.block.forward(pool.handle, buffers, x.shape[0], x.data_ptr(), ids.data_ptr())
         return ids
 
 
@@ -363,10 +404,10 @@ class MlpLayer:
     def __init__(self, norm: Norm, mlp: GatedMlp, layer: int = -1) -> None:
         self.hidden_size = mlp.hidden_size
         self._kept: Any = (norm, mlp)
-        self._block = extension.MlpBlock(_norm(norm, self.hidden_size), *mlp.native, *mlp.activation.native, layer)
+        self.block = extension.MlpBlock(_norm(norm, self.hidden_size), *mlp.native, *mlp.activation.native, layer)
 
     @untraced
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> None:
         """Changes x."""
         check_tensor("x", x, (None, self.hidden_size))
-        self._block.forward(pool.handle, buffers, x.shape[0], x.data_ptr())
+        self.block.forward(pool.handle, buffers, x.shape[0], x.data_ptr())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.operators.base import OperatorConfig, Placement, Site
+from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KRotaryEmbedding", "SettledRotation", "settle_rotations"]
@@ -109,6 +111,10 @@ class KRotaryEmbedding(WrapperOperator):
         return self._is_plain and (self._is_static or isinstance(self.inner, SettledRotation))
 
     @override
+    def bypassed(self) -> Iterable[nn.Module]:
+        return (self.inner,)  # see _angles
+
+    @override
     def op(self, phase: Phase) -> str:
         return "KRotaryTable" if self._is_plain else "KRotaryTorch"
 
@@ -144,7 +150,7 @@ class KRotaryEmbedding(WrapperOperator):
         if hasattr(self.inner, "mrope_section"):  # not all versions of transformers take one position for the three
             positions = positions.expand(3, 1, -1)
         for kind in self._kinds:
-            rows = self.inner(x[:1, :1], positions, **({} if kind is None else {"layer_type": kind}))
+            rows = self._angles(x[:1, :1], positions, **({} if kind is None else {"layer_type": kind}))
             parts = rows if isinstance(rows, tuple) else (rows,)
             self._tables[kind] = tuple(self.device.move(part[0]) for part in parts)
 
@@ -166,7 +172,14 @@ class KRotaryEmbedding(WrapperOperator):
 
     def _inner_forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on the CPU where its buffers are. Angles of one step are few."""
-        angles = self.inner(x[:, :1].to("cpu", torch.float32), position_ids.cpu(), *args, **kwargs)
+        angles = self._angles(x[:, :1].to("cpu", torch.float32), position_ids.cpu(), *args, **kwargs)
         if isinstance(angles, tuple):
             return tuple(part.to(position_ids.device) for part in angles)
         return angles.to(position_ids.device)
+
+    def _angles(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes; on the CPU a position's angles do not depend on how many are computed at once."""
+        if self.config.pool is None or args[0].device.type != "cpu":
+            return self.inner(*args, **kwargs)
+        with NativeMathMode(self.config.pool):
+            return self.inner(*args, **kwargs)

@@ -228,9 +228,14 @@ class FusedLayer(nn.Module):
         self.layer_idx, self.mixer = layer_of(layer), mixer_of(layer)
         keep_attention_type(self, layer)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether none of its modules runs."""
+        return self.attention is not None and self.feed_forward is not None
+
     @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.attention is None or self.feed_forward is None:
+        if not self.is_native:
             return self._forward(hidden_states, *args, **kwargs)
         with torch._C.DisableTorchFunction():  # see kernels/untraced.py
             return self._forward(hidden_states, *args, **kwargs)
@@ -260,13 +265,21 @@ class FusedLayer(nn.Module):
             parts = states.layer(self.layer_idx)
             self.attention.forward(rows, parts["conv"], parts["recurrent"], context.states, self.pool, self.memory)
             return
-        cos, sin = kwargs["position_embeddings"]
-        step = AttentionStep(
-            cos[0], sin[0], context.slot_mapping, context.block_table, context.page_size, context.seq_ids,
-            context.kv_lens,
-        )  # fmt: skip
         cache = LayerKv(*context.cache.layer(self.layer_idx), context.cache.scales(self.layer_idx))
-        self.attention.forward(rows, cache, step, self.pool, self.memory)
+        self.attention.forward(rows, cache, self.attention_step(context, kwargs), self.pool, self.memory)
+
+    @staticmethod
+    def attention_step(context: ForwardContext, kwargs: dict[str, Any]) -> AttentionStep:
+        """What layers that are handed the same angles share."""
+        cos, sin = kwargs["position_embeddings"]
+        return context.derived("attention step", cos, lambda cos: _attention_step(context, cos, sin))
+
+
+def _attention_step(context: ForwardContext, cos: torch.Tensor, sin: torch.Tensor) -> AttentionStep:
+    """cos, sin: [1, T, D_rot]."""
+    return AttentionStep(
+        cos[0], sin[0], context.slot_mapping, context.block_table, context.page_size, context.seq_ids, context.kv_lens
+    )
 
 
 def _native_parts(

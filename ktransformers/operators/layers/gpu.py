@@ -23,6 +23,7 @@ from ktransformers.kernels.triton.elementwise import add_rms_norm, rms_norm
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock
+from ktransformers.operators.layers.joined import Done, handed
 from ktransformers.operators.layers.observed import LayerCall, keep_attention_type, layer_list
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.layer import PartKind, recognize_layer
@@ -108,17 +109,6 @@ class LayerStack(nn.Module):
         return total.view(shape)
 
 
-class _Done(nn.Module):
-    """In the place of a layer that a LayerStack before it has computed."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        keep_attention_type(self, layer)
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
-
-
 def _add_norm(added: Addends | None, total: torch.Tensor, norm: KRMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of the sum, sum) of rows [T, H] and what is to be added to them."""
     assert norm.spec is not None
@@ -148,28 +138,6 @@ def _feed_forward(part: _Part, rows: torch.Tensor) -> Addends:
     return Addends(routed.reshape(rows.shape))
 
 
-def _handed(calls: Sequence[LayerCall]) -> list[int]:
-    """By layer, the first one that was handed the same."""
-    return [next(first for first in range(i + 1) if _is_same(calls[first], calls[i])) for i in range(len(calls))]
-
-
-def _is_same(one: LayerCall, other: LayerCall) -> bool:
-    if one.kwargs.keys() != other.kwargs.keys():
-        return False
-    return all(_is_alike(value, other.kwargs[name]) for name, value in one.kwargs.items()) and _is_alike(
-        one.args, other.args
-    )
-
-
-def _is_alike(one: object, other: object) -> bool:
-    """Models hand on the same tensors, or parts of the same one."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_alike, one, other))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.data_ptr() == other.data_ptr()
-    return one is other or (isinstance(one, int | float | str) and one == other)
-
-
 def stack_gpu_layers(
     model: nn.Module,
     homes: Mapping[str, Device],
@@ -187,8 +155,8 @@ def stack_gpu_layers(
         return 0
     devices, count = list(homes.values()), 0
     parts = [_parts(layer, device) if device.is_gpu else None for layer, device in zip(layers, devices, strict=True)]
-    handed = _handed(calls)
-    for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name, handed[i])):
+    same = handed(calls)
+    for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name, same[i])):
         first, *others = run
         usual = [part for i in (first, *others) if (part := parts[i]) is not None]
         if not usual:
@@ -197,7 +165,7 @@ def stack_gpu_layers(
         watch(stack, devices[first])
         layers[first] = stack
         for i in others:
-            layers[i] = _Done(layers[i])
+            layers[i] = Done(layers[i])
         count += len(usual)
     logger.debug("%d of %d decoder layers hand their sums to the next norm", count, len(layers))
     return count

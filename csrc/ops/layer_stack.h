@@ -1,0 +1,32 @@
+// Decoder layers one after the other in one call: beside the kernels of a step of few rows, what Python takes between
+// two layers is seen.
+#pragma once
+#include <vector>
+
+#include "ops/layer.h"
+
+namespace kt {
+
+// One of the first two, and one of the last two.
+struct StackedLayer {
+  const AttentionBlock* attention;
+  const DeltaNetBlock* delta_net;
+  const MoeBlock* moe;
+  const MlpBlock* mlp;
+};
+
+// What a layer keeps of sequences: of attention keys and values, of a delta net its states.
+struct LayerMemory {
+  KvType kv_type;
+  uint8_t *keys, *values;
+  float *key_scales, *value_scales;
+  int64_t num_slots;
+  float *conv, *states;
+};
+
+// x changes as if the layers' blocks were called one by one. step: its cache and slots count are each layer's own.
+// recurrent: read by delta nets only.
+void layer_stack(WorkerPool& pool, const std::vector<StackedLayer>& layers, const std::vector<LayerMemory>& memories,
+                 AttentionStep step, const RecurrentStep& recurrent, float* x, LayerBuffers& buffers);
+
+}  // namespace kt

@@ -1,0 +1,102 @@
+"""The forward pass of a model whose decoder layers are one native call, without the model's own code around them.
+
+The code of `transformers` that leads from tokens to layers and from there to logits (masks, records of outputs,
+checks) takes 0.7 ms a step, whatever the step: the caches are cold each time. What the usual model computes there is
+
+    rows = embedding(tokens); angles = rotation(positions); rows = layers(rows, angles); logits = head(norm(rows))
+
+Whether a model does just that is found by computing it both ways: the logits are the same, bit for bit, or the model
+keeps its own code.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers.cache.paged import LayerShape
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.operators.attention.rope import KRotaryEmbedding
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.layers.native_stack import NativeStack
+from ktransformers.operators.layers.observed import PROBE_ROWS, layer_list, probe_context
+from ktransformers.operators.linear.embedding import KEmbedding
+from ktransformers.operators.norm import KRMSNorm
+
+__all__ = ["ShortForward", "find_short_forward"]
+
+logger = logging.getLogger(__name__)
+
+_KINDS = (KEmbedding, KRotaryEmbedding, KRMSNorm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShortForward:
+    """watched: modules that it leaves out; while one of them has hooks, the model's own forward is what is wanted."""
+
+    embedding: nn.Module
+    rotation: nn.Module
+    layers: nn.Module
+    norm: nn.Module
+    head: nn.Module
+    watched: tuple[nn.Module, ...]
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether nobody looks at what the model's own code does."""
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.watched)
+
+    def logits(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+        """int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
+        rows: Tensor = self.embedding(token_ids[None])
+        angles = self.rotation(rows, positions[None])
+        rows = self.layers(rows, forward_context=context, position_embeddings=angles)
+        kept = rows if len(keep) == rows.shape[1] == 1 else rows[:, keep]
+        logits: Tensor = self.head(self.norm(kept))
+        return logits[0]
+
+
+@torch.inference_mode()
+def find_short_forward(model: Any, shapes: list[LayerShape], pool: WorkerPool, longest: int) -> ShortForward | None:
+    """Of a loaded model that is all on the CPU; None where it has none. longest: most positions of a sequence."""
+    short = _parts(model)
+    if short is None:
+        return None
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.arange(PROBE_ROWS) * max(vocabulary // PROBE_ROWS, 1)
+    for first, keep in ((0, [0, PROBE_ROWS - 1]), (max(longest - PROBE_ROWS, 0), list(range(PROBE_ROWS)))):
+        positions, kept = torch.arange(PROBE_ROWS) + first, torch.tensor(keep)
+        try:
+            got = short.logits(ids, positions, probe_context(shapes, pool, PROBE_ROWS), kept).clone()
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            logger.debug("the model keeps its own forward: %s", error)
+            return None
+        want = model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=kept,
+            forward_context=probe_context(shapes, pool, PROBE_ROWS),
+        ).logits[0]
+        if not torch.equal(got, want):
+            logger.debug("the model keeps its own forward, which computes something else")
+            return None
+    return short
+
+
+def _parts(model: Any) -> ShortForward | None:
+    """The parts of a model of the usual kind, by what they are."""
+    layers, head = layer_list(model), getattr(model, "lm_head", None)
+    base = getattr(model, "base_model", None)
+    if layers is None or len(layers) != 1 or not isinstance(layers[0], NativeStack) or head is None or base is None:
+        return None
+    inner = getattr(base, "inner", base)
+    found = [[child for child in inner.children() if isinstance(child, kind)] for kind in _KINDS]
+    if any(len(children) != 1 for children in found):
+        return None
+    embedding, rotation, norm = (children[0] for children in found)
+    return ShortForward(embedding, rotation, layers[0], norm, head, tuple({model, base, inner}))
