@@ -190,6 +190,9 @@ def delta_gates(pool: WorkerPool, addresses: Sequence[int], rows: int, heads: in
 
 _Weight = tuple[int, int, int, int, int]
 _Norm = tuple[int, float]
+_Rows = tuple[int, int, int, int, int, int]
+_Sizes = tuple[int, int, int, int, int]
+_Memory = tuple[int, int, int, int, int, int]
 _Router = tuple[int, bool, int, int, bool, bool, float]
 
 class LayerBuffers:
@@ -211,18 +214,23 @@ class AttentionBlock:
         layer: int,
     ) -> None: ...
     def forward(
+        self, pool: WorkerPool, buffers: LayerBuffers, x: int, rows: _Rows, sizes: _Sizes, cache: _Memory
+    ) -> None: ...
+
+class LatentBlock:
+    def __init__(
         self,
-        pool: WorkerPool,
-        buffers: LayerBuffers,
-        x: int,
-        cos: int,
-        sin: int,
-        cache: tuple[int, int, int, int, int],
-        slots: int,
-        block_table: int,
-        seq_ids: int,
-        kv_lens: int,
-        sizes: tuple[int, int, int, int, int, int],
+        norms: list[_Norm],
+        weights: list[_Weight],
+        biases: list[int],
+        sizes: list[int],
+        scale: float,
+        latent_scale: float,
+        is_interleaved: bool,
+        layer: int,
+    ) -> None: ...
+    def forward(
+        self, pool: WorkerPool, buffers: LayerBuffers, x: int, rows: _Rows, sizes: _Sizes, cache: _Memory
     ) -> None: ...
 
 class DeltaNetBlock:
@@ -291,16 +299,12 @@ class MlpBlock:
     def forward(self, pool: WorkerPool, buffers: LayerBuffers, rows: int, x: int) -> None: ...
 
 class LayerStack:
-    def __init__(self, layers: list[tuple[AttentionBlock | DeltaNetBlock, MoeBlock | MlpBlock]]) -> None: ...
-    def bind(self, memories: list[tuple[int, int, int, int, int, int]]) -> None: ...
+    def __init__(
+        self, layers: list[tuple[AttentionBlock | LatentBlock | DeltaNetBlock, MoeBlock | MlpBlock]]
+    ) -> None: ...
+    def bind(self, memories: list[_Memory]) -> None: ...
     def forward(
-        self,
-        pool: WorkerPool,
-        buffers: LayerBuffers,
-        x: int,
-        rows: tuple[int, int, int, int, int, int],
-        sizes: tuple[int, int, int, int, int],
-        states: _Step,
+        self, pool: WorkerPool, buffers: LayerBuffers, x: int, rows: _Rows, sizes: _Sizes, states: _Step
     ) -> None: ...
 
 class ExpertStream:

@@ -13,6 +13,7 @@
 
 #include "bind/args.h"
 #include "bind/recurrent.h"
+#include "ops/latent.h"
 #include "ops/layer.h"
 #include "ops/layer_stack.h"
 
@@ -27,8 +28,6 @@ using kt::at;
 using WeightTuple = std::tuple<Address, int, int, int64_t, int64_t>;
 // (address of the weight or 0, epsilon)
 using NormTuple = std::tuple<Address, float>;
-// (type, keys, values, their scales)
-using KvTuple = std::tuple<int, Address, Address, Address, Address>;
 // (top_k, is_sigmoid, num_groups, topk_groups, is_top2, is_renormalized, scaling)
 using RouterTuple = std::tuple<int64_t, bool, int64_t, int64_t, bool, bool, float>;
 
@@ -48,7 +47,42 @@ using RowsTuple = std::tuple<Address, Address, Address, Address, Address, Addres
 // rows, rows and columns and stride of the block table, page size
 using SizesTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 
-using Mixer = std::variant<const kt::AttentionBlock*, const kt::DeltaNetBlock*>;
+kt::LayerMemory memory_of(const MemoryTuple& t, bool has_states) {
+  kt::LayerMemory memory{};
+  memory.num_slots = std::get<5>(t);
+  if (has_states) {
+    memory.conv = at<float>(std::get<1>(t));
+    memory.states = at<float>(std::get<2>(t));
+    return memory;
+  }
+  memory.kv_type = kt::kv_type_of(std::get<0>(t));
+  memory.keys = at<uint8_t>(std::get<1>(t));
+  memory.values = at<uint8_t>(std::get<2>(t));
+  memory.key_scales = at<float>(std::get<3>(t));
+  memory.value_scales = at<float>(std::get<4>(t));
+  return memory;
+}
+
+// Without a cache.
+kt::AttentionStep attention_step(const RowsTuple& rows, const SizesTuple& sizes) {
+  kt::AttentionStep step{};
+  step.cos = at<const float>(std::get<0>(rows));
+  step.sin = at<const float>(std::get<1>(rows));
+  step.slots = at<const int64_t>(std::get<2>(rows));
+  step.block_table = at<const int32_t>(std::get<3>(rows));
+  step.seq_ids = at<const int32_t>(std::get<4>(rows));
+  step.kv_lens = at<const int32_t>(std::get<5>(rows));
+  std::tie(step.rows, step.num_seqs, step.max_pages, step.table_stride, step.page_size) = sizes;
+  return step;
+}
+
+kt::AttentionStep attention_step(const RowsTuple& rows, const SizesTuple& sizes, const MemoryTuple& cache) {
+  kt::AttentionStep step = attention_step(rows, sizes);
+  kt::keep_in(step, memory_of(cache, false));
+  return step;
+}
+
+using Mixer = std::variant<const kt::AttentionBlock*, const kt::LatentBlock*, const kt::DeltaNetBlock*>;
 using FeedForward = std::variant<const kt::MoeBlock*, const kt::MlpBlock*>;
 
 template <class T, class Variant> const T* one_of(const Variant& parts) {
@@ -63,41 +97,21 @@ struct LayerStack {
 
   explicit LayerStack(const std::vector<std::pair<Mixer, FeedForward>>& parts) {
     for (const auto& [mixer, feed_forward] : parts)
-      layers.push_back({one_of<kt::AttentionBlock>(mixer), one_of<kt::DeltaNetBlock>(mixer),
-                        one_of<kt::MoeBlock>(feed_forward), one_of<kt::MlpBlock>(feed_forward)});
+      layers.push_back({one_of<kt::AttentionBlock>(mixer), one_of<kt::LatentBlock>(mixer),
+                        one_of<kt::DeltaNetBlock>(mixer), one_of<kt::MoeBlock>(feed_forward),
+                        one_of<kt::MlpBlock>(feed_forward)});
   }
 
   void bind(const std::vector<MemoryTuple>& tuples) {
     if (tuples.size() != layers.size()) throw std::invalid_argument("each layer needs a memory");
     memories.clear();
-    for (const auto& [type, first, second, third, fourth, slots] : tuples) {
-      kt::LayerMemory memory{};
-      memory.num_slots = slots;
-      if (layers[memories.size()].attention != nullptr) {
-        memory.kv_type = kt::kv_type_of(type);
-        memory.keys = at<uint8_t>(first);
-        memory.values = at<uint8_t>(second);
-        memory.key_scales = at<float>(third);
-        memory.value_scales = at<float>(fourth);
-      } else {
-        memory.conv = at<float>(first);
-        memory.states = at<float>(second);
-      }
-      memories.push_back(memory);
-    }
+    for (const MemoryTuple& tuple : tuples)
+      memories.push_back(memory_of(tuple, layers[memories.size()].delta_net != nullptr));
   }
 
   void forward(kt::WorkerPool& pool, kt::LayerBuffers& buffers, Address x, const RowsTuple& rows,
                const SizesTuple& sizes, const StepTuple& states) const {
-    kt::AttentionStep step{};
-    step.cos = at<const float>(std::get<0>(rows));
-    step.sin = at<const float>(std::get<1>(rows));
-    step.slots = at<const int64_t>(std::get<2>(rows));
-    step.block_table = at<const int32_t>(std::get<3>(rows));
-    step.seq_ids = at<const int32_t>(std::get<4>(rows));
-    step.kv_lens = at<const int32_t>(std::get<5>(rows));
-    std::tie(step.rows, step.num_seqs, step.max_pages, step.table_stride, step.page_size) = sizes;
-    kt::layer_stack(pool, layers, memories, step, step_of(states), at<float>(x), buffers);
+    kt::layer_stack(pool, layers, memories, attention_step(rows, sizes), step_of(states), at<float>(x), buffers);
   }
 };
 
@@ -146,35 +160,62 @@ void bind_layer(nb::module_& m) {
           },
           nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"),
           nb::arg("has_gate"), nb::arg("layer"))
-      // cache: type, keys, values, their scales; sizes: rows, rows and columns and stride of the block table, page
-      // size, slots
       .def(
           "forward",
-          [](const kt::AttentionBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, Address x, Address cos,
-             Address sin, const KvTuple& cache, Address slots, Address block_table, Address seq_ids, Address kv_lens,
-             const std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>& sizes) {
-            kt::AttentionStep step{};
-            step.rows = std::get<0>(sizes);
-            step.cos = at<const float>(cos);
-            step.sin = at<const float>(sin);
-            step.kv_type = kt::kv_type_of(std::get<0>(cache));
-            step.keys = at<uint8_t>(std::get<1>(cache));
-            step.values = at<uint8_t>(std::get<2>(cache));
-            step.key_scales = at<float>(std::get<3>(cache));
-            step.value_scales = at<float>(std::get<4>(cache));
-            step.slots = at<const int64_t>(slots);
-            step.block_table = at<const int32_t>(block_table);
-            step.num_seqs = std::get<1>(sizes);
-            step.max_pages = std::get<2>(sizes);
-            step.table_stride = std::get<3>(sizes);
-            step.page_size = std::get<4>(sizes);
-            step.num_slots = std::get<5>(sizes);
-            step.seq_ids = at<const int32_t>(seq_ids);
-            step.kv_lens = at<const int32_t>(kv_lens);
-            kt::attention_block(pool, self, step, at<float>(x), buffers);
+          [](const kt::AttentionBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, Address x,
+             const RowsTuple& rows, const SizesTuple& sizes, const MemoryTuple& cache) {
+            kt::attention_block(pool, self, attention_step(rows, sizes, cache), at<float>(x), buffers);
           },
-          nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("cache"),
-          nb::arg("slots"), nb::arg("block_table"), nb::arg("seq_ids"), nb::arg("kv_lens"), nb::arg("sizes"),
+          nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("rows"), nb::arg("sizes"), nb::arg("cache"),
+          nb::call_guard<nb::gil_scoped_release>());
+  // norms: input, of the compressed query, of the latent, of the shared key; weights: q, kv_a, o, k_b, v_b, and q_a
+  // where queries are compressed; biases: of q, kv_a, o, q_a; sizes: heads, rank, dimensions of a query without and
+  // with rotation, of a value
+  nb::class_<kt::LatentBlock>(m, "LatentBlock")
+      .def(
+          "__init__",
+          [](kt::LatentBlock* self, const std::vector<NormTuple>& norms, const std::vector<WeightTuple>& weights,
+             const std::vector<Address>& biases, const std::vector<int64_t>& sizes, float scale, float latent_scale,
+             bool is_interleaved, int layer) {
+            if (norms.size() != 4 || (weights.size() != 5 && weights.size() != 6) || biases.size() != 4 ||
+                sizes.size() != 5)
+              throw std::invalid_argument("LatentBlock wants 4 norms, 5 or 6 weights, 4 biases and 5 sizes");
+            kt::LatentBlock block{};
+            block.input = norm_of(norms[0]);
+            block.query = norm_of(norms[1]);
+            block.latent = norm_of(norms[2]);
+            block.shared = norm_of(norms[3]);
+            block.q = weight_of(weights[0]);
+            block.kv_a = weight_of(weights[1]);
+            block.o = weight_of(weights[2]);
+            block.k_b = weight_of(weights[3]);
+            block.v_b = weight_of(weights[4]);
+            block.has_compression = weights.size() == 6;
+            if (block.has_compression) block.q_a = weight_of(weights[5]);
+            block.q_bias = at<const float>(biases[0]);
+            block.kv_a_bias = at<const float>(biases[1]);
+            block.o_bias = at<const float>(biases[2]);
+            block.q_a_bias = at<const float>(biases[3]);
+            block.num_heads = sizes[0];
+            block.rank = sizes[1];
+            block.nope = sizes[2];
+            block.rope = sizes[3];
+            block.v_dim = sizes[4];
+            block.scale = scale;
+            block.latent_scale = latent_scale;
+            block.is_interleaved = is_interleaved;
+            block.layer = layer;
+            new (self) kt::LatentBlock(block);
+          },
+          nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"),
+          nb::arg("latent_scale"), nb::arg("is_interleaved"), nb::arg("layer"))
+      .def(
+          "forward",
+          [](const kt::LatentBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, Address x,
+             const RowsTuple& rows, const SizesTuple& sizes, const MemoryTuple& cache) {
+            kt::latent_block(pool, self, attention_step(rows, sizes, cache), at<float>(x), buffers);
+          },
+          nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("rows"), nb::arg("sizes"), nb::arg("cache"),
           nb::call_guard<nb::gil_scoped_release>());
   // norms: input, of a head's result; weights: qkvz, ba, o, or qkv, z, b, a, o; addresses: conv, rate, bias; sizes: key
   // heads, heads, K, V, width; gate: kind of activation

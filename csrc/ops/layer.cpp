@@ -12,19 +12,20 @@
 #include "ops/rows.h"
 
 namespace kt {
-namespace {
 
-float* at_least(std::vector<float>& buffer, int64_t count) {
+float* layer_buffer(std::vector<float>& buffer, int64_t count) {
   if (buffer.size() < static_cast<size_t>(count)) buffer.resize(static_cast<size_t>(count));
   return buffer.data();
 }
 
-void add_rows(WorkerPool& pool, float* x, const float* y, int64_t rows, int64_t cols) {
+void add_to_rows(WorkerPool& pool, float* x, const float* y, int64_t rows, int64_t cols) {
   WorkerPool::Session session(pool);
   const ProfiledOp op(session, Part::Norm, rows, true);
   for_rows(session, rows, kRowsPerTask,
            [&](int64_t r) { session.kernels().add_row(x + r * cols, y + r * cols, cols); });
 }
+
+namespace {
 
 void norm_rows(WorkerPool& pool, const NormSpec& norm, const float* x, int64_t rows, int64_t cols, float* out) {
   rms_norm(pool, x, norm.weight, rows, cols, norm.eps, out);
@@ -76,7 +77,7 @@ struct DeltaRows {
 
   DeltaRows(const DeltaNetBlock& block, int64_t rows, std::vector<float>& buffer) {
     const int64_t channels = rows * block.channels(), values = rows * block.value_width(), heads = rows * block.heads;
-    qkv = at_least(buffer, 2 * channels + values + 4 * heads);
+    qkv = layer_buffer(buffer, 2 * channels + values + 4 * heads);
     z = qkv + channels;
     mixed = z + values;
     b = mixed + channels;
@@ -106,7 +107,7 @@ void take_apart(const DeltaNetBlock& block, const float* qkvz, const float* ba, 
 void project_delta_net(WorkerPool& pool, const DeltaNetBlock& block, int64_t rows, const float* normed,
                        const DeltaRows& out, std::vector<float>& buffer) {
   const int64_t width = block.channels() + block.value_width(), heads = block.heads;
-  float* joined = block.is_interleaved ? at_least(buffer, rows * (width + 2 * heads)) : nullptr;
+  float* joined = block.is_interleaved ? layer_buffer(buffer, rows * (width + 2 * heads)) : nullptr;
   {
     const ScopedProfile in(pool, -1, Part::Linear, kQkv);
     if (block.is_interleaved)
@@ -146,8 +147,8 @@ void delta_net_block(WorkerPool& pool, const DeltaNetBlock& block, const Recurre
                      float* states, float* x, LayerBuffers& buffers) {
   const ScopedProfile scope(pool, block.layer, Part::Other);
   const int64_t rows = step.num_rows, hidden = block.o.rows, values = block.value_width(), channels = block.channels();
-  float* normed = at_least(buffers.a, rows * std::max(hidden, values));
-  float* out = at_least(buffers.c, rows * hidden);
+  float* normed = layer_buffer(buffers.a, rows * std::max(hidden, values));
+  float* out = layer_buffer(buffers.c, rows * hidden);
   const DeltaRows r(block, rows, buffers.b);
   norm_rows(pool, block.input, x, rows, hidden, normed);
   project_delta_net(pool, block, rows, normed, r, buffers.d);
@@ -194,7 +195,7 @@ void delta_net_block(WorkerPool& pool, const DeltaNetBlock& block, const Recurre
     const ScopedProfile output(pool, -1, Part::Linear, kOutput);
     linear(pool, normed, rows, block.o, nullptr, out);
   }
-  add_rows(pool, x, out, rows, hidden);
+  add_to_rows(pool, x, out, rows, hidden);
 }
 
 void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x,
@@ -202,10 +203,10 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
   const ScopedProfile scope(pool, block.layer, Part::Other);
   const int64_t rows = step.rows, hidden = block.o.rows, width = block.num_heads * block.head_dim,
                 q_width = block.num_heads * block.query_stride(), kv_width = block.num_kv_heads * block.head_dim;
-  float* normed = at_least(buffers.a, rows * std::max(hidden, width));
-  float* q = at_least(buffers.b, rows * (q_width + 2 * kv_width));
+  float* normed = layer_buffer(buffers.a, rows * std::max(hidden, width));
+  float* q = layer_buffer(buffers.b, rows * (q_width + 2 * kv_width));
   float *k = q + rows * q_width, *v = k + rows * kv_width;
-  float* out = at_least(buffers.c, rows * hidden);
+  float* out = layer_buffer(buffers.c, rows * hidden);
   norm_rows(pool, block.input, x, rows, hidden, normed);
   {
     const ScopedProfile qkv(pool, -1, Part::Linear, kQkv);
@@ -248,18 +249,18 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
     const ScopedProfile output(pool, -1, Part::Linear, kOutput);
     linear(pool, normed, rows, block.o, block.o_bias, out);
   }
-  add_rows(pool, x, out, rows, hidden);
+  add_to_rows(pool, x, out, rows, hidden);
 }
 
 void moe_block(WorkerPool& pool, const MoeBlock& block, int64_t rows, float* x, int64_t* ids, LayerBuffers& buffers) {
   const ScopedProfile scope(pool, block.layer, Part::Other);
   const SharedExperts& shared = block.shared;
   const int64_t hidden = block.router.cols, experts = block.router.rows, width = shared.exists ? shared.up.rows : 0;
-  float* normed = at_least(buffers.a, rows * hidden);
-  float* logits = at_least(buffers.b, rows * (experts + 2 * width + 1));
+  float* normed = layer_buffer(buffers.a, rows * hidden);
+  float* logits = layer_buffer(buffers.b, rows * (experts + 2 * width + 1));
   float *up = logits + rows * experts, *gate = up + rows * width, *scores = gate + rows * width;
-  float* out = at_least(buffers.c, rows * hidden);
-  float* weights = at_least(buffers.d, rows * block.spec.top_k);
+  float* out = layer_buffer(buffers.c, rows * hidden);
+  float* weights = layer_buffer(buffers.d, rows * block.spec.top_k);
   norm_rows(pool, block.norm, x, rows, hidden, normed);
   constexpr Part kShared = Part::SharedExperts;
   const LinearPart router = {block.router, nullptr, logits}, shared_gate = {shared.gate, nullptr, gate, kShared},
@@ -279,7 +280,7 @@ void moe_block(WorkerPool& pool, const MoeBlock& block, int64_t rows, float* x, 
     const ScopedProfile shared_scope(pool, -1, kShared);
     activate(pool, shared.act, gate, up, rows * width, up, rows);
     if (shared.has_score) activate(pool, {ActKind::Sigmoid, 0, 0}, nullptr, scores, rows, scores, rows);
-    float* second = at_least(buffers.e, rows * hidden);
+    float* second = layer_buffer(buffers.e, rows * hidden);
     linear(pool, up, rows, shared.down, nullptr, second);
     WorkerPool::Session session(pool);
     const ProfiledOp op(session, kShared, rows);
@@ -290,14 +291,14 @@ void moe_block(WorkerPool& pool, const MoeBlock& block, int64_t rows, float* x, 
       session.kernels().add_row(out + r * hidden, row, hidden);
     });
   }
-  add_rows(pool, x, out, rows, hidden);
+  add_to_rows(pool, x, out, rows, hidden);
 }
 
 void mlp_block(WorkerPool& pool, const MlpBlock& block, int64_t rows, float* x, LayerBuffers& buffers) {
   const int64_t hidden = block.up.cols, width = block.up.rows;
-  float* normed = at_least(buffers.a, rows * hidden);
-  float* up = at_least(buffers.b, 2 * rows * width);
-  float *gate = up + rows * width, *out = at_least(buffers.c, rows * hidden);
+  float* normed = layer_buffer(buffers.a, rows * hidden);
+  float* up = layer_buffer(buffers.b, 2 * rows * width);
+  float *gate = up + rows * width, *out = layer_buffer(buffers.c, rows * hidden);
   const ScopedProfile scope(pool, block.layer, Part::Other);
   norm_rows(pool, block.norm, x, rows, hidden, normed);
   {
@@ -306,7 +307,7 @@ void mlp_block(WorkerPool& pool, const MlpBlock& block, int64_t rows, float* x, 
     activate(pool, block.act, gate, up, rows * width, up, rows);
     linear(pool, up, rows, block.down, nullptr, out);
   }
-  add_rows(pool, x, out, rows, hidden);
+  add_to_rows(pool, x, out, rows, hidden);
 }
 
 }  // namespace kt

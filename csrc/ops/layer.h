@@ -49,6 +49,12 @@ struct LayerBuffers {
   std::vector<int64_t> ids;  // experts, where nobody asks for them
 };
 
+// A buffer of at least so many numbers.
+float* layer_buffer(std::vector<float>& buffer, int64_t count);
+
+// x += y, both [rows, cols].
+void add_to_rows(WorkerPool& pool, float* x, const float* y, int64_t rows, int64_t cols);
+
 void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x,
                      LayerBuffers& buffers);
 

@@ -5,20 +5,27 @@
 
 namespace kt {
 
+void keep_in(AttentionStep& step, const LayerMemory& memory) {
+  step.kv_type = memory.kv_type;
+  step.keys = memory.keys;
+  step.values = memory.values;
+  step.key_scales = memory.key_scales;
+  step.value_scales = memory.value_scales;
+  step.num_slots = memory.num_slots;
+}
+
 void layer_stack(WorkerPool& pool, const std::vector<StackedLayer>& layers, const std::vector<LayerMemory>& memories,
                  AttentionStep step, const RecurrentStep& recurrent, float* x, LayerBuffers& buffers) {
   if (layers.size() != memories.size()) throw std::invalid_argument("each layer needs a memory");
   for (size_t i = 0; i < layers.size(); ++i) {
     const StackedLayer& layer = layers[i];
     const LayerMemory& memory = memories[i];
-    if (layer.attention != nullptr) {
-      step.kv_type = memory.kv_type;
-      step.keys = memory.keys;
-      step.values = memory.values;
-      step.key_scales = memory.key_scales;
-      step.value_scales = memory.value_scales;
-      step.num_slots = memory.num_slots;
-      attention_block(pool, *layer.attention, step, x, buffers);
+    if (layer.delta_net == nullptr) {
+      keep_in(step, memory);
+      if (layer.attention != nullptr)
+        attention_block(pool, *layer.attention, step, x, buffers);
+      else
+        latent_block(pool, *layer.latent, step, x, buffers);
     } else {
       RecurrentStep slots = recurrent;
       slots.num_slots = memory.num_slots;

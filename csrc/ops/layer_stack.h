@@ -3,19 +3,21 @@
 #pragma once
 #include <vector>
 
+#include "ops/latent.h"
 #include "ops/layer.h"
 
 namespace kt {
 
-// One of the first two, and one of the last two.
+// One of the first three, and one of the last two.
 struct StackedLayer {
   const AttentionBlock* attention;
+  const LatentBlock* latent;
   const DeltaNetBlock* delta_net;
   const MoeBlock* moe;
   const MlpBlock* mlp;
 };
 
-// What a layer keeps of sequences: of attention keys and values, of a delta net its states.
+// What a layer keeps of sequences: of attention keys and values (of latents in the keys), of a delta net its states.
 struct LayerMemory {
   KvType kv_type;
   uint8_t *keys, *values;
@@ -23,6 +25,9 @@ struct LayerMemory {
   int64_t num_slots;
   float *conv, *states;
 };
+
+// The step's rows go to that cache, and see what it has.
+void keep_in(AttentionStep& step, const LayerMemory& memory);
 
 // x changes as if the layers' blocks were called one by one. step: its cache and slots count are each layer's own.
 // recurrent: read by delta nets only.

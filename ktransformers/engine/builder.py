@@ -281,7 +281,7 @@ def _build(
         identity = identify(opened, plan, cache, pool)
         hot.begin(HotFile(identity))
         forward = ForwardPass(opened.model, pool, loaded.layout)
-        if loaded.layout.is_cpu and forward.is_native:
+        if loaded.layout.is_cpu:
             forward.short = find_short_forward(opened.model, planned.shapes, pool, longest)
         extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
         backend, is_padded = _graphs(loaded, hardware)

@@ -40,7 +40,7 @@ class ForwardPass:
     """A loaded model's forward, which steps of every kind share.
 
     layout: the devices of its layers, None where all are on the CPU. announce: whether modules that keep torch's
-    forward get a line in the log. is_native: there are none. short: what steps on the CPU take, where a model has it.
+    forward get a line in the log. short: what steps on the CPU take, where a model has it.
     """
 
     def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
@@ -52,7 +52,6 @@ class ForwardPass:
             first = left[0] or "the model"
             logger.info("%s and %d more modules keep their forward, on native products", first, len(left) - 1)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
-        self.is_native = not left
 
     @torch.inference_mode()
     def on_cpu(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:

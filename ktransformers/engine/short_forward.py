@@ -22,9 +22,11 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.observed import PROBE_ROWS, layer_list, probe_context
 from ktransformers.operators.linear.embedding import KEmbedding
+from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.norm import KRMSNorm
 
 __all__ = ["ShortForward", "find_short_forward"]
@@ -75,13 +77,14 @@ def find_short_forward(model: Any, shapes: list[LayerShape], pool: WorkerPool, l
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             logger.debug("the model keeps its own forward: %s", error)
             return None
-        want = model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=kept,
-            forward_context=probe_context(shapes, pool, PROBE_ROWS),
-        ).logits[0]
+        with NativeMathMode(pool):
+            want = model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=kept,
+                forward_context=probe_context(shapes, pool, PROBE_ROWS),
+            ).logits[0]
         if not torch.equal(got, want):
             logger.debug("the model keeps its own forward, which computes something else")
             return None
@@ -89,14 +92,19 @@ def find_short_forward(model: Any, shapes: list[LayerShape], pool: WorkerPool, l
 
 
 def _parts(model: Any) -> ShortForward | None:
-    """The parts of a model of the usual kind, by what they are."""
+    """The parts of a model of the usual kind, by what they are: native ones, which nothing has to watch over
+    (operators/exact.py)."""
     layers, head = layer_list(model), getattr(model, "lm_head", None)
     base = getattr(model, "base_model", None)
     if layers is None or len(layers) != 1 or not isinstance(layers[0], NativeStack) or head is None or base is None:
         return None
     inner = getattr(base, "inner", base)
+    if not isinstance(head, KTransformersLinear) or head.native is None:
+        return None
     found = [[child for child in inner.children() if isinstance(child, kind)] for kind in _KINDS]
     if any(len(children) != 1 for children in found):
         return None
     embedding, rotation, norm = (children[0] for children in found)
+    if not isinstance(norm, KRMSNorm) or norm.spec is None:
+        return None
     return ShortForward(embedding, rotation, layers[0], norm, head, tuple({model, base, inner}))

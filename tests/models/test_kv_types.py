@@ -122,12 +122,13 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(name: str
 
 
 @pytest.mark.parametrize("kv_type", NARROW)
-def test_fused_layers_write_and_read_the_same(kv_type: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_fused_layers_write_and_read_the_same(family: str, kv_type: str) -> None:
     ids = random_ids(160, NUM_TOKENS)
-    fused, plain = fused_runner(model_of("qwen3_moe"), kv_type), runner_of(model_of("qwen3_moe"), kv_type=kv_type)
+    fused, plain = fused_runner(model_of(family), kv_type), runner_of(model_of(family), kv_type=kv_type)
     assert all(isinstance(layer, FusedLayer) and layer.attention for layer in decoder_layers(fused.model))
     got, want = (logits_in(runner, ids, NUM_TOKENS) for runner in (fused, plain))
-    exact = logits_in(runner_of(model_of("qwen3_moe")), ids, NUM_TOKENS)
+    exact = logits_in(runner_of(model_of(family)), ids, NUM_TOKENS)
     assert (got - want).norm() <= 0.2 * (want - exact).norm()  # as above: angles are multiplied in another order
     assert torch.equal(logits_in(fused, ids, 7), got)
     assert list(fused.cache.tensors()) == list(plain.cache.tensors())

@@ -17,6 +17,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import Activation, ActivationSpec, QuantType, RawTensor
 from ktransformers.operators.activation import KActivation
+from ktransformers.operators.attention.latent_weights import split_up_projections
 from ktransformers.operators.attention.mla import KMLAAttention, rotate
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import OperatorConfig
@@ -284,7 +285,7 @@ def test_mla_splits_a_merged_projection(qtype: QuantType, config: OperatorConfig
     values = rows(heads * (nope + v_dim), rank).numpy()
     packed = gguf.quants.quantize(values, qtype)
     merged = RawTensor(torch.from_numpy(packed.view(np.uint8).reshape(-1).copy()), qtype, values.shape)
-    k_b, v_b = operator._split(merged)
+    k_b, v_b = split_up_projections(merged, operator.spec, config.require_pool())
     exact = gguf.quants.dequantize(packed, qtype).reshape(heads, nope + v_dim, rank)
     got_k = gguf.quants.dequantize(k_b.data.numpy().reshape(heads * rank, -1).view(np.uint8), k_b.qtype)
     got_v = gguf.quants.dequantize(v_b.data.numpy().reshape(heads * v_dim, -1).view(np.uint8), v_b.qtype)

@@ -26,16 +26,21 @@ from ktransformers.kernels.untraced import untraced
 __all__ = [
     "AttentionLayer",
     "AttentionStep",
+    "CheckedCache",
     "DeltaNet",
     "GatedMlp",
     "LayerBuffers",
     "LayerKv",
     "MlpLayer",
     "MoeLayer",
+    "NativeMemory",
     "Norm",
     "Projection",
     "RecurrentLayer",
     "SharedExperts",
+    "native_bias",
+    "native_norm",
+    "native_weight",
 ]
 
 LayerBuffers = extension.LayerBuffers
@@ -62,28 +67,31 @@ _NativeWeight = tuple[int, int, int, int, int]
 """Address, type, layout, rows, columns."""
 
 
-def _weight(weight: RawTensor | PackedTensor) -> _NativeWeight:
+def native_weight(weight: RawTensor | PackedTensor) -> _NativeWeight:
+    """A matrix as the extension takes it."""
     check_weight("weight", weight, 2)
     rows, cols = weight.shape
     return (weight.data.data_ptr(), int(weight.qtype), layout_of(weight), rows, cols)
 
 
-def _norm(norm: Norm | None, size: int) -> tuple[int, float]:
+def native_norm(norm: Norm | None, size: int) -> tuple[int, float]:
+    """A norm of `size` columns as the extension takes it; None: there is none."""
     if norm is None:
         return (0, 0.0)
     check_tensor("norm", norm.weight, (size,))
     return (norm.weight.data_ptr(), float(norm.eps))
 
 
-def _bias(part: Projection) -> int:
+def native_bias(part: Projection) -> int:
+    """The address of its bias, 0 without."""
     if part.bias is None:
         return 0
     check_tensor("bias", part.bias, (part.weight.shape[0],))
     return part.bias.data_ptr()
 
 
-NativeKv = tuple[int, int, int, int, int]
-"""Type; addresses of keys, values and their scales."""
+NativeMemory = tuple[int, int, int, int, int, int]
+"""Type; addresses of keys, values and their scales; slots. Of states: 0, conv, recurrent, 0, 0, slots."""
 
 
 class AttentionStep:
@@ -129,8 +137,8 @@ class LayerKv:
     values: Tensor
     scales: KvScales = (None, None)
 
-    def native(self, heads: int, dim: int) -> NativeKv:
-        """Type and addresses. Raises TypeError or ValueError for tensors that do not fit."""
+    def native(self, heads: int, dim: int) -> NativeMemory:
+        """As the extension takes it. Raises TypeError or ValueError for tensors that do not fit."""
         parts = []
         for name, cache, scales in (("keys", self.keys, self.scales[0]), ("values", self.values, self.scales[1])):
             check_tensor(name, cache, (None, heads, dim), self.keys.dtype)
@@ -139,17 +147,18 @@ class LayerKv:
                 check_tensor(f"scales of {name}", scales, (self.keys.shape[0], heads, 1))
             parts.append((cache.data_ptr(), address))
         (keys, key_scales), (values, value_scales) = parts
-        return kv_type("keys", self.keys), keys, values, key_scales, value_scales
+        return kv_type("keys", self.keys), keys, values, key_scales, value_scales, self.keys.shape[0]
 
 
-class _CheckedKv:
+class CheckedCache:
     """What was found of a layer's cache, which is the same in all steps. Held weakly: it goes when its owner does."""
 
-    def __init__(self, cache: LayerKv, native: NativeKv):
+    def __init__(self, cache: LayerKv, native: NativeMemory):
         self._tensors = [None if tensor is None else weakref.ref(tensor) for tensor in _tensors(cache)]
-        self.native, self.num_slots = native, cache.keys.shape[0]
+        self.native = native
 
     def is_of(self, cache: LayerKv) -> bool:
+        """Whether `cache` is made of the same tensors."""
         known = (None if tensor is None else tensor() for tensor in self._tensors)
         return all(one is other for one, other in zip(known, _tensors(cache), strict=True))
 
@@ -186,12 +195,12 @@ class AttentionLayer:
         if width % head_dim or kv_width % head_dim or width % kv_width or rotary_dims > head_dim or rotary_dims % 2:
             raise ValueError(f"heads of {head_dim} ({rotary_dims} rotated) do not fit widths {width} and {kv_width}")
         self._kept: Any = (norms, projections)
-        self._cache: _CheckedKv | None = None
+        self._cache: CheckedCache | None = None
         self._kv_heads, self._head_dim, self.rotary_dims = kv_width // head_dim, head_dim, rotary_dims
         self.block = extension.AttentionBlock(
-            [_norm(norms[0], self.hidden_size), _norm(norms[1], head_dim), _norm(norms[2], head_dim)],
-            [_weight(part.weight) for part in projections],
-            [_bias(part) for part in projections],
+            [native_norm(norms[0], self.hidden_size), native_norm(norms[1], head_dim), native_norm(norms[2], head_dim)],
+            [native_weight(part.weight) for part in projections],
+            [native_bias(part) for part in projections],
             [width // head_dim, self._kv_heads, head_dim, rotary_dims, window],
             float(scale),
             has_gate,
@@ -205,13 +214,10 @@ class AttentionLayer:
         if step.rotary_dims != self.rotary_dims:
             raise ValueError(f"cos must have {self.rotary_dims} columns, got {step.rotary_dims}")
         if self._cache is None or not self._cache.is_of(cache):
-            self._cache = _CheckedKv(cache, self.native_cache(cache))
-        cos, sin, slots, table, seq_ids, kv_lens = step.addresses
-        sizes = (*step.sizes, self._cache.num_slots)
-        native = self._cache.native
-        self.block.forward(pool.handle, buffers, x.data_ptr(), cos, sin, native, slots, table, seq_ids, kv_lens, sizes)
+            self._cache = CheckedCache(cache, self.native_cache(cache))
+        self.block.forward(pool.handle, buffers, x.data_ptr(), step.addresses, step.sizes, self._cache.native)
 
-    def native_cache(self, cache: LayerKv) -> NativeKv:
+    def native_cache(self, cache: LayerKv) -> NativeMemory:
         """As the extension takes it. Raises TypeError or ValueError for tensors that do not fit."""
         return cache.native(self._kv_heads, self._head_dim)
 
@@ -284,8 +290,8 @@ class RecurrentLayer:
         self._kept: Any = (norm, projections, o, net, taps)
         self._net = net
         self.block = extension.DeltaNetBlock(
-            [_norm(norm, self.hidden_size), _norm(net.norm, net.value_dim)],
-            [_weight(part.weight) for part in (*projections, o)],
+            [native_norm(norm, self.hidden_size), native_norm(net.norm, net.value_dim)],
+            [native_weight(part.weight) for part in (*projections, o)],
             [taps.data_ptr(), net.rate.data_ptr(), net.dt_bias.data_ptr()],
             [net.num_key_heads, net.num_heads, net.key_dim, net.value_dim, self._width],
             float(net.l2norm_eps),
@@ -334,7 +340,7 @@ class GatedMlp:
 
     @property
     def native(self) -> tuple[_NativeWeight, _NativeWeight, _NativeWeight]:
-        return (_weight(self.gate), _weight(self.up), _weight(self.down))
+        return (native_weight(self.gate), native_weight(self.up), native_weight(self.down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +352,7 @@ class SharedExperts:
 
     @property
     def native(self) -> list[_NativeWeight]:
-        return [*self.mlp.native, *([] if self.score is None else [_weight(self.score)])]
+        return [*self.mlp.native, *([] if self.score is None else [native_weight(self.score)])]
 
 
 class MoeLayer:
@@ -379,8 +385,8 @@ class MoeLayer:
         address = 0 if bias is None else bias.data_ptr()
         activation = ActivationSpec() if shared is None else shared.mlp.activation
         self.block = extension.MoeBlock(
-            _norm(norm, self.hidden_size),
-            _weight(router),
+            native_norm(norm, self.hidden_size),
+            native_weight(router),
             address,
             spec.native,
             experts.handle,
@@ -404,7 +410,7 @@ class MlpLayer:
     def __init__(self, norm: Norm, mlp: GatedMlp, layer: int = -1) -> None:
         self.hidden_size = mlp.hidden_size
         self._kept: Any = (norm, mlp)
-        self.block = extension.MlpBlock(_norm(norm, self.hidden_size), *mlp.native, *mlp.activation.native, layer)
+        self.block = extension.MlpBlock(native_norm(norm, self.hidden_size), *mlp.native, *mlp.activation.native, layer)
 
     @untraced
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
+from ktransformers.kernels.cpu.latent import LatentLayer
 from ktransformers.kernels.cpu.layer import (
     AttentionLayer,
     AttentionStep,
@@ -37,10 +38,10 @@ class LayerStack:
     Raises ValueError for layers that do not fit together.
     """
 
-    def __init__(self, layers: Sequence[tuple[AttentionLayer | RecurrentLayer, MoeLayer | MlpLayer]]):
+    def __init__(self, layers: Sequence[tuple[AttentionLayer | LatentLayer | RecurrentLayer, MoeLayer | MlpLayer]]):
         self._mixers, self._kept = [mixer for mixer, _ in layers], tuple(layers)
         sizes = {part.hidden_size for layer in layers for part in layer}
-        rotated = {mixer.rotary_dims for mixer in self._mixers if isinstance(mixer, AttentionLayer)}
+        rotated = {mixer.rotary_dims for mixer in self._mixers if isinstance(mixer, AttentionLayer | LatentLayer)}
         if len(sizes) != 1 or len(rotated) > 1:
             raise ValueError(f"layers of {sorted(sizes)} columns with {sorted(rotated)} rotated ones are no stack")
         self.hidden_size, self.rotary_dims = sizes.pop(), rotated.pop() if rotated else 0
@@ -54,8 +55,8 @@ class LayerStack:
         """
         natives = []
         for mixer, memory in zip(self._mixers, memories, strict=True):
-            if isinstance(mixer, AttentionLayer) and isinstance(memory, LayerKv):
-                natives.append((*mixer.native_cache(memory), memory.keys.shape[0]))
+            if isinstance(mixer, AttentionLayer | LatentLayer) and isinstance(memory, LayerKv):
+                natives.append(mixer.native_cache(memory))
             elif isinstance(mixer, RecurrentLayer) and isinstance(memory, tuple):
                 mixer.check_states(*memory)
                 self._num_states = memory[0].shape[0]

@@ -29,7 +29,7 @@ from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import LatentShape, Shape
-from ktransformers.kernels.types import GroupType, QuantType, RawTensor
+from ktransformers.kernels.types import GroupType, RawTensor
 from ktransformers.kernels.untraced import untraced
 from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.flash import FlashLayer
@@ -37,6 +37,7 @@ from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.attention.latent_spec import LatentSpec
+from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_projections
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.attention.rotation import rotate
 from ktransformers.operators.attention.selection import Selection
@@ -55,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 _LEAST_ROTARY = 16
 """Columns behind the latent that a GPU's kernels want; of a family that has none they are 0."""
-_TWO_BYTE = frozenset({QuantType.F16, QuantType.BF16})
 
 
 def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,8 +124,8 @@ class KMLAAttention(WrapperOperator):
         if self.can_be_sparse and not self.is_sparse:
             say_dense()
         self._has_indexer = self.is_sparse and indexer is not None
-        self._k_b: RawTensor | None = None  # [H, R, N]
-        self._v_b: RawTensor | None = None  # [H, V, R]
+        self.k_b: RawTensor | None = None  # [H, R, N]
+        self.v_b: RawTensor | None = None  # [H, V, R]
 
     @override
     def state(self) -> DenseState:
@@ -192,7 +192,7 @@ class KMLAAttention(WrapperOperator):
         needs.add("cpu", info)
         if isinstance(info.resident_type, GroupType):
             needs.nbytes["cpu"] += 4 * math.prod(info.shape) - info.nbytes
-        elif info.resident_type not in _TWO_BYTE:  # k_b is transposed, which blocks of 32 cannot be: it becomes F32
+        elif info.resident_type not in TWO_BYTE:  # k_b is transposed, which blocks of 32 cannot be: it becomes F32
             v_share = info.nbytes * self.v_dim // (self.nope_dim + self.v_dim)
             needs.nbytes["cpu"] += v_share + 4 * self.num_heads * self.nope_dim * self.rank - info.nbytes
         return needs
@@ -201,14 +201,15 @@ class KMLAAttention(WrapperOperator):
     def load(self, source: WeightSource) -> None:
         super().load(source)
         if self._split_infos(source) is not None:
-            self._k_b = source.tensor(f"{self.key}.k_b_proj.weight")
-            self._v_b = source.tensor(f"{self.key}.v_b_proj.weight")
+            self.k_b = source.tensor(f"{self.key}.k_b_proj.weight")
+            self.v_b = source.tensor(f"{self.key}.v_b_proj.weight")
         else:
             self._merged_info(source)
-            self._k_b, self._v_b = self._split(source.tensor(f"{self.key}.kv_b_proj.weight"))
+            merged = source.tensor(f"{self.key}.kv_b_proj.weight")
+            self.k_b, self.v_b = split_up_projections(merged, self.spec, self.config.require_pool())
         if self.device.is_gpu:
-            self._gpu = GpuLatent.of(self._k_b, self._v_b, self.device, self.config.require_pool())
-            self._k_b = self._v_b = None
+            self._gpu = GpuLatent.of(self.k_b, self.v_b, self.device, self.config.require_pool())
+            self.k_b = self.v_b = None
 
     @override
     def settle(self, site: Site) -> None:
@@ -229,23 +230,6 @@ class KMLAAttention(WrapperOperator):
         if isinstance(norm, KRMSNorm) and norm.spec is not None and norm.device.name == self.device.name:
             self._query_norm = norm.spec
 
-    def _split(self, merged: RawTensor) -> tuple[RawTensor, RawTensor]:
-        """k_b [H, R, N] and v_b [H, V, R] out of kv_b [H * (N + V), R]."""
-        heads, nope, v_dim, rank = self.num_heads, self.nope_dim, self.v_dim, self.rank
-        if isinstance(merged.qtype, GroupType):  # which kernels read fast when packed only
-            ids, pool = torch.arange(merged.rows), self.config.require_pool()
-            merged = RawTensor.from_tensor(cpu.dequantize_rows(merged, ids, pool))
-        rows = merged.data.view(heads, nope + v_dim, merged.row_bytes)
-        v_b = RawTensor(rows[:, nope:].contiguous().view(-1), merged.qtype, (heads, v_dim, rank))
-        if merged.qtype in _TWO_BYTE:
-            k_bytes, k_type = rows[:, :nope].contiguous().view(torch.int16), merged.qtype
-        else:
-            pool = self.config.require_pool()
-            ids = torch.arange(merged.rows).view(heads, -1)[:, :nope].reshape(-1)
-            k_bytes, k_type = cpu.dequantize_rows(merged, ids, pool).view(heads, nope, rank), QuantType.F32
-        transposed = k_bytes.view(heads, nope, rank).transpose(1, 2).contiguous()
-        return RawTensor(transposed.view(torch.uint8).view(-1), k_type, (heads, rank, nope)), v_b
-
     @override
     def forward(
         self,
@@ -260,13 +244,13 @@ class KMLAAttention(WrapperOperator):
         if self._gpu is not None:
             given = kwargs.get("prev_topk_indices")
             return self._forward_on_gpu(self._gpu, hidden_states, position_embeddings, forward_context, given)
-        assert self._k_b is not None, f"{self.key} is not loaded"
+        assert self.k_b is not None, f"{self.key} is not loaded"
         if self._is_native is None:
-            self._is_native = self._computes_nothing_on_torch()
+            self._is_native = self.is_native_on_cpu()
         run = untraced(self._forward_on_cpu) if self._is_native else self._forward_on_cpu
         return run(hidden_states, position_embeddings, forward_context, kwargs.get("prev_topk_indices"))
 
-    def _computes_nothing_on_torch(self) -> bool:
+    def is_native_on_cpu(self) -> bool:
         """Whether all but products of real numbers runs in native kernels: no gate, no norm or projection of torch."""
         inner: Any = self.inner
         if self.is_sparse or self.spec.has_gate or self.spec.has_wide_gate or self.spec.has_joint_gate:
@@ -284,9 +268,9 @@ class KMLAAttention(WrapperOperator):
     def _forward_on_cpu(
         self, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext, given: Any
     ) -> tuple[Any, ...]:
-        assert self._v_b is not None
+        assert self.v_b is not None
         pool = self.config.require_pool()
-        cos, sin, is_interleaved = self._angles(position_embeddings, forward_context)
+        cos, sin, is_interleaved = self.angles(position_embeddings, forward_context)
         q, compressed, gate = self._projected_query(hidden_states)
         q = self._scaled(q, forward_context)
         query = self._absorbed_query(q, cos, sin, is_interleaved, pool)
@@ -303,7 +287,7 @@ class KMLAAttention(WrapperOperator):
         places = (table, page_size, seq_ids, kv_lens)
         options: dict[str, Any] = {"window": self.spec.window, "sinks": self._sinks, "scales": scales}
         latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, **options)
-        return self._result(self._output(hidden_states, cpu.batched_linear(latent, self._v_b, pool), gate), selection)
+        return self._result(self._output(hidden_states, cpu.batched_linear(latent, self.v_b, pool), gate), selection)
 
     @property
     def _sinks(self) -> torch.Tensor | None:
@@ -369,7 +353,7 @@ class KMLAAttention(WrapperOperator):
         given: Selection | None,
     ) -> tuple[Any, ...]:
         inner: Any = self.inner
-        angles = self._angles(position_embeddings, forward_context)
+        angles = self.angles(position_embeddings, forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
         assert self._latent_norm is not None
@@ -431,7 +415,7 @@ class KMLAAttention(WrapperOperator):
             return q
         return q * self.spec.position_scale.of(context.kv_lens)[:, None, None].to(q.dtype)
 
-    def _angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    def angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair.
 
         Where nothing is rotated all angles are 0.
@@ -439,11 +423,18 @@ class KMLAAttention(WrapperOperator):
         if not self.spec.has_rotation:
             here = context.on(self.home.torch_device)
             return *here.derived("angles of 0", here.kv_lens, self._angles_of_0), False
+        is_interleaved = self.rotates_neighbours(position_embeddings)
         if isinstance(position_embeddings, torch.Tensor):
-            return *context.derived("real parts", position_embeddings, _real_parts), True
+            return *context.derived("real parts", position_embeddings, _real_parts), is_interleaved
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
+        return cos, sin, is_interleaved
+
+    def rotates_neighbours(self, position_embeddings: Any) -> bool:
+        """The pairing, by what the model hands over."""
+        if not self.spec.has_rotation or isinstance(position_embeddings, torch.Tensor):
+            return self.spec.has_rotation
         latent = self.config.facts.latent
-        return cos, sin, not self.spec.rotates_halves and (latent is None or latent.is_interleaved)
+        return not self.spec.rotates_halves and (latent is None or latent.is_interleaved)
 
     def _angles_of_0(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ones = torch.ones(len(rows), self.rope_dim // 2, device=rows.device)
@@ -453,8 +444,8 @@ class KMLAAttention(WrapperOperator):
         self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool
     ) -> torch.Tensor:
         """Absorbed query fp32 [T, H, R + P] of q [T, H, N + P]."""
-        assert self._k_b is not None
-        absorbed = cpu.batched_linear(q[..., : self.nope_dim].contiguous(), self._k_b, pool)
+        assert self.k_b is not None
+        absorbed = cpu.batched_linear(q[..., : self.nope_dim].contiguous(), self.k_b, pool)
         return torch.cat((absorbed, rotate(q[..., self.nope_dim :], cos, sin, is_interleaved)), dim=-1)
 
     def _projected_query(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

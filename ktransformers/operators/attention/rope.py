@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -109,10 +108,6 @@ class KRotaryEmbedding(WrapperOperator):
     def has_table(self) -> bool:
         """Whether angles depend on the position alone."""
         return self._is_plain and (self._is_static or isinstance(self.inner, SettledRotation))
-
-    @override
-    def bypassed(self) -> Iterable[nn.Module]:
-        return (self.inner,)  # see _angles
 
     @override
     def op(self, phase: Phase) -> str:

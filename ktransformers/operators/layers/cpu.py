@@ -21,6 +21,7 @@ from ktransformers.cache.paged import LayerShape, Scales
 from ktransformers.cache.state import StateCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.latent import LatentLayer, LatentParts
 from ktransformers.kernels.cpu.layer import (
     AttentionLayer,
     AttentionStep,
@@ -37,6 +38,7 @@ from ktransformers.kernels.cpu.layer import (
 )
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.activation import KActivation
+from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
@@ -136,6 +138,38 @@ def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
         raise _DoesNotFit(str(error)) from error
 
 
+def _latent(layer: nn.Module, operator: KMLAAttention, call: LayerCall) -> LatentLayer:
+    inner, spec = operator.inner, operator.spec
+    if not operator.is_native_on_cpu() or spec.window or spec.has_sinks or spec.hands_selection:
+        raise _DoesNotFit("another kind of latent attention")
+    assert operator.k_b is not None, "a layer that is not loaded"
+    assert operator.v_b is not None, "a layer that is not loaded"
+    is_compressed = _child(inner, "q_a_proj") is not None
+    parts = LatentParts(
+        _norm(_child(layer, "input_layernorm")),
+        _projection(_child(inner, "q_b_proj" if is_compressed else "q_proj")),
+        _projection(_child(inner, "kv_a_proj_with_mqa")),
+        _projection(_child(inner, "o_proj")),
+        operator.k_b,
+        operator.v_b,
+        _norm(_child(inner, "kv_a_layernorm")),
+        _norm(_child(inner, "k_rope_only_layernorm")) if spec.has_rope_norm else None,
+        _projection(_child(inner, "q_a_proj")) if is_compressed else None,
+        _norm(_child(inner, "q_a_layernorm")) if is_compressed else None,
+    )
+    try:
+        return LatentLayer(
+            parts,
+            operator.rope_dim,
+            spec.scale,
+            spec.latent_scale,
+            is_interleaved=operator.rotates_neighbours(call.kwargs.get("position_embeddings")),
+            layer=operator.layer_idx,
+        )
+    except (TypeError, ValueError) as error:
+        raise _DoesNotFit(str(error)) from error
+
+
 def _delta_net(layer: nn.Module, operator: KGatedDeltaNet) -> RecurrentLayer:
     inner: Any = operator.inner
     names = ("qkvz", "ba") if operator.is_interleaved else ("qkv", "z", "b", "a")
@@ -167,8 +201,13 @@ def _delta_net(layer: nn.Module, operator: KGatedDeltaNet) -> RecurrentLayer:
         raise _DoesNotFit(str(error)) from error
 
 
-def _mixing(layer: nn.Module, call: LayerCall) -> AttentionLayer | RecurrentLayer:
+Mixer = AttentionLayer | LatentLayer | RecurrentLayer
+
+
+def _mixing(layer: nn.Module, call: LayerCall) -> Mixer:
     mixer = layer.get_submodule(mixer_of(layer))
+    if isinstance(mixer, KMLAAttention):
+        return _latent(layer, mixer, call)
     return _delta_net(layer, mixer) if isinstance(mixer, KGatedDeltaNet) else _attention(layer, call)
 
 
@@ -219,7 +258,7 @@ class FusedLayer(nn.Module):
         layer: nn.Module,
         pool: WorkerPool,
         buffers: LayerBuffers,
-        attention: AttentionLayer | RecurrentLayer | None,
+        attention: Mixer | None,
         feed_forward: MoeLayer | MlpLayer | None,
     ):
         super().__init__()
@@ -268,9 +307,10 @@ class FusedLayer(nn.Module):
         cache = LayerKv(*context.cache.layer(self.layer_idx), context.cache.scales(self.layer_idx))
         self.attention.forward(rows, cache, self.attention_step(context, kwargs), self.pool, self.memory)
 
-    @staticmethod
-    def attention_step(context: ForwardContext, kwargs: dict[str, Any]) -> AttentionStep:
+    def attention_step(self, context: ForwardContext, kwargs: dict[str, Any]) -> AttentionStep:
         """What layers that are handed the same angles share."""
+        if isinstance(self.attention, LatentLayer):
+            return _latent_step(self.inner.get_submodule(self.mixer), context, kwargs.get("position_embeddings"))
         cos, sin = kwargs["position_embeddings"]
         return context.derived("attention step", cos, lambda cos: _attention_step(context, cos, sin))
 
@@ -282,11 +322,21 @@ def _attention_step(context: ForwardContext, cos: torch.Tensor, sin: torch.Tenso
     )
 
 
-def _native_parts(
-    layer: nn.Module, call: LayerCall
-) -> tuple[AttentionLayer | RecurrentLayer | None, MoeLayer | MlpLayer | None]:
+def _latent_step(operator: nn.Module, context: ForwardContext, angles: Any) -> AttentionStep:
+    """angles: as the model hands them to its layers."""
+    assert isinstance(operator, KMLAAttention)
+    given = angles[0] if isinstance(angles, tuple) else context.kv_lens if angles is None else angles
+
+    def step(_: torch.Tensor) -> AttentionStep:
+        cos, sin = operator.angles(angles, context)[:2]
+        return _attention_step(context, cos.contiguous()[None], sin.contiguous()[None])
+
+    return context.derived("latent attention step", given, step)
+
+
+def _native_parts(layer: nn.Module, call: LayerCall) -> tuple[Mixer | None, MoeLayer | MlpLayer | None]:
     """What native calls may compute of a layer, attention and feed-forward."""
-    attention: AttentionLayer | RecurrentLayer | None = None
+    attention: Mixer | None = None
     feed_forward: MoeLayer | MlpLayer | None = None
     names = {name for name, _ in layer.named_children()}
     if names not in [{mixer, "mlp", "input_layernorm", "post_attention_layernorm"} for mixer in _MIXERS]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.layer import AttentionLayer, LayerKv, RecurrentLayer
+from ktransformers.kernels.cpu.layer import LayerKv, RecurrentLayer
 from ktransformers.kernels.cpu.stack import LayerStack
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
@@ -47,12 +47,13 @@ class NativeStack(nn.Module):
 
     def __init__(self, layers: Sequence[FusedLayer]):
         super().__init__()
-        self.layers, self._first = nn.ModuleList(layers), layers[0]
+        self.layers = nn.ModuleList(layers)
+        self._pool, self._memory_between = layers[0].pool, layers[0].memory
         parts = [(layer.attention, layer.feed_forward) for layer in layers]
         self._native = LayerStack([(mixer, block) for mixer, block in parts if mixer is not None and block is not None])
         self._indices = [layer.layer_idx for layer in layers]
         self._mixers = [mixer for mixer, _ in parts]
-        self._has_attention = any(isinstance(mixer, AttentionLayer) for mixer in self._mixers)
+        self._attending = [layer for layer in layers if not isinstance(layer.attention, RecurrentLayer)][:1]
         self._bound: weakref.ref[LayerCache] | None = None
         keep_attention_type(self, layers[0])
 
@@ -67,8 +68,8 @@ class NativeStack(nn.Module):
             if self._bound is None or self._bound() is not context.cache:
                 self._bind(context.cache)
             rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-            step = self._first.attention_step(context, kwargs) if self._has_attention else None
-            self._native.forward(rows, step, context.states, self._first.pool, self._first.memory)
+            step = self._attending[0].attention_step(context, kwargs) if self._attending else None
+            self._native.forward(rows, step, context.states, self._pool, self._memory_between)
             return rows.view(hidden_states.shape)
 
     def _bind(self, cache: LayerCache) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ktransformers.engine.runner import StaticRunner
-from ktransformers.kernels.cpu.layer import AttentionLayer, MlpLayer, MoeLayer, RecurrentLayer
+from ktransformers.kernels.cpu.latent import LatentLayer
+from ktransformers.kernels.cpu.layer import AttentionLayer, LayerKv, MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
 from tests.support.agreement import TOLERANCE
 from tests.support.family_models import family_config
 from tests.support.recurrent_models import recurrent_model
 from tests.support.runners import fused_runner, random_ids, runner_of
-from tests.support.tiny_models import random_model, tiny_model
+from tests.support.tiny_models import random_model, tiny_config, tiny_model
 
 # Family -> (attention, feed-forward) that must run in native calls; layers of one model may differ.
 NATIVE = {
@@ -23,7 +26,8 @@ NATIVE = {
     "mixtral": (True, MoeLayer),
     "qwen3_moe": (True, MoeLayer),
     "qwen2_moe": (True, MoeLayer),  # a shared expert with a score
-    "deepseek_v3": (False, MoeLayer),  # shared experts
+    "deepseek_v2": (True, MoeLayer),  # latent attention, angles as complex numbers
+    "deepseek_v3": (True, MoeLayer),  # latent attention, shared experts
     "gpt_oss": (False, None),  # sinks, and a router with a bias
     "olmoe": (False, MoeLayer),  # by the default rules; its norms are of all heads at once
 }
@@ -131,7 +135,7 @@ def test_a_layer_arranged_in_another_way_keeps_its_modules() -> None:
 
 def test_latent_attention_is_the_same_inside_and_outside_of_function_modes() -> None:
     """Where all of it is native it leaves the mode that watches a step, and what it computes stays as it was."""
-    runner = fused_runner(tiny_model("deepseek_v3"))
+    runner = runner_of(tiny_model("deepseek_v3"))
     found = [module for module in runner.model.modules() if isinstance(module, KMLAAttention)]
     ids = random_ids(runner.vocab_size, 13)
     outside = runner.forward(ids, 0, range(13))
@@ -140,3 +144,50 @@ def test_latent_attention_is_the_same_inside_and_outside_of_function_modes() -> 
         assert attention._is_native
         attention._is_native = False
     assert torch.equal(runner.forward(ids, 0, range(13)), outside)
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("deepseek_v2", {"q_lora_rank": 24}),
+        ("deepseek_v3", {"q_lora_rank": None}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"attention_bias": True}),
+        ("glm4_moe_lite", None),
+    ],
+)
+def test_latent_attention_computes_what_its_module_does(family: str, values: dict[str, object] | None) -> None:
+    """With queries compressed or not, pairs of neighbours or of halves; in chunks of any size."""
+    model = random_model(family_config(family) if values is None else tiny_config(family, **values), seed=2)
+    runner = fused_runner(model)
+    assert all(isinstance(layer.attention, LatentLayer) for layer in layers_of(runner))
+    ids = random_ids(runner.vocab_size, 21)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    whole = runner.forward(ids, 0, range(21)).clone()
+    assert (whole - want).abs().max() <= TOLERANCE * want.abs().max()
+    for size in (1, 4):
+        pieces = [(i, ids[i : i + size]) for i in range(0, 21, size)]
+        parts = [runner.forward(piece, i, range(len(piece))).clone() for i, piece in pieces]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_latent_attention_with_a_gate_keeps_its_module() -> None:
+    runner = fused_runner(random_model(family_config("dots3_note_text"), seed=0))
+    layers = [layer for layer in layers_of(runner) if isinstance(layer, FusedLayer)]
+    assert not any(isinstance(layer.attention, LatentLayer) for layer in layers)
+
+
+def test_what_does_not_fit_latent_attention_is_refused() -> None:
+    layer = layers_of(fused_runner(tiny_model("deepseek_v3")))[0]
+    latent, cache = layer.attention, fused_runner(tiny_model("deepseek_v3")).cache
+    assert isinstance(latent, LatentLayer)
+    keys, values = cache.layer(0)
+    with pytest.raises(ValueError, match="keys must have shape"):
+        latent.native_cache(LayerKv(keys[:, :, 1:].contiguous(), values))
+    with pytest.raises(ValueError, match="columns of its keys"):
+        latent.native_cache(LayerKv(keys, values.contiguous()))
+    with pytest.raises(ValueError, match="q must have shape"):
+        LatentLayer(latent._kept, 2 * latent.rotary_dims + 2, 1.0, is_interleaved=True)
+    with pytest.raises(ValueError, match="not both there"):
+        LatentLayer(replace(latent._kept, query_norm=None), 2 * latent.rotary_dims, 1.0, is_interleaved=True)

@@ -25,11 +25,12 @@ from tests.support.recurrent_models import recurrent_model
 from tests.support.runners import fused_runner, random_ids, runner_of, stacked_runner
 from tests.support.tiny_models import random_model, tiny_model
 
-WHOLE = ("llama", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
+LATENT, RECURRENT = ("deepseek_v2", "deepseek_v3"), ("qwen3_next", "qwen3_5_moe_text")
+WHOLE = ("llama", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe", *LATENT, *RECURRENT)
 
 
 def model_of(family: str) -> nn.Module:
-    return recurrent_model(family) if family in ("qwen3_next", "qwen3_5_moe_text") else tiny_model(family)
+    return recurrent_model(family) if family in RECURRENT else tiny_model(family)
 
 
 def in_pieces(runner: StaticRunner, ids: list[int], sizes: list[int]) -> torch.Tensor:
@@ -55,8 +56,9 @@ def test_logits_are_those_of_the_layers_one_by_one(family: str) -> None:
 
 
 @pytest.mark.parametrize("kv_type", ["bf16", "int8", "fp8"])
-def test_caches_of_narrow_types_are_written_and_read_alike(kv_type: str) -> None:
-    model = tiny_model("qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_caches_of_narrow_types_are_written_and_read_alike(family: str, kv_type: str) -> None:
+    model = tiny_model(family)
     stacked, fused = stacked_runner(model, kv_type), fused_runner(model, kv_type)
     ids = random_ids(stacked.vocab_size, 21)
     assert torch.equal(in_pieces(stacked, ids, [17, 1, 3]), in_pieces(fused, ids, [17, 1, 3]))
