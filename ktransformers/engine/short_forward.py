@@ -44,13 +44,19 @@ class ShortForward:
     rotation: nn.Module
     layers: nn.Module
     norm: nn.Module
-    head: nn.Module
+    head: KTransformersLinear
     watched: tuple[nn.Module, ...]
 
     @property
     def is_wanted(self) -> bool:
         """Whether nobody looks at what the model's own code does."""
         return not any(module._forward_hooks or module._forward_pre_hooks for module in self.watched)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have logits."""
+        assert self.head.native is not None, "a head that is not loaded"
+        return self.head.native[0].shape[0]
 
     def logits(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
         """int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
@@ -68,8 +74,7 @@ def find_short_forward(model: Any, shapes: list[LayerShape], pool: WorkerPool, l
     short = _parts(model)
     if short is None:
         return None
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.arange(PROBE_ROWS) * max(vocabulary // PROBE_ROWS, 1)
+    ids = torch.arange(PROBE_ROWS) * max(short.vocab_size // PROBE_ROWS, 1)
     for first, keep in ((0, [0, PROBE_ROWS - 1]), (max(longest - PROBE_ROWS, 0), list(range(PROBE_ROWS)))):
         positions, kept = torch.arange(PROBE_ROWS) + first, torch.tensor(keep)
         try:

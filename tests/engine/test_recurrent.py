@@ -22,6 +22,7 @@ from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu.layer import RecurrentLayer
+from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.made import Made, logits_in, logits_of
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
@@ -227,7 +228,9 @@ def test_the_plan_counts_states(made: Made) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
 def test_delta_nets_run_in_one_native_call(model_type: str, tmp_path: Path) -> None:
     made = make(model_type, tmp_path)
-    layers = made.engine.runner.model.get_submodule("model.layers")
+    (stack,) = made.engine.runner.model.get_submodule("model.layers")
+    assert isinstance(stack, NativeStack)
+    layers = list(stack.layers)
     native = [isinstance(getattr(layer, "attention", None), RecurrentLayer) for layer in layers]
     assert native == [True, True, False, True]
     made.close()

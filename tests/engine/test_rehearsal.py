@@ -191,10 +191,10 @@ def of_kinds(name: str) -> PreTrainedModel:
     ("name", "experts_on_cpu", "kinds", "run"),
     [
         pytest.param("qwen3_moe", True, [0] * 4, [0, 1], marks=pytest.mark.exhaustive),
-        ("qwen3_moe", False, [0] * 4, [0, 1]),
+        pytest.param("qwen3_moe", False, [0] * 4, [0, 1], marks=pytest.mark.exhaustive),
         ("deepseek_v2", True, [0, 1, 1, 1], [0, 1, 2]),
         ("qwen3_next", False, [0, 1] * 2, [0, 1, 2]),
-        ("gpt_oss", True, [0, 1] * 2, [0, 1, 2]),
+        pytest.param("gpt_oss", True, [0, 1] * 2, [0, 1, 2], marks=pytest.mark.exhaustive),
         ("gemma4-shared", False, [0, 1, 2, 3, 4, 5, 4, 5], [0, 1, 2, 3, 4, 5, 6]),
         pytest.param("gemma4-moe", False, [0, 1] * 2, [0, 1, 2], marks=pytest.mark.exhaustive),
     ],

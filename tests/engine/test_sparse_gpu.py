@@ -123,9 +123,7 @@ def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path)
     "model_type",
     [
         "dots3_note_text",
-        "jetmoe",
-        "zaya",
-        *(pytest.param(t, marks=pytest.mark.exhaustive) for t in ("dbrx", "muse_spark")),
+        *(pytest.param(t, marks=pytest.mark.exhaustive) for t in ("jetmoe", "zaya", "dbrx", "muse_spark")),
     ],
 )
 def test_attention_and_experts_of_other_forms(model_type: str, tmp_path: Path) -> None:
