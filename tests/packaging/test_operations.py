@@ -6,7 +6,9 @@ Compose files against the Compose specification (vendored by check-jsonschema), 
 
 from __future__ import annotations
 
+import importlib
 import json
+import tomllib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -17,6 +19,8 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
+from ktransformers.cluster.config import ClusterArgs
+from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
 from ktransformers.cli.serve import server_parser
@@ -263,3 +267,79 @@ def test_the_prometheus_operator_finds_the_server() -> None:
     volumes = found["Deployment"]["spec"]["template"]["spec"]["volumes"]
     secret = next(volume["secret"] for volume in volumes if "secret" in volume)
     assert endpoint["authorization"]["credentials"]["name"] == secret["secretName"]
+
+
+# KubeRay. Its kind's schema is a megabyte: the fields that are used are named here, as its CRD (ray.io/v1) has them,
+# and its pods are held to Kubernetes' own.
+
+_FIELDS = {
+    "spec": {"serveConfigV2", "rayClusterConfig"},
+    "rayClusterConfig": {"rayVersion", "enableInTreeAutoscaling", "headGroupSpec", "workerGroupSpecs"},
+    "headGroupSpec": {"rayStartParams", "template"},
+    "workerGroupSpecs": {
+        "groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"
+    },
+}  # fmt: skip
+
+
+def _ray_service() -> Any:
+    (document,) = documents("rayservice.yaml")
+    return document
+
+
+def _groups() -> list[Any]:
+    config = _ray_service()["spec"]["rayClusterConfig"]
+    return [config["headGroupSpec"], *config["workerGroupSpecs"]]
+
+
+def test_the_ray_service_has_kuberays_fields() -> None:
+    document = _ray_service()
+    assert (document["apiVersion"], document["kind"]) == ("ray.io/v1", "RayService")
+    config = document["spec"]["rayClusterConfig"]
+    assert set(document["spec"]) <= _FIELDS["spec"]
+    assert set(config) <= _FIELDS["rayClusterConfig"]
+    assert set(config["headGroupSpec"]) <= _FIELDS["headGroupSpec"]
+    for group in config["workerGroupSpecs"]:
+        assert set(group) <= _FIELDS["workerGroupSpecs"]
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    params = [value for group in _groups() for value in group["rayStartParams"].values()]
+    assert all(isinstance(value, str) for value in params)  # words of a command line
+
+
+@pytest.mark.parametrize("group", _groups(), ids=lambda group: group.get("groupName", "head"))
+def test_rays_pods_are_what_kubernetes_says(group: Any) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": group["template"]["spec"]}
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    mounts = [mount for container in pod["spec"]["containers"] for mount in container["volumeMounts"]]
+    assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["spec"]["volumes"]}
+
+
+def test_the_ray_service_runs_our_application() -> None:
+    serve = yaml.safe_load(_ray_service()["spec"]["serveConfigV2"])
+    (application,) = serve["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    args = ClusterArgs.model_validate(application["args"])
+    head, worker = _groups()
+    pod = worker["template"]["spec"]
+    limits = pod["containers"][0]["resources"]["limits"]
+    assert float(limits["cpu"]) == args.replicas.cpus
+    assert float(limits["memory"].removesuffix("Gi")) > args.replicas.memory
+    assert (worker["minReplicas"], worker["maxReplicas"]) == (args.replicas.least, args.replicas.most)
+    assert pod["terminationGracePeriodSeconds"] > args.replicas.drain_seconds
+    mounts = {mount["mountPath"] for mount in head["template"]["spec"]["containers"][0]["volumeMounts"]}
+    assert str(args.api_key_file.parent) in mounts
+    assert str(args.engine.gguf_path.parent) in mounts
+    ports = {port["name"]: port["containerPort"] for port in head["template"]["spec"]["containers"][0]["ports"]}
+    assert ports["serve"] == serve["http_options"]["port"]
+
+
+def test_rays_image_has_the_version_that_is_asked_for() -> None:
+    version = _ray_service()["spec"]["rayClusterConfig"]["rayVersion"]
+    recipe = (DOCKER / "Dockerfile.ray").read_text()
+    assert f"rayproject/ray:{version}-" in recipe
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert '".[cluster]"' in recipe
+    (ray,) = (Requirement(text) for text in project["optional-dependencies"]["cluster"])
+    assert ray.name == "ray"
+    assert ray.specifier.contains(version)
