@@ -85,11 +85,14 @@ class _Run:
         self.ask_id = ""
         self.ordering = asyncio.Lock()
         self.num_asked = self.num_strikes = 0
+        self.first_seconds = self.later_seconds = 0.0  # of prefill and decode, at replicas that are gone
 
     def ask(self, now: float) -> Ask:
         """The next try."""
         self.num_asked += 1
         request, self.replica, self.told_suspended = self.request, None, self.is_suspended
+        if self.past:
+            self.first_seconds, self.later_seconds = self.stats.prefill_seconds, self.stats.decode_seconds
         self.ask_id = f"{request.request_id}.{self.num_asked}"
         return Ask(
             request_id=self.ask_id,
@@ -104,8 +107,10 @@ class _Run:
 
     def hear(self, told: Told) -> None:
         """Hand events to the reader, and keep what another replica would need."""
-        for name in GenerationStats.__slots__:
-            setattr(self.stats, name, getattr(told.stats, name))
+        ours, theirs = self.stats, told.stats
+        ours.cached_len, ours.completion_len = theirs.cached_len, theirs.completion_len
+        ours.prefill_seconds = self.first_seconds or theirs.prefill_seconds
+        ours.decode_seconds = self.later_seconds + theirs.decode_seconds
         for one in told.events:
             event = one.told(self.stats)
             token = PastToken.of(0, event)
