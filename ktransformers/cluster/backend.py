@@ -265,7 +265,7 @@ class ReplicaBackend(Backend):
 
     def _lose(self, run: _Run, error: ReplicaLostError, *, has_moved: bool) -> None:
         """Raises EngineError when there may be no other try."""
-        name, self._figures.num_lost = run.request.request_id, self._figures.num_lost + 1
+        name = run.request.request_id
         run.replica, run.num_strikes = None, 1 if has_moved else run.num_strikes + 1
         logger.warning("%s has lost its replica behind %d tokens: %s", name, len(run.past), error)
         if run.is_ended:

@@ -130,9 +130,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A replica's figures of this moment. node: Ray's id of its machine, empty without one. pause: see Backend."""
+    """A replica's figures of this moment. node: Ray's id of its machine, empty without one. pid: of its process there.
+
+    pause: see Backend.
+    """
 
     replica: str
     stats: BalanceStats
     node: str = ""
+    pid: int = 0
     pause: str | None = None

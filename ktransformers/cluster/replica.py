@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -111,7 +112,7 @@ class Replica:
 
     def report(self) -> Report:
         """Figures of this moment."""
-        return Report(self._name, self._backend.stats(), self._node, self._backend.pause)
+        return Report(self._name, self._backend.stats(), self._node, os.getpid(), self._backend.pause)
 
     async def close(self) -> None:
         """End what this object began; the backend is not its own."""

@@ -74,13 +74,12 @@ def _past(stats: BalanceStats) -> BalanceStats:
 
 
 class ClusterFigures:
-    """What replicas have reported. num_taken_over: answers that went on at another replica, counted by the backend."""
+    """What replicas have reported. num_taken_over: counted by the backend."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, Report]] = {}
         self._gone = _NOTHING
         self.num_taken_over = 0
-        self.num_lost = 0
 
     @property
     def reports(self) -> list[Report]:
@@ -112,7 +111,6 @@ class ClusterFigures:
             num_engine_restarts=total.num_engine_restarts,
             experts=total.experts,
             expert_bytes=total.expert_bytes,
-            replicas=[ReplicaFigures(one.replica, one.node, one.pause, one.stats) for one in self.reports],
+            replicas=[ReplicaFigures(one.replica, one.node, one.pid, one.pause, one.stats) for one in self.reports],
             num_taken_over=self.num_taken_over,
-            num_replicas_lost=self.num_lost,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -146,6 +146,11 @@ def test_a_request_that_comes_suspended_waits_for_resume() -> None:
     run(work)
 
 
+async def _rest(events: AsyncGenerator[TokenEvent, None]) -> None:
+    async for _ in events:
+        pass
+
+
 async def until_suspended(made: ReplicaBackend) -> None:
     while made.stats().num_suspended != 1:
         await made._look()
@@ -190,11 +195,11 @@ def test_time_runs_while_no_replica_is_there(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_whoever_does_not_read_is_cut_off() -> None:
     async def work() -> None:
-        async with service(max_unread=4) as (made, _):
+        async with service(max_unread=4) as (made, _), aclosing(made.generate(long_request())) as events:
+            await anext(events)
+            await until(lambda: made._runs["r1"].buffer.is_closed)
             with pytest.raises(SlowReaderError):
-                async with aclosing(made.generate(long_request())) as events:
-                    async for _event in events:
-                        await until(lambda: made._runs["r1"].buffer.is_closed)
+                await _rest(events)
 
     run(work)
 

@@ -63,6 +63,7 @@ def _replicas(stats: BackendStats) -> list[dict[str, Any]] | None:
         {
             "name": one.name,
             "node": one.node,
+            "pid": one.pid,
             "pause": one.pause,
             "running": one.stats.num_running,
             "waiting": one.stats.num_waiting,

@@ -36,21 +36,21 @@ class BalanceStats(BackendStats):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """Of one replica of several. node: where it is, as its keeper names places. pause: see Backend."""
+    """Of one replica of several. node: where it is, as its keeper names places. pid: of its process there.
+
+    pause: see Backend.
+    """
 
     name: str
     node: str
+    pid: int
     pause: str | None
     stats: BalanceStats
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterStats(BalanceStats):
-    """Of all replicas together. num_taken_over: answers that went on at another replica than the one that began them.
-
-    num_replicas_lost: how often a replica that had answers to give was gone before their end, counted by answer.
-    """
+    """Of all replicas together. num_taken_over: how often an answer went on at another replica."""
 
     replicas: Sequence[ReplicaFigures] = ()
     num_taken_over: int = 0
-    num_replicas_lost: int = 0
