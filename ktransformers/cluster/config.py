@@ -98,7 +98,9 @@ class ClusterArgs(_Args):
         keys = dict(server.key_limits)
         if self.api_key_file is not None:
             keys |= read_api_keys([], self.api_key_file)
-        server = replace(server, model_names=names, key_limits=keys, api_keys=tuple({*server.api_keys, *keys}))
+        server = replace(
+            server, model_names=names, key_limits=keys, api_keys=tuple(dict.fromkeys((*server.api_keys, *keys)))
+        )
         made = self.model_copy(update={"engine": engine, "server": server, "api_key_file": None})
         made.balance()
         return made
