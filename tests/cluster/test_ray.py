@@ -95,6 +95,11 @@ def test_turns_of_a_chat_go_to_one_replica(server: ClusterProcess) -> None:
     run(work, SECONDS)
 
 
+def check_equal(streams: list[Stream], alone: list[Stream]) -> None:
+    for one, other in zip(streams, alone, strict=True):
+        assert (one.text, one.logprobs, one.reason) == (other.text, other.logprobs, other.reason)
+
+
 async def num_taken_over(http: httpx.AsyncClient, server: ClusterProcess) -> float:
     text = (await http.get(f"{server.url}/metrics")).text
     (line,) = [line for line in text.splitlines() if line.startswith("ktransformers:requests_taken_over_total")]
@@ -106,16 +111,13 @@ async def kill_while_streaming(server: ClusterProcess, alone: list[Stream], kill
     streams = [Stream(number) for number in range(NUM_STREAMS)]
     async with client() as http:
         await server.until(http, lambda status: len(status["replicas"]) >= 2)
-        before = await num_taken_over(http, server)
         reading = asyncio.gather(*(one.read(http, server.url, body(one.number)) for one in streams))
         while sum(len(one.logprobs) for one in streams) < NUM_STREAMS * NUM_TOKENS // 5:
             assert not reading.done()
             await asyncio.sleep(0.01)
         kill(await server.status(http))
         await reading
-        assert await num_taken_over(http, server) > before
-    for one, other in zip(streams, alone, strict=True):
-        assert (one.text, one.logprobs, one.reason) == (other.text, other.logprobs, other.reason)
+    check_equal(streams, alone)
 
 
 def busiest(status: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +133,11 @@ def test_a_killed_replica_is_no_loss(server: ClusterProcess, alone: list[Stream]
         os.kill(killed[0], signal.SIGKILL)
 
     async def work() -> None:
-        await kill_while_streaming(server, alone, kill)
-        async with client() as http:  # another one takes its place
+        async with client() as http:
+            before = await num_taken_over(http, server)
+            await kill_while_streaming(server, alone, kill)
+            assert await num_taken_over(http, server) > before
+            # Another one takes its place.
             status = await server.until(
                 http, lambda status: len([one for one in status["replicas"] if one["pid"] not in killed]) == 3
             )
@@ -143,9 +148,19 @@ def test_a_killed_replica_is_no_loss(server: ClusterProcess, alone: list[Stream]
 
 
 def test_a_killed_raylet_is_no_loss(cluster: Cluster, server: ClusterProcess, alone: list[Stream]) -> None:
+    killed: list[str] = []
+
     def kill(status: dict[str, Any]) -> None:
         name = busiest(status)["node"]
+        killed.append(name)
         (node,) = [node for node in cluster.worker_nodes if node.node_id == name]
         os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
 
-    run(lambda: kill_while_streaming(server, alone, kill), SECONDS)
+    async def work() -> None:
+        await kill_while_streaming(server, alone, kill)
+        async with client() as http:  # its processes live on for a while, and must not do harm
+            while killed[0] in [one["node"] for one in (await server.status(http))["replicas"]]:
+                check_equal(await read_all(http, server.url), alone)
+            check_equal(await read_all(http, server.url), alone)
+
+    run(work, SECONDS)
