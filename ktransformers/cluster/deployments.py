@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ktransformers.cluster.backend import ReplicaBackend
-from ktransformers.cluster.config import ClusterArgs
+from ktransformers.cluster.config import ClusterArgs, ReplicaArgs
 from ktransformers.cluster.handles import ServeReplicas
 from ktransformers.cluster.records import Ask, Order, decode, encode
 from ktransformers.cluster.replica import Replica
@@ -31,6 +31,7 @@ from ktransformers.engine.opened import describe_model, open_model
 from ktransformers.logs import set_up_logging
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import Service
 from ktransformers.tokenizer import Tokenizer
 
@@ -156,7 +157,7 @@ class Ingress:
 
 def application(args: ClusterArgs) -> Any:
     """The application of Serve. args: checked."""
-    text, replicas = args.model_dump_json(), args.replicas
+    replicas = args.replicas
     options: dict[str, Any] = {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus, "resources": replicas.resources}
     if replicas.memory:
         options["memory"] = int(replicas.memory * (1 << 30))
@@ -185,7 +186,10 @@ def application(args: ClusterArgs) -> Any:
         graceful_shutdown_wait_loop_s=1.0,
         logging_config={"enable_access_log": False},
     )
-    return ingress.bind(text, engines.bind(text))
+    # Each is told what it needs and no more: replicas never see API keys.
+    of_ingress = args.model_copy(update={"replicas": ReplicaArgs()})
+    of_engines = of_ingress.model_copy(update={"server": ServerConfig()})
+    return ingress.bind(of_ingress.model_dump_json(), engines.bind(of_engines.model_dump_json()))
 
 
 def _autoscaling(args: ClusterArgs) -> dict[str, Any]:
