@@ -120,7 +120,7 @@ def test_a_suspended_answer_stays_so_at_the_next_replica() -> None:
             replicas.kill()
             await until(lambda: len(replicas.asked) == 2)
             assert replicas.asked[1].is_suspended
-            await until_suspended(made)
+            await until(lambda: made._runs["r3"].replica == "replica1")
             made.resume("r3")
             made.suspend("r3")
             made.resume("r3")
