@@ -19,15 +19,15 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
-from ktransformers.cluster.config import ClusterArgs
 from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
 from ktransformers.cli.serve import server_parser
+from ktransformers.cluster.config import ClusterArgs
 from ktransformers.core import FinishReason, GenerationStats
 from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.scheduler.tier_records import TierStats
-from ktransformers.server.backend.balance_stats import BalanceStats
+from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats, ReplicaFigures
 from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.metrics import Metrics
 
@@ -113,7 +113,9 @@ class _Backend:
         filled = dict.fromkeys(SchedulerStats.__struct_fields__, 1)
         tiers = TierStats(**dict.fromkeys(TierStats.__struct_fields__, 1))
         scheduler = SchedulerStats(**{**filled, "tiers": tiers})
-        return BalanceStats(num_running=1, num_waiting=1, scheduler=scheduler, engine=EngineTotals())
+        one = BalanceStats(num_running=1, num_waiting=1, scheduler=scheduler, engine=EngineTotals())
+        replicas = [ReplicaFigures("r", "node", 1, None, one)]
+        return ClusterStats(num_running=1, num_waiting=1, scheduler=scheduler, engine=one.engine, replicas=replicas)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +191,7 @@ def test_legends_name_labels_that_are_there() -> None:
     for panel in _dashboard()["panels"]:
         for target in panel.get("targets", []):
             fields = {part.partition("}}")[0] for part in target["legendFormat"].split("{{")[1:]}
-            assert fields <= {"model_name", "finished_reason"}
+            assert fields <= {"model_name", "finished_reason", "replica"}
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
