@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ktransformers.cli.cluster_options import add_cluster_flags, check_cluster_flags, cluster_args
 from ktransformers.cli.options import (
     ArgumentParser,
     add_logging_flag,
@@ -120,6 +121,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--profile_root", type=user_path, metavar="DIR", help="folder below which POST /v1/profile/start may write"
     )
     add_logging_flag(group)
+    add_cluster_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -305,13 +307,24 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
     return lambda: KTransformersBackend(config, profile)
 
 
+def _run_cluster(args: argparse.Namespace, config: EngineConfig, server: ServerConfig) -> int:
+    wanted = cluster_args(args, config, server)
+    from ktransformers.cluster.running import run_cluster  # needs Ray, an extra
+
+    run_cluster(wanted, args.cluster)
+    return 0
+
+
 def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) -> int:
     """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
     set_up_logging(args.log_level, with_time=True)
     check_process_limits()
     _check_flags(args)
+    check_cluster_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     server_config = _server_config(args, config)
+    if args.cluster is not None:
+        return _run_cluster(args, config, server_config)
     from ktransformers.cli.loading import loading_bar
     from ktransformers.server.run import serve
 

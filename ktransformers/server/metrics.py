@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from ktransformers.core import FinishReason, GenerationStats
 from ktransformers.scheduler.tier_records import TierStats
-from ktransformers.server.backend.balance_stats import BalanceStats
+from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats
 from ktransformers.server.backend.base import Backend
 
 __all__ = ["Counts", "Metrics"]
@@ -49,6 +49,34 @@ class _BackendCollector(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "K/V cache in use; 1 is all of it.", stats.cache_usage)
         if isinstance(stats, BalanceStats):
             yield from self._of_processes(stats)
+        if isinstance(stats, ClusterStats):
+            yield from self._of_replicas(stats)
+
+    def _of_replicas(self, stats: ClusterStats) -> Iterator[Metric]:
+        yield self._gauge("ktransformers:replicas", "Replicas that report.", len(stats.replicas))
+        yield self._counter(
+            "ktransformers:requests_taken_over", "Answers that went on at another replica.", stats.num_taken_over
+        )
+        families = [
+            GaugeMetricFamily(f"ktransformers:replica_{name}", text, labels=["model_name", "replica"])
+            for name, text in (
+                ("requests_running", "Requests that a replica computes now."),
+                ("requests_waiting", "Requests that wait at a replica."),
+                ("kv_cache_usage_perc", "K/V cache of a replica in use; 1 is all of it."),
+            )
+        ]
+        hits = CounterMetricFamily(
+            "ktransformers:replica_prefix_cache_hits",
+            "Prompt tokens found in the prefix cache of a replica.",
+            labels=["model_name", "replica"],
+        )
+        for one in stats.replicas:
+            labels, known = [self._model_name, one.name], one.stats
+            for family, value in zip(families, (known.num_running, known.num_waiting, known.cache_usage), strict=True):
+                family.add_metric(labels, value)
+            if known.scheduler is not None:
+                hits.add_metric(labels, known.scheduler.prefix_hit_len)
+        yield from (*families, hits)
 
     def _of_processes(self, stats: BalanceStats) -> Iterator[Metric]:
         engine, restarts = stats.engine, stats.num_engine_restarts

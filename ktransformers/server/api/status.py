@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ktransformers.server.backend.balance_stats import BalanceStats
+from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats
 from ktransformers.server.backend.base import BackendStats
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of
@@ -56,6 +56,25 @@ def _hot_experts(stats: BackendStats) -> dict[str, int] | None:
     }
 
 
+def _replicas(stats: BackendStats) -> list[dict[str, Any]] | None:
+    if not isinstance(stats, ClusterStats):
+        return None
+    return [
+        {
+            "name": one.name,
+            "node": one.node,
+            "pid": one.pid,
+            "pause": one.pause,
+            "running": one.stats.num_running,
+            "waiting": one.stats.num_waiting,
+            "suspended": one.stats.num_suspended,
+            "kv": _kv(one.stats),
+            "prefix": _prefix(one.stats),
+        }
+        for one in stats.replicas
+    ]
+
+
 def _status(service: Service) -> dict[str, Any]:
     stats, (speed, memory) = service.backend.stats(), service.speed.read()
     return {
@@ -78,6 +97,7 @@ def _status(service: Service) -> dict[str, Any]:
         "memory": memory,
         "experts": _experts(stats),
         "hot_experts": _hot_experts(stats),
+        "replicas": _replicas(stats),
         "requests": service.recent.described(),
     }
 

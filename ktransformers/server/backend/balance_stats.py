@@ -11,7 +11,7 @@ from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.server.backend.base import BackendStats
 from ktransformers.server.balance.messages import EngineTotals
 
-__all__ = ["BalanceStats"]
+__all__ = ["BalanceStats", "ClusterStats", "ReplicaFigures"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +32,25 @@ class BalanceStats(BackendStats):
         """What /v1/status shows of the tiers below the cache, by the names of TierStats; None without any."""
         tiers = None if self.scheduler is None else self.scheduler.tiers
         return None if tiers is None else msgspec.structs.asdict(tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFigures:
+    """Of one replica of several. node: where it is, as its keeper names places. pid: of its process there.
+
+    pause: see Backend.
+    """
+
+    name: str
+    node: str
+    pid: int
+    pause: str | None
+    stats: BalanceStats
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStats(BalanceStats):
+    """Of all replicas together. num_taken_over: how often an answer went on at another replica."""
+
+    replicas: Sequence[ReplicaFigures] = ()
+    num_taken_over: int = 0

@@ -1,0 +1,87 @@
+"""Replicas without Ray: real balance_serve backends in this process, which a test loses when it likes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from typing_extensions import override
+
+from ktransformers.cluster.backend import ReplicaLostError, Replicas
+from ktransformers.cluster.records import Ask, Facts, Message, Order, Report, Told, decode, encode
+from ktransformers.cluster.replica import Replica
+from ktransformers.server.backend.balance_serve import BalanceServeBackend
+
+
+class FakeReplicas(Replicas):
+    """Asks the replicas in turn. dies: whether the one that was asked is lost, asked after each message.
+
+    Messages, asks and orders go through their bytes, as they do between processes.
+    """
+
+    def __init__(self, *backends: BalanceServeBackend, dies: Callable[[Ask, int], bool] = lambda ask, num_told: False):
+        self._replicas = [Replica(f"replica{number}", backend) for number, backend in enumerate(backends)]
+        self.dies = dies
+        self.asked: list[Ask] = []
+        self.orders: list[Order] = []
+        self.are_there = asyncio.Event()
+        self.are_there.set()
+        self._killed = asyncio.Event()
+
+    def kill(self) -> None:
+        """All that are asked at the moment are lost, whether they have something to say or not."""
+        self._killed.set()
+        self._killed = asyncio.Event()
+
+    @override
+    async def ask(self, ask: Ask) -> AsyncGenerator[Message, None]:
+        await self.are_there.wait()
+        replica = self._replicas[len(self.asked) % len(self._replicas)]
+        self.asked.append(ask)
+        num_told = 0
+        async with aclosing(replica.answer(decode(encode(ask), Ask))) as messages:
+            async for message in _until(messages, self._killed):
+                if self.dies(ask, num_told):
+                    raise ReplicaLostError("it died")
+                yield decode(encode(message), Message)
+                num_told += len(message.events) if isinstance(message, Told) else 0
+
+    @override
+    async def facts(self) -> Facts:
+        return decode(encode(self._replicas[0].facts()), Facts)
+
+    @override
+    async def reports(self) -> list[Report]:
+        return [decode(encode(replica.report()), Report) for replica in self._replicas]
+
+    @override
+    async def tell(self, order: Order) -> None:
+        self.orders.append(order)
+        for replica in self._replicas:
+            replica.obey(decode(encode(order), Order))
+
+    async def close(self) -> None:
+        for replica in self._replicas:
+            await replica.close()
+
+
+async def _until(messages: AsyncGenerator[Message, None], killed: asyncio.Event) -> AsyncGenerator[Message, None]:
+    end = asyncio.ensure_future(killed.wait())
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(messages, None))
+            try:
+                await asyncio.wait({coming, end}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not coming.done():
+                    coming.cancel()
+                    await asyncio.gather(coming, return_exceptions=True)
+            if end.done():
+                raise ReplicaLostError("it was killed")
+            message = coming.result()
+            if message is None:
+                return
+            yield message
+    finally:
+        end.cancel()
