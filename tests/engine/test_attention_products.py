@@ -77,7 +77,7 @@ def attention_of_codes(
     return rounded_attention(dtype, module, rows, *args, **options)
 
 
-@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("kv_type", ["int8", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_logits_are_those_of_rounded_queries(kv_type: str, tmp_path: Path, launched: list[bool]) -> None:
     model = tiny_model("qwen3_moe", seed=1)
     write_safetensors(model, tmp_path)
@@ -94,6 +94,7 @@ def test_logits_are_those_of_rounded_queries(kv_type: str, tmp_path: Path, launc
     assert launched[model.config.num_hidden_layers :] == [False] * model.config.num_hidden_layers
 
 
+@pytest.mark.exhaustive
 def test_modules_that_are_not_recognized(tmp_path: Path, launched: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """They call the attention function themselves; the kernel is given the same, windows and sinks included."""
     model = tiny_model("gpt_oss", seed=1)

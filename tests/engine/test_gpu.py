@@ -84,7 +84,9 @@ def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: P
 # Quantized products on a GPU read fp16 activations and, above a few rows, fp16 weights: 2^-11 each per factor, and
 # residual streams of two layers with some ten such products raise the walk to below 1 %. Int8 activations of the CPU's
 # experts cost more (tests/models/test_gguf_models.py): 3 %.
-@pytest.mark.parametrize(("model_type", "qtype"), [("qwen3_moe", "Q8_0"), ("deepseek_v3", "Q4_0")])
+@pytest.mark.parametrize(
+    ("model_type", "qtype"), [("qwen3_moe", "Q8_0"), pytest.param("deepseek_v3", "Q4_0", marks=pytest.mark.exhaustive)]
+)
 def test_quantized_weights_and_experts_on_the_gpu(model_type: str, qtype: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=3)
     kind = QuantType[qtype]

@@ -135,6 +135,7 @@ def test_sequences_share_steps(tmp_path: Path, taken: list[int], monkeypatch: py
         assert tokens[i] == want[0, len(prompts[i]) :].tolist()
 
 
+@pytest.mark.exhaustive
 def test_flashinfer_attends_where_keys_are_not_expanded(
     tmp_path: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -149,7 +149,11 @@ def test_experts(tokens, layout, types, width, inner, device):
     assert not space.counters.any()
 
 
-@pytest.mark.parametrize("qtype", [QuantType.IQ2_XS, QuantType.IQ4_XS, QuantType.Q4_K], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "qtype",
+    [QuantType.IQ2_XS, pytest.param(QuantType.IQ4_XS, marks=pytest.mark.exhaustive), QuantType.Q4_K],
+    ids=lambda t: t.name,
+)
 def test_experts_that_come_in_turns_are_those_that_are_there(qtype, device):
     """Of the CPU's tiles, through a buffer for two experts, overwritten between turns: the same bits."""
     tokens, num, top_k, width = 33, 4, 2, 256

@@ -232,7 +232,10 @@ def test_a_dead_scheduler_ends_the_service() -> None:
         wait_until(lambda: not Path(f"/proc/{engine}").exists())
 
 
-@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGHUP, "length"), (signal.SIGQUIT, "abort")])
+@pytest.mark.parametrize(
+    ("number", "outcome"),
+    [(signal.SIGHUP, "length"), pytest.param(signal.SIGQUIT, "abort", marks=pytest.mark.exhaustive)],
+)
 def test_signals_to_the_whole_group_reach_the_server_alone(
     number: signal.Signals, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,7 +342,7 @@ def mixes() -> tuple[Mix, Mix]:
 @pytest.mark.parametrize(
     ("chunk_size", "max_batch_size", "more", "kills"),
     [
-        (16, 4, (), 0),
+        pytest.param(16, 4, (), 0, marks=pytest.mark.exhaustive),
         pytest.param(256, 1, (), 0, marks=pytest.mark.exhaustive),
         pytest.param(256, 32, ("--no-prefix_cache",), 0, marks=pytest.mark.exhaustive),
         (256, 32, ("--cache_lens", "480", "--page_size", "4"), 0),  # they throw each other out
