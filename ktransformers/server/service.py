@@ -62,7 +62,7 @@ class ModelGroup(ABC):
 
 @dataclass(slots=True)
 class Service:
-    """One per app. traces: where spans go; None: nobody wants them. group: that the model is one of; None: it is alone."""
+    """One per app. traces: where spans go; None: nobody wants them. group: that its model is in; None: it is alone."""
 
     backend: Backend
     config: ServerConfig

@@ -307,6 +307,10 @@ class ModelPool:
 
     # What is known.
 
+    def now(self) -> float:
+        """By its clock."""
+        return self._clock()
+
     def refusal(self, name: str) -> tuple[KTransformersError, float] | None:
         """Why the model cannot be asked for now, and for how many seconds: it failed a moment ago."""
         entry = self._entries[name]

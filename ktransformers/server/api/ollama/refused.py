@@ -34,8 +34,8 @@ async def pull(body: NameBody, request: Request) -> Response:
     if plain_name(service, body.model) in service.model_names:
         return ApiResponse({"status": "success"})
     raise UnsupportedError(
-        f"{body.model[:200]!r} is not fetched: a running server gets no new models; `ktransformers pull` fetches them, and "
-        "`ktransformers serve` starts a server on them"
+        f"{body.model[:200]!r} is not fetched: a running server gets no new models; `ktransformers pull` fetches "
+        "them, and `ktransformers serve` starts a server on them"
     )
 
 
