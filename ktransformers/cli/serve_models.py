@@ -20,11 +20,11 @@ from ktransformers.cli.options import ArgumentParser, engine_config
 from ktransformers.cli.parser import COMMAND_LINE, user_path
 from ktransformers.cli.serving import MAX_BATCH_SIZE, PAGE_SIZE, backend_maker, check_flags, server_config
 from ktransformers.cli.settings import Setting
+from ktransformers.config import EngineConfig
 from ktransformers.core import format_bytes
 from ktransformers.errors import CapacityError, ConfigError, KTransformersError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ktransformers.config import EngineConfig
     from ktransformers.server.backend.base import Backend
     from ktransformers.server.config import ServerConfig
     from ktransformers.server.many.needs import ModelNeeds, ToPlan
@@ -41,8 +41,8 @@ _OF_SERVER = frozenset(
     {
         "host", "port", "api_key", "api_key_file", "ssl_keyfile", "ssl_certfile", "cors_origins", "allowed_hosts",
         "web", "strict_model_name", "strict_requests", "max_queue", "max_queue_per_key", "responses_store",
-        "max_suspended", "max_keep_seconds", "kept_streams", "request_timeout", "drain_seconds", "ping_seconds", "otlp_traces_endpoint",
-        "profile_root", "profile_max_bytes", "log_level", "models", *_POOL_FLAGS,
+        "max_suspended", "max_keep_seconds", "kept_streams", "request_timeout", "drain_seconds", "ping_seconds",
+        "otlp_traces_endpoint", "profile_root", "profile_max_bytes", "log_level", "models", *_POOL_FLAGS,
     }
 )  # fmt: skip
 """Flags that hold for the address, whatever model is asked for."""
@@ -87,11 +87,13 @@ def run_models(args: argparse.Namespace, path: Path, parser: ArgumentParser) -> 
     """Serve until a signal comes. parser: of `serve`, for what the file says. Returns the exit code."""
     parser.prog = "ktransformers serve"
     file = read_models_file(path)
-    general = _general(args, file, parser)
-    args.value_sources |= general.value_sources  # errors about them say where they stand
-    asked = [_asked(general, file, entry, parser, args) for entry in file.models]
+    given = argparse.Namespace(**vars(args))
+    general = parser.with_settings(given, file.settings, without=("model", "models"))
+    args.value_sources = general.value_sources  # errors about them say where they stand
+    _check_general(general, file)
+    config = server_config(general, EngineConfig())
+    asked = [_asked(given, general, file, entry, parser) for entry in file.models]
     _check_folders(asked)
-    config = server_config(general, asked[0].config)
     from ktransformers.server.many.needs import find_needs  # slow imports, behind what is wrong at first sight
     from ktransformers.server.many.serving import serve_models
 
@@ -108,9 +110,8 @@ def run_models(args: argparse.Namespace, path: Path, parser: ArgumentParser) -> 
     return 0
 
 
-def _general(args: argparse.Namespace, file: ModelsFile, parser: ArgumentParser) -> argparse.Namespace:
-    """Flags of the server, from everywhere."""
-    general = parser.with_settings(args, file.settings, without=("model", "models"))
+def _check_general(general: argparse.Namespace, file: ModelsFile) -> None:
+    """Flags of the server, from everywhere. Raises ConfigError."""
     for dest in _MODEL_PATHS:
         origin = general.value_sources.get(dest)
         if origin is not None:
@@ -122,7 +123,6 @@ def _general(args: argparse.Namespace, file: ModelsFile, parser: ArgumentParser)
         value = getattr(general, flag)
         if value is not None and not 0 <= value < 1 << 40:
             raise ConfigError(f"--{flag} must be at least 0, got {value}")
-    return general
 
 
 def _refuse(args: argparse.Namespace, where: object) -> None:
@@ -132,7 +132,7 @@ def _refuse(args: argparse.Namespace, where: object) -> None:
 
 
 def _asked(
-    general: argparse.Namespace, file: ModelsFile, entry: ModelEntry, parser: ArgumentParser, args: argparse.Namespace
+    args: argparse.Namespace, general: argparse.Namespace, file: ModelsFile, entry: ModelEntry, parser: ArgumentParser
 ) -> _Asked:
     """One model: the command line and variables before its own lines, those before what stands above `models`."""
     own = parser.with_settings(argparse.Namespace(value_sources={}), entry.settings)

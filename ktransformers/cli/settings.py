@@ -90,9 +90,10 @@ def from_file(path: Path) -> list[Setting]:
     root = read_yaml(path)
     if root is None:
         return []
-    if any(getattr(key, "value", None) == "models" for key, _ in getattr(root, "value", ())):
-        raise ConfigError("it lists models: give it as MODEL, `ktransformers serve FILE.yaml`")
-    return settings_of(root, path)
+    found = settings_of(root, path, apart=("models",))
+    if any(key.value == "models" for key, _ in root.value):
+        raise ConfigError("the file lists models: give it in the place of MODEL, `ktransformers serve FILE.yaml`")
+    return found
 
 
 def read_yaml(path: Path) -> Any:
