@@ -204,3 +204,11 @@ def test_what_is_planned_is_what_is_loaded_and_the_memory_is_the_plans_too(file:
     assert (made.page_size, made.max_batch_size, made.memory) == (32, 16, 2 * GIB)
     assert made.beside > 0
     assert serve_models._to_plan(b, general) == ToPlan(b.config, memory=2 * GIB)
+
+
+def test_the_example_is_right() -> None:
+    _, asked = asked_for(Path("examples/models.yaml"))
+    assert [one.entry.names for one in asked] == [("demo", "demo:15m"), ("demo-short",), ("demo-alone",)]
+    assert [one.args.max_batch_size for one in asked] == [4, 4, 4]
+    assert [one.server.sampling for one in asked] == [{}, {}, {"temperature": 0.0}]
+    assert all(one.config.gguf_path is not None and one.config.gguf_path.samefile(DEMO_GGUF) for one in asked)

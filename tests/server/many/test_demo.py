@@ -169,3 +169,15 @@ def test_the_command_serves_a_file_and_ends_on_a_signal(tmp_path: Path, answer: 
         assert process.terminate() == 0
     assert any("the model first was stopped" in line for line in process.log)
     assert any("stopped (SIGTERM)" in line and "4 answers finished, 0 cut off" in line for line in process.log)
+
+
+@pytest.mark.exhaustive
+def test_the_example_serves(answer: str) -> None:
+    with ServerProcess("examples/models.yaml", "--max_engine_restarts", "1") as process:
+        with httpx.Client(base_url=process.url, timeout=120) as client:
+            for name in ("demo:15m", "demo-alone", "demo-short", "demo"):
+                body = {"model": name, "messages": MESSAGES, "temperature": 0}
+                assert text_of("/v1/chat/completions", client.post("/v1/chat/completions", json=body).json()) == answer
+            loaded = [one["name"] for one in client.get("/api/ps").json()["models"]]
+            assert loaded == ["demo:latest", "demo:15m", "demo-alone:latest"]
+        assert process.terminate() == 0
