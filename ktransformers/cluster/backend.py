@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -83,6 +84,7 @@ class _Run:
         self.is_ended = False
         self.replica: str | None = None
         self.ask_id = ""
+        self._nonce = secrets.token_hex(4)  # what a request of this name left at a replica is not heard for this one
         self.ordering = asyncio.Lock()
         self.num_asked = self.num_strikes = 0
         self.first_seconds = self.later_seconds = 0.0  # of prefill and decode, at replicas that are gone
@@ -93,7 +95,7 @@ class _Run:
         request, self.replica, self.told_suspended = self.request, None, self.is_suspended
         if self.past:
             self.first_seconds, self.later_seconds = self.stats.prefill_seconds, self.stats.decode_seconds
-        self.ask_id = f"{request.request_id}.{self.num_asked}"
+        self.ask_id = f"{request.request_id}.{self._nonce}.{self.num_asked}"
         return Ask(
             request_id=self.ask_id,
             prompt_ids=tuple(request.prompt_ids),

@@ -70,11 +70,12 @@ def _never() -> bool:
 class GenerationRequest:
     """One answer that is wanted, filled by the routes. A request for n choices is n of these.
 
-    params.seed is always set. priority: a smaller number is served earlier. timeout: seconds from now on, None: no
-    limit. cache_salt: requests share cached prefixes only with requests of the same salt. timeline: where the backend
-    notes times; None: nobody wants them. past: the answer so far, of one that another process has begun: its events
-    come first, as they came there. Only with can_go_on. is_suspended: asked when it begins. Of one that is nothing is
-    computed until `resume`, its prompt neither. Only with can_suspend.
+    request_id: never used twice, for a backend may still end one when its reader has left. params.seed is always set.
+    priority: a smaller number is served earlier. timeout: seconds from now on, None: no limit. cache_salt: requests
+    share cached prefixes only with requests of the same salt. timeline: where the backend notes times; None: nobody
+    wants them. past: the answer so far, of one that another process has begun: its events come first, as they came
+    there. Only with can_go_on. is_suspended: asked when it begins. Of one that is nothing is computed until `resume`,
+    its prompt neither. Only with can_suspend.
     """
 
     request_id: str
