@@ -161,7 +161,7 @@ class Service:
 
     def not_served(self, asked: str) -> ModelNotFoundError:
         """The error for a name that no model here has."""
-        names = ", ".join(name for one in self.beside for name in one.model_names)
+        names = ", ".join(dict.fromkeys(name for one in self.beside for name in one.model_names))
         return ModelNotFoundError(f"the model {asked[:200]!r} is not served here, but {names} (see --model_name)")
 
     def max_tokens(self, asked: int | None, default: int | None = None) -> int | None:

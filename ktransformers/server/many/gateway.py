@@ -96,7 +96,7 @@ class Gateway:
         inner = {name: value for name, value in scope.items() if name != "router"}
         if scope["type"] != "http":
             await self._models[0].app(inner, receive, send)
-        elif scope["method"] == "POST" and scope["path"] in ANSWERING:
+        elif scope["method"] == "POST" and scope["path"] in ANSWERING and _may_be_json(scope):
             await self._answer(inner, receive, send)
         elif scope["path"] == "/ready":
             await self._ready(inner, receive, send)
@@ -219,6 +219,12 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _may_be_json(scope: Scope) -> bool:
+    """By its content type, which Ollama's routes do not look at. No model is loaded for what routes refuse at once."""
+    given = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    return b"json" in given.lower() or scope["path"].startswith("/api/")
 
 
 async def _whole(receive: Receive) -> bytes | None:

@@ -87,6 +87,21 @@ def test_other_routes_get_their_model_too() -> None:
     run(work)
 
 
+def test_no_model_is_loaded_for_a_body_of_another_type() -> None:
+    async def work(lab: Lab) -> None:
+        asked = await lab.ask(
+            "POST", "/v1/completions", DIALECTS["/v1/completions"] | {"model": "b"}, content_type="text/plain"
+        ).begun()
+        assert (asked.status, "Content-Type: application/json" in message_of("", await asked.json())) == (400, True)
+        assert lab.running == []
+        asked = lab.ask(
+            "POST", "/api/generate", DIALECTS["/api/generate"] | {"model": "b"}, content_type="text/plain"
+        )  # takes any
+        assert (await asked.json())["response"] == "b."
+
+    run(work)
+
+
 def test_ollamas_names_have_tags() -> None:
     async def work(lab: Lab) -> None:
         answer = await lab.ask("POST", "/api/chat", DIALECTS["/api/chat"] | {"model": "b:latest"}).json()
