@@ -23,6 +23,7 @@
         ├── ConflictError           the request asks for what is so already, or for the end of what is not
         ├── PayloadTooLargeError    the request's body is longer than the server takes
         ├── NotReadyError           the model is still loading, or the server is draining
+        │   └── LoadFailedError     the model could not be loaded; others of the server are not concerned
         ├── QueueFullError          too many requests wait already
         ├── RateLimitError          this API key has used up what it may
         ├── DeadlineError           the answer was not complete in the time that the request gave it
@@ -48,6 +49,7 @@ __all__ = [
     "FormatError",
     "KTransformersError",
     "KernelError",
+    "LoadFailedError",
     "MisdirectedRequestError",
     "ModelNotFoundError",
     "NotReadyError",
@@ -203,6 +205,14 @@ class PayloadTooLargeError(ServiceError):
 
 class NotReadyError(ServiceError):
     """The model is still loading, or the server is draining."""
+
+
+class LoadFailedError(NotReadyError):
+    """The model could not be loaded. retry_after: seconds until it is worth trying again."""
+
+    def __init__(self, message: str, *, retry_after: float):
+        self.retry_after = retry_after
+        super().__init__(message)
 
 
 class QueueFullError(ServiceError):

@@ -12,7 +12,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -145,6 +145,24 @@ class ArgumentParser(argparse.ArgumentParser):
             self._settle(namespace, actions)
         return namespace, unknown
 
+    def with_settings(
+        self, args: argparse.Namespace, *layers: Sequence[Setting], without: Container[str] = ()
+    ) -> argparse.Namespace:
+        """What was given of `args`, then these settings where nothing was, the first layer that says it, then defaults.
+
+        without: dests that are as if they were not given. Ends with an error for settings that are wrong.
+        """
+        actions = self.settings()
+        made = argparse.Namespace(**dict.fromkeys(action.dest for action in actions.values()))
+        given: dict[str, str] = getattr(args, "value_sources", {})
+        sources = {dest: origin for dest, origin in given.items() if dest not in without}
+        for dest in sources:
+            setattr(made, dest, getattr(args, dest))
+        for layer in layers:
+            self._merge(made, sources, layer)
+        self._fill_in(made, sources, actions)
+        return made
+
     def settings(self) -> dict[str, argparse.Action]:
         """Actions by the name that the environment and files use: the first long name, a positional's dest."""
         found = {}
@@ -187,17 +205,23 @@ class ArgumentParser(argparse.ArgumentParser):
             except ConfigError as error:
                 self.error(str(error))
             self._merge(namespace, sources, given)
+        self._fill_in(namespace, sources, actions)
+        if vars(namespace).pop("print_config", False):
+            values = {name: getattr(namespace, a.dest) for name, a in actions.items() if name != "config"}
+            origins = {name: sources[a.dest] for name, a in actions.items() if a.dest in sources}
+            self._print_message(settings.as_yaml(self.prog, values, origins), sys.stdout)
+            self.exit(0)
+
+    def _fill_in(
+        self, namespace: argparse.Namespace, sources: dict[str, str], actions: Mapping[str, argparse.Action]
+    ) -> None:
+        """Defaults where nothing was said."""
         for action in actions.values():
             if action.dest not in sources and getattr(namespace, action.dest) is None:
                 is_text = isinstance(action.default, str)
                 default = self._get_value(action, action.default) if is_text else action.default
                 setattr(namespace, action.dest, default)
         namespace.value_sources = sources
-        if vars(namespace).pop("print_config", False):
-            values = {name: getattr(namespace, a.dest) for name, a in actions.items() if name != "config"}
-            origins = {name: sources[a.dest] for name, a in actions.items() if a.dest in sources}
-            self._print_message(settings.as_yaml(self.prog, values, origins), sys.stdout)
-            self.exit(0)
 
     def _merge(self, namespace: argparse.Namespace, sources: dict[str, str], given: Sequence[Setting]) -> None:
         """Take the values of one source where no earlier one has said anything. All are checked."""

@@ -1,12 +1,11 @@
 """`ktransformers serve`, and `python ktransformers/server/main.py`, which takes the same flags.
 
-With no model given it serves the bundled one.
+With no model given it serves the bundled one; with a YAML file in its place, the models that it lists.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,40 +21,34 @@ from ktransformers.cli.options import (
     add_tier_flags,
     add_toggle,
     engine_config,
-    given_sampling,
     set_up_logging,
     with_default_model,
 )
 from ktransformers.cli.parser import user_path
 from ktransformers.cli.process_limits import check_process_limits
+from ktransformers.cli.serve_models import IDLE_SECONDS, check_pool_flags, models_file, run_models
+from ktransformers.cli.serving import (
+    BACKENDS,
+    DEFAULT_BACKEND,
+    ENGINE_TIMEOUT,
+    MAX_BATCH_SIZE,
+    MAX_ENGINE_RESTARTS,
+    PAGE_SIZE,
+    backend_maker,
+    check_flags,
+    server_config,
+)
 from ktransformers.config import KV_DISK_SIZE_GB
-from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.hub.locate import title_of
+from ktransformers.scheduler.config import MAX_ITL_RATIO
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
     from ktransformers.server.backend.base import Backend
-    from ktransformers.server.backend.profiler import ProfileConfig
     from ktransformers.server.config import ServerConfig
-from ktransformers.scheduler.config import MAX_ITL_RATIO
 
-__all__ = ["BACKENDS", "add_parser", "run", "server_parser"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["add_parser", "run", "server_parser"]
 
 _DESCRIPTION = "Serve a model over HTTP (OpenAI's API); without a model, the small one that comes with the program."
-
-BACKENDS = ("balance_serve", "ktransformers", "transformers")
-DEFAULT_BACKEND = "balance_serve"
-_TIER_FLAGS = ("cpu_memory_size_GB", "kv_disk_path", "kv_disk_size_GB")
-_BALANCE_FLAGS = (
-    "max_batch_size", "max_itl_ratio", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout",
-    "spare_engine", *_TIER_FLAGS
-)  # fmt: skip
-PAGE_SIZE = 64
-MAX_BATCH_SIZE = 16
-MAX_ENGINE_RESTARTS = 5
-ENGINE_TIMEOUT = 300.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -121,8 +114,23 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--profile_root", type=user_path, metavar="DIR", help="folder below which POST /v1/profile/start may write"
     )
     add_logging_flag(group)
+    _add_pool_flags(parser)
     add_cluster_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several models at one address (MODEL is a YAML file that lists them)")
+    group.add_argument("--models", type=user_path, metavar="FILE", help="that file, in the place of MODEL")
+    group.add_argument(
+        "--memory", type=float, metavar="GIB", help="host memory for all models together (what is free at the start)"
+    )
+    group.add_argument(
+        "--idle_seconds",
+        type=float,
+        metavar="SECONDS",
+        help=f"a model that nobody asks for so long is stopped; 0: never ({IDLE_SECONDS:.0f})",
+    )
 
 
 def _add_api_flags(group: argparse._ArgumentGroup) -> None:
@@ -192,121 +200,6 @@ def _add_patience_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    if args.backend_type not in BACKENDS:
-        raise UnsupportedError(f"--backend_type {args.backend_type} is not one of {', '.join(BACKENDS)}")
-    if args.backend_type != "balance_serve":
-        for flag in _BALANCE_FLAGS:
-            if getattr(args, flag) is not None:
-                _log.warning(
-                    "--%s has no effect: the %s backend computes one request at a time", flag, args.backend_type
-                )
-        for flag in _TIER_FLAGS:
-            setattr(args, flag, None)  # nor is memory planned for it
-    elif args.kv_disk_size_GB is not None and args.kv_disk_path is None:
-        raise ConfigError("--kv_disk_size_GB bounds the files in --kv_disk_path; name that folder, too")
-
-
-def _listed_names(args: argparse.Namespace) -> tuple[str, ...]:
-    """--model_name."""
-    names = [name.strip() for text in args.model_name for name in text.split(",")]
-    if not all(names):
-        raise ConfigError("--model_name must not be empty")
-    return tuple(dict.fromkeys(names))
-
-
-def _model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
-    """--model_name, then what the paths are called."""
-    names = list(_listed_names(args))
-    names += [title_of(path) for path in (config.model_path, config.gguf_path) if path is not None]
-    return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
-
-
-def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfig:
-    from ktransformers.server.config import ServerConfig
-    from ktransformers.server.keys import read_api_keys
-
-    keys = read_api_keys(args.api_key, args.api_key_file)
-    if args.backend_type != "balance_serve" and any(limits.priority is not None for limits in keys.values()):
-        _log.warning(
-            "priority= in --api_key_file has no effect: the %s backend serves by order of arrival", args.backend_type
-        )
-
-    return ServerConfig(
-        host=args.host,
-        port=args.port,
-        model_names=_model_names(args, config),
-        api_keys=tuple(keys),
-        key_limits=keys,
-        listed_names=_listed_names(args),
-        cors_origins=tuple(args.cors_origins),
-        allowed_hosts=tuple(name.strip() for text in args.allowed_hosts for name in text.split(",") if name.strip()),
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        sampling=given_sampling(args),
-        max_new_tokens=args.max_new_tokens,
-        is_strict_on_names=args.strict_model_name,
-        is_strict_on_fields=args.strict_requests,
-        reads_special_tokens=args.special_tokens_in_content,
-        force_think=args.force_think,
-        web=args.web,
-        tool_format=args.tool_format,
-        max_queue=args.max_queue,
-        max_queue_per_key=args.max_queue_per_key,
-        responses_store=args.responses_store << 20,
-        max_suspended=args.max_suspended,
-        max_keep_seconds=args.max_keep_seconds,
-        kept_streams=args.kept_streams << 20,
-        state_dir=args.state_dir,
-        request_timeout=args.request_timeout,
-        drain_seconds=args.drain_seconds,
-        ping_seconds=args.ping_seconds,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-    )
-
-
-def _profile_config(args: argparse.Namespace) -> ProfileConfig:
-    from ktransformers.profiling.capture import ProfileLimits
-    from ktransformers.server.backend.profiler import ProfileConfig
-
-    limits = ProfileLimits(args.profile_max_bytes)
-    config = ProfileConfig(args.profile, args.profile_root, limits, args.log_level)
-    config.check()
-    return config
-
-
-def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Backend]:
-    """What makes the backend. Imports it here, before the port is taken."""
-    profile = _profile_config(args)
-    if args.backend_type == "balance_serve":
-        from ktransformers.cache.page_folder import private_folder
-        from ktransformers.server.backend.balance_serve import BalanceServeBackend
-        from ktransformers.server.balance.supervisor import BalanceConfig
-
-        if config.kv_disk_path is not None:
-            private_folder(config.kv_disk_path)  # later on, a folder that cannot be used is a line in the log
-        balance = BalanceConfig(
-            engine=config,
-            page_size=PAGE_SIZE if args.page_size is None else args.page_size,
-            max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
-            max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
-            has_prefix_cache=config.prefix_cache,
-            max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
-            engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
-            has_spare_engine=args.spare_engine is not False,
-            log_level=args.log_level,
-            has_traces=args.otlp_traces_endpoint is not None,
-        )
-        return lambda: BalanceServeBackend(balance, profile=profile)
-    if args.backend_type == "transformers":
-        from ktransformers.server.backend.transformers import TransformersBackend
-
-        return lambda: TransformersBackend(config, profile)
-    from ktransformers.server.backend.ktransformers import KTransformersBackend
-
-    return lambda: KTransformersBackend(config, profile)
-
-
 def _run_cluster(args: argparse.Namespace, config: EngineConfig, server: ServerConfig) -> int:
     wanted = cluster_args(args, config, server)
     from ktransformers.cluster.running import run_cluster  # needs Ray, an extra
@@ -319,17 +212,21 @@ def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) 
     """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
     set_up_logging(args.log_level, with_time=True)
     check_process_limits()
-    _check_flags(args)
+    several = models_file(args)
+    if several is not None:
+        return run_models(args, several, server_parser())
+    check_pool_flags(args)
+    check_flags(args)
     check_cluster_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
-    server_config = _server_config(args, config)
+    server = server_config(args, config)
     if args.cluster is not None:
-        return _run_cluster(args, config, server_config)
+        return _run_cluster(args, config, server)
     from ktransformers.cli.loading import loading_bar
     from ktransformers.server.run import serve
 
     def bar() -> Any:
         return loading_bar(sys.stderr)
 
-    serve(backend or _backend(args, config), server_config, bar)
+    serve(backend or backend_maker(args, config), server, bar)
     return 0

@@ -8,14 +8,24 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["OTHER_VARIABLES", "PREFIX", "Setting", "as_yaml", "from_environment", "from_file", "unknown_variables"]
+__all__ = [
+    "OTHER_VARIABLES",
+    "PREFIX",
+    "Setting",
+    "as_yaml",
+    "from_environment",
+    "from_file",
+    "read_yaml",
+    "settings_of",
+    "unknown_variables",
+]
 
 PREFIX = "KTRANSFORMERS_"
 
@@ -77,10 +87,21 @@ def from_file(path: Path) -> list[Setting]:
 
     Raises ConfigError, without the file's name, for what cannot be read or is no mapping of flags to values.
     """
+    root = read_yaml(path)
+    if root is None:
+        return []
+    found = settings_of(root, path, apart=("models",))
+    if any(key.value == "models" for key, _ in root.value):
+        raise ConfigError("the file lists models: give it in the place of MODEL, `ktransformers serve FILE.yaml`")
+    return found
+
+
+def read_yaml(path: Path) -> Any:
+    """The root node of a YAML file, which knows its lines; None of an empty one. Raises ConfigError."""
     import yaml
 
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"the file cannot be read: {reason}") from error
@@ -88,16 +109,22 @@ def from_file(path: Path) -> list[Setting]:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark is not None else ""
         raise ConfigError(f"{line}not YAML: {getattr(error, 'problem', None) or error}") from error
-    if root is None:
-        return []
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError("line 1: expected lines of the form `flag: value`")
+
+
+def settings_of(node: Any, path: Path, apart: Container[str] = ()) -> list[Setting]:
+    """The settings of a mapping of flags to values, without those of the names in `apart`. Raises ConfigError."""
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"line {node.start_mark.line + 1}: expected lines of the form `flag: value`")
     found: dict[str, Setting] = {}
-    for key, value in root.value:
+    for key, value in node.value:
         origin = f"{path} line {key.start_mark.line + 1}"
         name = str(key.value).lstrip("-").replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
         if name in found:
             raise ConfigError(f"line {key.start_mark.line + 1}: {name} is given twice, first in {found[name].origin}")
+        if name in apart:
+            continue
         texts = _texts(value)
         if texts is None:
             raise ConfigError(f"line {value.start_mark.line + 1}: {name} must be one value, or a list of values")

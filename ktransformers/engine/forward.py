@@ -49,8 +49,8 @@ class ForwardPass:
         self.layout = None if layout is None or layout.is_cpu else layout
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
         if left and announce:
-            first = left[0] or "the model"
-            logger.info("%s and %d more modules keep their forward, on native products", first, len(left) - 1)
+            more = f" and {len(left) - 1} more modules keep" if left[1:] else " keeps"
+            logger.info("%s%s the model's own forward, on native products", left[0] or "the model", more)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
 
     @torch.inference_mode()

@@ -19,7 +19,7 @@ from ktransformers.engine.remedies import Remedies, find_remedies
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.summary import Summary, summarize
 
-__all__ = ["Outlook", "look_ahead"]
+__all__ = ["Outlook", "look_ahead", "on_one_thread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ def look_ahead(opened: OpenedModel, hardware: Hardware | None = None, name: str 
 
     Raises what `plan_model` raises; a model that does not fit is no error here.
     """
-    with _on_one_thread():
+    with on_one_thread():
         return _look_ahead(opened, hardware or Hardware.detect(opened.config), name)
 
 
 @contextmanager
-def _on_one_thread() -> Iterator[None]:
+def on_one_thread() -> Iterator[None]:
     """Planning tries operators on a few rows: handing those over to torch's threads costs more than computing them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -5,6 +5,7 @@ draining. An answer is one choice of one prompt: a request with n 128 counts as 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from ktransformers.errors import NotReadyError, QueueFullError
 from ktransformers.server.keys import KeyUse
@@ -16,10 +17,12 @@ class Admission:
     """All calls on one event loop.
 
     max_queue: answers that may wait beyond those that are computed. max_per_key: of those of one API key together with
-    those that are computed for it; None: no limit of its own.
+    those that are computed for it; None: no limit of its own. watch: told when somebody is in, and
+    when nobody is any more.
     """
 
     def __init__(self, max_queue: int, max_per_key: int | None = None):
+        self.watch: Callable[[bool], None] | None = None
         self._max_queue, self._max_per_key = max_queue, max_per_key
         self._num_requests = 0
         self._num_answers = 0
@@ -69,6 +72,8 @@ class Admission:
         use.num_answers += num_answers
         use.note()
         self._idle.clear()
+        if self._num_requests == 1 and self.watch is not None:
+            self.watch(True)
 
     def leave(self, num_answers: int = 1, key: KeyUse | None = None) -> None:
         """Count it out."""
@@ -77,6 +82,8 @@ class Admission:
         (key or self._nobody).num_answers -= num_answers
         if not self._num_requests:
             self._idle.set()
+            if self.watch is not None:
+                self.watch(False)
 
     async def drain(self, seconds: float) -> bool:
         """Let nobody in any more and wait for the others. Whether they all left in time."""

@@ -25,6 +25,7 @@ from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, SameSite
+from ktransformers.server.recent import RecentRequests
 from ktransformers.server.request_log import RequestLog
 from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
@@ -33,7 +34,7 @@ from ktransformers.server.traces import TraceSink
 if TYPE_CHECKING:
     from fastapi.telemetry import TelemetryConfig
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "model_app", "put_in_front"]
 
 ERROR_SHAPES.append((anthropic_errors.PATH, anthropic_errors.error_shape))
 
@@ -82,6 +83,13 @@ ERROR_SHAPES.append(("/api/", ollama_error))
 
 def create_app(backend: Backend, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
     """The service over a backend, which somebody else starts and closes, as he does with `traces`."""
+    app = model_app(backend, config, traces)
+    put_in_front(app, config, app.state.service.recent, traces)
+    return app
+
+
+def model_app(backend: Backend, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
+    """The routes alone. See put_in_front."""
     app = FastAPI(
         title="ktransformers",
         version=__version__,
@@ -112,8 +120,13 @@ def create_app(backend: Backend, config: ServerConfig, traces: TraceSink | None 
     if config.has_web:
         app.mount(PAGE_PREFIX, web.page_files())
     install_error_handlers(app)
-    # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_body=lambda: service.json_limits.max_bytes, body_timeout=config.body_timeout)
+    _drop_422(app)
+    return app
+
+
+def put_in_front(app: FastAPI, config: ServerConfig, recent: RecentRequests, traces: TraceSink | None) -> None:
+    """What requests pass before they get to routes, and what is kept of them. The last one added is the outermost."""
     if config.api_keys:
         local = HostRule((), bound=config.host) if config.is_loopback else None
         app.add_middleware(ApiKeys, keys=config.api_keys, limits=config.key_limits, local=local)
@@ -124,9 +137,7 @@ def create_app(backend: Backend, config: ServerConfig, traces: TraceSink | None 
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
     app.add_middleware(anthropic_errors.RequestIds)
     app.add_middleware(PlainPaths)
-    app.add_middleware(RequestLog, recent=service.recent, traces=traces)
-    _drop_422(app)
-    return app
+    app.add_middleware(RequestLog, recent=recent, traces=traces)
 
 
 def _drop_422(app: FastAPI) -> None:

@@ -6,7 +6,7 @@ everything else is read from the backend when somebody asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -19,7 +19,7 @@ from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats
 from ktransformers.server.backend.base import Backend
 
-__all__ = ["Counts", "Metrics"]
+__all__ = ["Counts", "Metrics", "render_together"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -144,8 +144,8 @@ class Metrics:
 
     def __init__(self, backend: Backend, model_name: str):
         self.counts = Counts()
-        self._registry = CollectorRegistry()
-        self._registry.register(_BackendCollector(backend, model_name))
+        self.registry = CollectorRegistry()
+        self.registry.register(_BackendCollector(backend, model_name))
         self._labels = {"model_name": model_name}
         self.first_token = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of an answer.")
@@ -155,15 +155,15 @@ class Metrics:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self._answer_tokens = self._counter("vllm:generation_tokens", "Tokens of answers.")
         self._success = Counter(
-            "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=self._registry
+            "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=self.registry
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-        made = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
+        made = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
         return made.labels(**self._labels)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ["model_name"], registry=self._registry).labels(**self._labels)
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(**self._labels)
 
     def finished(self, reason: FinishReason, stats: GenerationStats, seconds: float) -> None:
         """Count an answer that ended after `seconds`."""
@@ -177,5 +177,31 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """The text and its content type."""
-        encode, content_type = choose_encoder("text/plain")
-        return encode(self._registry), content_type
+        return _rendered(self.registry)
+
+
+def _rendered(registry: CollectorRegistry) -> tuple[bytes, str]:
+    encode, content_type = choose_encoder("text/plain")
+    return encode(registry), content_type
+
+
+class _Together(Collector):
+    """Samples of one name are one family, whoever they come from."""
+
+    def __init__(self, sources: Sequence[Collector]):
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for source in self._sources:
+            for one in source.collect():
+                known = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                known.samples += one.samples
+        yield from families.values()
+
+
+def render_together(all_metrics: Iterable[Metrics], more: Collector) -> tuple[bytes, str]:
+    """As Metrics.render, of several models, which a label tells apart. more: what is said beside."""
+    registry = CollectorRegistry()
+    registry.register(_Together([*(one.registry for one in all_metrics), more]))
+    return _rendered(registry)

@@ -119,6 +119,10 @@ class OngoingRequests:
             raise NotReadyError("the requests from before the server's restart are not all back: try again in a moment")
         return [one for one in self if one.key == key]
 
+    def knows(self, key: str, id: str) -> bool:
+        """Whether one of this key has this id."""
+        return any(one.key == key and id in (one.id, one.answer_id) for one in self)
+
     def get(self, key: str, id: str) -> Ongoing:
         """By either id. Raises UnknownIdError, and ConflictError for an id that clients have chosen twice."""
         named = self._requests.get(id)

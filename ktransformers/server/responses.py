@@ -30,6 +30,7 @@ from ktransformers.errors import (
     EngineError,
     FieldError,
     KTransformersError,
+    LoadFailedError,
     MisdirectedRequestError,
     ModelNotFoundError,
     NotReadyError,
@@ -79,6 +80,7 @@ _ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
     (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (DeadlineError, 408, "timeout_error", "deadline_exceeded"),
     (SlowReaderError, 408, "timeout_error", "slow_reader"),
+    (LoadFailedError, 503, "server_error", "model_not_loaded"),
     (NotReadyError, 503, "server_error", "not_ready"),
     (QueueFullError, 503, "server_error", "queue_full"),
     (CapacityError, 503, "server_error", "out_of_capacity"),
@@ -129,7 +131,7 @@ def error_response(error: KTransformersError, closes: bool = False, path: str = 
     headers = {}
     if status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
-    if isinstance(error, RateLimitError):
+    if isinstance(error, RateLimitError | LoadFailedError):
         headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
 
@@ -25,7 +27,7 @@ from ktransformers.server.recent import RecentRequests, SpeedMeter
 from ktransformers.server.traces import TraceSink
 from ktransformers.server.workers import TextWorkers
 
-__all__ = ["Service", "note_unused", "service_of"]
+__all__ = ["ModelGroup", "Service", "note_unused", "service_of"]
 
 _MAX_VALUES = 1 << 19  # parsing and checking as many token ids takes some hundredths of a second
 _MAX_NODES = 1 << 16  # strings and objects are checked one by one: a tenth of a second
@@ -36,15 +38,38 @@ MAX_LOGGED_NAMES = 100
 """Names of models that are not served, said in the log; whoever sends others all the time does not fill it."""
 
 
+class ModelGroup(ABC):
+    """Several models at one address, as the routes of each see the others. services: one of each, in their order."""
+
+    services: Sequence[Service]
+
+    @abstractmethod
+    def state_of(self, service: Service) -> str:
+        """In one word: stopped, loading, running or stopping."""
+
+    @abstractmethod
+    def expires_at(self, service: Service) -> float | None:
+        """When a model that runs is stopped if nobody asks for it, seconds since 1970; None: never."""
+
+    @abstractmethod
+    def described(self) -> list[dict[str, Any]]:
+        """All models with their states and what they take, for people who watch."""
+
+    @abstractmethod
+    def metrics(self) -> tuple[bytes, str]:
+        """Those of all models as text, and its content type."""
+
+
 @dataclass(slots=True)
 class Service:
-    """One per app. traces: where spans go; None: nobody wants them."""
+    """One per app. traces: where spans go; None: nobody wants them. group: that its model is in; None: it is alone."""
 
     backend: Backend
     config: ServerConfig
     admission: Admission
     metrics: Metrics
     traces: TraceSink | None = None
+    group: ModelGroup | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     workers: TextWorkers = field(default_factory=TextWorkers)
     recent: RecentRequests = field(default_factory=RecentRequests)
@@ -65,6 +90,17 @@ class Service:
         if not self.backend.is_ready:
             raise NotReadyError("the model is not loaded yet; ask /ready, or try again in a moment")
         return self.backend.model
+
+    @property
+    def shown_model(self) -> ModelInfo:
+        """What is said of the model, whether it is loaded or not. Raises NotReadyError while that is not known."""
+        outline = None if self.backend.is_ready else self.backend.outline
+        return self.model if outline is None else outline
+
+    @property
+    def beside(self) -> Sequence[Service]:
+        """Of all models at this address, this one included."""
+        return (self,) if self.group is None else self.group.services
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -125,7 +161,7 @@ class Service:
 
     def not_served(self, asked: str) -> ModelNotFoundError:
         """The error for a name that no model here has."""
-        names = ", ".join(self.model_names)
+        names = ", ".join(dict.fromkeys(name for one in self.beside for name in one.model_names))
         return ModelNotFoundError(f"the model {asked[:200]!r} is not served here, but {names} (see --model_name)")
 
     def max_tokens(self, asked: int | None, default: int | None = None) -> int | None:

@@ -26,7 +26,7 @@ import pytest
 
 from ktransformers.core import GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.errors import ConfigError
-from ktransformers.server import run
+from ktransformers.server import listening
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
@@ -308,9 +308,9 @@ class EndlessBackend(Backend):
 def impatient_server(backend: Backend, **settings: Any) -> Iterator[int]:
     """A server in a thread; its port."""
     config = ServerConfig(port=0, model_names=("endless",), **settings)
-    listener = run._bind(config)
+    listener = listening.bind(config)
     listener.listen()  # now, so that whoever connects before the thread runs is kept waiting instead of refused
-    server = run._Server(run._uvicorn_config(create_app(backend, config), config))
+    server = listening.Server(listening.uvicorn_config(create_app(backend, config), config))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
@@ -333,7 +333,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
+    monkeypatch.setattr(listening, "HEADER_TIMEOUT", 0.2)
     with impatient_server(EndlessBackend()) as port:
         for start in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "):
             with connect(port) as client:
@@ -342,7 +342,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 
 
 def test_a_later_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
+    monkeypatch.setattr(listening, "HEADER_TIMEOUT", 0.2)
     health = head("GET", "/health")
     with impatient_server(EndlessBackend()) as port:
         with connect(port) as client:
@@ -361,7 +361,7 @@ def test_a_later_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
 
 
 def test_the_rest_of_an_answered_body_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
+    monkeypatch.setattr(listening, "HEADER_TIMEOUT", 0.2)
     with impatient_server(EndlessBackend(), api_keys=("key",)) as port:
         for path, wanted in ((CHAT, b"HTTP/1.1 401 "), ("/ready", b"HTTP/1.1 405 ")):
             with connect(port) as client:
@@ -462,7 +462,7 @@ def test_handshakes_count_as_connections(certificate: dict[str, Path], caplog: p
 def test_a_handshake_that_does_not_come_is_not_waited_for(
     certificate: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
+    monkeypatch.setattr(listening, "HEADER_TIMEOUT", 0.2)
     with impatient_server(EndlessBackend(), max_connections=4, **certificate) as port:
         for start in (b"", b"\x16\x03\x01\x02\x00", b"GET /health HTTP/1.1\r\n\r\n"):
             for _ in range(5):  # more than there is room for: they leave it again

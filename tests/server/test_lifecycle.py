@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from ktransformers.cli import server_main as main
-from ktransformers.server import run
+from ktransformers.server import listening
 from ktransformers.server.config import ServerConfig
 from tests.support.server_process import ServerProcess
 
@@ -243,7 +243,7 @@ def test_what_is_written_is_sent_at_once() -> None:
             transport.close()
 
     async def accept() -> int:
-        listener = run._bind(ServerConfig(port=0))
+        listener = listening.bind(ServerConfig(port=0))
         async with await asyncio.get_running_loop().create_server(Accepted, sock=listener):
             _, writer = await asyncio.open_connection(*listener.getsockname())
             writer.close()

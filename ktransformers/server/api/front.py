@@ -116,7 +116,7 @@ def _facts(service: Service) -> dict[str, Any]:
     if service.config.api_keys:
         facts["authentication"] = "send Authorization: Bearer KEY, or x-api-key: KEY"
     else:
-        facts["models"] = list(service.model_names)
+        facts["models"] = [name for one in service.beside for name in one.model_names]
     return facts | {"docs": "/docs", "health": "/health", "routes": dict(ROUTES)}
 
 

@@ -36,7 +36,8 @@ async def ready(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
-    text, content_type = service_of(request).metrics.render()
+    service = service_of(request)
+    text, content_type = service.metrics.render() if service.group is None else service.group.metrics()
     return Response(text, media_type=content_type)
 
 

@@ -39,7 +39,7 @@ async def ping(request: Request) -> Response:
 @router.get("/load")
 async def load(request: Request) -> Response:
     """How many requests are computed or wait, under vLLM's name."""
-    return ApiResponse({"server_load": service_of(request).admission.num_active})
+    return ApiResponse({"server_load": sum(one.admission.num_active for one in service_of(request).beside)})
 
 
 @router.get("/server_info")

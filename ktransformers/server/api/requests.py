@@ -27,14 +27,20 @@ def _key_of(request: Request) -> str:
 
 
 def _asked(request: Request, id: str) -> tuple[Service, Ongoing]:
-    service = service_of(request)
-    return service, service.ongoing.get(_key_of(request), id)
+    asked, key = service_of(request), _key_of(request)
+    knowing = [one for one in asked.beside if one.ongoing.knows(key, id)]
+    if len(knowing) > 1:
+        raise ConflictError(f"requests to {len(knowing)} models are called {id[:100]!r}: use the id of the answer")
+    service = knowing[0] if knowing else asked
+    return service, service.ongoing.get(key, id)
 
 
 @router.get("/v1/requests")
 async def list_requests(request: Request) -> Response:
     """The requests of this API key that are in, or whose streams are kept, the oldest first. No texts."""
-    found = service_of(request).ongoing.of_key(_key_of(request))
+    key = _key_of(request)
+    found = [one for service in service_of(request).beside for one in service.ongoing.of_key(key)]
+    found.sort(key=lambda one: one.created)
     return ApiResponse({"object": "list", "data": [one.described() for one in found]}, headers=_UNCACHED)
 
 

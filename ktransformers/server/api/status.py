@@ -18,11 +18,15 @@ router = APIRouter()
 
 
 def state_of(service: Service) -> str:
-    """In one word: loading, ready, paused (requests wait for an engine) or stopping."""
+    """In one word: loading, ready, paused (requests wait for an engine) or stopping.
+
+    Of several models each may be stopped, which is no reason not to ask for it: it is ready, too.
+    """
     if service.admission.is_draining:
         return "stopping"
     if not service.backend.is_ready:
-        return "loading"
+        is_loading = service.group is None or service.group.state_of(service) == "loading"
+        return "loading" if is_loading else "ready"
     return "ready" if service.backend.pause is None else "paused"
 
 
@@ -98,6 +102,7 @@ def _status(service: Service) -> dict[str, Any]:
         "experts": _experts(stats),
         "hot_experts": _hot_experts(stats),
         "replicas": _replicas(stats),
+        "models": None if service.group is None else service.group.described(),
         "requests": service.recent.described(),
     }
 

@@ -133,6 +133,11 @@ class Backend(ABC):
         """Raises NotReadyError before `start` has returned."""
 
     @property
+    def outline(self) -> ModelInfo | None:
+        """What is known of the model while it is not loaded; None: nothing, which is the default."""
+        return None
+
+    @property
     @abstractmethod
     def max_running(self) -> int:
         """How many requests are computed at once; more of them wait."""

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ktransformers.cli.serve import _server_config, server_parser
+from ktransformers.cli.serve import server_parser
+from ktransformers.cli.serving import server_config
 from ktransformers.config import EngineConfig
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.ktransformers import KTransformersBackend
@@ -57,7 +58,7 @@ def run(test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerConf
 def config_of(*flags: str) -> ServerConfig:
     """What `serve` makes of flags."""
     args = server_parser().parse_args(["--gguf_path", str(DEMO_GGUF), *flags])
-    return _server_config(args, EngineConfig(gguf_path=DEMO_GGUF))
+    return server_config(args, EngineConfig(gguf_path=DEMO_GGUF))
 
 
 def test_a_request_for_any_model_is_answered(caplog: pytest.LogCaptureFixture) -> None:

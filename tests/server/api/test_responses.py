@@ -15,7 +15,8 @@ import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from ktransformers.cli.serve import _server_config, server_parser
+from ktransformers.cli.serve import server_parser
+from ktransformers.cli.serving import server_config
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason
 from ktransformers.errors import ConfigError, EngineError
@@ -302,7 +303,7 @@ def test_what_is_not_kept_and_for_whom() -> None:
 def test_the_flag_for_what_is_kept() -> None:
     def config(*flags: str) -> ServerConfig:
         args = server_parser().parse_args(["--gguf_path", str(DEMO_GGUF), *flags])
-        return _server_config(args, EngineConfig(gguf_path=DEMO_GGUF))
+        return server_config(args, EngineConfig(gguf_path=DEMO_GGUF))
 
     kept = [config(*flags).responses_store for flags in ((), ("--responses_store", "2"), ("--responses_store", "0"))]
     assert kept == [64 << 20, 2 << 20, 0]

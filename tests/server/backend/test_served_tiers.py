@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from ktransformers.cli.options import engine_config
-from ktransformers.cli.serve import _check_flags, server_parser
+from ktransformers.cli.serve import server_parser
+from ktransformers.cli.serving import check_flags
 from ktransformers.core import SamplingParams
 from ktransformers.engine.llm import LLM
 from tests.server.backend.test_balance_serve import FLAGS, child_pids, metrics, wait_until
@@ -88,7 +89,7 @@ def test_backends_of_one_sequence_say_that_the_flags_are_for_others(caplog: pyte
     flags = ["--backend_type", "ktransformers", "--cpu_memory_size_GB", "1", "--kv_disk_path", "nowhere"]
     args = server_parser().parse_args(flags)
     with caplog.at_level(logging.WARNING):
-        _check_flags(args)
+        check_flags(args)
     assert "--cpu_memory_size_GB has no effect: the ktransformers backend" in caplog.text
     assert "--kv_disk_path has no effect: the ktransformers backend" in caplog.text
     config = engine_config(args)

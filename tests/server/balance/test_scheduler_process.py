@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from ktransformers.cli import build_parser, serve
+from ktransformers.cli import build_parser, serving
 from ktransformers.config import EngineConfig
 from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
 from ktransformers.errors import ConfigError, EngineError
@@ -235,7 +235,7 @@ def test_the_flag_for_streams_beside_prompts_arrives(monkeypatch: pytest.MonkeyP
     config: list[BalanceConfig] = []
     monkeypatch.setattr(balance_serve, "BalanceServeBackend", lambda made, profile: config.append(made))
     args = build_parser().parse_args(["serve", "--max_itl_ratio", "3.5"])
-    serve._backend(args, EngineConfig())()
+    serving.backend_maker(args, EngineConfig())()
     started: list[SchedulerOptions] = []
 
     async def start(options: SchedulerOptions) -> None:
@@ -253,7 +253,7 @@ def test_the_flag_for_streams_beside_prompts_arrives(monkeypatch: pytest.MonkeyP
     asyncio.run(supervise())
     assert scheduler_config(started[0]).max_itl_ratio == 3.5
     args = build_parser().parse_args(["serve"])
-    serve._backend(args, EngineConfig())()
+    serving.backend_maker(args, EngineConfig())()
     assert config[1].max_itl_ratio == 2.0
 
 

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from ktransformers.errors import ConfigError
 from ktransformers.server.app import create_app
 from ktransformers.server.otlp import CLOSE_SECONDS, OtlpTraces, collector_url
-from ktransformers.server.run import _open_traces
+from ktransformers.server.run import open_traces
 from ktransformers.server.traces import Span
 from tests.support.scripted_backend import Script, ScriptedBackend
 from tests.support.server_process import ServerProcess
@@ -155,7 +155,7 @@ def test_without_the_packages_the_error_says_what_to_install(monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "ktransformers.server.otlp")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'ktransformers-engine\[otel\]'"):
-        _open_traces("http://localhost:4318")
+        open_traces("http://localhost:4318")
 
 
 def test_nothing_of_it_is_imported_when_it_is_off() -> None:

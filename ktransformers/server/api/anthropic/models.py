@@ -26,17 +26,12 @@ def described_model(service: Service, name: str) -> dict[str, Any]:
         "display_name": name,
         "created_at": created,
         "lifecycle": "active",
-        "max_input_tokens": service.model.max_len,
-        "max_tokens": service.model.max_len,
+        "max_input_tokens": service.shown_model.max_len,
+        "max_tokens": service.shown_model.max_len,
     }
 
 
 def described_models(service: Service) -> dict[str, Any]:
     """All names, on one page."""
-    names = service.listed_names
-    return {
-        "data": [described_model(service, name) for name in names],
-        "has_more": False,
-        "first_id": names[0],
-        "last_id": names[-1],
-    }
+    models = [described_model(one, name) for one in service.beside for name in one.listed_names]
+    return {"data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}

@@ -67,10 +67,10 @@ async def _answer(
 
 
 def _loaded(request: Request, body: ChatBody | GenerateBody, empty: Fields) -> Response:
-    """The answer to a request that wants the model to be loaded, or unloaded: it is, and stays so."""
+    """The answer to a request that wants the model to be loaded, or unloaded. An only model is, and stays so."""
     service = service_of(request)
     name = _served(service, body)
-    if body.is_to_unload:
+    if body.is_to_unload and service.group is None:
         note_unused(request, ["keep_alive"])
     head = {"model": shown_name(service, body.model, name), "created_at": timestamp(time.time())}
     reason = "unload" if body.is_to_unload else "load"
@@ -78,5 +78,5 @@ def _loaded(request: Request, body: ChatBody | GenerateBody, empty: Fields) -> R
 
 
 def _served(service: Service, body: ChatBody | GenerateBody) -> str:
-    service.model  # noqa: B018 - raises while it loads
+    service.shown_model  # noqa: B018 - raises while an only model loads
     return service.check_model(plain_name(service, body.model))

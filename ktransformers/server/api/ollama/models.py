@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ktransformers import __version__
 from ktransformers.core import SamplingParams
 from ktransformers.server.api.ollama.fields import SHOW
-from ktransformers.server.api.ollama.names import listed_names, plain_name
+from ktransformers.server.api.ollama.names import listed_names, named_service, plain_name
 from ktransformers.server.api.ollama.read import knows_thinking
 from ktransformers.server.api.ollama.routes import ERRORS, any_type_route
 from ktransformers.server.api.ollama.schemas import NameBody
@@ -27,7 +27,7 @@ API_VERSION = "0.12.11"
 """Of Ollama, whose API this is: clients refuse versions that lack what they need."""
 
 _FOREVER = 100 * 365 * 86400
-"""Seconds that the model is said to stay loaded."""
+"""Seconds that a model is said to stay loaded that is never stopped."""
 
 _PARAMETERS = (
     ("temperature", "temperature"),
@@ -62,7 +62,7 @@ def _details(model: ModelInfo) -> Fields:
 
 
 def _entries(service: Service) -> list[Fields]:
-    model = service.model
+    model = service.shown_model
     return [
         {
             "name": name,
@@ -98,7 +98,8 @@ def _model_info(model: ModelInfo) -> Fields:
 
 def _parameters(service: Service) -> str:
     """What requests get that do not say: one line each, as a Modelfile has them."""
-    params = service.model.default_params
+    model = service.shown_model
+    params = model.default_params
     values = {ours: service.config.sampling.get(ours, getattr(params, ours)) for ours, _ in _PARAMETERS}
     plain = SamplingParams()
     lines = [
@@ -106,7 +107,7 @@ def _parameters(service: Service) -> str:
         for ours, name in _PARAMETERS
         if ours == "temperature" or values[ours] != getattr(plain, ours)
     ]
-    return "\n".join([f"{'num_ctx':<30} {service.model.max_len}", *lines])
+    return "\n".join([f"{'num_ctx':<30} {model.max_len}", *lines])
 
 
 def _template(model: ModelInfo) -> str:
@@ -132,31 +133,36 @@ async def version(request: Request) -> Response:
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """The models that there are. 503 while the one there is loads."""
-    service = service_of(request)
-    modified = timestamp(service.model.card.modified)
-    return ApiResponse({"models": [entry | {"modified_at": modified} for entry in _entries(service)]})
+    """The models that there are. 503 while the only one loads."""
+    found = [
+        entry | {"modified_at": timestamp(service.shown_model.card.modified)}
+        for service in service_of(request).beside
+        for entry in _entries(service)
+    ]
+    return ApiResponse({"models": found})
 
 
 @router.get("/api/ps")
 async def ps(request: Request) -> Response:
     """The models that are loaded. size_vram: what the plan has on GPUs, the cache included."""
-    service = service_of(request)
-    if not service.backend.is_ready:
-        return ApiResponse({"models": []})
-    more = {
-        "expires_at": timestamp(service.created + _FOREVER),
+    loaded = (service for service in service_of(request).beside if service.backend.is_ready)
+    return ApiResponse({"models": [entry | _loaded(service) for service in loaded for entry in _entries(service)]})
+
+
+def _loaded(service: Service) -> Fields:
+    end = None if service.group is None else service.group.expires_at(service)
+    return {
+        "expires_at": timestamp(service.created + _FOREVER if end is None else end),
         "size_vram": service.model.card.gpu_bytes,
         "context_length": service.model.max_len,
     }
-    return ApiResponse({"models": [entry | more for entry in _entries(service)]})
 
 
 @router.post("/api/show")
 async def show(body: NameBody, request: Request) -> Response:
     """All about one model."""
-    service = service_of(request)
-    model, name = service.model, plain_name(service, body.model)
+    service = named_service(service_of(request), body.model)
+    model, name = service.shown_model, plain_name(service, body.model)
     if name not in service.model_names:
         raise service.not_served(body.model)
     parameters, template = _parameters(service), _template(model)

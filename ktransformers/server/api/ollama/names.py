@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ktransformers.server.service import Service
 
-__all__ = ["LATEST", "listed_names", "plain_name", "shown_name"]
+__all__ = ["LATEST", "listed_names", "named_service", "plain_name", "shown_name"]
 
 LATEST = ":latest"
 
@@ -15,6 +15,11 @@ def plain_name(service: Service, asked: str | None) -> str | None:
         return asked
     plain = asked.removesuffix(LATEST)
     return plain if plain in service.model_names else asked
+
+
+def named_service(service: Service, asked: str | None) -> Service:
+    """The one at this address whose model is asked for; this one when there is none."""
+    return next((one for one in service.beside if plain_name(one, asked) in one.model_names), service)
 
 
 def shown_name(service: Service, asked: str | None, served: str) -> str:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.server.api.ollama.fields import PULL
-from ktransformers.server.api.ollama.names import plain_name
+from ktransformers.server.api.ollama.names import named_service, plain_name
 from ktransformers.server.api.ollama.routes import ERRORS, any_type_route
 from ktransformers.server.api.ollama.schemas import NameBody
 from ktransformers.server.responses import ApiResponse
@@ -30,12 +30,12 @@ _REFUSED = (
 @router.post("/api/pull", include_in_schema=False)
 async def pull(body: NameBody, request: Request) -> Response:
     """Success for the model that is served; others are not fetched by a running server."""
-    service = service_of(request)
+    service = named_service(service_of(request), body.model)
     if plain_name(service, body.model) in service.model_names:
         return ApiResponse({"status": "success"})
     raise UnsupportedError(
-        f"{body.model[:200]!r} is not fetched: this server has one model; `ktransformers pull` fetches others, and "
-        "`ktransformers serve` starts a server on one"
+        f"{body.model[:200]!r} is not fetched: a running server gets no new models; `ktransformers pull` fetches "
+        "them, and `ktransformers serve` starts a server on them"
     )
 
 

@@ -26,23 +26,25 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "ktransformers",
         "root": service.model_names[0],
-        "max_model_len": service.model.max_len,
+        "max_model_len": service.shown_model.max_len,
     }
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The names to choose from; they mean the same model, as do others that requests may use."""
+    """The names to choose from: those that the operator gave, of each model at this address."""
     service = service_of(request)
     if is_asked_for(request):
         return ApiResponse(described_models(service))
-    return ApiResponse({"object": "list", "data": [_describe(service, name) for name in service.listed_names]})
+    listed = [_describe(one, name) for one in service.beside for name in one.listed_names]
+    return ApiResponse({"object": "list", "data": listed})
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request) -> Response:
     """One name."""
-    service = service_of(request)
+    asked = service_of(request)
+    service = next((one for one in asked.beside if name in one.model_names), asked)
     described = _describe(service, name)
     if name not in service.model_names:
         raise service.not_served(name)

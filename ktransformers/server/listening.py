@@ -1,0 +1,201 @@
+"""The port and its connections: bound before anything is loaded, patient within limits, ended by signals.
+
+Knows uvicorn, and no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import ssl
+from asyncio.sslproto import SSLProtocol
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ktransformers.errors import ConfigError, reason_of
+from ktransformers.server.config import ServerConfig
+from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
+from ktransformers.server.streaming import ABORT_KEY
+
+__all__ = ["HEADER_TIMEOUT", "Server", "bind", "ending_signals", "uvicorn_config"]
+
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+HEADER_TIMEOUT = 30.0
+"""Seconds that a request's head may take, and the rest of a body whose request has been answered already."""
+
+
+_BACKLOG = 1024
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, with limits on what comes too slowly for any timeout of its own and on how many come at once."""
+
+    _impatience: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, room: Connections, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._room = room
+        self._accepted: asyncio.Transport | None = None
+
+    def accept(self, transport: asyncio.Transport) -> bool:
+        """Count a connection, which may have its handshake before it. False when there is no room."""
+        self._accepted = transport
+        return self._room.add(self)
+
+    def leave(self) -> None:
+        """Count it no more."""
+        self._room.remove(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._accepted is not None or self.accept(transport):
+            self._watch()
+        else:
+            transport.write(_NO_ROOM)
+            transport.close()
+
+    def drop(self) -> None:
+        assert self._accepted is not None, "nobody else is in the room"
+        self._accepted.abort()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None:
+            cast(dict[str, Any], self.cycle.scope)[ABORT_KEY] = self.transport.abort
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.leave()
+        self._be_patient()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Start the clock when something is due that no route waits for; stop it when it has come.
+
+        Between requests uvicorn's keep-alive timer runs, but the first byte of whatever comes next stops it.
+        """
+        self._room.set_idle(self, self.cycle is None or self.cycle.response_complete)
+        if self.conn.their_state is h11.IDLE:
+            is_due = self.cycle is None or bool(self.conn.trailing_data[0])  # a head that has begun
+        else:
+            is_due = self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
+        if not is_due:
+            self._be_patient()
+        elif self._impatience is None:
+            self._impatience = self.loop.call_later(HEADER_TIMEOUT, self.transport.abort)
+
+    def _be_patient(self) -> None:
+        if self._impatience is not None:
+            self._impatience.cancel()
+            self._impatience = None
+
+
+class _Tls(SSLProtocol):
+    """TLS around a connection that counts from when it is accepted: asyncio's own is silent until hands are shaken."""
+
+    def __init__(self, inner: _Protocol, context: ssl.SSLContext):
+        self._inner = inner
+        loop, nobody, patience = asyncio.get_running_loop(), cast(Any, None), cast(int, HEADER_TIMEOUT)
+        super().__init__(loop, inner, context, nobody, server_side=True, ssl_handshake_timeout=patience)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._inner.accept(transport):
+            super().connection_made(transport)
+        else:
+            transport.abort()  # an answer would have to wait for the handshake
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._inner.leave()
+        super().connection_lost(exc)
+
+
+_NO_ROOM = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 31\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\n\r\ntoo many connections are open.\n"
+)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which leaves signals to us."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # the kernel's queue may be longer than what is accepted in one go
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None of them."""
+        yield
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Taken before the model loads: a busy port must not show up minutes later."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # asyncio sends at once (TCP_NODELAY) on sockets that say they are TCP. On others what follows the head of a
+    # response, and every token, waits 40 ms for the client's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {reason_of(error)}; choose another --port"
+        ) from error
+    return listener
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """Raises ConfigError for a certificate that cannot be used."""
+    made = uvicorn.Config(
+        app,
+        http=cast(Any, partial(_Protocol, room=Connections(connection_limit(config.max_connections)))),
+        backlog=ACCEPTED_AT_ONCE,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+        h11_max_incomplete_event_size=64 << 10,
+        ssl_keyfile=None if config.ssl_keyfile is None else str(config.ssl_keyfile),
+        ssl_certfile=None if config.ssl_certfile is None else str(config.ssl_certfile),
+    )
+    try:
+        made.load()
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"--ssl_certfile and --ssl_keyfile cannot be used: {reason_of(error)}") from error
+    context, plain = made.ssl, cast(Any, made.http_protocol_class)
+    if context is not None:
+        made.ssl, made.http_protocol_class = None, cast(Any, lambda **kwargs: _Tls(plain(**kwargs), context))
+    return made
+
+
+@asynccontextmanager
+async def ending_signals() -> AsyncIterator[asyncio.Queue[int]]:
+    """Signals that end the service as items of a queue. One that is ignored stays so: nohup ignores SIGHUP."""
+    loop, received = asyncio.get_running_loop(), asyncio.Queue[int]()
+    numbers = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in numbers:
+        loop.add_signal_handler(number, received.put_nowait, number)
+    try:
+        yield received
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

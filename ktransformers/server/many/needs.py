@@ -1,0 +1,130 @@
+"""What models take of each device, before any of them is loaded: each is planned in a process of its own.
+
+Planning imports torch and looks at GPUs: in a child neither stays in the memory of the server. Reads headers only.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from ktransformers.child import framed, read_frame, spawn_code
+from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.errors import ConfigError, KTransformersError
+from ktransformers.optimize.machine import Machine
+from ktransformers.server.balance.messages import decode, encode
+
+__all__ = ["ModelNeeds", "ToPlan", "find_needs", "pinned", "plan_needs"]
+
+_MOST_AT_ONCE = 4
+"""Processes that plan: each has torch in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToPlan:
+    """page_size: 0 for a cache of one sequence. beside: bytes of host memory that its processes take for themselves.
+
+    memory: bytes of host memory that there are for models; 0: all that is free.
+    """
+
+    config: EngineConfig
+    page_size: int = 0
+    max_batch_size: int = 1
+    beside: int = 0
+    memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """nbytes: {device: bytes} that the model takes, `beside` included. memory: {device: bytes} that are free now.
+
+    cache_lens, chunk_size, uses_gpus: what was left to the plan. error: why it cannot run; all else is empty then.
+    ram_bytes: of the machine.
+    """
+
+    nbytes: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    ram_bytes: int = 0
+    cache_lens: int = 0
+    chunk_size: int = 0
+    uses_gpus: bool = False
+    error: str = ""
+
+
+def find_needs(models: Sequence[ToPlan]) -> list[ModelNeeds]:
+    """Of each, in order; some at a time. Errors of a model are in its needs."""
+    with ThreadPoolExecutor(max(min(len(models), _MOST_AT_ONCE, physical_cores()), 1)) as pool:
+        return list(pool.map(_in_child, models))
+
+
+def pinned(config: EngineConfig, needs: ModelNeeds) -> EngineConfig:
+    """The configuration in which a model takes what was planned, whatever memory is free when it is loaded."""
+    return replace(
+        config,
+        cache_lens=needs.cache_lens,
+        chunk_size=needs.chunk_size,
+        use_cuda=needs.uses_gpus if config.use_cuda is None else config.use_cuda,
+    )
+
+
+def _in_child(model: ToPlan) -> ModelNeeds:
+    done = subprocess.run(spawn_code(__name__), input=framed(encode(model)), stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise ConfigError(f"the process that plans models ended with {done.returncode}; what it says stands above")
+    needs = decode(done.stdout, ModelNeeds)
+    assert isinstance(needs, ModelNeeds)
+    return needs
+
+
+def plan_needs(model: ToPlan) -> ModelNeeds:
+    """Of one model, on this machine. Imports torch."""
+    from ktransformers.cache.paged import PagedCache
+    from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages
+    from ktransformers.engine.opened import open_model
+    from ktransformers.engine.outlook import on_one_thread
+    from ktransformers.engine.planning import Hardware, Planner
+
+    shape: CachePlan[PagedCache] = OneSequence()
+    if model.page_size:
+        shape = SharedPages(model.page_size, model.max_batch_size)
+    try:
+        opened = open_model(model.config)
+        hardware = Hardware.detect(model.config)
+        machine = hardware.machine
+        with on_one_thread():
+            planner = Planner(opened, None, shape)
+            planned, _ = planner.settle(replace(hardware, machine=_limited(machine, model)))
+    except KTransformersError as error:
+        return ModelNeeds(error=str(error))
+    misfit = planned.plan.misfit()
+    if misfit is not None:
+        return ModelNeeds(error=misfit)
+    nbytes = planned.plan.total_bytes
+    placed = {entry.placement.generate_device for entry in planned.plan.entries}
+    return ModelNeeds(
+        nbytes=nbytes | {"cpu": nbytes.get("cpu", 0) + model.beside},
+        memory=dict(machine.devices),
+        ram_bytes=machine.ram_bytes,
+        cache_lens=planned.num_slots,
+        chunk_size=planned.chunk_size,
+        uses_gpus=bool(placed - {"cpu"}),
+    )
+
+
+def _limited(machine: Machine, model: ToPlan) -> Machine:
+    free = machine.devices["cpu"]
+    return machine.beside(model.beside + max(free - model.memory, 0) * bool(model.memory))
+
+
+def main() -> int:
+    """The child: a ToPlan on standard input, ModelNeeds on standard output."""
+    data = read_frame(sys.stdin.buffer)
+    if data is None:
+        return 1
+    out, sys.stdout = sys.stdout, sys.stderr  # what a model's own code prints is no part of the answer
+    out.buffer.write(encode(plan_needs(decode(data, ToPlan))))
+    out.buffer.flush()
+    return 0

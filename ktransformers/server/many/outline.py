@@ -1,0 +1,33 @@
+"""What is known of a model from its headers and its plan, for those who ask before it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.checks import check_tokenizer
+from ktransformers.engine.hidden import embedding_form
+from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.engine.outputs import default_sampling_params
+from ktransformers.server.backend.base import ModelInfo
+from ktransformers.server.many.needs import ModelNeeds
+
+__all__ = ["outline_of"]
+
+
+def outline_of(config: EngineConfig, needs: ModelNeeds) -> ModelInfo:
+    """Loads the tokenizer. Raises KTransformersError as loading the model would."""
+    check_tokenizer(config)
+    described = describe_model(open_model(config))
+    context_len = described.context_len
+    return ModelInfo(
+        tokenizer=described.tokenizer,
+        max_len=needs.cache_lens if context_len is None else min(needs.cache_lens, context_len),
+        vocab_size=described.vocab_size,
+        eos_token_ids=described.eos_token_ids,
+        default_params=default_sampling_params(described.generation_defaults, None),
+        architecture=described.architecture,
+        description=described.description,
+        embeddings=embedding_form(described.card.pooling_type, config.model_path, config.gguf_path),
+        card=replace(described.card, gpu_bytes=sum(size for name, size in needs.nbytes.items() if name != "cpu")),
+    )

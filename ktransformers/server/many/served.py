@@ -1,0 +1,70 @@
+"""One of several models: its app, its backend, and how it is started. Does not decide when."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
+from ktransformers.errors import KTransformersError
+from ktransformers.server.activity import LoadingLog, duration
+from ktransformers.server.app import model_app
+from ktransformers.server.backend.on_demand import OnDemandBackend
+from ktransformers.server.config import ServerConfig
+from ktransformers.server.service import Service
+from ktransformers.server.traces import TraceSink
+
+__all__ = ["ServedModel"]
+
+logger = logging.getLogger("ktransformers.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """app: the routes over the backend, without what stands in front of them. It outlives every load."""
+
+    app: FastAPI
+    backend: OnDemandBackend
+
+    @classmethod
+    def of(cls, backend: OnDemandBackend, config: ServerConfig, traces: TraceSink | None = None) -> ServedModel:
+        """config: with the model's own names."""
+        return cls(model_app(backend, config, traces), backend)
+
+    @property
+    def service(self) -> Service:
+        """What its routes share."""
+        service = self.app.state.service
+        assert isinstance(service, Service)
+        return service
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.service.config.model_names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """That requests may use."""
+        return self.service.config.model_names
+
+    async def start(self) -> None:
+        """Load it. Raises KTransformersError."""
+        began = time.monotonic()
+        await self.backend.start(LoadingLog(self.name))
+        self.backend.model.tokenizer.use_tool_format(self.service.config.tool_format)
+        await asyncio.to_thread(lambda: self.service.json_limits)  # looks at the whole vocabulary
+        model = self.backend.model
+        logger.info("%s: %s, %d tokens of context", self.name, model.description, model.max_len)
+        logger.info("%s is ready after %s", self.name, duration(time.monotonic() - began))
+
+    async def lost(self) -> KTransformersError:
+        """Returns when it cannot go on though nobody closed it."""
+        return await self.backend.lost()
+
+    async def close(self) -> None:
+        """Free it."""
+        await self.backend.close()
