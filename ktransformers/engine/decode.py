@@ -93,6 +93,12 @@ class DecodeSteps:
             self.mixed,
         )
 
+    @property
+    def sizes(self) -> list[StepSize]:
+        """Of the graphs, or of the steps that are padded; the largest first."""
+        decode = [StepSize(rows, rows) for rows in self._graphs.batch_sizes]
+        return sorted({*decode, *self._graphs.mixed_sizes}, reverse=True)
+
     def time_steps(self, marks: StepMarks | None) -> None:
         """See DecodeGraphs.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
         self._graphs.time_steps(marks, KEPT_ROWS)
