@@ -424,6 +424,8 @@ def _arrange_layers(loaded: _Loaded) -> None:
     check_calls(opened.model, calls, loaded.longest, shapes)
     is_on_cpu = all(entry.placement.generate_device == "cpu" for entry in plan.entries)
     if opened.shares is not None:
+        if is_checked(opened) and not opened.shares.group.rank:
+            logger.warning("self check: a model that is cut over GPUs is not compared; load it without for that")
         homes = {home.key: plan.devices[home.device] for home in plan.homes}
         stack_gpu_layers(opened.model, homes, move_into, calls)
         _hand_contexts_down(opened.model, plan)

@@ -61,24 +61,22 @@ class ModelRunner:
         context: ForwardContext,
         keep: torch.Tensor,
         needs: Sequence[int] | None,
-        is_padded: bool | None = None,
     ) -> StepLogits:
         """As `step`, but a row's need (engine.reduced) may be all that comes back of it. None: whole rows.
 
         Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
-        is_padded: whether the step is padded to the size of a graph; None: as is faster.
         """
         forward, layout = self._pass, self._pass.layout
         if layout is None:
             return forward.on_cpu(token_ids, positions, context, keep)
-        decode = self._decode
-        if decode is not None and is_padded is None and not self.tap.is_open:
-            is_padded = decode.takes(context, len(keep))
+        decode = None if self.tap.is_open else self._decode
+        if decode is not None and not decode.takes(context, len(keep)):
+            decode = None
         if self._tell is not None:
             self._begin_together()
-            self._tell(token_ids, positions, context, keep, bool(is_padded))
+            self._tell(token_ids, positions, context, keep, decode is not None)
         profile = self._profile
-        if decode is not None and is_padded:
+        if decode is not None:
             logits = decode.step(token_ids, positions, context, keep, needs, self._fetch)
         else:
             inputs = forward.inputs_of(token_ids, positions, context, keep)
@@ -94,6 +92,23 @@ class ModelRunner:
             profile.finish(len(token_ids))
         self._is_apart = False
         return logits
+
+    @torch.inference_mode()
+    def follow(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        *,
+        is_padded: bool,
+    ) -> None:
+        """Launch a step of the process that leads, whose results that one has. is_padded: as it is there."""
+        if is_padded:
+            assert self._decode is not None
+            self._decode.launch(token_ids, positions, context, keep)
+        else:
+            self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
 
     def _begin_together(self) -> None:
         """Raises EngineError when a step has failed here that other processes went on with."""

@@ -15,7 +15,6 @@ import torch
 from ktransformers.child import become, follow_parent, framed, read_frame
 from ktransformers.engine.builder import Part, build_follower
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.reduced import BEST_TOKEN
 from ktransformers.engine.tensor_parallel.messages import Begin, Captured, Failed, Loaded, Start, Step, decode, encode
 from ktransformers.engine.tensor_parallel.ranks import Follower
 from ktransformers.errors import EngineError, KTransformersError
@@ -86,5 +85,5 @@ def main() -> int:
         return 1
     while (step := pipes.read(Step)) is not None:
         token_ids, positions, context, keep = step.inputs(part.cache, part.pool)
-        part.runner.reduced_step(token_ids, positions, context, keep, [BEST_TOKEN] * len(keep), step.is_padded)
+        part.runner.follow(token_ids, positions, context, keep, is_padded=step.is_padded)
     return 0
