@@ -196,6 +196,10 @@ def _check_gb(flag: str, value: float, least: float) -> None:
         raise ConfigError(f"--{flag} must be between {least:g} and {_MAX_GB} GiB, got {value}")
 
 
+MAX_GPUS = 16
+"""That one model may be cut over."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine needs to know before it reads a model.
@@ -232,6 +236,7 @@ class EngineConfig:
     spread_layers: layers go over all GPUs there are though optimize_config_path does not say so; set by `resolved`
     where that is one of upstream's files for several GPUs.
     self_check: whether a model of a family that no test covers is compared with transformers once it is loaded.
+    tensor_parallel: GPUs over which attention and dense parts of every layer are cut, a process each.
     """
 
     model_path: Path | None = None
@@ -262,6 +267,7 @@ class EngineConfig:
     kv_disk_size_GB: float = KV_DISK_SIZE_GB
     spread_layers: bool = False
     self_check: bool = True
+    tensor_parallel: int = 1
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -295,6 +301,7 @@ class EngineConfig:
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
         self._check_choices()
+        self._check_parallel()
         return replace(
             self,
             model_path=None if self.model_path is None else Path(self.model_path),
@@ -318,6 +325,18 @@ class EngineConfig:
             raise ConfigError(
                 "--attention_products kv multiplies the codes that --kv_type int8 or fp8 keeps, and --kv_type is "
                 f"{self.kv_type}: give one of these, or leave --attention_products out"
+            )
+
+    def _check_parallel(self) -> None:
+        if not isinstance(self.tensor_parallel, int) or not 1 <= self.tensor_parallel <= MAX_GPUS:
+            raise ConfigError(f"--tensor_parallel must be a number from 1 to {MAX_GPUS}, got {self.tensor_parallel!r}")
+        if self.tensor_parallel == 1:
+            return
+        if self.use_cuda is False:
+            raise ConfigError("--tensor_parallel is for GPUs, and --no_use_cuda wants none")
+        if self.kv_disk_path is not None or self.cpu_memory_size_GB:
+            raise ConfigError(
+                "--tensor_parallel keeps pages in VRAM alone: leave --kv_disk_path and --cpu_memory_size_GB out"
             )
 
     def _with_rule_file(self) -> EngineConfig:

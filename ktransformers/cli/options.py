@@ -113,6 +113,14 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         default=config.self_check,
         help="compare a model of a family that no test covers with transformers while loading (on)",
     )
+    group.add_argument(
+        "--tensor_parallel",
+        type=int,
+        metavar="N",
+        default=config.tensor_parallel,
+        help="balance_serve: cut attention and dense parts of every layer over N GPUs, a process each; routed experts "
+        "stay in one (%(default)s)",
+    )
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
 

@@ -51,9 +51,12 @@ from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.stack_check import StackCheck
 from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.engine.step_sizes import replayed_sizes
+from ktransformers.engine.tensor_parallel.cut import cut_model
+from ktransformers.engine.tensor_parallel.group import TensorGroup
+from ktransformers.engine.tensor_parallel.ranks import Alone, Follower, Leader, Ranks, Settled, made_of
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.engine.tier_plan import open_tiers
-from ktransformers.errors import UnsupportedError
+from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
 from ktransformers.models.facts import ModelFacts
@@ -85,7 +88,9 @@ __all__ = [
     "Hardware",
     "LoadedModel",
     "PagedEngine",
+    "Part",
     "build_engine",
+    "build_follower",
     "build_paged_engine",
     "plan_model",
 ]
@@ -157,9 +162,11 @@ class PagedEngine(LoadedModel):
     snapshot_interval: int = 0  # tokens between snapshots of states inside of a prompt; 0: none
     tiers: TierConfig | None = None  # below the cache
     hot: HotService = field(default_factory=HotService)
+    ranks: Ranks = field(default_factory=Alone)
 
     def close(self) -> None:
         """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""
+        self.ranks.close()
         if self.executor.tiers is not None:
             self.executor.tiers.close()
         LoadedModel.close(self)
@@ -172,6 +179,9 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     """
     opened = opened or open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
+    if opened.config.tensor_parallel > 1 and opened.shares is None:
+        opened = cut_model(opened, TensorGroup(0, opened.config.tensor_parallel))
+        hardware = hardware.of_one_gpu()
     return Planner(opened, None, OneSequence()).settle(hardware)[0].plan
 
 
@@ -186,6 +196,11 @@ def build_engine(
     hardware: what to run on; this machine when None. opened: the model, when it is open already; its config counts.
     """
     opened = opened or open_model(config)
+    if opened.config.tensor_parallel > 1:
+        raise ConfigError(
+            f"--tensor_parallel {opened.config.tensor_parallel} is for many sequences at once: "
+            "--backend_type balance_serve"
+        )
     built = _build(opened, OneSequence(), hardware, progress)
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len
@@ -202,17 +217,22 @@ def build_paged_engine(
     expert_stats: ExpertStats | None = None,
     opened: OpenedModel | None = None,
     hardware: Hardware | None = None,
+    ranks: Ranks | None = None,
 ) -> PagedEngine:
     """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`.
 
     expert_stats: where to count how experts are used, for a caller who wants to ask.
-    opened: the model, when it is open already (a synthetic one, say); its config counts.
+    opened: the model, when it is open already (a synthetic one, say); its config counts. ranks: with whom it is cut;
+    None: as the config says.
     """
     stats = expert_stats or ExpertStats()
     opened = opened or open_model(config)
-    built = _build(opened, SharedPages(page_size, max_batch_size), hardware, progress, stats)
+    if ranks is None:
+        size = opened.config.tensor_parallel
+        ranks = Leader(size, made_of(opened)) if size > 1 else Alone()
+    built = _build(opened, SharedPages(page_size, max_batch_size), hardware, progress, stats, ranks)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
-    runner = ModelRunner(built.forward, built.decode)
+    runner = ModelRunner(built.forward, built.decode, ranks.teller())
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
     stats.totals()
@@ -231,7 +251,26 @@ def build_paged_engine(
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identity.digest) or (None, None)
-    return PagedEngine(built.config, plan, model, pool, built.identity, executor, cache, interval, tiers, hot=built.hot)
+    return PagedEngine(
+        built.config, plan, model, pool, built.identity, executor, cache, interval, tiers, hot=built.hot, ranks=ranks
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a process that follows a leader computes steps with."""
+
+    runner: ModelRunner
+    cache: PagedCache
+    pool: WorkerPool
+
+
+def build_follower(
+    opened: OpenedModel, follower: Follower, hardware: Hardware, *, page_size: int, max_batch_size: int
+) -> Part:
+    """One process's part of a model that is cut. Errors as `build_engine`."""
+    built = _build(opened, SharedPages(page_size, max_batch_size), hardware, None, None, follower)
+    return Part(ModelRunner(built.forward, built.decode), built.cache, built.forward.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +293,24 @@ def _build(
     hardware: Hardware | None,
     progress: Progress | None,
     stats: ExpertStats | None = None,
+    ranks: Ranks | None = None,
 ) -> _Built[CacheT]:
     """What both kinds of engines are made of. Errors as `build_engine`; whatever was started is stopped then."""
+    ranks = ranks or Alone()
     hardware = hardware or Hardware.detect(opened.config)
     config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     opened = replace(opened, config=config)
+    if ranks.group is not None:
+        opened, hardware = cut_model(opened, ranks.group), hardware.of_one_gpu()
     with loading(), ExitStack() as undo:
+        undo.callback(ranks.close)
         pool = _new_pool(config.cpu_infer, config.cpu_activations)
         undo.callback(pool.close)
         planned, hardware = Planner(opened, pool, cache_plan, stats or ExpertStats()).settle(hardware)
         plan, num_slots = planned.plan, planned.num_slots
         plan.check_fits()
         undo.callback(plan.devices.close)
+        ranks.begin(_settled(planned, config, cache_plan))
         model = describe_model(opened)
         model = replace(model, card=replace(model.card, gpu_bytes=plan.gpu_bytes))
         _say_prefill(plan, pool)
@@ -287,10 +332,24 @@ def _build(
         backend, is_padded = _graphs(loaded, hardware)
         rows = hardware.graph_rows if is_padded else ()
         sizes = replayed_sizes(rows, plan, loaded.layout, flash.values(), extent.most_rows, extent.max_batch_size)
-        decode = prepare_decode(forward, cache, plan, extent, backend, progress, sizes)
+        mixed, is_captured = ranks.meet(sizes, backend is not None, _place(loaded.layout))
+        decode = prepare_decode(forward, cache, plan, extent, backend if is_captured else None, progress, mixed)
+        ranks.captured([] if decode is None else decode.sizes)
         undo.pop_all()
     config = replace(config, cache_lens=num_slots, chunk_size=planned.chunk_size)
     return _Built(config, plan, model, forward, decode, cache, identity, hot)
+
+
+def _settled(planned: Planned, config: EngineConfig, cache_plan: CachePlan[CacheT]) -> Settled:
+    """What processes beside this one have to do alike: they have a worker thread each, for what is not on their GPU."""
+    config = replace(config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size, use_cuda=True, cpu_infer=1)
+    page_size = cache_plan.page_size(planned.num_slots)
+    return Settled(config, page_size, cache_plan.max_batch_size, planned.num_slots, planned.num_states)
+
+
+def _place(layout: StepLayout) -> torch.device:
+    """Where results are added up."""
+    return layout.entry.torch_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +423,13 @@ def _arrange_layers(loaded: _Loaded) -> None:
     calls = _first_step(loaded)
     check_calls(opened.model, calls, loaded.longest, shapes)
     is_on_cpu = all(entry.placement.generate_device == "cpu" for entry in plan.entries)
+    if opened.shares is not None:
+        if is_checked(opened) and not opened.shares.group.rank:
+            logger.warning("self check: a model that is cut over GPUs is not compared; load it without for that")
+        homes = {home.key: plan.devices[home.device] for home in plan.homes}
+        stack_gpu_layers(opened.model, homes, move_into, calls)
+        _hand_contexts_down(opened.model, plan)
+        return
     if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)
     check_model(opened, plan, shapes, pool, loaded.layout, calls, loaded.longest)

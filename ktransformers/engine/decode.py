@@ -93,6 +93,12 @@ class DecodeSteps:
             self.mixed,
         )
 
+    @property
+    def sizes(self) -> list[StepSize]:
+        """Of the graphs, or of the steps that are padded; the largest first."""
+        decode = [StepSize(rows, rows) for rows in self._graphs.batch_sizes]
+        return sorted({*decode, *self._graphs.mixed_sizes}, reverse=True)
+
     def time_steps(self, marks: StepMarks | None) -> None:
         """See DecodeGraphs.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
         self._graphs.time_steps(marks, KEPT_ROWS)
@@ -156,6 +162,14 @@ class DecodeSteps:
         Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, or what `needs` says of each of them
         (engine.reduced), valid until the next step.
         """
+        on_device = self.launch(token_ids, positions, context, keep)
+        launched(len(token_ids))
+        if self._fetch is None or len(on_device) > self._most_kept:
+            return on_device.to("cpu")
+        return self._fetch.whole(on_device) if needs is None else self._fetch.reduced(on_device, needs)
+
+    def launch(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+        """As `step`, of which nobody waits for the end: logits on the first device, valid until the next step."""
         hidden_states = self._layout.embedding(token_ids[None])[0]
         inputs = DecodeInputs(
             hidden_states,
@@ -168,8 +182,4 @@ class DecodeSteps:
             token_ids,
             keep,
         )
-        on_device = self._graphs.step(inputs)
-        launched(len(token_ids))
-        if self._fetch is None or len(on_device) > self._most_kept:
-            return on_device.to("cpu")
-        return self._fetch.whole(on_device) if needs is None else self._fetch.reduced(on_device, needs)
+        return self._graphs.step(inputs)

@@ -22,6 +22,7 @@ from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
+from ktransformers.operators.shares import Shares
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
@@ -68,6 +69,7 @@ class ModelDescription:
 class OpenedModel:
     """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped.
 
+    shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
     """
 
@@ -79,6 +81,7 @@ class OpenedModel:
     source: WeightSource
     files: tuple[Path, ...] = ()
     stored: Mapping[str, int] = field(default_factory=dict)
+    shares: Shares | None = None
 
 
 def open_model(config: EngineConfig) -> OpenedModel:

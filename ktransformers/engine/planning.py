@@ -23,6 +23,7 @@ from ktransformers.engine.prefill import PrefillTools, cuda_tools
 from ktransformers.engine.skeleton import cache_shapes
 from ktransformers.engine.step_sizes import GRAPH_ROWS, largest_graph
 from ktransformers.engine.tier_plan import tier_bytes
+from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
@@ -77,6 +78,14 @@ class Hardware:
     def without_gpus(self) -> Hardware:
         """The CPU alone."""
         return replace(self, machine=replace(self.machine, devices={"cpu": self.machine.devices["cpu"]}))
+
+    def of_one_gpu(self) -> Hardware:
+        """The CPU and the first GPU. Raises ConfigError when there is none."""
+        names = list(self.machine.devices)[:2]
+        if len(names) < 2:
+            raise ConfigError("--tensor_parallel is for several GPUs, and there is none that can be used")
+        devices = {name: self.machine.devices[name] for name in names}
+        return replace(self, machine=replace(self.machine, devices=devices))
 
     @classmethod
     def detect(cls, config: EngineConfig) -> Hardware:
@@ -269,6 +278,7 @@ class Planner:
                 self.expert_stats,
                 hardware.devices,
                 config.sparse_attention,
+                opened.shares,
             ),
             source=opened.source,
             machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -16,20 +17,24 @@ from ktransformers.engine.gpu_profile import GpuProfile
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.kept_states import KeptStates
 from ktransformers.engine.reduced import StepLogits
-from ktransformers.errors import ConfigError, ContextLengthError
+from ktransformers.engine.tensor_parallel.ranks import StepTeller
+from ktransformers.errors import ConfigError, ContextLengthError, EngineError
 from ktransformers.operators.context import ForwardContext
 
 __all__ = ["ModelRunner", "StaticRunner"]
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
     decode: how steps that can be replayed run on GPUs; like all others when None. tap: for the hidden states behind the
-    logits.
+    logits. tell: what is told of each step before it runs, where other processes have to run it, too.
     """
 
-    def __init__(self, forward_pass: ForwardPass, decode: DecodeSteps | None = None):
+    def __init__(self, forward_pass: ForwardPass, decode: DecodeSteps | None = None, tell: StepTeller | None = None):
+        self._tell, self._is_apart = tell, False
         self._pass, self._decode = forward_pass, decode
         self.model, self.pool = forward_pass.model, forward_pass.pool
         self.tap = HiddenTap(forward_pass.model)
@@ -64,9 +69,15 @@ class ModelRunner:
         forward, layout = self._pass, self._pass.layout
         if layout is None:
             return forward.on_cpu(token_ids, positions, context, keep)
+        decode = None if self.tap.is_open else self._decode
+        if decode is not None and not decode.takes(context, len(keep)):
+            decode = None
+        if self._tell is not None:
+            self._begin_together()
+            self._tell(token_ids, positions, context, keep, decode is not None)
         profile = self._profile
-        if self._decode is not None and not self.tap.is_open and self._decode.takes(context, len(keep)):
-            logits = self._decode.step(token_ids, positions, context, keep, needs, self._fetch)
+        if decode is not None:
+            logits = decode.step(token_ids, positions, context, keep, needs, self._fetch)
         else:
             inputs = forward.inputs_of(token_ids, positions, context, keep)
             with nullcontext() if profile is None else profile.marked():
@@ -79,7 +90,31 @@ class ModelRunner:
             follower.finished(len(token_ids))
         if profile is not None:
             profile.finish(len(token_ids))
+        self._is_apart = False
         return logits
+
+    @torch.inference_mode()
+    def follow(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        *,
+        is_padded: bool,
+    ) -> None:
+        """Launch a step of the process that leads, whose results that one has. is_padded: as it is there."""
+        if is_padded:
+            assert self._decode is not None
+            self._decode.launch(token_ids, positions, context, keep)
+        else:
+            self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
+
+    def _begin_together(self) -> None:
+        """Raises EngineError when a step has failed here that other processes went on with."""
+        if self._is_apart:
+            raise EngineError("a step has failed on one of several GPUs; the engine has to be started anew")
+        self._is_apart = True
 
     def _fetch(self, num_rows: int) -> None:
         """Let what a step that was launched leaves on GPUs come with its results."""
@@ -98,6 +133,9 @@ class ModelRunner:
         """Time the parts of steps on GPUs from now on, or no more. The profile to ask after each step; None without a
         GPU. Where steps are replayed they are captured once more, which takes seconds."""
         layout = self._pass.layout
+        if on and self._tell is not None:
+            logger.warning("parts of steps on GPUs are not timed: the model is cut over several")
+            return None
         if self._profile is not None:
             self._profile.close()
         self._profile = GpuProfile(layout.devices) if on and layout is not None else None

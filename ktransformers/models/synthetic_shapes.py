@@ -15,6 +15,7 @@ from transformers import (
     GptOssConfig,
     PretrainedConfig,
     Qwen3_5MoeTextConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
@@ -230,6 +231,25 @@ def _gpt_oss(num_layers: int, num_experts: int) -> PretrainedConfig:
     )
 
 
+def _qwen3_32b(num_layers: int) -> PretrainedConfig:
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=151936,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=num_layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 SHAPES: Mapping[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -240,6 +260,7 @@ SHAPES: Mapping[str, Shape] = {
         Shape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
         Shape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b),
         Shape("qwen3-coder-next", 48, _qwen3_coder_next),
+        Shape("qwen3-32b", 64, _qwen3_32b),
     )
 }
 

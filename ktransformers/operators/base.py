@@ -33,6 +33,7 @@ from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Devices
+from ktransformers.operators.shares import Shares
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -111,7 +112,10 @@ class ExpertStats:
 
 @dataclass(frozen=True, slots=True)
 class OperatorConfig:
-    """What all operators of one model share. pool is None while only planning."""
+    """What all operators of one model share. pool is None while only planning.
+
+    shares: of a model that is cut over several processes.
+    """
 
     facts: ModelFacts
     pool: WorkerPool | None = None
@@ -121,6 +125,7 @@ class OperatorConfig:
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     devices: Devices = field(default_factory=Devices)
     sparse_attention: str = SPARSE_ATTENTIONS[0]
+    shares: Shares | None = None
 
     def require_pool(self) -> WorkerPool:
         """The worker pool. Raises RuntimeError while only planning."""

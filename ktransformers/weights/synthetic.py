@@ -131,7 +131,7 @@ class SyntheticSource:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts, routing: str = ROUTINGS[0]):
         self._top_k = facts.top_k() or 1
-        self._is_skewed = routing != ROUTINGS[0]
+        self.routing, self._is_skewed = routing, routing != ROUTINGS[0]
         self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
         self._model_type = facts.model_type
         self._mixture = _MIXTURES.get(family_of(facts.model_type).expert_type or "", _Q4_K_M)

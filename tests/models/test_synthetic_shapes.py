@@ -24,6 +24,7 @@ def test_the_command_line_names_every_shape() -> None:
         ("gpt-oss-120b", 116.83),
         ("qwen3.6-35b-a3b", 35),
         ("qwen3-coder-next", 80),
+        ("qwen3-32b", 32.8),
     ],
 )
 def test_parameters_are_as_many_as_published(name: str, billions: float) -> None:

@@ -50,6 +50,7 @@ class KMoEBlock(WrapperOperator):
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         router: Any = getattr(module, "gate", None)
+        self._group = None if config.shares is None else config.shares.of_block(key)
         self._asks_for_ids = router is not None and "input_ids" in inspect.signature(router.forward).parameters
         if not self.is_for(module):
             raise UnsupportedError(
@@ -70,8 +71,14 @@ class KMoEBlock(WrapperOperator):
         return give_back(output, hidden_states).view(hidden_states.shape)
 
     def addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None = None) -> Addends:
-        """What the block computes of rows [T, H] on its device, not yet added up. token_ids: int64 [1, T], for routers
-        that look tokens up."""
+        """What the block computes of rows [T, H] on its device, not yet added up, unless it is a share of a sum.
+        token_ids: int64 [1, T], for routers that look tokens up."""
+        addends = self._addends(rows, token_ids)
+        if self._group is None:
+            return addends
+        return Addends(self._group.sum(addends.total(self).float().contiguous()).to(rows.dtype))
+
+    def _addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None) -> Addends:
         block: Any = self.inner
         experts, router = block.experts, block.gate
         is_ours = isinstance(experts, KTransformersExperts)

@@ -130,6 +130,7 @@ class KTransformersExperts(Operator):
         **options: str | None,
     ):
         super().__init__(module, key, config, placement)
+        self._group = None if config.shares is None else config.shares.of_block(key)
         self.hot_experts = None if hot_experts is None else str(hot_experts)
         self.products = CpuProducts.of(key, config, **options)
         self.layout = read_layout(module, key)
@@ -368,7 +369,10 @@ class KTransformersExperts(Operator):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        return self.collect(self.submit(hidden_states, top_k_index, top_k_weights))
+        routed = self.collect(self.submit(hidden_states, top_k_index, top_k_weights))
+        if self._group is None:
+            return routed
+        return self._group.sum(routed.float().contiguous()).to(routed.dtype)
 
     def _torch_forward(self, rows: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         weights = self._weights

@@ -74,6 +74,7 @@ class KTransformersLinear(Operator):
         self.weight = empty_parameter((self.out_features, self.in_features))
         self.is_dense_wanted = self.placement.generate_op == "KLinearTorch"
         self.is_head = key.rpartition(".")[2] == "lm_head"
+        self._group = None if config.shares is None else config.shares.of_linear(key)
         self._weight: RawTensor | PackedTensor | None = None
         self._matrix: GpuMatrix | None = None  # the weight on a GPU; may be a share of a larger one
         self._bias: torch.Tensor | None = None
@@ -142,5 +143,7 @@ class KTransformersLinear(Operator):
         else:
             assert self._weight is not None, f"{self.key} is not loaded"
             out = cpu.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
+        if self._group is not None:
+            out = self._group.sum(out)
         out = out.view(*hidden_states.shape[:-1], self.out_features)
         return out.to(hidden_states.device) if self.is_head else give_back(out, hidden_states)

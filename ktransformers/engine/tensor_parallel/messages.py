@@ -1,0 +1,168 @@
+"""What the leader tells the other processes of a model, and what they say: msgpack in frames on their standard streams.
+
+leader ── Start ──────────> reads headers, cuts, loads
+       <────── Loaded / Failed
+       ── Begin ──────────> meets the others, captures its graphs
+       <────── Captured / Failed
+       ── Step, Step, ... > computes each, and says nothing
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.config import EngineConfig
+from ktransformers.core import Phase
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.operators.context import ForwardContext, StateStep
+
+__all__ = ["Begin", "Captured", "Failed", "Loaded", "Made", "Start", "Step", "decode", "encode"]
+
+
+class Made(msgspec.Struct, frozen=True):
+    """A model without files: its config as JSON, the routing of its random weights."""
+
+    hf_config: str
+    routing: str
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """config: with what the leader's plan has settled. hardware: "module:function" that finds what there is."""
+
+    rank: int
+    size: int
+    config: EngineConfig
+    page_size: int
+    max_batch_size: int
+    hardware: str
+    log_level: str
+    made: Made | None = None
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """file: where to meet. sizes: (rows, sequences) of steps that are padded. is_captured: whether graphs are made."""
+
+    file: str
+    sizes: list[tuple[int, int]]
+    is_captured: bool
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One flattened step: arrays as bytes, in the types that ForwardContext says. is_padded: to the size of a graph.
+    states: bounds, reads, writes, saves, most rows of a sequence."""
+
+    is_padded: bool
+    is_prefill: bool
+    page_size: int
+    num_seqs: int
+    token_ids: bytes
+    positions: bytes
+    keep: bytes
+    slots: bytes
+    seq_ids: bytes
+    kv_lens: bytes
+    table: bytes
+    states: tuple[bytes, bytes, bytes, bytes, int | None] | None
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        is_padded: bool,
+    ) -> Step:
+        """See ModelRunner.reduced_step."""
+        states = context.states
+        return cls(
+            is_padded,
+            context.phase is Phase.PREFILL,
+            context.page_size,
+            context.block_table.shape[0],
+            _bytes(token_ids),
+            _bytes(positions),
+            _bytes(keep),
+            _bytes(context.slot_mapping),
+            _bytes(context.seq_ids),
+            _bytes(context.kv_lens),
+            _bytes(context.block_table),
+            None
+            if states is None
+            else (
+                _bytes(states.first_rows),
+                _bytes(states.read_slots),
+                _bytes(states.write_slots),
+                _bytes(states.save_slots),
+                states.max_rows,
+            ),
+        )
+
+    def inputs(
+        self, cache: PagedCache, pool: WorkerPool
+    ) -> tuple[torch.Tensor, torch.Tensor, ForwardContext, torch.Tensor]:
+        """token_ids, positions, context and keep over a cache of one's own."""
+        kv_lens = _ints(self.kv_lens)
+        states = None
+        if self.states is not None:
+            bounds, reads, writes, saves, max_rows = self.states
+            states = StateStep(_ints(bounds), _ints(reads), _ints(writes), _ints(saves), kv_lens, max_rows)
+        context = ForwardContext(
+            cache=cache,
+            pool=pool,
+            phase=Phase.PREFILL if self.is_prefill else Phase.GENERATE,
+            page_size=self.page_size,
+            slot_mapping=_longs(self.slots),
+            seq_ids=_ints(self.seq_ids),
+            kv_lens=kv_lens,
+            block_table=_ints(self.table).view(self.num_seqs, -1),
+            states=states,
+        )
+        return _longs(self.token_ids), _longs(self.positions), context, _longs(self.keep)
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """What has to be as the leader has it."""
+
+    num_slots: int
+    num_states: int
+
+
+class Captured(msgspec.Struct, frozen=True, tag=True):
+    """(rows, sequences) of the graphs that there are."""
+
+    sizes: list[tuple[int, int]]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """error: the name of a class in errors.py."""
+
+    error: str
+    message: str
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def _ints(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.int32))
+
+
+def _longs(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.int64))
+
+
+def encode(message: Any) -> bytes:
+    """msgpack; paths as text."""
+    return msgspec.msgpack.encode(message, enc_hook=str)
+
+
+def decode(data: bytes, kind: Any) -> Any:
+    """A message of type `kind`. Raises msgspec.ValidationError for anything else."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=lambda type, value: type(value))

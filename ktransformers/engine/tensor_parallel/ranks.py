@@ -1,0 +1,341 @@
+"""The processes of a model that is cut, as the builder sees them: one alone, the leader, or one that follows it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from typing_extensions import override
+
+from ktransformers import errors
+from ktransformers.child import framed, read_frame, spawn_code
+from ktransformers.config import EngineConfig
+from ktransformers.engine.decode_inputs import StepSize
+from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.tensor_parallel.group import TensorGroup
+from ktransformers.engine.tensor_parallel.messages import (
+    Begin,
+    Captured,
+    Failed,
+    Loaded,
+    Made,
+    Start,
+    Step,
+    decode,
+    encode,
+)
+from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.shares import RankGroup
+from ktransformers.weights.synthetic import SyntheticSource
+
+__all__ = ["DETECT", "Alone", "Follower", "Leader", "Ranks", "Settled", "StepTeller", "made_of"]
+
+logger = logging.getLogger(__name__)
+
+DETECT = "ktransformers.engine.planning:Hardware.detect"
+"""How a process beside the leader finds what it runs on; tests make GPUs up."""
+
+Sizes = Sequence[StepSize]
+StepTeller = Callable[[torch.Tensor, torch.Tensor, ForwardContext, torch.Tensor, bool], None]
+"""Called with token_ids, positions, context and keep as ModelRunner.reduced_step has them, and whether it is padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a plan came to, and every process has to have alike."""
+
+    config: EngineConfig
+    page_size: int
+    max_batch_size: int
+    num_slots: int
+    num_states: int
+
+
+class Ranks(Protocol):
+    """What loading does at the moments at which processes meet. The builder calls these in their order.
+
+    group: that the model is cut over; None: it is not.
+    """
+
+    @property
+    def group(self) -> RankGroup | None: ...
+
+    def begin(self, settled: Settled) -> None:
+        """The plan is made; nothing is loaded yet."""
+        ...
+
+    def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
+        """The model is loaded: the sizes of padded steps and whether they are captured, as the leader has them.
+
+        From then on results are added up. Raises KTransformersError when one of the others has failed.
+        """
+        ...
+
+    def captured(self, sizes: Sizes) -> None:
+        """Graphs of these sizes are there. Raises EngineError when others have other ones."""
+        ...
+
+    def teller(self) -> StepTeller | None:
+        """What each step is told to before it runs, if anybody is to hear of it."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+class Alone(Ranks):
+    """One process for all."""
+
+    @property
+    def group(self) -> RankGroup | None:
+        return None
+
+    @override
+    def begin(self, settled: Settled) -> None:
+        pass
+
+    @override
+    def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
+        return sizes, is_captured
+
+    @override
+    def captured(self, sizes: Sizes) -> None:
+        pass
+
+    @override
+    def teller(self) -> StepTeller | None:
+        return None
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+def _pairs(sizes: Sizes) -> list[tuple[int, int]]:
+    return [(size.rows, size.seqs) for size in sizes]
+
+
+def _die(message: str) -> None:
+    """Without one of them the others wait for ever, in kernels that nothing can interrupt."""
+    logger.critical("%s; this process ends, too", message)
+    logging.shutdown()
+    os._exit(1)
+
+
+class _Child:
+    """One process beside the leader. on_death: called, on a thread, when it ends by itself."""
+
+    def __init__(self, rank: int, gpu: str, on_death: Callable[[str], None]):
+        self.rank, self._on_death, self._is_closing = rank, on_death, False
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else dict(os.environ)
+        self.process = subprocess.Popen(
+            spawn_code("ktransformers.engine.tensor_parallel.follower"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._to: BinaryIO = self.process.stdin  # type: ignore[assignment]
+        self._from: BinaryIO = self.process.stdout  # type: ignore[assignment]
+
+    def tell(self, data: bytes) -> None:
+        try:
+            self._to.write(data)
+            self._to.flush()
+        except OSError as error:
+            raise EngineError(f"the process of GPU {self.rank} is gone") from error
+
+    def hear(self) -> Loaded | Captured:
+        """Its next message. Raises what it failed with."""
+        data = read_frame(self._from)
+        if data is None:
+            raise EngineError(f"the process of GPU {self.rank} ended while the model was loaded; see its lines above")
+        message: Loaded | Captured | Failed = decode(data, Loaded | Captured | Failed)
+        if isinstance(message, Failed):
+            raise _error_of(message, self.rank)
+        return message
+
+    def watch(self) -> None:
+        """From now on its end is the end of all."""
+        threading.Thread(target=self._wait, name=f"rank {self.rank}", daemon=True).start()
+
+    def _wait(self) -> None:
+        code = self.process.wait()
+        if not self._is_closing:
+            self._on_death(f"the process of GPU {self.rank} has ended with {code}")
+
+    def close(self) -> None:
+        self._is_closing = True
+        self.process.kill()
+        self.process.wait()
+        self._from.close()
+        try:
+            self._to.close()
+        except BrokenPipeError:  # of what it was never to read
+            logger.debug("rank %d had not read everything", self.rank)
+
+
+def _error_of(failed: Failed, rank: int) -> KTransformersError:
+    kind = getattr(errors, failed.error) if failed.error in errors.__all__ else EngineError
+    message = f"GPU {rank}: {failed.message}"
+    try:
+        error = kind(message)
+    except TypeError:
+        return EngineError(message)
+    return error if isinstance(error, KTransformersError) else EngineError(message)
+
+
+def made_of(opened: OpenedModel) -> Made | None:
+    """How another process makes the same model; None for one that it opens by its files."""
+    source = opened.source
+    if not isinstance(source, SyntheticSource):
+        return None
+    return Made(opened.hf_config.to_json_string(use_diff=False), source.routing)
+
+
+def _gpus(size: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each process. Raises ConfigError when there are fewer."""
+    if not torch.cuda.is_available():
+        return [""] * size  # tests, whose hardware says what there is
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    if len(names) < size:
+        raise ConfigError(f"--tensor_parallel {size}: there are {len(names)} GPUs")
+    return names[:size]
+
+
+class Leader(Ranks):
+    """The process that has the experts, samples, and is told what to compute. made: of a model without files."""
+
+    def __init__(
+        self,
+        size: int,
+        made: Made | None = None,
+        hardware: str = DETECT,
+        on_death: Callable[[str], None] = _die,
+    ):
+        self._group = TensorGroup(0, size)
+        self._made, self._hardware, self._on_death = made, hardware, on_death
+        self._gpus = _gpus(size)
+        self._settled: Settled | None = None
+        self._children: list[_Child] = []
+        self._undo = ExitStack()
+
+    @property
+    def group(self) -> RankGroup | None:
+        return self._group
+
+    @override
+    def begin(self, settled: Settled) -> None:
+        self._settled = settled
+        logger.info("starting a process for each of %d GPUs", self._group.size)
+        for rank in range(1, self._group.size):
+            child = _Child(rank, self._gpus[rank], self._on_death)
+            self._undo.callback(child.close)
+            self._children.append(child)
+            start = Start(
+                rank,
+                self._group.size,
+                settled.config,
+                settled.page_size,
+                settled.max_batch_size,
+                self._hardware,
+                "debug" if logging.getLogger("ktransformers").isEnabledFor(logging.DEBUG) else "error",
+                self._made,
+            )
+            child.tell(framed(encode(start)))
+
+    @override
+    def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
+        assert self._settled is not None
+        wanted = Loaded(self._settled.num_slots, self._settled.num_states)
+        for child in self._children:
+            got = child.hear()
+            if got != wanted:
+                raise CapacityError(f"GPU {child.rank} holds a cache of {got}, and the first one of {wanted}")
+        folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kt-ranks-")))
+        begin = framed(encode(Begin(str(folder / "meeting"), _pairs(sizes), is_captured)))
+        for child in self._children:
+            child.watch()
+            child.tell(begin)
+        self._group.meet(folder / "meeting", device)
+        self._undo.callback(self._group.part)
+        return sizes, is_captured
+
+    @override
+    def captured(self, sizes: Sizes) -> None:
+        for child in self._children:
+            got = child.hear()
+            if got != Captured(_pairs(sizes)):
+                raise EngineError(f"GPU {child.rank} has captured other steps ({got}) than the first one ({sizes})")
+
+    @override
+    def teller(self) -> StepTeller | None:
+        return self._tell
+
+    def _tell(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        is_padded: bool,
+    ) -> None:
+        data = framed(encode(Step.of(token_ids, positions, context, keep, is_padded)))
+        for child in self._children:
+            child.tell(data)
+
+    @override
+    def close(self) -> None:
+        for child in self._children:  # first: they may wait in a sum
+            child.close()
+        self._undo.close()
+
+
+class Follower(Ranks):
+    """A process beside the leader. hear: its next message; say: to it."""
+
+    def __init__(self, rank: int, size: int, hear: Callable[[], Begin], say: Callable[[Loaded | Captured], None]):
+        self._group = TensorGroup(rank, size)
+        self._hear, self._say = hear, say
+        self._settled: Settled | None = None
+
+    @property
+    def group(self) -> RankGroup | None:
+        return self._group
+
+    @override
+    def begin(self, settled: Settled) -> None:
+        self._settled = settled
+
+    @override
+    def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
+        assert self._settled is not None
+        self._say(Loaded(self._settled.num_slots, self._settled.num_states))
+        begin = self._hear()
+        self._group.meet(Path(begin.file), device)
+        return [StepSize(rows, seqs) for rows, seqs in begin.sizes], begin.is_captured
+
+    @override
+    def captured(self, sizes: Sizes) -> None:
+        self._say(Captured(_pairs(sizes)))
+
+    @override
+    def teller(self) -> StepTeller | None:
+        return None
+
+    @override
+    def close(self) -> None:
+        self._group.part()

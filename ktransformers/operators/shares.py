@@ -1,0 +1,47 @@
+"""Modules whose results are shares: parts of a sum over the processes of a model that is cut over several GPUs.
+
+Each process has some heads and some columns of every cut matrix, so that what follows them in the layer, the product
+with its rows, gives a summand (Megatron-LM, arXiv 1909.08053). Knows no way to add; who makes operators brings one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["RankGroup", "Shares"]
+
+
+class RankGroup(Protocol):
+    """The processes that a model is cut over. rank: of this one; the leader's is 0. size: how many there are."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, share: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes, in place, in the order of the device's work. All call it with the same shape and
+        type, in the same order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """linears, blocks: keys of the modules whose results are shares: projections back to hidden states, and blocks of
+    experts, in which the leader has all routed ones."""
+
+    group: RankGroup
+    linears: frozenset[str]
+    blocks: frozenset[str]
+
+    def of_linear(self, key: str) -> RankGroup | None:
+        """Who adds up what the linear module gives; None for whole results."""
+        return self.group if key in self.linears else None
+
+    def of_block(self, key: str) -> RankGroup | None:
+        """The same of a block of experts."""
+        return self.group if key in self.blocks else None

@@ -1,0 +1,145 @@
+"""The part of a model's weights that one of several processes has: rows or columns of the matrices that are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from typing_extensions import override
+
+from ktransformers.errors import TensorMismatchError
+from ktransformers.kernels.types import (
+    FP8_BLOCK,
+    BlockType,
+    ExpertWeights,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    block_size,
+    fp8_nbytes,
+    row_bytes,
+)
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
+
+__all__ = ["CutSource", "Part", "column_unit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`count` of a tensor's indices along dimension `dim`, from `first` on. dim: 0 or the last one."""
+
+    dim: int
+    first: int
+    count: int
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Of the part."""
+        return tuple(self.count if i == self.dim else size for i, size in enumerate(whole))
+
+
+def column_unit(qtype: WeightType) -> int:
+    """Columns that cannot be cut apart."""
+    return FP8_BLOCK if isinstance(qtype, OwnType) else block_size(qtype)
+
+
+class CutSource(WeightSource):
+    """A WeightSource with parts of some tensors. zeros: names that are all zeros here: another process has them.
+
+    is_whole: whether all that is stored has to be read by somebody here; others leave tensors to the leader.
+    """
+
+    def __init__(
+        self, source: WeightSource, parts: Mapping[str, Part], zeros: Collection[str] = (), *, is_whole: bool = True
+    ):
+        self._source, self._parts, self._zeros = source, dict(parts), frozenset(zeros)
+        self._is_whole = is_whole
+
+    @override
+    def describe(self) -> str:
+        return self._source.describe()
+
+    @override
+    def stored_names(self) -> Sequence[str]:
+        return self._source.stored_names()
+
+    @override
+    def ignorable(self, stored_name: str) -> bool:
+        return not self._is_whole or self._source.ignorable(stored_name)
+
+    @override
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        return self._source.stored_bytes(stored_name)
+
+    @override
+    def find(self, name: str) -> TensorInfo | None:
+        info, part = self._source.find(name), self._parts.get(name)
+        if info is None or part is None:
+            return info
+        is_fp8 = info.is_fp8 and _is_on_blocks(part, info.shape)
+        shape = part.shape(info.shape)
+        return replace(info, shape=shape, nbytes=_nbytes(info.resident_type, shape), is_fp8=is_fp8)
+
+    @override
+    def tensor(self, name: str) -> RawTensor:
+        whole, part = self._source.tensor(name), self._parts.get(name)
+        if name in self._zeros:
+            whole = RawTensor(torch.zeros_like(whole.data), whole.qtype, whole.shape)
+        return whole if part is None else _cut(whole, part, name)
+
+    @override
+    def fp8(self, name: str) -> Fp8Matrix:
+        whole, part = self._source.fp8(name), self._parts.get(name)
+        if part is None:
+            return whole
+        if not _is_on_blocks(part, whole.shape):
+            raise TensorMismatchError(f"{name!r} is cut within blocks of FP8")
+        scales = -(-part.count // FP8_BLOCK)
+        values = whole.values.narrow(part.dim, part.first, part.count).contiguous()
+        return Fp8Matrix(values, whole.scales.narrow(part.dim, part.first // FP8_BLOCK, scales).contiguous())
+
+    @override
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        whole, part = self._source.dense(name, dtype), self._parts.get(name)
+        if name in self._zeros:
+            whole = torch.zeros_like(whole)
+        return whole if part is None else whole.narrow(part.dim, part.first, part.count).contiguous()
+
+    @override
+    def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
+        return self._source.find_experts(key, layout, quantize_to)
+
+    @override
+    def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
+        return self._source.experts(key, layout, quantize_to)
+
+
+def _is_on_blocks(part: Part, whole: Sequence[int]) -> bool:
+    """Whether a part of a matrix begins and ends where blocks of FP8 do."""
+    ends = part.first + part.count
+    return part.first % FP8_BLOCK == 0 and (ends % FP8_BLOCK == 0 or ends == whole[part.dim])
+
+
+def _nbytes(qtype: WeightType, shape: tuple[int, ...]) -> int:
+    if isinstance(qtype, OwnType):
+        return fp8_nbytes(shape[0], shape[1])
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows * row_bytes(qtype, shape[-1])
+
+
+def _cut(whole: RawTensor, part: Part, name: str) -> RawTensor:
+    shape = part.shape(whole.shape)
+    if part.dim < len(whole.shape) - 1:
+        each = whole.rows // whole.shape[0]
+        return whole.rows_slice(part.first * each, (part.first + part.count) * each).reshape(shape)
+    qtype: BlockType = whole.qtype
+    size = block_size(qtype)
+    if part.first % size or part.count % size:
+        raise TensorMismatchError(f"{name!r} is cut within blocks of {qtype.name}")
+    first, count = row_bytes(qtype, part.first), row_bytes(qtype, part.count)
+    data = whole.data.view(whole.rows, whole.row_bytes)[:, first : first + count].contiguous()
+    return RawTensor(data.view(-1), qtype, shape)

@@ -1,0 +1,18 @@
+"""What processes of a model that is cut run on in tests: a GPU that is made up, which adds up by gloo."""
+
+from __future__ import annotations
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import Hardware
+from tests.support.fake_gpus import fake_hardware
+
+HARDWARE = "tests.support.cut_models:detect"
+
+
+def detect(config: EngineConfig) -> Hardware:
+    return fake_hardware()
+
+
+def detect_little(config: EngineConfig) -> Hardware:
+    """A GPU that holds nothing."""
+    return fake_hardware(gpu_bytes=1 << 20)
