@@ -23,8 +23,10 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from tests.support.cut_models import HARDWARE
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gpu_engines import step_row
+from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny_models import tiny_model, write_safetensors
 
+PERIODIC = ("gpt_oss", "gemma2", "gemma3_text")  # each of their two layers is of a kind of its own
 IDS = [3 + 7 * i % 90 for i in range(19)]
 
 
@@ -64,7 +66,8 @@ def exhaustive(*values: object) -> object:
     ],
 )
 def test_stages_compute_what_one_process_does(model_type: str, num_stages: int, tmp_path: Path) -> None:
-    write_safetensors(tiny_model(model_type, seed=1, num_hidden_layers=num_stages + 1), tmp_path)
+    more = {} if model_type in PERIODIC else {"num_hidden_layers": num_stages + 1}
+    write_safetensors(tiny_model(model_type, seed=1, **more), tmp_path)
     with closing(engine_of(tmp_path, 1)) as engine:
         want = logits_in_steps(engine)
     with closing(engine_of(tmp_path, num_stages)) as engine:
@@ -104,6 +107,12 @@ def test_what_is_computed_between_stages(tmp_path: Path) -> None:
     """Granite multiplies what the embedding gives in the model's own forward."""
     write_safetensors(tiny_model("granitemoe", seed=1), tmp_path)
     with pytest.raises(UnsupportedError, match="model type granitemoe, before its first layer, computes what cannot"):
+        engine_of(tmp_path, 2)
+
+
+def test_layers_with_a_state(tmp_path: Path) -> None:
+    write_safetensors(recurrent_model("qwen3_next"), tmp_path)
+    with pytest.raises(UnsupportedError, match="--pipeline: layers of model type qwen3_next keep a state"):
         engine_of(tmp_path, 2)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from typing_extensions import override
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.pipeline.link import Incoming, Outgoing, StageLink, check_same
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.models.facts import ModelFacts
+from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.operators.layers.observed import layer_list
 from ktransformers.operators.shares import Placeholder
 from ktransformers.weights.cut_source import CutSource
@@ -45,13 +45,25 @@ class _StageLayers(nn.ModuleList):
             raise IndexError(f"index {index} is out of range")
         return str(self.first + index % len(self))
 
+    @override
+    def extend(self, modules: Iterable[nn.Module]) -> Self:
+        for module in modules:
+            self.add_module(str(self.first + len(self)), module)
+        return self
+
+    @override
+    def __delitem__(self, idx: int | slice) -> None:
+        left = list(self)
+        del left[idx]
+        self._modules = {str(i): module for i, module in enumerate(left, self.first)}
+
 
 class _NoHead(Placeholder):
-    """In the place of the head: nobody asks this stage for logits."""
+    """In the place of the head: nobody asks this stage for logits. What stands for them shows what its layers give."""
 
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states[..., :1]
+        return hidden_states
 
 
 def layer_costs(opened: OpenedModel) -> list[int]:
@@ -95,6 +107,10 @@ def cut_stage(opened: OpenedModel, link: StageLink) -> OpenedModel:
     """
     model: Any = opened.model
     first, end = stage_bounds(layer_costs(opened), link.size)[link.stage]
+    if any(layer.kind in (LayerKind.RECURRENT, LayerKind.HYBRID) for layer in opened.facts.layers):
+        raise UnsupportedError(
+            f"--pipeline: layers of model type {opened.facts.model_type} keep a state, which stages do not have alike"
+        )
     facts = _facts(opened.facts, first, end)
     layers = layer_list(model)
     assert layers is not None
