@@ -199,6 +199,9 @@ def _check_gb(flag: str, value: float, least: float) -> None:
 MAX_GPUS = 16
 """That one model may be cut over."""
 
+MAX_STAGES = 64
+"""Of a pipeline."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -236,6 +239,7 @@ class EngineConfig:
     spread_layers: layers go over all GPUs there are though optimize_config_path does not say so; set by `resolved`
     where that is one of upstream's files for several GPUs.
     self_check: whether a model of a family that no test covers is compared with transformers once it is loaded.
+    pipeline: processes over which the layers are divided, neighbouring ones together.
     tensor_parallel: GPUs over which attention and dense parts of every layer are cut, a process each.
     """
 
@@ -268,6 +272,7 @@ class EngineConfig:
     spread_layers: bool = False
     self_check: bool = True
     tensor_parallel: int = 1
+    pipeline: int = 1
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -328,15 +333,19 @@ class EngineConfig:
             )
 
     def _check_parallel(self) -> None:
-        if not isinstance(self.tensor_parallel, int) or not 1 <= self.tensor_parallel <= MAX_GPUS:
-            raise ConfigError(f"--tensor_parallel must be a number from 1 to {MAX_GPUS}, got {self.tensor_parallel!r}")
-        if self.tensor_parallel == 1:
-            return
-        if self.use_cuda is False:
+        for flag, most in (("tensor_parallel", MAX_GPUS), ("pipeline", MAX_STAGES)):
+            value = getattr(self, flag)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise ConfigError(f"--{flag} must be a number from 1 to {most}, got {value!r}")
+        if self.tensor_parallel > 1 and self.pipeline > 1:
+            raise ConfigError("--tensor_parallel and --pipeline divide a model in two ways: choose one of them")
+        if self.tensor_parallel > 1 and self.use_cuda is False:
             raise ConfigError("--tensor_parallel is for GPUs, and --no_use_cuda wants none")
-        if self.kv_disk_path is not None or self.cpu_memory_size_GB:
+        is_divided = self.tensor_parallel > 1 or self.pipeline > 1
+        if is_divided and (self.kv_disk_path is not None or self.cpu_memory_size_GB):
+            flag = "tensor_parallel" if self.tensor_parallel > 1 else "pipeline"
             raise ConfigError(
-                "--tensor_parallel keeps pages in VRAM alone: leave --kv_disk_path and --cpu_memory_size_GB out"
+                f"--{flag} keeps pages in the cache alone: leave --kv_disk_path and --cpu_memory_size_GB out"
             )
 
     def _with_rule_file(self) -> EngineConfig:

@@ -83,7 +83,6 @@ def _refused(names: str, flag: str, error: str) -> ForeignFlag:
 
 _WHOLE_CACHE = "taken as --cache_lens, which all requests share; no single request has a limit of its own"
 _RULES = "rule files say which module goes where: --optimize_config_path, docs/rules.md"
-_SPREAD = f"one process drives all GPUs; a transfer_map in the rules spreads layers over them ({_RULES})"
 _ONE_GPU = f"for one GPU set CUDA_VISIBLE_DEVICES, for several use rules ({_RULES})"
 _FILL = "experts fill what attention leaves of a GPU by themselves; --gpu_memory GIB limits it"
 _TYPES = "weights are computed in the file's own types; --cpu_quant TYPE quantizes experts while loading"
@@ -142,8 +141,9 @@ _DEVICES = (
             f"cpu or cuda; {_ONE_GPU}"),
     _refused("--main_gpu -mg --tensor_split -ts --split_mode -sm", "--use_cuda", _ONE_GPU),
     _alias("--tensor_parallel_size -tp --tp_size --tp", "--tensor_parallel"),
-    _choice("--pipeline_parallel_size -pp --pp_size --data_parallel_size -dp --dp_size", "--use_cuda", {"1": ""},
-            _SPREAD, "one process drives all GPUs; there is nothing to switch off"),
+    _alias("--pipeline_parallel_size -pp --pp_size", "--pipeline"),
+    _choice("--data_parallel_size -dp --dp_size", "--use_cuda", {"1": ""},
+            "replicas are for `serve --cluster`", "one engine serves; there is nothing to switch off"),
     _refused("--gpu_memory_utilization --mem_fraction_static", "--gpu_memory",
              "it is a share of the GPU; give GiB instead: --gpu_memory 20"),
     _refused("--cpu_offload_gb --swap_space", "--gpu_memory", _FILL),

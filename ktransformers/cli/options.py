@@ -121,6 +121,13 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         help="balance_serve: cut attention and dense parts of every layer over N GPUs, a process each; routed experts "
         "stay in one (%(default)s)",
     )
+    group.add_argument(
+        "--pipeline",
+        type=int,
+        metavar="N",
+        default=config.pipeline,
+        help="balance_serve: divide the layers over N processes, neighbouring ones together (%(default)s)",
+    )
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
 

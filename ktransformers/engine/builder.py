@@ -40,8 +40,11 @@ from ktransformers.engine.opened import (
     open_model,
 )
 from ktransformers.engine.paged import PagedExecutor
+from ktransformers.engine.pipeline.stages import checked_borders
 from ktransformers.engine.planning import Hardware, Planned, Planner
 from ktransformers.engine.prefill import open_prefills
+from ktransformers.engine.ranks.division import division_of, num_processes
+from ktransformers.engine.ranks.ranks import Alone, Follower, Leader, Ranks, Settled, made_of
 from ktransformers.engine.ready import forget_positions, prepare_decode
 from ktransformers.engine.rehearsal import Extent
 from ktransformers.engine.runner import ModelRunner, StaticRunner
@@ -51,12 +54,9 @@ from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.stack_check import StackCheck
 from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.engine.step_sizes import replayed_sizes
-from ktransformers.engine.tensor_parallel.cut import cut_model
-from ktransformers.engine.tensor_parallel.group import TensorGroup
-from ktransformers.engine.tensor_parallel.ranks import Alone, Follower, Leader, Ranks, Settled, made_of
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.engine.tier_plan import open_tiers
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
 from ktransformers.models.facts import ModelFacts
@@ -179,9 +179,8 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     """
     opened = opened or open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
-    if opened.config.tensor_parallel > 1 and opened.shares is None:
-        opened = cut_model(opened, TensorGroup(0, opened.config.tensor_parallel))
-        hardware = hardware.of_one_gpu()
+    if opened.config.tensor_parallel > 1:
+        opened, hardware = division_of(opened.config, 0).part(opened, hardware)
     return Planner(opened, None, OneSequence()).settle(hardware)[0].plan
 
 
@@ -196,11 +195,11 @@ def build_engine(
     hardware: what to run on; this machine when None. opened: the model, when it is open already; its config counts.
     """
     opened = opened or open_model(config)
-    if opened.config.tensor_parallel > 1:
-        raise ConfigError(
-            f"--tensor_parallel {opened.config.tensor_parallel} is for many sequences at once: "
-            "--backend_type balance_serve"
-        )
+    for flag in ("tensor_parallel", "pipeline"):
+        if getattr(opened.config, flag) > 1:
+            raise ConfigError(
+                f"--{flag} {getattr(opened.config, flag)} is for many sequences at once: --backend_type balance_serve"
+            )
     built = _build(opened, OneSequence(), hardware, progress)
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len
@@ -228,8 +227,7 @@ def build_paged_engine(
     stats = expert_stats or ExpertStats()
     opened = opened or open_model(config)
     if ranks is None:
-        size = opened.config.tensor_parallel
-        ranks = Leader(size, made_of(opened)) if size > 1 else Alone()
+        ranks = Leader(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
     built = _build(opened, SharedPages(page_size, max_batch_size), hardware, progress, stats, ranks)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
     runner = ModelRunner(built.forward, built.decode, ranks.teller())
@@ -298,10 +296,9 @@ def _build(
     """What both kinds of engines are made of. Errors as `build_engine`; whatever was started is stopped then."""
     ranks = ranks or Alone()
     hardware = hardware or Hardware.detect(opened.config)
+    opened, hardware = ranks.part(opened, hardware)
     config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     opened = replace(opened, config=config)
-    if ranks.group is not None:
-        opened, hardware = cut_model(opened, ranks.group), hardware.of_one_gpu()
     with loading(), ExitStack() as undo:
         undo.callback(ranks.close)
         pool = _new_pool(config.cpu_infer, config.cpu_activations)
@@ -326,7 +323,7 @@ def _build(
         identity = identify(opened, plan, cache, pool)
         hot.begin(HotFile(identity))
         forward = ForwardPass(opened.model, pool, loaded.layout)
-        if loaded.layout.is_cpu:
+        if loaded.layout.is_cpu and config.pipeline == 1:
             forward.short = find_short_forward(opened.model, planned.shapes, pool, longest)
         extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
         backend, is_padded = _graphs(loaded, hardware)
@@ -341,8 +338,8 @@ def _build(
 
 
 def _settled(planned: Planned, config: EngineConfig, cache_plan: CachePlan[CacheT]) -> Settled:
-    """What processes beside this one have to do alike: they have a worker thread each, for what is not on their GPU."""
-    config = replace(config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size, use_cuda=True, cpu_infer=1)
+    """What processes beside this one have to do alike."""
+    config = replace(config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     page_size = cache_plan.page_size(planned.num_slots)
     return Settled(config, page_size, cache_plan.max_batch_size, planned.num_slots, planned.num_states)
 
@@ -432,7 +429,8 @@ def _arrange_layers(loaded: _Loaded) -> None:
         return
     if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)
-    check_model(opened, plan, shapes, pool, loaded.layout, calls, loaded.longest)
+    if opened.config.pipeline == 1:
+        check_model(opened, plan, shapes, pool, loaded.layout, calls, loaded.longest)
     if is_on_cpu:  # stacks stand in for layers, which the check wants to see
         stack_cpu_layers(opened.model, shapes, pool, calls)
     else:
@@ -464,7 +462,10 @@ def _first_step(loaded: _Loaded) -> list[LayerCall]:
         if compiles() and not layout.is_cpu:
             with rehearsal():  # its kernels are compiled side by side
                 step()
-        return observe_step(opened.model, step)
+        with checked_borders(opened.model, opened.facts.model_type):
+            return observe_step(opened.model, step)
+    except KTransformersError:
+        raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         logger.debug("the first step failed", exc_info=True)
         where = failing_module(opened.model, error)

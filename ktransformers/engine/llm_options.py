@@ -30,9 +30,9 @@ class EngineOptions(TypedDict, total=False):
     profile: a folder to be made, in which the time of every step and token is recorded (docs/profiling.md), in files of
     at most profile_max_bytes together.
     max_model_len is cache_lens, max_num_seqs max_batch_size, max_num_batched_tokens chunk_size, block_size page_size,
-    enable_prefix_caching prefix_cache, kv_cache_dtype kv_type, tensor_parallel_size tensor_parallel, enforce_eager the
-    opposite of use_cuda_graph. Of pipeline_parallel_size and dtype only 1 and "auto" are taken, gpu_memory_utilization
-    and quantization not at all: the error names what does it here.
+    enable_prefix_caching prefix_cache, kv_cache_dtype kv_type, tensor_parallel_size tensor_parallel,
+    pipeline_parallel_size pipeline, enforce_eager the opposite of use_cuda_graph. Of dtype only "auto" is taken,
+    gpu_memory_utilization and quantization not at all: the error names what does it here.
     """
 
     optimize_config_path: PathLike | None
@@ -58,6 +58,7 @@ class EngineOptions(TypedDict, total=False):
     kv_disk_size_GB: float
     self_check: bool
     tensor_parallel: int
+    pipeline: int
     strict: bool
     trust_remote_code: bool
     trust_rules: bool
@@ -105,11 +106,11 @@ _RENAMED = {
     "enable_prefix_caching": "prefix_cache",
     "kv_cache_dtype": "kv_type",
     "tensor_parallel_size": "tensor_parallel",
+    "pipeline_parallel_size": "pipeline",
 }
 """vLLM's keywords with a counterpart of another name. None means the default there, and here."""
 
 _FIXED: dict[str, tuple[object, str]] = {
-    "pipeline_parallel_size": (1, "layers are spread over all GPUs by themselves; CUDA_VISIBLE_DEVICES chooses them"),
     "dtype": ("auto", "weights keep the numbers of their file; cpu_quant quantizes experts while loading"),
     "gpu_memory_utilization": (None, "it is given in GiB here, as gpu_memory=20 (0, the default: all that is free)"),
     "quantization": (None, "weights keep the numbers of their file; cpu_quant='q4_k' quantizes experts while loading"),

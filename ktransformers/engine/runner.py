@@ -16,8 +16,8 @@ from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.gpu_profile import GpuProfile
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.kept_states import KeptStates
+from ktransformers.engine.ranks.ranks import StepTeller
 from ktransformers.engine.reduced import StepLogits
-from ktransformers.engine.tensor_parallel.ranks import StepTeller
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError
 from ktransformers.operators.context import ForwardContext
 
@@ -68,13 +68,14 @@ class ModelRunner:
         """
         forward, layout = self._pass, self._pass.layout
         if layout is None:
-            return forward.on_cpu(token_ids, positions, context, keep)
+            self._begin_step(token_ids, positions, context, keep, is_padded=False)
+            whole = forward.on_cpu(token_ids, positions, context, keep)
+            self._is_apart = False
+            return whole
         decode = None if self.tap.is_open else self._decode
         if decode is not None and not decode.takes(context, len(keep)):
             decode = None
-        if self._tell is not None:
-            self._begin_together()
-            self._tell(token_ids, positions, context, keep, decode is not None)
+        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None)
         profile = self._profile
         if decode is not None:
             logits = decode.step(token_ids, positions, context, keep, needs, self._fetch)
@@ -104,17 +105,29 @@ class ModelRunner:
         is_padded: bool,
     ) -> None:
         """Launch a step of the process that leads, whose results that one has. is_padded: as it is there."""
-        if is_padded:
-            assert self._decode is not None
+        if self._pass.layout is None:
+            self._pass.on_cpu(token_ids, positions, context, keep)
+        elif is_padded and self._decode is not None:
             self._decode.launch(token_ids, positions, context, keep)
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
 
-    def _begin_together(self) -> None:
-        """Raises EngineError when a step has failed here that other processes went on with."""
+    def _begin_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        *,
+        is_padded: bool,
+    ) -> None:
+        """Tell the other processes. Raises EngineError when a step has failed here that they went on with."""
+        if self._tell is None:
+            return
         if self._is_apart:
-            raise EngineError("a step has failed on one of several GPUs; the engine has to be started anew")
+            raise EngineError("a step has failed in one of several processes; the engine has to be started anew")
         self._is_apart = True
+        self._tell(token_ids, positions, context, keep, is_padded)
 
     def _fetch(self, num_rows: int) -> None:
         """Let what a step that was launched leaves on GPUs come with its results."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
-__all__ = ["RankGroup", "Shares"]
+__all__ = ["Placeholder", "RankGroup", "Shares"]
 
 
 class RankGroup(Protocol):
@@ -27,6 +28,10 @@ class RankGroup(Protocol):
         """The sum over all processes, in place, in the order of the device's work. All call it with the same shape and
         type, in the same order."""
         ...
+
+
+class Placeholder(nn.Module):
+    """Stands where another process has a module. No rule is for it; its children are modules like others."""
 
 
 @dataclass(frozen=True, slots=True)

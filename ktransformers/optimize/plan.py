@@ -19,6 +19,7 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import Devices
 from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.operators.shares import Placeholder
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.homes import Home, Homes
 from ktransformers.optimize.machine import Machine
@@ -226,7 +227,10 @@ class _Planner:
             return
         rule = closed or self.rules.first_match(key, module, self.model_type)
         owned: frozenset[str] = frozenset()
-        if rule is not None and rule.operator is not None and closed is None:
+        if isinstance(module, Placeholder):
+            rule = closed
+            self._keep(module, key, rule)
+        elif rule is not None and rule.operator is not None and closed is None:
             owned = self._replace(module, key, rule)
         else:
             self._keep(module, key, rule)
@@ -390,14 +394,16 @@ class _Planner:
 def _unmatched(
     model: nn.Module, model_type: str, rules: Rules, entries: Iterable[PlanEntry], strict: bool
 ) -> tuple[UnmatchedRule, ...]:
-    """The rules that decided nothing, each with a line in the log; none of a default file, which is for all families.
+    """The rules that decided nothing, each with a line in the log; none of a default file, which is for all families,
+    nor for a part of a model, where others have what they are for.
 
     Raises RuleError for them with strict.
     """
     file = Path(rules.file)
     unmatched = explain_unmatched(model, model_type, rules, {entry.key: entry.rule for entry in entries})
     messages = [str(RuleError(u.message, file=rules.file, line=u.line, rule=u.rule)) for u in unmatched]
-    if file.parent == RULES_DIR and file.name.startswith("default-"):
+    is_part = any(isinstance(module, Placeholder) for module in model.modules())
+    if is_part or (file.parent == RULES_DIR and file.name.startswith("default-")):
         for message in messages:
             logger.debug("%s", message)
         return ()

@@ -104,7 +104,7 @@ def test_what_it_becomes(line: str, name: str, value: object) -> None:
     ("line", "message"),
     [
         ("chat -ngl 99", "error: -ngl: experts fill what attention leaves of a GPU by themselves; --gpu_memory GIB"),
-        ("serve -pp 2", "error: -pp: one process drives all GPUs; a transfer_map in the rules"),
+        ("serve -dp 2", "error: -dp: replicas are for `serve --cluster`"),
         ("serve --gpu-memory-utilization 0.9", "error: --gpu_memory_utilization: it is a share of the GPU; give GiB"),
         ("serve -ot exps=CPU", "error: -ot: rule files say which module goes where: --optimize_config_path"),
         ("serve --dtype float16", "error: --dtype: weights are computed in the file's own types; --cpu_quant"),

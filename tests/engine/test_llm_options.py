@@ -72,7 +72,6 @@ def test_vllms_keywords() -> None:
         ({"max_modellen": 5}, ConfigError, "did you mean max_model_len[?]"),
         ({"gguf": "x"}, ConfigError, "did you mean gguf_path[?]"),
         ({"xyzzy": 5}, ConfigError, "^LLM has no keyword xyzzy$"),
-        ({"pipeline_parallel_size": 2}, UnsupportedError, "pipeline_parallel_size=2 is not supported: .*CUDA_VISIBLE"),
         ({"dtype": "bfloat16"}, UnsupportedError, "dtype='bfloat16' is not supported: .*cpu_quant"),
         ({"gpu_memory_utilization": 0.9}, UnsupportedError, "gpu_memory_utilization=0.9 .*GiB here, as gpu_memory=20"),
         ({"quantization": "awq"}, UnsupportedError, "cpu_quant='q4_k'"),

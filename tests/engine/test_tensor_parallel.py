@@ -14,9 +14,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.opened import open_model
+from ktransformers.engine.ranks.ranks import Leader
 from ktransformers.engine.tensor_parallel.cut import cut_model
 from ktransformers.engine.tensor_parallel.group import TensorGroup
-from ktransformers.engine.tensor_parallel.ranks import Leader
 from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError, UnsupportedError
 from ktransformers.scheduler.records import StepPlan
 from ktransformers.weights.cut_source import CutSource, Part
@@ -41,7 +41,7 @@ def cut_engine(path: Path, size: int = 2, **settings: object) -> PagedEngine:
         model_path=path, cache_lens=96, cpu_infer=1, tensor_parallel=size, self_check=False, **settings
     )  # type: ignore[arg-type]
     hardware = fake_hardware(graphs=FakeGraphs())
-    ranks = Leader(size, None, HARDWARE)
+    ranks = Leader(config, None, HARDWARE)
     return build_paged_engine(config, page_size=8, max_batch_size=4, hardware=hardware, ranks=ranks)
 
 
@@ -183,7 +183,7 @@ def test_another_process_that_cannot_load(tmp_path: Path) -> None:
     """Its error is the engine's, and nobody is left."""
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, tensor_parallel=2)
-    ranks = Leader(2, None, "tests.support.cut_models:detect_little")
+    ranks = Leader(config, None, "tests.support.cut_models:detect_little")
     with pytest.raises(CapacityError, match="GPU 1: the model does not fit"):
         build_paged_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
     assert [child.process.poll() is not None for child in ranks._children] == [True]
@@ -199,7 +199,7 @@ def test_another_process_that_dies(tmp_path: Path) -> None:
         has_died.set()
 
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, tensor_parallel=2)
-    ranks = Leader(2, None, HARDWARE, on_death)
+    ranks = Leader(config, None, HARDWARE, on_death)
     engine = build_paged_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
     with closing(engine):
         (child,) = ranks._children
@@ -208,5 +208,5 @@ def test_another_process_that_dies(tmp_path: Path) -> None:
         assert told == ["the process of GPU 1 has ended with -9"]
         with pytest.raises((EngineError, RuntimeError)):  # the pipe's, or gloo's
             logits(engine, IDS[:5], 0, (-1, 0))
-        with pytest.raises(EngineError, match="a step has failed on one of several GPUs"):
+        with pytest.raises(EngineError, match="a step has failed in one of several processes"):
             logits(engine, IDS[:5], 0, (-1, 0))

@@ -30,7 +30,7 @@ from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.layers.observed import layer_list
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import NormPlace, recognize_attention
-from ktransformers.operators.shares import RankGroup, Shares
+from ktransformers.operators.shares import Placeholder, RankGroup, Shares
 from ktransformers.weights.cut_source import CutSource, Part, column_unit
 from ktransformers.weights.source import WeightSource
 
@@ -88,7 +88,7 @@ def _linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
         return nn.Linear(in_features, out_features, bias=bias).eval()
 
 
-class _SharedPart(nn.Module):
+class _SharedPart(Placeholder):
     """A follower's share of a block of experts: its columns of the shared experts, and nothing of the routed ones."""
 
     def __init__(self, block: nn.Module, group: RankGroup, *, has_shared: bool):
@@ -112,7 +112,7 @@ class _SharedPart(nn.Module):
         return self.group.sum(share.contiguous()).to(hidden_states.dtype)
 
 
-class _NoExperts(nn.Module):
+class _NoExperts(Placeholder):
     """A follower's share of routed experts in a block of another make: nothing."""
 
     def __init__(self, group: RankGroup):

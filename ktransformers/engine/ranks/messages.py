@@ -35,7 +35,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """config: with what the leader's plan has settled. hardware: "module:function" that finds what there is."""
 
     rank: int
-    size: int
+    name: str
     config: EngineConfig
     page_size: int
     max_batch_size: int

@@ -1,4 +1,4 @@
-"""The process of one more GPU: loads its part of the model, then runs the leader's steps until the leader is gone."""
+"""A process beside the leader: loads its part of the model, then runs the leader's steps until the leader is gone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from ktransformers.child import become, follow_parent, framed, read_frame
 from ktransformers.engine.builder import Part, build_follower
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.tensor_parallel.messages import Begin, Captured, Failed, Loaded, Start, Step, decode, encode
-from ktransformers.engine.tensor_parallel.ranks import Follower
+from ktransformers.engine.ranks.messages import Begin, Captured, Failed, Loaded, Start, Step, decode, encode
+from ktransformers.engine.ranks.ranks import Follower
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.logs import set_up_logging
 
@@ -62,7 +62,7 @@ def _open(start: Start) -> OpenedModel:
 def _build(start: Start, pipes: _Pipes) -> Part:
     module, _, name = start.hardware.partition(":")
     detect: Any = reduce(getattr, name.split("."), importlib.import_module(module))
-    follower = Follower(start.rank, start.size, pipes.begin, pipes.say)
+    follower = Follower(start.rank, start.config, pipes.begin, pipes.say)
     return build_follower(
         _open(start), follower, detect(start.config), page_size=start.page_size, max_batch_size=start.max_batch_size
     )
@@ -77,7 +77,7 @@ def main() -> int:
     start: Start | None = pipes.read(Start)
     if start is None:
         return 0
-    set_up_logging(start.log_level, f"GPU {start.rank}", with_time=True)
+    set_up_logging(start.log_level, start.name, with_time=True)
     try:
         part = _build(start, pipes)
     except KTransformersError as error:

@@ -21,8 +21,9 @@ from ktransformers.child import framed, read_frame, spawn_code
 from ktransformers.config import EngineConfig
 from ktransformers.engine.decode_inputs import StepSize
 from ktransformers.engine.opened import OpenedModel
-from ktransformers.engine.tensor_parallel.group import TensorGroup
-from ktransformers.engine.tensor_parallel.messages import (
+from ktransformers.engine.planning import Hardware
+from ktransformers.engine.ranks.division import Division, division_of, num_processes
+from ktransformers.engine.ranks.messages import (
     Begin,
     Captured,
     Failed,
@@ -35,7 +36,6 @@ from ktransformers.engine.tensor_parallel.messages import (
 )
 from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.shares import RankGroup
 from ktransformers.weights.synthetic import SyntheticSource
 
 __all__ = ["DETECT", "Alone", "Follower", "Leader", "Ranks", "Settled", "StepTeller", "made_of"]
@@ -62,13 +62,11 @@ class Settled:
 
 
 class Ranks(Protocol):
-    """What loading does at the moments at which processes meet. The builder calls these in their order.
+    """What loading does at the moments at which processes meet. The builder calls these in their order."""
 
-    group: that the model is cut over; None: it is not.
-    """
-
-    @property
-    def group(self) -> RankGroup | None: ...
+    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        """What of the model this process has, and what it runs on."""
+        ...
 
     def begin(self, settled: Settled) -> None:
         """The plan is made; nothing is loaded yet."""
@@ -97,9 +95,9 @@ class Ranks(Protocol):
 class Alone(Ranks):
     """One process for all."""
 
-    @property
-    def group(self) -> RankGroup | None:
-        return None
+    @override
+    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        return opened, hardware
 
     @override
     def begin(self, settled: Settled) -> None:
@@ -136,11 +134,11 @@ def _die(message: str) -> None:
 class _Child:
     """One process beside the leader. on_death: called, on a thread, when it ends by itself."""
 
-    def __init__(self, rank: int, gpu: str, on_death: Callable[[str], None]):
-        self.rank, self._on_death, self._is_closing = rank, on_death, False
+    def __init__(self, name: str, rank: int, gpu: str, on_death: Callable[[str], None]):
+        self.name, self.rank, self._on_death, self._is_closing = name, rank, on_death, False
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else dict(os.environ)
         self.process = subprocess.Popen(
-            spawn_code("ktransformers.engine.tensor_parallel.follower"),
+            spawn_code("ktransformers.engine.ranks.follower"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -155,16 +153,16 @@ class _Child:
             self._to.write(data)
             self._to.flush()
         except OSError as error:
-            raise EngineError(f"the process of GPU {self.rank} is gone") from error
+            raise EngineError(f"the process of {self.name} is gone") from error
 
     def hear(self) -> Loaded | Captured:
         """Its next message. Raises what it failed with."""
         data = read_frame(self._from)
         if data is None:
-            raise EngineError(f"the process of GPU {self.rank} ended while the model was loaded; see its lines above")
+            raise EngineError(f"the process of {self.name} ended while the model was loaded; see its lines above")
         message: Loaded | Captured | Failed = decode(data, Loaded | Captured | Failed)
         if isinstance(message, Failed):
-            raise _error_of(message, self.rank)
+            raise _error_of(message, self.name)
         return message
 
     def watch(self) -> None:
@@ -174,7 +172,7 @@ class _Child:
     def _wait(self) -> None:
         code = self.process.wait()
         if not self._is_closing:
-            self._on_death(f"the process of GPU {self.rank} has ended with {code}")
+            self._on_death(f"the process of {self.name} has ended with {code}")
 
     def close(self) -> None:
         self._is_closing = True
@@ -187,9 +185,9 @@ class _Child:
             logger.debug("rank %d had not read everything", self.rank)
 
 
-def _error_of(failed: Failed, rank: int) -> KTransformersError:
+def _error_of(failed: Failed, name: str) -> KTransformersError:
     kind = getattr(errors, failed.error) if failed.error in errors.__all__ else EngineError
-    message = f"GPU {rank}: {failed.message}"
+    message = f"{name}: {failed.message}"
     try:
         error = kind(message)
     except TypeError:
@@ -205,10 +203,11 @@ def made_of(opened: OpenedModel) -> Made | None:
     return Made(opened.hf_config.to_json_string(use_diff=False), source.routing)
 
 
-def _gpus(size: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each process. Raises ConfigError when there are fewer."""
-    if not torch.cuda.is_available():
-        return [""] * size  # tests, whose hardware says what there is
+def _gpus(config: EngineConfig) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each process, "" for what the leader sees. Raises ConfigError when there are fewer."""
+    size = config.tensor_parallel
+    if not torch.cuda.is_available() or size == 1:
+        return [""] * num_processes(config)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
     if len(names) < size:
@@ -217,38 +216,41 @@ def _gpus(size: int) -> list[str]:
 
 
 class Leader(Ranks):
-    """The process that has the experts, samples, and is told what to compute. made: of a model without files."""
+    """The process that samples and is told what to compute. config: how the model is divided. made: of a model without
+    files."""
 
     def __init__(
         self,
-        size: int,
+        config: EngineConfig,
         made: Made | None = None,
         hardware: str = DETECT,
         on_death: Callable[[str], None] = _die,
     ):
-        self._group = TensorGroup(0, size)
+        self._division: Division = division_of(config, 0)
         self._made, self._hardware, self._on_death = made, hardware, on_death
-        self._gpus = _gpus(size)
+        self._gpus = _gpus(config)
         self._settled: Settled | None = None
         self._children: list[_Child] = []
         self._undo = ExitStack()
 
-    @property
-    def group(self) -> RankGroup | None:
-        return self._group
+    @override
+    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        return self._division.part(opened, hardware)
 
     @override
     def begin(self, settled: Settled) -> None:
         self._settled = settled
-        logger.info("starting a process for each of %d GPUs", self._group.size)
-        for rank in range(1, self._group.size):
-            child = _Child(rank, self._gpus[rank], self._on_death)
+        division = self._division
+        logger.info("the model is divided over %d processes, one for each %s", division.size, division.noun)
+        config = division.config_of_others(settled.config)
+        for rank in range(1, division.size):
+            child = _Child(f"{division.noun} {rank}", rank, self._gpus[rank], self._on_death)
             self._undo.callback(child.close)
             self._children.append(child)
             start = Start(
                 rank,
-                self._group.size,
-                settled.config,
+                child.name,
+                config,
                 settled.page_size,
                 settled.max_batch_size,
                 self._hardware,
@@ -264,22 +266,24 @@ class Leader(Ranks):
         for child in self._children:
             got = child.hear()
             if got != wanted:
-                raise CapacityError(f"GPU {child.rank} holds a cache of {got}, and the first one of {wanted}")
+                raise CapacityError(f"{child.name} holds a cache of {got}, and the first one of {wanted}")
         folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kt-ranks-")))
-        begin = framed(encode(Begin(str(folder / "meeting"), _pairs(sizes), is_captured)))
+        is_uniform = self._division.is_uniform
+        told = Begin(str(folder / "meeting"), _pairs(sizes) if is_uniform else [], is_captured and is_uniform)
+        begin = framed(encode(told))
         for child in self._children:
             child.watch()
             child.tell(begin)
-        self._group.meet(folder / "meeting", device)
-        self._undo.callback(self._group.part)
+        self._division.meet(folder / "meeting", device)
+        self._undo.callback(self._division.leave)
         return sizes, is_captured
 
     @override
     def captured(self, sizes: Sizes) -> None:
         for child in self._children:
             got = child.hear()
-            if got != Captured(_pairs(sizes)):
-                raise EngineError(f"GPU {child.rank} has captured other steps ({got}) than the first one ({sizes})")
+            if self._division.is_uniform and got != Captured(_pairs(sizes)):
+                raise EngineError(f"{child.name} has captured other steps ({got}) than the first one ({sizes})")
 
     @override
     def teller(self) -> StepTeller | None:
@@ -307,14 +311,16 @@ class Leader(Ranks):
 class Follower(Ranks):
     """A process beside the leader. hear: its next message; say: to it."""
 
-    def __init__(self, rank: int, size: int, hear: Callable[[], Begin], say: Callable[[Loaded | Captured], None]):
-        self._group = TensorGroup(rank, size)
+    def __init__(
+        self, rank: int, config: EngineConfig, hear: Callable[[], Begin], say: Callable[[Loaded | Captured], None]
+    ):
+        self._division: Division = division_of(config, rank)
         self._hear, self._say = hear, say
         self._settled: Settled | None = None
 
-    @property
-    def group(self) -> RankGroup | None:
-        return self._group
+    @override
+    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        return self._division.part(opened, hardware)
 
     @override
     def begin(self, settled: Settled) -> None:
@@ -325,7 +331,7 @@ class Follower(Ranks):
         assert self._settled is not None
         self._say(Loaded(self._settled.num_slots, self._settled.num_states))
         begin = self._hear()
-        self._group.meet(Path(begin.file), device)
+        self._division.meet(Path(begin.file), device)
         return [StepSize(rows, seqs) for rows, seqs in begin.sizes], begin.is_captured
 
     @override
@@ -338,4 +344,4 @@ class Follower(Ranks):
 
     @override
     def close(self) -> None:
-        self._group.part()
+        self._division.leave()

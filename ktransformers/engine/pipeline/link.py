@@ -1,0 +1,105 @@
+"""Hidden states from one stage to the next: torch.distributed's gloo, in the type that layers have between them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from typing_extensions import override
+
+from ktransformers.errors import UnsupportedError
+from ktransformers.operators.shares import Placeholder
+
+__all__ = ["Incoming", "Outgoing", "StageLink", "check_same"]
+
+_SECONDS = 1800.0
+"""Until all have met, and until a stage has heard of a step from the one before."""
+
+
+class StageLink:
+    """Between this stage and its neighbours. stage: its number, of `size`; the last one leads, and is rank 0."""
+
+    def __init__(self, stage: int, size: int):
+        self.stage, self.size = stage, size
+        self._is_met = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.size - 1
+
+    def _rank(self, stage: int) -> int:
+        return (stage + 1) % self.size
+
+    def meet(self, file: Path) -> None:
+        """Wait for all others, who give the same file, which nobody else may have. Raises RuntimeError."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        made: Any = distributed
+        distributed.init_process_group(
+            "gloo",
+            store=made.FileStore(str(file), self.size),
+            rank=self._rank(self.stage),
+            world_size=self.size,
+            timeout=datetime.timedelta(seconds=_SECONDS),
+        )
+        self._is_met = True
+
+    def receive(self, num_rows: int, width: int) -> torch.Tensor:
+        """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; made up until all have met."""
+        if not self._is_met:
+            return torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(num_rows))
+        rows = torch.empty(1, num_rows, width)
+        distributed.recv(rows, self._rank(self.stage - 1))
+        return rows
+
+    def send(self, rows: torch.Tensor) -> None:
+        """Hand rows [1, T, H] to the next stage."""
+        if self._is_met:
+            distributed.send(rows.to("cpu", torch.float32).contiguous(), self._rank(self.stage + 1))
+
+    def part(self) -> None:
+        """Leave the others."""
+        if self._is_met:
+            self._is_met = False
+            distributed.destroy_process_group()
+
+
+class Incoming(Placeholder):
+    """In the place of the embedding. seen: what it gave last, which has to reach the first layer as it is."""
+
+    def __init__(self, link: StageLink, embedding: nn.Module):
+        super().__init__()
+        self.link, self.seen = link, torch.empty(0)
+        self.weight = torch.empty(embedding.get_parameter("weight").shape, device="meta")  # whose width others ask for
+
+    @override
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.seen = self.link.receive(input_ids.shape[-1], self.weight.shape[-1])
+        return self.seen
+
+
+class Outgoing(Placeholder):
+    """In the place of the last norm."""
+
+    def __init__(self, link: StageLink):
+        super().__init__()
+        self.link = link
+
+    @override
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.link.send(hidden_states)
+        return hidden_states
+
+
+def check_same(one: torch.Tensor, other: torch.Tensor, where: str) -> None:
+    """Raises UnsupportedError where hidden states are not handed on as they are."""
+    bits = [rows.float().cpu().contiguous().view(torch.int32) for rows in (one, other)]  # of numbers that are none, too
+    if one.shape != other.shape or not torch.equal(*bits):
+        raise UnsupportedError(f"--pipeline: model type {where}, computes what cannot be cut from it")

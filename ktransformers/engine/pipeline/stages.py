@@ -1,0 +1,200 @@
+"""Which layers a stage has, and a skeleton of these alone: under their own names, with what lies around them.
+
+The layers keep their numbers in names, by which rules and files know them; in caches they are counted from the stage's
+first one. What a model computes between embedding and layers, or hands from layer to layer besides hidden states,
+cannot be cut: the first step of a loaded stage shows it (`checked_borders`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, Self
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.pipeline.link import Incoming, Outgoing, StageLink, check_same
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.models.facts import LayerKind, ModelFacts
+from ktransformers.operators.layers.observed import layer_list
+from ktransformers.operators.shares import Placeholder
+from ktransformers.weights.cut_source import CutSource
+
+__all__ = ["checked_borders", "cut_stage", "layer_costs", "stage_bounds"]
+
+_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "final_layer_norm", "final_norm")
+
+
+class _StageLayers(nn.ModuleList):
+    """A list of layers whose names begin at another number than their indices."""
+
+    def __init__(self, modules: Iterable[nn.Module] = (), first: int = 0):
+        super().__init__()
+        self.first = first
+        for i, module in enumerate(modules, first):
+            self.add_module(str(i), module)
+
+    def _get_abs_string_index(self, idx: Any) -> str:
+        index = int(idx)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range")
+        return str(self.first + index % len(self))
+
+    @override
+    def extend(self, modules: Iterable[nn.Module]) -> Self:
+        for module in modules:
+            self.add_module(str(self.first + len(self)), module)
+        return self
+
+    @override
+    def __delitem__(self, idx: int | slice) -> None:
+        left = list(self)
+        del left[idx]
+        self._modules = {str(i): module for i, module in enumerate(left, self.first)}
+
+
+class _NoHead(Placeholder):
+    """In the place of the head: nobody asks this stage for logits. What stands for them shows what its layers give."""
+
+    @override
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+def layer_costs(opened: OpenedModel) -> list[int]:
+    """Parameters of each decoder layer: what a decode step reads of it is in proportion, wherever experts are."""
+    layers = layer_list(opened.model)
+    if layers is None:
+        raise UnsupportedError(f"--pipeline: the layers of model type {opened.facts.model_type} are not found")
+    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+
+
+def stage_bounds(costs: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """First layer and end of each stage, so that the most expensive one is as cheap as can be.
+
+    Raises ConfigError for more stages than layers.
+    """
+    if not 1 <= size <= len(costs):
+        raise ConfigError(f"--pipeline {size}: the model has {len(costs)} layers, and each stage needs one")
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    @cache
+    def best(count: int, end: int) -> tuple[int, int]:
+        """(the most expensive stage's cost, where the last one begins) of `count` stages for the layers before end."""
+        if count == 1:
+            return sums[end], 0
+        return min((max(best(count - 1, first)[0], sums[end] - sums[first]), first) for first in range(count - 1, end))
+
+    bounds, end = [], len(costs)
+    for count in range(size, 0, -1):
+        first = best(count, end)[1]
+        bounds.append((first, end))
+        end = first
+    return bounds[::-1]
+
+
+def cut_stage(opened: OpenedModel, link: StageLink) -> OpenedModel:
+    """The part of `opened` that this stage runs. The skeleton is changed: it must be nobody else's.
+
+    Raises UnsupportedError for a model that cannot be cut there, ConfigError for too many stages.
+    """
+    model: Any = opened.model
+    first, end = stage_bounds(layer_costs(opened), link.size)[link.stage]
+    if any(layer.kind in (LayerKind.RECURRENT, LayerKind.HYBRID) for layer in opened.facts.layers):
+        raise UnsupportedError(
+            f"--pipeline: layers of model type {opened.facts.model_type} keep a state, which stages do not have alike"
+        )
+    facts = _facts(opened.facts, first, end)
+    layers = layer_list(model)
+    assert layers is not None
+    base = next(module for module in model.modules() if getattr(module, "layers", None) is layers)
+    base.layers = _StageLayers(list(layers)[first:end], first)
+    for module in base.layers.modules():
+        if isinstance(vars(module).get("layer_idx"), int):
+            module.layer_idx -= first
+    for config in {id(one): one for one in _configs(model)}.values():
+        _cut_config(config, len(layers), first, end)
+    if not link.is_first:
+        model.set_input_embeddings(Incoming(link, model.get_input_embeddings()))
+    if not link.is_last:
+        name = next((name for name in _NORMS if isinstance(getattr(base, name, None), nn.Module)), None)
+        if name is None or not hasattr(model, "lm_head"):
+            raise UnsupportedError(
+                f"--pipeline: model type {opened.facts.model_type} has no norm and head of the usual names"
+            )
+        setattr(base, name, Outgoing(link))
+        model.lm_head = _NoHead()
+    return replace(opened, facts=facts, source=CutSource(opened.source, {}, is_whole=False))
+
+
+def _configs(model: nn.Module) -> Iterable[Any]:
+    for module in model.modules():
+        config = vars(module).get("config")
+        if config is not None:
+            yield config
+
+
+def _cut_config(config: Any, num_layers: int, first: int, end: int) -> None:
+    """Lists with an entry for each layer, which some models read while they run."""
+    if getattr(config, "num_hidden_layers", None) != num_layers:
+        return
+    lists = {
+        name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == num_layers
+    }
+    for name, value in lists.items():
+        vars(config)[name] = value[first:end]
+    config.num_hidden_layers = end - first
+
+
+def _facts(facts: ModelFacts, first: int, end: int) -> ModelFacts:
+    layers = []
+    for layer in facts.layers[first:end]:
+        if layer.shares is not None and layer.shares < first:
+            raise UnsupportedError(
+                f"--pipeline: layers of model type {facts.model_type} use keys of others, which another stage has"
+            )
+        layers.append(layer if layer.shares is None else replace(layer, shares=layer.shares - first))
+    experts = facts.experts
+    if experts is not None:
+        experts = replace(experts, top_k=experts.top_k[first:end])
+    return replace(facts, layers=tuple(layers), experts=experts)
+
+
+@contextmanager
+def checked_borders(model: nn.Module, kind: str) -> Iterator[None]:
+    """In a step within the block, what comes into a stage has to reach its first layer as it is, and what its last
+    layer gives has to go out so: that step raises UnsupportedError where not. kind: of the model."""
+    incoming = next((module for module in model.modules() if isinstance(module, Incoming)), None)
+    outgoing = next((module for module in model.modules() if isinstance(module, Outgoing)), None)
+    layers = layer_list(model)
+    if layers is None or (incoming is None and outgoing is None):
+        yield
+        return
+    given: list[torch.Tensor] = []
+
+    def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if incoming is not None:
+            check_same(incoming.seen, args[0] if args else kwargs["hidden_states"], f"{kind}, before its first layer")
+
+    def left(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        given[:] = [output[0] if isinstance(output, tuple) else output]
+
+    def goes_out(module: nn.Module, args: tuple[Any, ...]) -> None:
+        check_same(given[0], args[0], f"{kind}, behind its last layer")
+
+    hooks = [layers[0].register_forward_pre_hook(entered, with_kwargs=True)]
+    hooks.append(layers[len(layers) - 1].register_forward_hook(left))
+    if outgoing is not None:
+        hooks.append(outgoing.register_forward_pre_hook(goes_out))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

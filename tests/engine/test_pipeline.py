@@ -1,0 +1,158 @@
+"""Models whose layers are in several processes: the same bits as in one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.context import paged_context
+from ktransformers.engine.opened import open_model
+from ktransformers.engine.pipeline.link import StageLink
+from ktransformers.engine.pipeline.stages import cut_stage, stage_bounds
+from ktransformers.engine.ranks.ranks import Leader
+from ktransformers.errors import ConfigError, UnsupportedError
+from tests.support.cut_models import HARDWARE
+from tests.support.fake_gpus import fake_hardware
+from tests.support.gpu_engines import step_row
+from tests.support.recurrent_models import recurrent_model
+from tests.support.tiny_models import tiny_model, write_safetensors
+
+PERIODIC = ("gpt_oss", "gemma2", "gemma3_text")  # each of their two layers is of a kind of its own
+IDS = [3 + 7 * i % 90 for i in range(19)]
+
+
+def engine_of(path: Path, num_stages: int, on_gpu: bool = False, **settings: object) -> PagedEngine:
+    config = EngineConfig(
+        model_path=path, cache_lens=96, cpu_infer=1, pipeline=num_stages, self_check=False, **settings
+    )  # type: ignore[arg-type]
+    ranks = Leader(config, None, HARDWARE) if on_gpu and num_stages > 1 else None
+    hardware = fake_hardware() if on_gpu else None
+    return build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware)
+
+
+def logits(engine: PagedEngine, ids: list[int], start: int) -> torch.Tensor:
+    """Of `ids` at positions from `start` on, in pages 0 .. 3."""
+    row = step_row(1, ids, start, [0, 1, 2, 3])
+    positions, context = paged_context(engine.cache, engine.pool, [row], [np.arange(4, dtype=np.int32)])
+    return engine.executor._runner.step(torch.tensor(ids), positions, context, torch.arange(len(ids))).clone()  # type: ignore[attr-defined]
+
+
+def logits_in_steps(engine: PagedEngine) -> torch.Tensor:
+    """A prompt in two chunks, then steps of one row."""
+    got = [logits(engine, IDS[:9], 0), logits(engine, IDS[9:16], 9)]
+    return torch.cat(got + [logits(engine, [token], at) for at, token in enumerate(IDS[16:], 16)])
+
+
+def exhaustive(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_stages"),
+    [
+        ("qwen3_moe", 2),
+        exhaustive("qwen3_moe", 3),
+        ("deepseek_v3", 3),
+        *(exhaustive(name, 2) for name in ("llama", "gpt_oss", "gemma2", "gemma3_text", "mixtral", "glm4_moe")),
+    ],
+)
+def test_stages_compute_what_one_process_does(model_type: str, num_stages: int, tmp_path: Path) -> None:
+    more = {} if model_type in PERIODIC else {"num_hidden_layers": num_stages + 1}
+    write_safetensors(tiny_model(model_type, seed=1, **more), tmp_path)
+    with closing(engine_of(tmp_path, 1)) as engine:
+        want = logits_in_steps(engine)
+    with closing(engine_of(tmp_path, num_stages)) as engine:
+        assert torch.equal(logits_in_steps(engine), want)
+
+
+def test_stages_on_gpus(tmp_path: Path) -> None:
+    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    with closing(engine_of(tmp_path, 1, on_gpu=True)) as engine:
+        want = logits_in_steps(engine)
+    with closing(engine_of(tmp_path, 2, on_gpu=True)) as engine:
+        assert torch.equal(logits_in_steps(engine), want)
+
+
+def test_bounds_are_the_best_there_are() -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        costs = [draw.randint(1, 9) for _ in range(draw.randint(1, 8))]
+        size = draw.randint(1, len(costs))
+        bounds = stage_bounds(costs, size)
+        assert [first for first, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+        assert bounds[-1][1] == len(costs)
+        assert all(first < end for first, end in bounds)
+        cuts = itertools.combinations(range(1, len(costs)), size - 1)
+        every = ([0, *cut, len(costs)] for cut in cuts)
+        best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in every)
+        assert max(sum(costs[a:b]) for a, b in bounds) == best
+
+
+def test_more_stages_than_layers(tmp_path: Path) -> None:
+    write_safetensors(tiny_model("llama", seed=1), tmp_path)
+    with pytest.raises(ConfigError, match="--pipeline 5: the model has 2 layers, and each stage needs one"):
+        engine_of(tmp_path, 5)
+
+
+def test_what_is_computed_between_stages(tmp_path: Path) -> None:
+    """Granite multiplies what the embedding gives in the model's own forward."""
+    write_safetensors(tiny_model("granitemoe", seed=1), tmp_path)
+    with pytest.raises(UnsupportedError, match="model type granitemoe, before its first layer, computes what cannot"):
+        engine_of(tmp_path, 2)
+
+
+def test_layers_with_a_state(tmp_path: Path) -> None:
+    write_safetensors(recurrent_model("qwen3_next"), tmp_path)
+    with pytest.raises(UnsupportedError, match="--pipeline: layers of model type qwen3_next keep a state"):
+        engine_of(tmp_path, 2)
+
+
+def test_settings_that_contradict_it(tmp_path: Path) -> None:
+    write_safetensors(tiny_model("llama", seed=1), tmp_path)
+    config = EngineConfig(model_path=tmp_path, pipeline=2)
+    with pytest.raises(ConfigError, match="--pipeline 2 is for many sequences at once"):
+        build_engine(config)
+    for settings, says in (
+        ({"pipeline": 0}, "--pipeline must be a number from 1 to 64, got 0"),
+        ({"pipeline": 2, "tensor_parallel": 2}, "in two ways: choose one of them"),
+        ({"pipeline": 2, "cpu_memory_size_GB": 1.0}, "--pipeline keeps pages in the cache alone"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            EngineConfig(model_path=tmp_path, **settings).resolved()  # type: ignore[arg-type]
+
+
+def test_a_stage_that_dies(tmp_path: Path) -> None:
+    write_safetensors(tiny_model("llama", seed=1), tmp_path)
+    told, has_died = [], threading.Event()
+
+    def on_death(message: str) -> None:
+        told.append(message)
+        has_died.set()
+
+    config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2)
+    ranks = Leader(config, None, on_death=on_death)
+    with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)):
+        ranks._children[0].process.kill()
+        assert has_died.wait(60)
+        assert told == ["the process of stage 1 has ended with -9"]
+
+
+def test_layers_keep_their_names(tmp_path: Path) -> None:
+    write_safetensors(tiny_model("qwen3_moe", seed=1, num_hidden_layers=5), tmp_path)
+    names = []
+    for stage in range(2):
+        part = cut_stage(open_model(EngineConfig(model_path=tmp_path)), StageLink(stage, 2))
+        names += [name for name, _ in part.model.named_parameters() if ".self_attn.q_proj." in name]
+        assert len(part.facts.layers) == part.hf_config.num_hidden_layers == len(part.model.model.layers)
+        attention = [layer.self_attn.layer_idx for layer in part.model.model.layers]
+        assert attention == list(range(len(attention)))
+    assert names == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(5)]
