@@ -6,10 +6,9 @@ The order matters: everything that can be refused is refused before the first we
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,7 +17,6 @@ from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
 from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages, snapshot_interval
-from ktransformers.engine.card import ModelCard
 from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.fingerprint import ModelIdentity, identify
@@ -33,6 +31,7 @@ from ktransformers.engine.layout import (
     rotations_of,
     settle_buffers,
 )
+from ktransformers.engine.loaded import Engine, LoadedModel, PagedEngine, Part
 from ktransformers.engine.opened import (
     ModelDescription,
     OpenedModel,
@@ -59,7 +58,6 @@ from ktransformers.engine.tier_plan import open_tiers
 from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
-from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -80,8 +78,6 @@ from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from ktransformers.optimize.plan import Plan
-from ktransformers.scheduler.config import TierConfig
-from ktransformers.tokenizer import Tokenizer
 
 __all__ = [
     "Engine",
@@ -98,78 +94,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CacheT = TypeVar("CacheT", bound=PagedCache)
-
-
-@dataclass(slots=True)
-class LoadedModel:
-    """A loaded model with what is known of it. config: as it was resolved, the caller's own is left alone.
-
-    identity: what decides what it computes.
-    """
-
-    config: EngineConfig
-    plan: Plan
-    model: ModelDescription
-    pool: WorkerPool
-    identity: ModelIdentity
-
-    @property
-    def description(self) -> str:
-        """The model in a line."""
-        return self.model.description
-
-    def close(self) -> None:
-        """Stop the worker threads. The engine cannot be used afterwards."""
-        self.plan.devices.close()
-        self.pool.close()
-
-
-@dataclass(slots=True)
-class Engine(LoadedModel):
-    """A model for one sequence at a time, with what is needed to feed it."""
-
-    facts: ModelFacts
-    runner: StaticRunner
-    hot: HotService = field(default_factory=HotService)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Has no vocabulary when the model's files carry none."""
-        return self.model.tokenizer
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer."""
-        return self.model.eos_token_ids
-
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]:
-        """What the model's authors recommend, see ModelDescription."""
-        return self.model.generation_defaults
-
-    @property
-    def card(self) -> ModelCard:
-        """The model, in figures."""
-        return self.model.card
-
-
-@dataclass(slots=True)
-class PagedEngine(LoadedModel):
-    """A model that runs the scheduler's steps."""
-
-    executor: PagedExecutor
-    cache: PagedCache
-    snapshot_interval: int = 0  # tokens between snapshots of states inside of a prompt; 0: none
-    tiers: TierConfig | None = None  # below the cache
-    hot: HotService = field(default_factory=HotService)
-    ranks: Ranks = field(default_factory=Alone)
-
-    def close(self) -> None:
-        """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""
-        self.ranks.close()
-        if self.executor.tiers is not None:
-            self.executor.tiers.close()
-        LoadedModel.close(self)
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -252,15 +176,6 @@ def build_paged_engine(
     return PagedEngine(
         built.config, plan, model, pool, built.identity, executor, cache, interval, tiers, hot=built.hot, ranks=ranks
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a process that follows a leader computes steps with."""
-
-    runner: ModelRunner
-    cache: PagedCache
-    pool: WorkerPool
 
 
 def build_follower(
