@@ -262,9 +262,10 @@ inline float to_probabilities(SpanState& st, int i, float max) {
   return reduce_add(add(add(p[0], p[1]), add(p[2], p[3])));
 }
 
-// Turns the scores of a tile into probabilities; updates maxima and sums, and says how to rescale outputs. Of 16
-// queries at a time, so that their rescaling is one vector.
-inline void softmax_tile(const AttentionArgs& a, SpanState& st, float* maxima, float* sums) {
+// Turns the scores of a tile into probabilities by to_p(query, its maximum), which returns their sum; updates maxima and
+// sums, and says how to rescale outputs. Of 16 queries at a time, so that their rescaling is one vector.
+template <class P>
+inline void softmax_tile(const AttentionArgs& a, SpanState& st, float* maxima, float* sums, const P& to_p) {
   for (int first = 0; first < st.count; first += 16) {
     const int count = st.count - first < 16 ? st.count - first : 16;
     alignas(64) float change[16] = {};
@@ -278,7 +279,7 @@ inline void softmax_tile(const AttentionArgs& a, SpanState& st, float* maxima, f
     }
     store(st.rescale + first, exp_negative(load(change)));
     for (int i = first; i < first + count; ++i)
-      if (st.seen[i].lo < st.seen[i].hi) sums[i] = sums[i] * st.rescale[i] + to_probabilities(st, i, maxima[i]);
+      if (st.seen[i].lo < st.seen[i].hi) sums[i] = sums[i] * st.rescale[i] + to_p(i, maxima[i]);
   }
 }
 
@@ -417,10 +418,9 @@ inline void look_at_tile(SpanState& st, int64_t tile) {
   }
 }
 
-void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
-  SpanState st;
-  KeyStage keys[kWide];
-  ValueStage values;
+// Queries of the span, of which nothing is known yet.
+inline void start_span(const AttentionArgs& a, const AttentionSpan& span, SpanState& st, float* maxima, float* sums,
+                       float* out) {
   st.count = span.num_rows * span.num_heads;
   for (int r = 0, i = 0; r < span.num_rows; ++r)
     for (int h = 0; h < span.num_heads; ++h, ++i) {
@@ -433,6 +433,13 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
   for (int sub = 0; sub < kSubTiles; ++sub)
     for (int i = 0; i < st.count; ++i) store(st.scores[sub][i], zero());
   for (int j = 0; j < kPositionTile; ++j) st.k_scales[0][j] = st.k_scales[1][j] = st.v_scales[j] = 1.0f;
+}
+
+void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
+  SpanState st;
+  KeyStage keys[kWide];
+  ValueStage values;
+  start_span(a, span, st, maxima, sums, out);
   for (int64_t tile = span.begin; tile < span.end; tile += kPositionTile) {
     look_at_tile(st, tile);
     const TileRange all = seen_by_any(st, 0, st.count);
@@ -440,7 +447,7 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
     find_rows(a, span, tile, tile + all.lo, tile + all.hi, st);
     look_ahead(a, span, tile, tile + all.lo, tile + all.hi, st);
     score_tile(a, st, all, keys);
-    softmax_tile(a, st, maxima, sums);
+    softmax_tile(a, st, maxima, sums, [&](int i, float max) { return to_probabilities(st, i, max); });
     add_values_of_tile(a, st, all, values, out);
   }
 }

@@ -73,6 +73,7 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     scales: KvScales = (None, None),
+    bf16_products: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv].
@@ -87,6 +88,8 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     softcap > 0: scores become softcap * tanh(score / softcap) (gemma2).
     Both caches are fp32, bf16, or codes, int8 or e4m3, with scales: of keys [slots, Hkv, 1], or [slots, Hkv, 2] where
     their first Dv dimensions have the first one (MLA), of values [slots, Hkv, 1].
+    bf16_products, of caches in bf16: queries and probabilities are rounded to it and products are of bf16, with sums in
+    fp32; see csrc/kernels/attention_bf16.inl.
     Raises ValueError when a page that a row sees lies outside the cache or the table.
     """
     sizes = num_rows, num_heads, _, _, dim_v, _ = _check_heads(q, k_cache, v_cache)
@@ -114,5 +117,6 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
         window,
         is_chunked,
         0 if sinks is None else sinks.data_ptr(),
+        bf16_products,
     )
     return result
