@@ -262,10 +262,9 @@ inline float to_probabilities(SpanState& st, int i, float max) {
   return reduce_add(add(add(p[0], p[1]), add(p[2], p[3])));
 }
 
-// Turns the scores of a tile into probabilities by to_p(query, its maximum), which returns their sum; updates maxima and
-// sums, and says how to rescale outputs. Of 16 queries at a time, so that their rescaling is one vector.
-template <class P>
-inline void softmax_tile(const AttentionArgs& a, SpanState& st, float* maxima, float* sums, const P& to_p) {
+// Turns the scores of a tile into probabilities; updates maxima and sums, and says how to rescale outputs. Of 16
+// queries at a time, so that their rescaling is one vector.
+inline void softmax_tile(const AttentionArgs& a, SpanState& st, float* maxima, float* sums) {
   for (int first = 0; first < st.count; first += 16) {
     const int count = st.count - first < 16 ? st.count - first : 16;
     alignas(64) float change[16] = {};
@@ -279,7 +278,7 @@ inline void softmax_tile(const AttentionArgs& a, SpanState& st, float* maxima, f
     }
     store(st.rescale + first, exp_negative(load(change)));
     for (int i = first; i < first + count; ++i)
-      if (st.seen[i].lo < st.seen[i].hi) sums[i] = sums[i] * st.rescale[i] + to_p(i, maxima[i]);
+      if (st.seen[i].lo < st.seen[i].hi) sums[i] = sums[i] * st.rescale[i] + to_probabilities(st, i, maxima[i]);
   }
 }
 
@@ -447,7 +446,7 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
     find_rows(a, span, tile, tile + all.lo, tile + all.hi, st);
     look_ahead(a, span, tile, tile + all.lo, tile + all.hi, st);
     score_tile(a, st, all, keys);
-    softmax_tile(a, st, maxima, sums, [&](int i, float max) { return to_probabilities(st, i, max); });
+    softmax_tile(a, st, maxima, sums);
     add_values_of_tile(a, st, all, values, out);
   }
 }

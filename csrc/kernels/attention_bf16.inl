@@ -29,9 +29,9 @@ constexpr int32_t kNotFinite = 0x7f800000;
 inline int chains_of(int dims) { return (dims + kChain - 1) / kChain; }
 
 struct PairState {
-  alignas(64) uint16_t q[kMaxQueries * kMaxBf16Dims / 2];  // [query][dimension], zeros behind the last
+  alignas(64) uint16_t q[kMaxQueries * kMaxBf16Dims / 2];  // [chain][query][dimension], zeros behind the last
   alignas(64) uint16_t p[kMaxQueries][kPositionTile];
-  int q_stride;
+  alignas(64) float sums[kMaxQueries][16];  // of p, of every 16th position
 };
 
 // Keys of a sub-tile, [pair of dimensions][position].
@@ -45,24 +45,30 @@ struct ValuePairs {
 
 inline wb line_at(const uint16_t* p) { return load_wb(reinterpret_cast<const uint8_t*>(p)); }
 
-inline void round_queries(const AttentionArgs& a, const SpanState& st, PairState& pairs) {
-  pairs.q_stride = chains_of(a.dim_k) * kChain;
+inline void start_pairs(const AttentionArgs& a, const SpanState& st, PairState& pairs) {
+  const int chains = chains_of(a.dim_k);
   for (int i = 0; i < st.count; ++i) {
-    uint16_t* to = pairs.q + static_cast<int64_t>(i) * pairs.q_stride;
-    for (int d = 0; d < a.dim_k; ++d) to[d] = kv_to_bf16(st.q[i][d]);
-    for (int d = a.dim_k; d < pairs.q_stride; ++d) to[d] = 0;
+    for (int k = 0; k < chains; ++k) {
+      uint16_t* to = pairs.q + (static_cast<int64_t>(k) * st.count + i) * kChain;
+      const int left = a.dim_k - k * kChain;
+      const vf x = left < kChain ? load_n(st.q[i] + k * kChain, left) : load(st.q[i] + k * kChain);
+      const vi odd = andi(sar<16>(bits(x)), set1i(1));
+      const vf rounded = from_bits(addi(addi(bits(x), odd), set1i(0x7fff)));
+      store_bf16(to, select(unordered(x), set1(__builtin_nanf("")), rounded));
+    }
+    store(pairs.sums[i], zero());
   }
 }
 
-// scores[t * kApart + c * 16 + lane] = q[c] . key of position 16 t + lane; w: kPairWide stages.
+// scores[t * kApart + c * 16 + lane] = q[c] . key of position 16 t + lane; w: kPairWide stages; of `count` queries.
 template <int C, int S>
-inline void score_pairs(const uint16_t* w, int64_t apart_w, const uint16_t* q, int q_stride, int chains, float* scores) {
+inline void score_pairs(const uint16_t* w, int64_t apart_w, const uint16_t* q, int count, int chains, float* scores) {
   vf sum[S][C];
 #pragma GCC unroll 4
   for (int t = 0; t < S; ++t)
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) sum[t][c] = zero();
-  for (int k = 0; k < chains; ++k, w += kChainWords * kPairLines, q += kChain) {
+  for (int k = 0; k < chains; ++k, w += kChainWords * kPairLines, q += count * kChain) {
     vf chain[S][C];
 #pragma GCC unroll 4
     for (int t = 0; t < S; ++t)
@@ -76,7 +82,7 @@ inline void score_pairs(const uint16_t* w, int64_t apart_w, const uint16_t* q, i
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
-        for (int t = 0; t < S; ++t) chain[t][c] = dot_bf16(chain[t][c], line[t], q + c * q_stride + 2 * i);
+        for (int t = 0; t < S; ++t) chain[t][c] = dot_bf16(chain[t][c], line[t], q + c * kChain + 2 * i);
     }
 #pragma GCC unroll 4
     for (int t = 0; t < S; ++t)
@@ -94,8 +100,8 @@ void score_pairs_of_queries(SpanState& st, const PairState& pairs, const KeyPair
   for (; i + C <= st.count; i += C) {
     if (!meets(seen_by_any(st, i, C), sub, S)) continue;
     st.next_values.ask();
-    score_pairs<C, S>(keys.w[0], sizeof keys.w[0] / sizeof keys.w[0][0],
-                      pairs.q + static_cast<int64_t>(i) * pairs.q_stride, pairs.q_stride, chains, st.scores[sub][i]);
+    score_pairs<C, S>(keys.w[0], sizeof keys.w[0] / sizeof keys.w[0][0], pairs.q + i * kChain, st.count, chains,
+                      st.scores[sub][i]);
   }
   if constexpr (C > 1) score_pairs_of_queries<fewer(C), S>(st, pairs, keys, chains, sub, i);
 }
@@ -123,21 +129,65 @@ inline void score_tile_pairs(const AttentionArgs& a, SpanState& st, const PairSt
   }
 }
 
-// Rounds to bf16; the lower halves of the result are zeros. A NaN stays one.
-inline vf rounded_to_bf16(vf x) {
-  const vi odd = andi(sar<16>(bits(x)), set1i(1));
-  return from_bits(andi(addi(addi(bits(x), odd), set1i(0x7fff)), set1i(-65536)));
+// The largest score of query i, scaled, capped and masked in place.
+inline float finish_pair_scores(const AttentionArgs& a, SpanState& st, int i) {
+  if (a.softcap > 0.0f || st.seen[i].lo > 0 || st.seen[i].hi < kPositionTile) return finish_scores(a, st, i);
+  vf s[kSubTiles];
+#pragma GCC unroll 4
+  for (int sub = 0; sub < kSubTiles; ++sub) {
+    s[sub] = mul(set1(a.scale), load(st.scores[sub][i]));
+    store(st.scores[sub][i], s[sub]);
+  }
+  return reduce_max(max_(max_(s[0], s[1]), max_(s[2], s[3])));
 }
 
-// Turns scores of query i into probabilities in bf16; returns their sum.
-inline float to_probability_pairs(const SpanState& st, PairState& pairs, int i, float max) {
+// exp(x) for x <= 0, off by less than 2^-16 of it: what is rounded to bf16 needs no more. Below 2^-126 it may be 0, for
+// minus infinity it is. A NaN gives one.
+inline vf exp_for_bf16(vf x) {
+  const vf shift = set1(0x1.8p23f + 127.0f), z = max_(set1(-127.0f), mul(x, set1(1.44269504f)));
+  const vf shifted = add(z, shift), r = sub(z, sub(shifted, shift));  // z = n + r, n + 127 in the lowest bits
+  vf y = set1(9.58285e-3f);
+  y = fma_(y, r, set1(5.590643e-2f));
+  y = fma_(y, r, set1(2.4024099e-1f));
+  y = fma_(y, r, set1(6.9312419e-1f));
+  y = fma_(y, r, set1(1.0f));
+  return mul(y, from_bits(shl<23>(bits(shifted))));
+}
+
+// Turns scores of query i into probabilities in bf16; what is added to a lane of its sums.
+inline vf to_probability_pairs(const SpanState& st, PairState& pairs, int i, float max) {
   vf p[kSubTiles];
 #pragma GCC unroll 4
   for (int sub = 0; sub < kSubTiles; ++sub) {
-    p[sub] = rounded_to_bf16(exp_negative(kt_sub(load(st.scores[sub][i]), max)));
-    store_bf16(pairs.p[i] + 16 * sub, p[sub]);
+    const vi nearest = addi(bits(exp_for_bf16(kt_sub(load(st.scores[sub][i]), max))), set1i(0x8000));
+    store_bf16(pairs.p[i] + 16 * sub, from_bits(nearest));
+    p[sub] = from_bits(andi(nearest, set1i(-65536)));
   }
-  return reduce_add(add(add(p[0], p[1]), add(p[2], p[3])));
+  return add(add(p[0], p[1]), add(p[2], p[3]));
+}
+
+// Turns the scores of a tile into probabilities, as softmax_tile; sums are those of lanes.
+inline void softmax_pairs(const AttentionArgs& a, SpanState& st, PairState& pairs, float* maxima) {
+  for (int first = 0; first < st.count; first += 16) {
+    const int count = st.count - first < 16 ? st.count - first : 16;
+    alignas(64) float change[16] = {};
+    for (int i = first; i < first + count; ++i) {
+      if (st.seen[i].lo >= st.seen[i].hi) continue;
+      const float tile_max = finish_pair_scores(a, st, i);
+      const float new_max = tile_max > maxima[i] ? tile_max : maxima[i];
+      change[i - first] = maxima[i] - new_max;
+      maxima[i] = new_max;
+    }
+    store(st.rescale + first, exp_negative(load(change)));
+    for (int i = first; i < first + count; ++i) {
+      if (st.seen[i].lo >= st.seen[i].hi) {
+        std::memset(pairs.p[i], 0, sizeof pairs.p[i]);
+        continue;
+      }
+      const vf added = to_probability_pairs(st, pairs, i, maxima[i]);
+      store(pairs.sums[i], fma_(load(pairs.sums[i]), set1(st.rescale[i]), added));
+    }
+  }
 }
 
 // Up to kPairDims dimensions from d on of the values at positions r of a tile, zeros for the others. Returns whether
@@ -271,7 +321,7 @@ void attention_span_bf16(const AttentionArgs& a, const AttentionSpan& span, floa
     ValuePairs values;
   } stage;
   start_span(a, span, st, maxima, sums, out);
-  round_queries(a, st, pairs);
+  start_pairs(a, st, pairs);
   for (int64_t tile = span.begin; tile < span.end; tile += kPositionTile) {
     look_at_tile(st, tile);
     const TileRange all = seen_by_any(st, 0, st.count);
@@ -282,12 +332,11 @@ void attention_span_bf16(const AttentionArgs& a, const AttentionSpan& span, floa
       const FlushSubnormals mode;
       score_flushed(a, st, pairs, all, stage.keys);
     }
-    softmax_tile(a, st, maxima, sums, [&](int i, float max) { return to_probability_pairs(st, pairs, i, max); });
-    for (int i = 0; i < st.count; ++i)
-      if (st.seen[i].lo >= st.seen[i].hi) std::memset(pairs.p[i], 0, sizeof pairs.p[i]);
+    softmax_pairs(a, st, pairs, maxima);
     const FlushSubnormals mode;
     add_values_flushed(a, st, pairs, all, stage.values, out);
   }
+  for (int i = 0; i < st.count; ++i) sums[i] = reduce_add(load(pairs.sums[i]));
 }
 
 }  // namespace
