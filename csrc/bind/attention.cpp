@@ -23,6 +23,7 @@ using kt::at;
 using ScalesTuple = std::tuple<Address, int64_t, int64_t, int, Address, int64_t, int64_t>;
 
 void bind_attention(nb::module_& m) {
+  m.attr("MAX_BF16_DIMS") = kt::kMaxBf16Dims;
   m.def(
       "attention",
       [](kt::WorkerPool& pool, Address q, int kv_type, Address k, Address v, const ScalesTuple& scales, Address out,

@@ -12,7 +12,7 @@
 // columns where the odd ones are zeros. In chains and the sums of o, subnormal numbers count as zeros.
 // Values that are no finite numbers are multiplied for those queries alone that see them.
 //
-// Errors, |s| standing for the sum of the magnitudes of products: q and p by 2^-9 of themselves (p so twice, for l is
+// Errors, |s| standing for the sum of the magnitudes of products: q and p by 2^-8 of themselves (p so twice, for l is
 // of the same), the sums by (16 + dim / 16) 2^-24 |s| and (16 + 32) 2^-24 |s| in a span.
 
 namespace {

@@ -132,12 +132,12 @@ def test_it_is_part_of_what_tokens_depend_on(tmp_path: Path) -> None:
 
 
 def test_where_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--attention_products kv multiplies the codes that --kv_type int8 or fp8"):
-        EngineConfig(model_path=tmp_path, attention_products="kv", kv_type="bf16").resolved()
+    with pytest.raises(ConfigError, match=r"--attention_products kv multiplies what .* keeps, and --kv_type is auto"):
+        EngineConfig(model_path=tmp_path, attention_products="kv").resolved()
     with pytest.raises(ConfigError, match="--attention_products int8 is not one of bf16, kv"):
         EngineConfig(model_path=tmp_path, attention_products="int8", kv_type="int8").resolved()
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
-    with pytest.raises(ConfigError, match="--attention_products kv: no attention of this model runs on a GPU here"):
+    with pytest.raises(ConfigError, match="--attention_products kv, of --kv_type int8: no attention of this model runs"):
         plan_model(config_of(tmp_path), hardware=fake_hardware(0))
     with pytest.raises(ConfigError, match=r"--attention_backend flashinfer: .* scales of --kv_type int8"):
         plan_model(config_of(tmp_path, attention_backend="flashinfer"), hardware=fake_hardware())
@@ -148,7 +148,7 @@ def test_what_stays_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setattr(kv_types, "why_no_code_products", lambda dtype, device, widths: "this GPU has 8.0")
     made, gpu = KvTypes("fp8", {}, "kv"), LayerShape(2, 64, 64, place="cuda:0")
     shapes = made.applied([gpu, gpu, replace(gpu, place="cpu"), LayerShape.without_pages()])
-    assert [shape.code_products for shape in shapes] == 4 * [False]
+    assert [shape.kept_products for shape in shapes] == 4 * [False]
     with caplog.at_level(logging.WARNING):
         made.report(shapes)
     assert caplog.messages == [
