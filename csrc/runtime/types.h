@@ -182,7 +182,7 @@ constexpr int kMaxQueries = 384;     // rows times heads of a span
 constexpr int kPositionTile = 64;    // positions between two updates of the running maximum
 constexpr int kPositionSplit = 512;  // positions of one span; spans are merged in ascending order
 
-constexpr int kMaxBf16Dims = 512;   // of a key, with products of bf16
+constexpr int kMaxBf16Dims = 512;  // of a key, with products of bf16
 
 constexpr int kMaxIndexHeads = 128;
 

@@ -5,6 +5,7 @@
 #include "kernels/kv.inl"
 #include "kernels/attention.inl"
 #include "kernels/attention_bf16.inl"
+#include "kernels/attention_pairs.inl"
 #include "kernels/recurrent.inl"
 #include "kernels/index.inl"
 #include "kernels/sampling.inl"

@@ -6,6 +6,7 @@
 #include "kernels/kv.inl"
 #include "kernels/attention.inl"
 #include "kernels/attention_bf16.inl"
+#include "kernels/attention_pairs.inl"
 
 #include "tiers/isa.h"
 
