@@ -74,7 +74,9 @@ def _fidelity(args: argparse.Namespace) -> int:
     config = config.resolved(needs_model=args.synthetic is None)
     coded = [name for name in kv_types if name in ("int8", "fp8")]
     if products != default and coded and not config.use_cuda:
-        raise ConfigError(f"--attention_products {products} of {coded[0]} is of GPUs: add --use_cuda, or --kv_types bf16")
+        raise ConfigError(
+            f"--attention_products {products} of {coded[0]} is of GPUs: add --use_cuda, or --kv_types bf16"
+        )
     config = replace(config, attention_products=products)
     from ktransformers.bench.kv_fidelity import FidelityWork, bench_fidelity
 

@@ -322,11 +322,11 @@ def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
 
 
 def _say_products(plan: Plan, shapes: Sequence[LayerShape], pool: WorkerPool) -> None:
-    """One line each when cpu_prefill bf16, or attention with products of bf16, is asked for and this processor cannot."""
+    """One line each for cpu_prefill bf16 and attention with products of bf16 where this processor cannot."""
     if not pool.has_bf16 and any(shape.bf16_products for shape in shapes):
         logger.warning(
-            "--attention_products kv: %s has no products of bf16 (AVX512-BF16 has); attention makes the same numbers of "
-            "products in fp32, which is slower than without it",
+            "--attention_products kv: %s has no products of bf16 (AVX512-BF16 has); attention makes the same numbers "
+            "of products in fp32, which is slower than without it",
             pool.isa.value,
         )
     found = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts | KTransformersLinear))

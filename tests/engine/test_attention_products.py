@@ -140,7 +140,9 @@ def test_where_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--attention_products int8 is not one of bf16, kv"):
         EngineConfig(model_path=tmp_path, attention_products="int8", kv_type="int8").resolved()
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
-    with pytest.raises(ConfigError, match="--attention_products kv, of --kv_type int8: no attention of this model runs"):
+    with pytest.raises(
+        ConfigError, match="--attention_products kv, of --kv_type int8: no attention of this model runs"
+    ):
         plan_model(config_of(tmp_path), hardware=fake_hardware(0))
     with pytest.raises(ConfigError, match=r"--attention_backend flashinfer: .* scales of --kv_type int8"):
         plan_model(config_of(tmp_path, attention_backend="flashinfer"), hardware=fake_hardware())

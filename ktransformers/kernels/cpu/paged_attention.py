@@ -93,7 +93,8 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     their first Dv dimensions have the first one (MLA), of values [slots, Hkv, 1].
     bf16_products, of caches in bf16: queries and probabilities are rounded to it and products are of bf16, with sums in
     fp32; see csrc/kernels/attention_bf16.inl.
-    Raises ValueError for products of bf16 of other caches or of more than MAX_BF16_DIMS dimensions of a key, and when a page that a row sees lies outside the cache or the table.
+    Raises ValueError for products of bf16 of other caches or of more than MAX_BF16_DIMS dimensions of a key, and
+    when a page that a row sees lies outside the cache or the table.
     """
     sizes = num_rows, num_heads, _, _, dim_v, _ = _check_heads(q, k_cache, v_cache)
     check_tensor("block_table", block_table, (None, None), torch.int32)

@@ -93,8 +93,8 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
             cpu.write_kv(made, context.slot_mapping, cache, of, context.pool)
     if selection is not None:
-        kept = keys, values
-        return _attend_to_chosen(rows[0], kept, scales, selection, scale, context.pool, shape.bf16_products)[None], None
+        given = rows[0], (keys, values), scales, selection, scale, context.pool
+        return _attend_to_chosen(*given, shape.bf16_products)[None], None
     out = cpu.attention(
         rows[0].contiguous(),
         keys,

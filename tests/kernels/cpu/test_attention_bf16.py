@@ -1,5 +1,5 @@
-"""Attention with products of bf16: against fp64 within what roundings allow, and equal bits over tiers, threads, batches
-and chunks.
+"""Attention with products of bf16: against fp64 within what roundings allow, and equal bits over tiers, threads,
+batches and chunks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def all_pools(pools: list[WorkerPool]) -> Iterator[list[WorkerPool]]:
         each.close()
 
 
-def case(
-    heads: int, kv_heads: int, dim_k: int, dim_v: int, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Places]:
+def case(heads: int, kv_heads: int, dim_k: int, dim_v: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Places]:
     """Rows of two sequences around the borders of tiles and spans; q fp32, keys and values bf16, and the places."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randperm(2 * 70, generator=generator).to(torch.int32).reshape(2, 70)
