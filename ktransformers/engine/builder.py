@@ -326,7 +326,7 @@ def _say_products(plan: Plan, shapes: Sequence[LayerShape], pool: WorkerPool) ->
     if not pool.has_bf16 and any(shape.bf16_products for shape in shapes):
         logger.warning(
             "--attention_products kv: %s has no products of bf16 (AVX512-BF16 has); attention makes the same numbers "
-            "of products in fp32, which is slower than without it",
+            "of products in fp32, which saves no time",
             pool.isa.value,
         )
     found = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts | KTransformersLinear))
