@@ -7,6 +7,7 @@ BF16_COLS: int
 F8_E4M3: int
 FP8_BLOCK: int
 MANY_TOKENS: int
+MAX_BF16_DIMS: int
 MAX_INDEX_HEADS: int
 MAX_THREADS: int
 TILE_ROWS: int
@@ -146,6 +147,7 @@ def attention(
     window: int,
     is_chunked: bool,
     sinks: int,
+    bf16_products: bool,
 ) -> None: ...
 def write_kv(
     pool: WorkerPool,
@@ -192,7 +194,7 @@ _Weight = tuple[int, int, int, int, int]
 _Norm = tuple[int, float]
 _Rows = tuple[int, int, int, int, int, int]
 _Sizes = tuple[int, int, int, int, int]
-_Memory = tuple[int, int, int, int, int, int]
+_Memory = tuple[int, int, int, int, int, int, bool]
 _Router = tuple[int, bool, int, int, bool, bool, float]
 
 class LayerBuffers:

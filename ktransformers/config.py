@@ -231,8 +231,9 @@ class EngineConfig:
     sparse_attention: "off" lets families whose layers choose the positions that they attend to attend to all of them.
     kv_type: what keys and values are kept in; int8 and fp8 with an fp32 scale for each position and head. "auto": in
         the type of activations, fp32 on the CPU and bf16 on GPUs.
-    attention_products: what prefill steps on GPUs multiply queries and keys in, with kv_type int8 or fp8: "bf16", or
-        "kv" for the type of the keys, which queries are rounded to then; see docs/gpu.md.
+    attention_products: what queries and keys are multiplied in: "bf16" for the type of activations (bf16 on GPUs, fp32
+        on the CPU), or "kv" for the type of the keys, which queries are rounded to then: int8 or fp8 in prefill steps
+        on GPUs (docs/gpu.md), bf16 in all steps on the CPU (docs/bench.md).
     prefix_cache: whether keys and values of a prompt's beginning are used again when another one begins alike.
     cpu_memory_size_GB: GiB of host memory for pages that the cache has no room for, many sequences at once; 0: none.
     kv_disk_path: a folder for them that outlives the process, of at most kv_disk_size_GB GiB; None: there is none.
@@ -326,10 +327,10 @@ class EngineConfig:
             raise ConfigError(
                 "--cpu_prefill bf16 rounds to 8 bits what --cpu_activations int16 keeps: choose one of them"
             )
-        if self.attention_products == "kv" and self.kv_type not in ("int8", "fp8"):
+        if self.attention_products == "kv" and self.kv_type not in ("bf16", "int8", "fp8"):
             raise ConfigError(
-                "--attention_products kv multiplies the codes that --kv_type int8 or fp8 keeps, and --kv_type is "
-                f"{self.kv_type}: give one of these, or leave --attention_products out"
+                "--attention_products kv multiplies what --kv_type bf16 (on the CPU), int8 or fp8 (on a GPU) keeps, "
+                f"and --kv_type is {self.kv_type}: give one of these, or leave --attention_products out"
             )
 
     def _check_parallel(self) -> None:

@@ -23,12 +23,13 @@ using kt::at;
 using ScalesTuple = std::tuple<Address, int64_t, int64_t, int, Address, int64_t, int64_t>;
 
 void bind_attention(nb::module_& m) {
+  m.attr("MAX_BF16_DIMS") = kt::kMaxBf16Dims;
   m.def(
       "attention",
       [](kt::WorkerPool& pool, Address q, int kv_type, Address k, Address v, const ScalesTuple& scales, Address out,
          const std::array<int64_t, 6>& sizes, const std::array<int64_t, 6>& strides, Address block_table,
          const std::array<int64_t, 4>& table, Address seq_ids, Address kv_lens, float scale, float softcap,
-         int64_t window, bool is_chunked, Address sinks) {
+         int64_t window, bool is_chunked, Address sinks, bool bf16_products) {
         kt::AttentionArgs a{};
         a.q = at<const float>(q);
         a.kv_type = kt::kv_type_of(kv_type);
@@ -65,13 +66,14 @@ void bind_attention(nb::module_& m) {
         a.softcap = softcap;
         a.window = window;
         a.is_chunked = is_chunked;
+        a.bf16_products = bf16_products;
         a.sinks = at<const float>(sinks);
         kt::attention(pool, a);
       },
       nb::arg("pool"), nb::arg("q"), nb::arg("kv_type"), nb::arg("k"), nb::arg("v"), nb::arg("scales"), nb::arg("out"),
       nb::arg("sizes"), nb::arg("strides"), nb::arg("block_table"), nb::arg("table"), nb::arg("seq_ids"),
       nb::arg("kv_lens"), nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("is_chunked"),
-      nb::arg("sinks"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("sinks"), nb::arg("bf16_products"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 // x: [rows, heads, dim]; sizes: rows, heads, dim, slots, dimensions with the first of two scales; strides: of x rows

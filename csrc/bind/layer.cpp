@@ -40,8 +40,9 @@ kt::RouterSpec router_of(const RouterTuple& t) {
           std::get<4>(t), std::get<5>(t), std::get<6>(t)};
 }
 
-// (type, keys, values, their scales, slots) or, of a delta net, (0, conv, states, 0, 0, slots)
-using MemoryTuple = std::tuple<int, Address, Address, Address, Address, int64_t>;
+// (type, keys, values, their scales, slots, whether products are of bf16) or, of a delta net, (0, conv, states, 0, 0,
+// slots, false)
+using MemoryTuple = std::tuple<int, Address, Address, Address, Address, int64_t, bool>;
 // cos, sin, slots, block table, sequences, lengths
 using RowsTuple = std::tuple<Address, Address, Address, Address, Address, Address>;
 // rows, rows and columns and stride of the block table, page size
@@ -58,6 +59,7 @@ kt::LayerMemory memory_of(const MemoryTuple& t, bool has_states) {
   memory.kv_type = kt::kv_type_of(std::get<0>(t));
   memory.keys = at<uint8_t>(std::get<1>(t));
   memory.values = at<uint8_t>(std::get<2>(t));
+  memory.bf16_products = std::get<6>(t);
   memory.key_scales = at<float>(std::get<3>(t));
   memory.value_scales = at<float>(std::get<4>(t));
   return memory;

@@ -417,10 +417,9 @@ inline void look_at_tile(SpanState& st, int64_t tile) {
   }
 }
 
-void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
-  SpanState st;
-  KeyStage keys[kWide];
-  ValueStage values;
+// Queries of the span, of which nothing is known yet.
+inline void start_span(const AttentionArgs& a, const AttentionSpan& span, SpanState& st, float* maxima, float* sums,
+                       float* out) {
   st.count = span.num_rows * span.num_heads;
   for (int r = 0, i = 0; r < span.num_rows; ++r)
     for (int h = 0; h < span.num_heads; ++h, ++i) {
@@ -433,6 +432,13 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
   for (int sub = 0; sub < kSubTiles; ++sub)
     for (int i = 0; i < st.count; ++i) store(st.scores[sub][i], zero());
   for (int j = 0; j < kPositionTile; ++j) st.k_scales[0][j] = st.k_scales[1][j] = st.v_scales[j] = 1.0f;
+}
+
+void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
+  SpanState st;
+  KeyStage keys[kWide];
+  ValueStage values;
+  start_span(a, span, st, maxima, sums, out);
   for (int64_t tile = span.begin; tile < span.end; tile += kPositionTile) {
     look_at_tile(st, tile);
     const TileRange all = seen_by_any(st, 0, st.count);

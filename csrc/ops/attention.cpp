@@ -24,7 +24,8 @@ struct Unit {
 
 // Rows of a unit: all of them share the reading of keys and values.
 int64_t rows_of_unit(const AttentionArgs& a, int heads, int64_t units_per_row, int threads) {
-  int queries = a.dim_k + a.dim_v > kWideHead ? kMaxQueries / 2 : kMaxQueries;
+  const bool is_wide = a.dim_k + a.dim_v > kWideHead || (a.bf16_products && a.dim_k > kMaxBf16Dims / 2);
+  int queries = is_wide ? kMaxQueries / 2 : kMaxQueries;
   const auto units = [&] { return a.num_rows * units_per_row / (queries / heads); };
   while (threads > 1 && queries > kFewQueries && units() < int64_t{kUnitsPerThread} * threads) queries /= 2;
   return queries / heads;
@@ -68,6 +69,10 @@ AttentionSpan span_of(const Unit& u, int64_t begin) {
       u.first_row, u.num_rows, u.first_head, u.num_heads, u.kv_head, begin, std::min(begin + kPositionSplit, u.end)};
 }
 
+void attend(const KernelTable& kernels, const AttentionArgs& a, const AttentionSpan& span, const Partial& to) {
+  (a.bf16_products ? kernels.attention_span_bf16 : kernels.attention_span)(a, span, to.max, to.sum, to.out);
+}
+
 void clear(const Partial& total, int64_t queries) {
   for (int64_t i = 0; i < queries; ++i) total.sum[i] = 0.0f;
 }
@@ -100,7 +105,7 @@ void run_by_unit(WorkerPool::Session& session, const AttentionArgs& a, Span<Unit
     const Partial part = partial_at(memory + size, queries);
     clear(total, queries);
     for (int64_t begin = u.begin; begin < u.end; begin += kPositionSplit) {
-      session.kernels().attention_span(a, span_of(u, begin), part.max, part.sum, part.out);
+      attend(session.kernels(), a, span_of(u, begin), part);
       merge(session.kernels(), total, part, queries, a.dim_v);
     }
     finish(session.kernels(), a, u, total);
@@ -130,7 +135,7 @@ void run_by_span(WorkerPool::Session& session, const AttentionArgs& a, Span<Unit
     const Piece& piece = pieces[i];
     const Unit& u = units[piece.unit];
     const Partial part = partial_at(memory + piece.offset, queries_of(u));
-    session.kernels().attention_span(a, span_of(u, piece.begin), part.max, part.sum, part.out);
+    attend(session.kernels(), a, span_of(u, piece.begin), part);
   });
   session.run(units.count, [&](int64_t i, int thread) {
     const Unit& u = units[i];
@@ -169,6 +174,9 @@ void check_pages(const AttentionArgs& a) {
 
 void attention(WorkerPool& pool, const AttentionArgs& args) {
   check_pages(args);
+  if (args.bf16_products && (args.kv_type != KvType::BF16 || args.dim_k > kMaxBf16Dims))
+    throw std::invalid_argument("products of bf16 are of keys and values in bf16, of up to " +
+                                std::to_string(kMaxBf16Dims) + " dimensions");
   WorkerPool::Session session(pool);
   ProfiledOp op(session, Part::Attention, args.num_rows, true);
   const Span<Unit> units = make_units(session, args);

@@ -217,6 +217,7 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
   AttentionArgs a{};
   a.q = q;
   a.kv_type = step.kv_type;
+  a.bf16_products = step.bf16_products;
   a.k_parts = 1;
   a.k_scales = step.key_scales;
   a.v_scales = step.value_scales;

@@ -34,6 +34,7 @@ struct AttentionStep {
   int64_t rows;
   const float *cos, *sin;
   KvType kv_type;
+  bool bf16_products;                // see AttentionArgs
   uint8_t *keys, *values;            // [slots, kv heads, head_dim], contiguous
   float *key_scales, *value_scales;  // [slots, kv heads], contiguous; of codes, else nullptr
   const int64_t* slots;              // [rows]

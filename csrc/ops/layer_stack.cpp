@@ -7,6 +7,7 @@ namespace kt {
 
 void keep_in(AttentionStep& step, const LayerMemory& memory) {
   step.kv_type = memory.kv_type;
+  step.bf16_products = memory.bf16_products;
   step.keys = memory.keys;
   step.values = memory.values;
   step.key_scales = memory.key_scales;

@@ -20,6 +20,7 @@ struct StackedLayer {
 // What a layer keeps of sequences: of attention keys and values (of latents in the keys), of a delta net its states.
 struct LayerMemory {
   KvType kv_type;
+  bool bf16_products;  // see AttentionArgs
   uint8_t *keys, *values;
   float *key_scales, *value_scales;
   int64_t num_slots;

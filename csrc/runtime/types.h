@@ -160,6 +160,7 @@ struct AttentionArgs {
   int64_t window;        // positions that a row sees, itself included; 0: all
   bool is_chunked;       // positions come in chunks of `window`, and a row sees those of its own chunk
   const float* sinks;    // [Hq] or nullptr
+  bool bf16_products;    // of keys and values in bf16, see attention_bf16.inl
 
   // The first position that a row of `len` positions sees.
   int64_t oldest(int64_t len) const {
@@ -180,6 +181,8 @@ struct AttentionSpan {
 constexpr int kMaxQueries = 384;     // rows times heads of a span
 constexpr int kPositionTile = 64;    // positions between two updates of the running maximum
 constexpr int kPositionSplit = 512;  // positions of one span; spans are merged in ascending order
+
+constexpr int kMaxBf16Dims = 512;  // of a key, with products of bf16
 
 constexpr int kMaxIndexHeads = 128;
 
@@ -231,6 +234,9 @@ struct KernelTable {
   void (*combine_row)(const float* const* rows, const float* weights, int count, int64_t n, float* out);
   // Writes maximum [nq], sum [nq] and the unnormalized output [nq][dim_v]; nq = num_rows * num_heads.
   void (*attention_span)(const AttentionArgs& args, const AttentionSpan& span, float* maxima, float* sums, float* out);
+  // The same with products of bf16, of a cache of bf16.
+  void (*attention_span_bf16)(const AttentionArgs& args, const AttentionSpan& span, float* maxima, float* sums,
+                              float* out);
   void (*attention_merge)(float* max, float* sum, float* out, float max2, float sum2, const float* out2, int dim_v);
   void (*attention_finish)(float max, float sum, const float* acc, const float* sink, int dim_v, float* out);
   // n numbers of a head as the cache keeps them, see kv.inl. scale: of codes, one number.

@@ -142,6 +142,11 @@ inline __m256 bf16_half(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 inline vf load_bf16(const uint8_t* p) { return {bf16_half(p), bf16_half(p + 16)}; }
+inline void store_bf16(uint16_t* p, vf x) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(x.a), 16),
+                high = _mm256_srli_epi32(_mm256_castps_si256(x.b), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+}
 inline vf load_f16(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};

@@ -66,6 +66,8 @@ inline float reduce_max(vf x) {
 }
 inline int32_t reduce_maxi(vi x) { return _mm512_reduce_max_epi32(x.v); }
 
+// Lanes 1, 0, 3, 2, ...
+inline vf swap_neighbours(vf x) { return {_mm512_permute_ps(x.v, 0xb1)}; }
 inline uint32_t mask_bits(vm m) { return m.m; }
 
 // ---- 8 lanes of fp64 ----
@@ -94,6 +96,10 @@ inline vi load_s8(const uint8_t* p) {
 inline vf load_bf16(const uint8_t* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+}
+inline void store_bf16(uint16_t* p, vf x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(x.v), 16)));
 }
 inline vf load_f16(const uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

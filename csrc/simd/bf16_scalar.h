@@ -30,6 +30,15 @@ inline void store_pairs(uint16_t* out, vf first, vf second) {
       out[2 * i + j] = static_cast<uint16_t>(bits >> 16);
     }
 }
+// See simd/x86.h. Here nothing changes the mode, so results are flushed one by one.
+struct FlushSubnormals {
+  FlushSubnormals() {}
+};
+inline vf flushed(vf x) {
+  for (float& lane : x.v) lane = flush_subnormal(lane);
+  return x;
+}
+
 // acc + the two products of bf16 in every lane with x[0], x[1], as VDPBF16PS defines it.
 inline vf dot_bf16(vf acc, wb pairs, const uint16_t* x) {
   for (int i = 0; i < 16; ++i)

@@ -45,6 +45,19 @@ KT_BINARY(max_, vf, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
 KT_BINARY(min_, vf, a.v[i] < b.v[i] ? a.v[i] : b.v[i])
 inline vf fma_(vf a, vf b, vf c) { vf r; KT_LANES r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]); return r; }
 
+// Lanes 1, 0, 3, 2, ...
+inline vf swap_neighbours(vf x) {
+  vf r;
+  for (int i = 0; i < 16; ++i) r.v[i] = x.v[i ^ 1];
+  return r;
+}
+inline void store_bf16(uint16_t* p, vf x) {  // the upper halves
+  for (int i = 0; i < 16; ++i) {
+    uint32_t word;
+    std::memcpy(&word, x.v + i, 4);
+    p[i] = static_cast<uint16_t>(word >> 16);
+  }
+}
 inline vi loadi(const int32_t* p) { vi r; std::memcpy(r.v, p, sizeof r.v); return r; }
 inline vi set1i(int32_t x) { vi r; KT_LANES r.v[i] = x; return r; }
 KT_BINARY(addi, vi, a.v[i] + b.v[i])

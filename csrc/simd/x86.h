@@ -22,6 +22,21 @@ using vs = __m256i;
 // in ascending order.
 inline void prefetch_line(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
 
+// While one lives, subnormal operands and results of fp32 count as zeros, as they do in products of bf16. Kernels that
+// count on it are not inlined where it is made, for compilers move arithmetic past changes of the mode.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : mode_(_mm_getcsr()) { _mm_setcsr(mode_ | 0x8040u); }  // FTZ, DAZ
+  ~FlushSubnormals() { _mm_setcsr(mode_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+  unsigned mode_;
+};
+// What arithmetic gives under FlushSubnormals.
+template <class T> inline T flushed(T x) { return x; }
+
 inline vb loadb(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline void storeb(uint8_t* p, vb x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 inline vb andb(vb x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(mask))); }

@@ -1,5 +1,6 @@
 // The avx2 tier.
 #include "simd/avx2.h"
+#include "simd/bf16_fma.h"
 
 #include "tiers/whole.inl"
 

@@ -1,5 +1,6 @@
 // The avx512 tier.
 #include "simd/avx512.h"
+#include "simd/bf16_fma.h"
 
 #include "tiers/whole.inl"
 

@@ -1,5 +1,6 @@
 // The scalar tier.
 #include "simd/scalar.h"
+#include "simd/bf16_scalar.h"
 
 #include "tiers/whole.inl"
 

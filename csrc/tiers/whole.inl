@@ -4,6 +4,8 @@
 #include "kernels/rows.inl"
 #include "kernels/kv.inl"
 #include "kernels/attention.inl"
+#include "kernels/attention_bf16.inl"
+#include "kernels/attention_pairs.inl"
 #include "kernels/recurrent.inl"
 #include "kernels/index.inl"
 #include "kernels/sampling.inl"
@@ -29,6 +31,7 @@ constexpr KernelTable whole_tier(const char* name) {
           activate,
           combine_row,
           attention_span,
+          attention_span_bf16,
           attention_merge,
           attention_finish,
           store_kv,

@@ -3,6 +3,10 @@
 
 #include "kernels/bf16.inl"
 #include "kernels/bf16_vector.inl"
+#include "kernels/kv.inl"
+#include "kernels/attention.inl"
+#include "kernels/attention_bf16.inl"
+#include "kernels/attention_pairs.inl"
 
 #include "tiers/isa.h"
 
@@ -11,6 +15,7 @@ namespace {
 KernelTable with_bf16(KernelTable base, const char* name) {
   base.name = name;
   base.packed_tiles = packed_tiles;  // this copy may use more instructions, see grid_vbmi.inl
+  base.attention_span_bf16 = attention_span_bf16;
   base.bf16_tiles = bf16_tiles;
   base.round_bf16 = round_bf16;
   base.multiply_bf16 = multiply_bf16;

@@ -7,6 +7,10 @@
 #include "kernels/amx_groups.inl"
 #include "kernels/bf16.inl"
 #include "kernels/bf16_tiles.inl"
+#include "kernels/kv.inl"
+#include "kernels/attention.inl"
+#include "kernels/attention_bf16.inl"
+#include "kernels/attention_tiles.inl"
 
 #include "tiers/isa.h"
 
@@ -17,6 +21,7 @@ KernelTable with_tiles(KernelTable base, const char* name) {
   base.packed_tiles = tiles_packed_tiles;
   base.min_block_tokens = kMinTileTokens;
   base.multiply_registers = multiply_tiles;
+  base.attention_span_bf16 = attention_span_bf16;
   base.bf16_tiles = bf16_tiles;
   base.round_bf16 = round_bf16;
   base.multiply_bf16 = multiply_bf16;

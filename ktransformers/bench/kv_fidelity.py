@@ -38,7 +38,7 @@ _COLUMNS = (
 @dataclass(frozen=True, slots=True)
 class FidelityWork:
     """config: of the model, which is computed with each of kv_types; its fp32 reference is on the CPU. Its
-    attention_products are those of the types that keep codes.
+    attention_products are those of the types that keep codes, and on the CPU of bf16.
 
     num_tokens: of the text. synthetic: random weights in this shape, `layers` of its layers, instead of a model's.
     """
@@ -72,7 +72,8 @@ def bench_fidelity(work: FidelityWork) -> Record:
         engine.close()
     table = Table(_COLUMNS)
     for kv_type in work.kv_types:
-        products = work.config.attention_products if kv_type in ("int8", "fp8") else ATTENTION_PRODUCTS[0]
+        has_products = kv_type in ("int8", "fp8") or (kv_type == "bf16" and not work.config.use_cuda)
+        products = work.config.attention_products if has_products else ATTENTION_PRODUCTS[0]
         name = kv_type if products == ATTENTION_PRODUCTS[0] else f"{kv_type} products"
         engine = _built(work, replace(config, kv_type=kv_type, attention_products=products))
         try:

@@ -63,7 +63,7 @@ def _linear(pool: WorkerPool, size: int) -> Iterator[Case]:
 def _attention(pool: WorkerPool, size: int) -> Iterator[Case]:
     """GQA 32 / 4 heads of 128, and MLA 16 heads of 512 + 64 over one latent head; 2 * size positions at most.
 
-    A token of a long text, the last chunk of a text, and whole texts.
+    A token of a long text, the last chunk of a text, and whole texts. gqa_bf16: products of bf16, of a cache of bf16.
     """
     page = 64
     for name, heads, kv_heads, dim_k, dim_v in (("gqa", 32, 4, 128, 128), ("mla", 16, 1, 576, 512)):
@@ -82,6 +82,10 @@ def _attention(pool: WorkerPool, size: int) -> Iterator[Case]:
             nbytes = 4 * (cache.numel() + (values.numel() if name == "gqa" else 0))
             flops = 2 * int(lens.sum()) * heads * (dim_k + dim_v)
             yield Case(f"attention {name} T={tokens} ctx={context}", ours, theirs, nbytes, flops)
+            if name == "gqa":
+                kept = cache.bfloat16(), values.bfloat16()
+                ours = partial(attention, q, *kept, table, page, seqs, lens, 0.1, pool, bf16_products=True)
+                yield Case(f"attention gqa_bf16 T={tokens} ctx={context}", ours, theirs, nbytes // 2, flops)
 
 
 def _rms_norm(pool: WorkerPool, size: int) -> Iterator[Case]:

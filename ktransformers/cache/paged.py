@@ -37,7 +37,8 @@ class LayerShape:
     index_dim: of the keys that an indexer chooses positions by, 0 without; index_pool: how many it chooses together,
     from multiples of that on, whose slots follow each other.
     place: the device as plans name it; device: where its tensors are. dtype: what keys and values are kept in.
-    code_products: on a GPU, prefill steps multiply codes of queries with those of keys.
+    kept_products: attention multiplies what is kept as it is, with queries rounded to that: codes in prefill steps on a
+    GPU, bf16 in all steps on the CPU.
     row_dtype: of the rows that they are made of, and of an indexer's keys.
     shares: the earlier layer whose keys and values these are, which takes no bytes; None for tensors of its own.
     chunk: positions come in chunks of so many, and attention sees those of a row's own; 0: it has no such borders.
@@ -57,7 +58,7 @@ class LayerShape:
     state: StateShape | None = None
     index_dim: int = 0
     index_pool: int = 1
-    code_products: bool = False
+    kept_products: bool = False
 
     @classmethod
     def without_pages(cls, state: StateShape | None = None) -> LayerShape:
@@ -79,9 +80,14 @@ class LayerShape:
         """Parts of a key with a scale each: latent and rotated, or one."""
         return 2 if self.is_latent else 1
 
+    @property
+    def bf16_products(self) -> bool:
+        """Whether the CPU's attention multiplies in bf16."""
+        return self.kept_products and self.place == "cpu"
+
     def unrounded(self) -> LayerShape:
         """The shape of a cache that keeps rows as they come."""
-        return replace(self, dtype=self.row_dtype, code_products=False)
+        return replace(self, dtype=self.row_dtype, kept_products=False)
 
     def nbytes(self, num_slots: int) -> int:
         """That one layer's keys and values at `num_slots` positions take."""

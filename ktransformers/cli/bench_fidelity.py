@@ -44,7 +44,7 @@ def add_fidelity(kinds: Kinds) -> None:
     group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
     group.add_argument("--layers", type=int, help="layers of SHAPE; default: all")
     group.add_argument("--kv_types", help=f"of {', '.join(KV_TYPES)} ({_DEFAULT_KV_TYPES})")
-    text = "on GPUs, what prefill multiplies queries and keys of int8 or fp8 in (bf16)"
+    text = "kv: multiply queries with keys in bf16 on the CPU, of int8 or fp8 in prefill on GPUs (bf16)"
     group.add_argument("--attention_products", choices=ATTENTION_PRODUCTS, help=text)
     text = f"quantize the model to each of these instead, and compute on the CPU: {', '.join(TYPES)}; "
     group.add_argument("--types", help=f"{text}{_GIVEN}: the GGUF file as it is")
@@ -72,8 +72,11 @@ def _fidelity(args: argparse.Namespace) -> int:
     products, default = args.attention_products or ATTENTION_PRODUCTS[0], ATTENTION_PRODUCTS[0]
     config = replace(model_or_shape(args), cpu_infer=args.threads, attention_products=default)
     config = config.resolved(needs_model=args.synthetic is None)
-    if products != default and not config.use_cuda:
-        raise ConfigError(f"--attention_products {products} is of GPUs: add --use_cuda")
+    coded = [name for name in kv_types if name in ("int8", "fp8")]
+    if products != default and coded and not config.use_cuda:
+        raise ConfigError(
+            f"--attention_products {products} of {coded[0]} is of GPUs: add --use_cuda, or --kv_types bf16"
+        )
     config = replace(config, attention_products=products)
     from ktransformers.bench.kv_fidelity import FidelityWork, bench_fidelity
 

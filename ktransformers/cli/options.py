@@ -193,7 +193,8 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         "--attention_products",
         choices=ATTENTION_PRODUCTS,
         default=config.attention_products,
-        help="what prefill on a GPU multiplies queries and keys in; kv: --kv_type, int8 or fp8 (%(default)s)",
+        help="what queries and keys are multiplied in; bf16: the type of activations; kv: that of --kv_type, bf16 on "
+        "the CPU, int8 or fp8 in prefill on a GPU (%(default)s)",
     )
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")

@@ -6,6 +6,7 @@ The order matters: everything that can be refused is refused before the first we
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -225,7 +226,7 @@ def _build(
         ranks.begin(_settled(planned, config, cache_plan))
         model = describe_model(opened)
         model = replace(model, card=replace(model.card, gpu_bytes=plan.gpu_bytes))
-        _say_prefill(plan, pool)
+        _say_products(plan, planned.shapes, pool)
         longest, page_size = opened.facts.longest_sequence(num_slots), cache_plan.page_size(num_slots)
         check_page_size(planned.shapes, num_slots, page_size)
         loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)
@@ -292,8 +293,14 @@ def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
     return WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
 
 
-def _say_prefill(plan: Plan, pool: WorkerPool) -> None:
-    """One line when cpu_prefill bf16 is asked for and this processor cannot."""
+def _say_products(plan: Plan, shapes: Sequence[LayerShape], pool: WorkerPool) -> None:
+    """One line each for cpu_prefill bf16 and attention with products of bf16 where this processor cannot."""
+    if not pool.has_bf16 and any(shape.bf16_products for shape in shapes):
+        logger.warning(
+            "--attention_products kv: %s has no products of bf16 (AVX512-BF16 has); attention makes the same numbers "
+            "of products in fp32, which saves no time",
+            pool.isa.value,
+        )
     found = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts | KTransformersLinear))
     if not pool.has_bf16 and any(operator.products.wants_bf16 for operator in found):
         logger.warning(

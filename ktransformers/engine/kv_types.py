@@ -15,6 +15,7 @@ from torch import nn
 from ktransformers.cache.paged import LayerShape
 from ktransformers.config import ATTENTION_PRODUCTS
 from ktransformers.errors import ConfigError
+from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.kv_codes import why_no_code_products
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import KAttention
@@ -89,7 +90,7 @@ class KvTypes:
         if not shape.has_pages or self._why_not(index, shape) is not None:
             return shape
         kept = replace(shape, dtype=KV_DTYPES[self.kv_type])
-        return replace(kept, code_products=self.products == "kv" and _why_bf16(kept) is None)
+        return replace(kept, kept_products=self.products == "kv" and _why_not_kept(kept) is None)
 
     def report(self, shapes: Sequence[LayerShape]) -> None:
         """One line for what is asked for and not done. Raises ConfigError for products of codes without a GPU."""
@@ -112,27 +113,37 @@ class KvTypes:
 
     def _report_products(self, shapes: Mapping[int, LayerShape]) -> None:
         """shapes: of the layers that keep keys and values, by index."""
-        if all(shape.place == "cpu" for shape in shapes.values()):
+        if self.kv_type != "bf16" and all(shape.place == "cpu" for shape in shapes.values()):
             raise ConfigError(
-                "--attention_products kv: no attention of this model runs on a GPU here; leave the option out"
+                f"--attention_products kv, of --kv_type {self.kv_type}: no attention of this model runs on a GPU here; "
+                "leave the option out, or on the CPU give --kv_type bf16"
             )
         found: dict[str, list[int]] = {}
         for i, shape in shapes.items():
-            reason = _why_bf16(shape)
+            reason = _why_not_kept(shape)
             if reason is not None:
                 found.setdefault(reason, []).append(i)
+        instead = "multiply as without it" if self.kv_type == "bf16" else "multiply numbers, not codes"
         for reason, layers in found.items():
             which = "all layers" if len(layers) == len(shapes) else f"layers {_ranges(layers)}"
-            logger.warning("--attention_products kv: %s multiply numbers, not codes (%s)", which, reason)
+            logger.warning("--attention_products kv: %s %s (%s)", which, instead, reason)
 
 
-def _why_bf16(shape: LayerShape) -> str | None:
-    """Why a layer's prefill steps do not multiply the codes that it keeps; None where they do."""
-    if shape.place == "cpu":
+def _why_not_kept(shape: LayerShape) -> str | None:
+    """Why a layer does not multiply what it keeps as it is; None where it does."""
+    if shape.place == "cpu" and shape.is_scaled:
         return "on the CPU"
     if shape.is_latent:
         return "latent attention"
-    return why_no_code_products(shape.dtype, shape.device, (shape.key_dim, shape.value_dim))
+    if shape.place != "cpu":
+        if shape.dtype is torch.bfloat16:
+            return "a GPU's products are of bf16"
+        return why_no_code_products(shape.dtype, shape.device, (shape.key_dim, shape.value_dim))
+    if shape.dtype is not torch.bfloat16:
+        return f"what is kept is {str(shape.dtype).removeprefix('torch.')}"
+    if shape.key_dim > cpu.MAX_BF16_DIMS:
+        return f"keys of more than {cpu.MAX_BF16_DIMS} dimensions"
+    return None
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -80,6 +80,7 @@ def test_operations(capsys: pytest.CaptureFixture[str]) -> None:
     assert {name.split()[0] for name in rates} == {"attention"}
     # Two products of 128 dimensions for each of 32 heads and 64 * 65 / 2 pairs of positions.
     assert rates["attention gqa T=64 ctx=64"] == pytest.approx(4 * 128 * 32 * 64 * 65 / 2)
+    assert rates["attention gqa_bf16 T=64 ctx=64"] == pytest.approx(4 * 128 * 32 * 64 * 65 / 2)
     _, record = bench(capsys, "operations", "--seconds", "0", "--size", "256", "--only", "rms_norm", "--threads", "2")
     assert [row["op"] for row in record["rows"]] == ["rms_norm T=1", "rms_norm T=256"]
     assert record["machine"]["threads"] == 2
@@ -93,6 +94,11 @@ def test_fidelity(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < row["kl_mean"] <= row["kl_max"] < 0.1 for row in rounded)
     assert record["num_tokens"] == 40
     assert "KL, mean" in text
+    products = ("--kv_types", "bf16", "--attention_products", "kv", "--tokens", "40", "--threads", "1")
+    _, record = bench(capsys, "fidelity", *products)
+    (row,) = record["rows"]
+    assert row["kv_type"] == "bf16 products"
+    assert 0 < row["kl_mean"] <= row["kl_max"] < 0.1
 
 
 def test_divergences_are_those_of_torch() -> None:

@@ -57,7 +57,7 @@ def test_fidelity_of_weights_beside_llama(capsys: pytest.CaptureFixture[str]) ->
         (("--types", "q9"), "--types q9 is not one of"),
         (("--types", "q8_0", "--kv_types", "int8"), "choose one of them"),
         (("--types", "q8_0", "--attention_products", "kv"), "choose one of them"),
-        (("--attention_products", "kv"), "--attention_products kv is of GPUs: add --use_cuda"),
+        (("--attention_products", "kv"), "--attention_products kv of int8 is of GPUs: add --use_cuda"),
         (("--types", "q8_0", "--layers", "2"), "leave --synthetic and --layers out"),
         (("--types", "q8_0", "--use_cuda"), "leave --use_cuda out"),
         (("--types", "q8_0", "--texts", "1"), "--texts must be at least 2"),

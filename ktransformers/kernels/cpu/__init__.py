@@ -26,11 +26,12 @@ from ktransformers.kernels.cpu.packing import (
     packed_nbytes,
     page_out,
 )
-from ktransformers.kernels.cpu.paged_attention import attention
+from ktransformers.kernels.cpu.paged_attention import MAX_BF16_DIMS, attention
 from ktransformers.kernels.cpu.products import batched_linear, linear
 from ktransformers.kernels.cpu.rows import activate, dequantize_rows, rms_norm
 
 __all__ = [
+    "MAX_BF16_DIMS",
     "MAX_INDEX_HEADS",
     "NATIVE_TYPES",
     "PACKED_TYPES",

@@ -127,7 +127,7 @@ class LatentLayer:
         address = check_scales("scales of keys", scales, keys, 2)[0]
         if scales is not None:
             check_tensor("scales of keys", scales, (keys.shape[0], 1, 2))
-        return kv_type("keys", keys), keys.data_ptr(), keys.data_ptr(), address, address, keys.shape[0]
+        return kv_type("keys", keys), keys.data_ptr(), keys.data_ptr(), address, address, keys.shape[0], False
 
 
 def _batched(weight: RawTensor) -> tuple[int, int, int, int, int]:

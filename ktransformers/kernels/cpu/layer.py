@@ -90,7 +90,7 @@ def native_bias(part: Projection) -> int:
     return part.bias.data_ptr()
 
 
-NativeMemory = tuple[int, int, int, int, int, int]
+NativeMemory = tuple[int, int, int, int, int, int, bool]
 """Type; addresses of keys, values and their scales; slots. Of states: 0, conv, recurrent, 0, 0, slots."""
 
 
@@ -131,11 +131,15 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """A layer's cache: keys, values [slots, Hkv, D] of any type that attention reads, contiguous, and their scales."""
+    """A layer's cache: keys, values [slots, Hkv, D] of any type that attention reads, contiguous, and their scales.
+
+    bf16_products: see `attention`.
+    """
 
     keys: Tensor
     values: Tensor
     scales: KvScales = (None, None)
+    bf16_products: bool = False
 
     def native(self, heads: int, dim: int) -> NativeMemory:
         """As the extension takes it. Raises TypeError or ValueError for tensors that do not fit."""
@@ -147,7 +151,8 @@ class LayerKv:
                 check_tensor(f"scales of {name}", scales, (self.keys.shape[0], heads, 1))
             parts.append((cache.data_ptr(), address))
         (keys, key_scales), (values, value_scales) = parts
-        return kv_type("keys", self.keys), keys, values, key_scales, value_scales, self.keys.shape[0]
+        kept = kv_type("keys", self.keys)
+        return kept, keys, values, key_scales, value_scales, self.keys.shape[0], self.bf16_products
 
 
 class CheckedCache:
@@ -155,10 +160,12 @@ class CheckedCache:
 
     def __init__(self, cache: LayerKv, native: NativeMemory):
         self._tensors = [None if tensor is None else weakref.ref(tensor) for tensor in _tensors(cache)]
-        self.native = native
+        self.native, self._bf16_products = native, cache.bf16_products
 
     def is_of(self, cache: LayerKv) -> bool:
-        """Whether `cache` is made of the same tensors."""
+        """Whether `cache` is made of the same tensors, to be multiplied alike."""
+        if cache.bf16_products != self._bf16_products:
+            return False
         known = (None if tensor is None else tensor() for tensor in self._tensors)
         return all(one is other for one, other in zip(known, _tensors(cache), strict=True))
 

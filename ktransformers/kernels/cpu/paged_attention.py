@@ -10,7 +10,10 @@ from ktransformers.kernels.cpu.kv import KvScales, check_cache, check_scales, kv
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.untraced import untraced
 
-__all__ = ["attention", "row_numbers"]
+__all__ = ["MAX_BF16_DIMS", "attention", "row_numbers"]
+
+MAX_BF16_DIMS = extension.MAX_BF16_DIMS
+"""Of a key, with products of bf16."""
 
 
 def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int, int, int]:
@@ -73,6 +76,7 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     scales: KvScales = (None, None),
+    bf16_products: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv].
@@ -87,7 +91,10 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     softcap > 0: scores become softcap * tanh(score / softcap) (gemma2).
     Both caches are fp32, bf16, or codes, int8 or e4m3, with scales: of keys [slots, Hkv, 1], or [slots, Hkv, 2] where
     their first Dv dimensions have the first one (MLA), of values [slots, Hkv, 1].
-    Raises ValueError when a page that a row sees lies outside the cache or the table.
+    bf16_products, of caches in bf16: queries and probabilities are rounded to it and products are of bf16, with sums in
+    fp32; see csrc/kernels/attention_bf16.inl.
+    Raises ValueError for products of bf16 of other caches or of more than MAX_BF16_DIMS dimensions of a key, and
+    when a page that a row sees lies outside the cache or the table.
     """
     sizes = num_rows, num_heads, _, _, dim_v, _ = _check_heads(q, k_cache, v_cache)
     check_tensor("block_table", block_table, (None, None), torch.int32)
@@ -114,5 +121,6 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
         window,
         is_chunked,
         0 if sinks is None else sinks.data_ptr(),
+        bf16_products,
     )
     return result

@@ -60,7 +60,7 @@ class LayerStack:
             elif isinstance(mixer, RecurrentLayer) and isinstance(memory, tuple):
                 mixer.check_states(*memory)
                 self._num_states = memory[0].shape[0]
-                natives.append((0, memory[0].data_ptr(), memory[1].data_ptr(), 0, 0, self._num_states))
+                natives.append((0, memory[0].data_ptr(), memory[1].data_ptr(), 0, 0, self._num_states, False))
             else:
                 raise TypeError(f"{type(mixer).__name__} cannot keep a {type(memory).__name__}")
         self._stack.bind(natives)

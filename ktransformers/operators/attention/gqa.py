@@ -93,7 +93,8 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
             cpu.write_kv(made, context.slot_mapping, cache, of, context.pool)
     if selection is not None:
-        return _attend_to_chosen(rows[0], (keys, values), scales, selection, scale, context.pool)[None], None
+        given = rows[0], (keys, values), scales, selection, scale, context.pool
+        return _attend_to_chosen(*given, shape.bf16_products)[None], None
     out = cpu.attention(
         rows[0].contiguous(),
         keys,
@@ -105,6 +106,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         scale,
         context.pool,
         scales=scales,
+        bf16_products=shape.bf16_products,
         **options,
     )
     return out[None], None
@@ -183,11 +185,12 @@ def _attend_to_chosen(
     selection: Selection,
     scale: float,
     pool: cpu.WorkerPool | None,
+    bf16_products: bool = False,
 ) -> torch.Tensor:
     """query [T, Hq, D], to positions that were chosen for rows, or for each KV head of a row; returns [T, Hq, Dv].
 
     Where they were for each KV head, a row and a KV head become a row of its own, a slot and a KV head a slot. pool:
-    None on a GPU.
+    None on a GPU. bf16_products: of the CPU, see `cpu.attention`.
     """
     num_rows, num_heads, dim = query.shape
     keys, values = cache
@@ -196,7 +199,7 @@ def _attend_to_chosen(
         chosen = (query, keys, values, selection.slots, 1, selection.seq_ids, selection.counts, scale)
         if pool is None:
             return attention(*chosen, scales=scales)
-        return cpu.attention(query.contiguous(), *chosen[1:], pool, scales=scales)
+        return cpu.attention(query.contiguous(), *chosen[1:], pool, scales=scales, bf16_products=bf16_products)
     if len(selection.counts) != num_rows * kv_heads:
         raise UnsupportedError(f"an indexer of {len(selection.counts) // num_rows} heads for {kv_heads} KV heads")
     heads = torch.arange(kv_heads, dtype=torch.int32, device=query.device).repeat(num_rows)
@@ -206,7 +209,10 @@ def _attend_to_chosen(
     given = (rows, *caches, table, 1, selection.seq_ids, selection.counts, scale)
     of_keys, of_values = (None if of is None else of.view(-1, 1, 1) for of in scales)
     of_slots = (of_keys, of_values)
-    out = attention(*given, scales=of_slots) if pool is None else cpu.attention(*given, pool, scales=of_slots)
+    if pool is None:
+        out = attention(*given, scales=of_slots)
+    else:
+        out = cpu.attention(*given, pool, scales=of_slots, bf16_products=bf16_products)
     return out.view(num_rows, num_heads, dim_v)
 
 

@@ -43,7 +43,7 @@ class GpuCache:
         keys, values = cache.layer(layer_idx)
         shape = cache.shape(layer_idx)
         row_dtype = shape.row_dtype if shape.is_scaled else keys.dtype
-        return cls(keys, values, cache.scales(layer_idx), row_dtype, shape.code_products)
+        return cls(keys, values, cache.scales(layer_idx), row_dtype, shape.kept_products)
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,7 +304,8 @@ class FusedLayer(nn.Module):
             parts = states.layer(self.layer_idx)
             self.attention.forward(rows, parts["conv"], parts["recurrent"], context.states, self.pool, self.memory)
             return
-        cache = LayerKv(*context.cache.layer(self.layer_idx), context.cache.scales(self.layer_idx))
+        kept, index = context.cache, self.layer_idx
+        cache = LayerKv(*kept.layer(index), kept.scales(index), kept.shape(index).bf16_products)
         self.attention.forward(rows, cache, self.attention_step(context, kwargs), self.pool, self.memory)
 
     def attention_step(self, context: ForwardContext, kwargs: dict[str, Any]) -> AttentionStep:

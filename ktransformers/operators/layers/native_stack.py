@@ -80,7 +80,7 @@ class NativeStack(nn.Module):
     @staticmethod
     def _memory(cache: LayerCache, index: int, mixer: object) -> LayerKv | tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(mixer, RecurrentLayer):
-            return LayerKv(*cache.layer(index), cache.scales(index))
+            return LayerKv(*cache.layer(index), cache.scales(index), cache.shape(index).bf16_products)
         assert cache.states is not None, "a cache without states"
         parts = cache.states.layer(index)
         return parts["conv"], parts["recurrent"]
