@@ -18,7 +18,7 @@ from ktransformers.engine.builder import PagedEngine
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.pacing import FEWEST_ROWS
 from ktransformers.scheduler.records import Request, StepPlan
-from ktransformers.scheduler.scheduler import MAX_IN_FLIGHT, Scheduler
+from ktransformers.scheduler.scheduler import Scheduler
 
 __all__ = ["StreamFigure", "StreamWork", "slots_of_stream", "stream_beside_prompt"]
 
@@ -90,7 +90,7 @@ class _Loop:
 
     def step(self) -> tuple[set[str], int]:
         """Whose tokens came, and the most rows that one sequence had."""
-        while len(self._planned) < MAX_IN_FLIGHT and (plan := self.scheduler.schedule()) is not None:
+        while (plan := self.scheduler.schedule()) is not None:  # as many as may be in flight
             self._planned.append(plan)
         plan = self._planned.popleft()
         result = self._executor.execute(plan)

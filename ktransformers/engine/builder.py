@@ -155,7 +155,7 @@ def build_paged_engine(
         ranks = Leader(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
     built = _build(opened, SharedPages(page_size, max_batch_size), hardware, progress, stats, ranks)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
-    runner = ModelRunner(built.forward, built.decode, ranks.teller())
+    runner = ModelRunner(built.forward, built.decode, ranks.teller(), begins_ahead=ranks.begins_ahead)
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
     stats.totals()

@@ -59,6 +59,15 @@ class StepRunner(Protocol):
         """Logits of the rows in `keep`, or what is needed of each; None: all."""
         ...
 
+    @property
+    def begins_ahead(self) -> bool: ...
+
+    def begin(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> None:
+        """Have the stages before this one compute a step that comes to `reduced_step` later, in this order."""
+        ...
+
 
 @dataclass(slots=True)
 class _Run:
@@ -105,6 +114,17 @@ class _Kept:
             self.rows.append(first + row.num_tokens - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Of a step, as the runner takes them."""
+
+    kept: _Kept
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    context: ForwardContext
+    keep: torch.Tensor
+
+
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
@@ -138,6 +158,7 @@ class PagedExecutor:
         self._counted = expert_counts()  # as it was after the last step
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
+        self._begun: dict[int, _Inputs] = {}  # by step
 
     @property
     def num_runs(self) -> int:
@@ -148,8 +169,27 @@ class PagedExecutor:
         """Forget all runs, after a step that failed: the scheduler starts every sequence anew."""
         self._runs.clear()
         self._previous = []
+        self._begun.clear()
         if self.tiers is not None:
             self.tiers.reset()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Let the stages before this one, if there are any, compute the step already. To be called in order."""
+        if self._runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
+            made = self._inputs(plan)
+            self._runner.begin(made.token_ids, made.positions, made.context, made.keep)
+            self._begun[plan.step_id] = made
+
+    def _inputs(self, plan: StepPlan) -> _Inputs:
+        """What the step's rows come to, its new runs begun."""
+        for start in plan.starts:
+            self._runs[start.run_id] = self._started(start)
+        rows, kept = plan.rows, self._kept(plan.rows)
+        token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
+        tables = [self._runs[row.run_id].pages(row) for row in rows]
+        positions, context = paged_context(self._cache, self._pool, rows, tables)
+        keep = torch.tensor(kept.rows, dtype=torch.int64)
+        return _Inputs(kept, torch.from_numpy(token_ids), positions, context, keep)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step."""
@@ -161,12 +201,11 @@ class PagedExecutor:
         if not plan.rows:
             return StepResult(step_id=plan.step_id, results=[], tiers=self._tier_result())
         copied_ns = time.monotonic_ns()
-        for start in plan.starts:
-            self._runs[start.run_id] = self._started(start)
-        kept, recorder = self._kept(plan.rows), self.recorder
+        inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan)
+        kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
-        logits = self._forward(plan.rows, kept)
+        logits = self._forward(plan.rows, inputs)
         sampling_ns = time.monotonic_ns()
         results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
@@ -239,12 +278,9 @@ class PagedExecutor:
         samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
         return [BEST_TOKEN if sampler is None else sampler.need for sampler in samplers]
 
-    def _forward(self, rows: Sequence[Row], kept: _Kept) -> StepLogits:
-        token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
-        tables = [self._runs[row.run_id].pages(row) for row in rows]
-        positions, context = paged_context(self._cache, self._pool, rows, tables)
-        ids, keep = torch.from_numpy(token_ids), torch.tensor(kept.rows, dtype=torch.int64)
-        needs = self._needs(rows, kept)
+    def _forward(self, rows: Sequence[Row], inputs: _Inputs) -> StepLogits:
+        ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
+        needs = self._needs(rows, inputs.kept)
         pooled = [self._runs[row.run_id].pooled for row in rows]
         if all(one is None for one in pooled):
             return self._runner.reduced_step(ids, positions, context, keep, needs)

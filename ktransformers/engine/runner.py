@@ -30,11 +30,20 @@ class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
     decode: how steps that can be replayed run on GPUs; like all others when None. tap: for the hidden states behind the
-    logits. tell: what is told of each step before it runs, where other processes have to run it, too.
+    logits. tell: what is told of each step before it runs, where other processes have to run it, too. begins_ahead:
+    whether these may begin steps while this one runs others: they are stages before it.
     """
 
-    def __init__(self, forward_pass: ForwardPass, decode: DecodeSteps | None = None, tell: StepTeller | None = None):
+    def __init__(
+        self,
+        forward_pass: ForwardPass,
+        decode: DecodeSteps | None = None,
+        tell: StepTeller | None = None,
+        *,
+        begins_ahead: bool = False,
+    ):
         self._tell, self._is_apart = tell, False
+        self.begins_ahead, self._num_begun = begins_ahead, 0
         self._pass, self._decode = forward_pass, decode
         self.model, self.pool = forward_pass.model, forward_pass.pool
         self.tap = HiddenTap(forward_pass.model)
@@ -112,6 +121,14 @@ class ModelRunner:
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
 
+    def begin(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> None:
+        """Tell the other processes of a step that comes to `reduced_step` behind those that were told of before."""
+        assert self._tell is not None
+        self._tell(token_ids, positions, context, keep, False)
+        self._num_begun += 1
+
     def _begin_step(
         self,
         token_ids: torch.Tensor,
@@ -123,6 +140,10 @@ class ModelRunner:
     ) -> None:
         """Tell the other processes. Raises EngineError when a step has failed here that they went on with."""
         if self._tell is None:
+            return
+        if self._num_begun:
+            self._num_begun -= 1
+            self._is_apart = True
             return
         if self._is_apart:
             raise EngineError("a step has failed in one of several processes; the engine has to be started anew")

@@ -63,6 +63,8 @@ class SchedulerConfig:
     layers. snapshot_interval: tokens between snapshots inside of a prompt, 0 for none; snapshot_align: all are taken
     behind multiples of it.
     tiers: where pages go besides; None: they are forgotten when the cache needs room.
+    num_stages: processes that steps pass one after another. With several, as many steps are under way, each with a
+    share of the sequences.
     """
 
     num_pages: int
@@ -78,9 +80,11 @@ class SchedulerConfig:
     snapshot_align: int = SNAPSHOT_ALIGN
     tiers: TierConfig | None = None
     max_itl_ratio: float = 0.0
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align"):
+        positive = ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align")
+        for name in (*positive, "num_stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("num_states", "snapshot_interval"):
@@ -92,6 +96,11 @@ class SchedulerConfig:
                 f"a sequence may have {self.max_len} tokens, which leaves no room for a prompt and an answer; "
                 "start with a larger --cache_lens"
             )
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that are planned and not committed: one for each stage, and the next is ready."""
+        return self.num_stages + 1
 
     @property
     def total_len(self) -> int:

@@ -27,6 +27,9 @@ results count only for runs that still exist:
     preempted, suspended            dropped; the token is sampled again, the same, in the next run
     engine lost                     dropped by step id
 
+A pipeline of several stages has as many steps under way. Then nobody is in two of them with a token that is not known,
+and decodes are shared out over the steps, so that all stages have work.
+
 Models with recurrent layers have states beside pages: a run has a slot of its own, and begins from a snapshot of one
 (scheduler/snapshots.py). What a stale row writes goes to slots that have no reader: its run's own, and those of
 snapshots that are never published. They may have new owners by then, who write in later steps.
@@ -65,12 +68,9 @@ from ktransformers.scheduler.sequence import Run, Sequence
 from ktransformers.scheduler.tier_records import TierResult
 from ktransformers.scheduler.updates import update_of
 
-__all__ = ["MAX_IN_FLIGHT", "Scheduler"]
+__all__ = ["Scheduler"]
 
 logger = logging.getLogger(__name__)
-
-MAX_IN_FLIGHT = 2
-"""Steps that are planned and not committed: one runs, the next is ready. A placeholder can reach back one step only."""
 
 MAX_FETCHING = 2
 """Of the waiting requests so many, the first ones, have their pages read from files while others have the seats."""
@@ -234,9 +234,9 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, which is then in flight until it is committed.
 
-        None when MAX_IN_FLIGHT steps are, or when nothing can run before the next commit or request.
+        None when max_in_flight steps are, or when nothing can run before the next commit or request.
         """
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
+        if len(self._in_flight) >= self.config.max_in_flight:
             return None
         tiers = self._pages.tiers
         if tiers is not None and tiers.awaits_listing:
@@ -267,16 +267,22 @@ class Scheduler:
         return batch.plan(step.step_id, ended, self._pages.take_copies(is_alone=not rows))
 
     def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences with tokens left to run, by rank: (one token, several tokens)."""
+        """Running sequences with tokens left to run, by rank: (one token, several tokens). With several stages those
+        whose next token is known, and of those with one token this step's share."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        num_away = 0
         for seq in self._running:
             run = seq.run
             assert run is not None
+            if run.num_pending and self.config.num_stages > 1:
+                num_away += 1
+                continue
             total_len = len(seq.token_ids) + run.num_pending
             if total_len < seq.limit_len:  # else the step in flight samples its last token
                 (decodes if total_len - run.planned_len == 1 else prefills).append(seq)
-        return decodes, prefills
+        share = -(-(num_away + len(decodes)) // self.config.num_stages)
+        return decodes[:share], prefills
 
     def _extend(self, batch: Batch, seq: Sequence) -> None:
         """Plan the next tokens of a running sequence, as many as the budget allows, at the cost of the last in rank."""
@@ -463,7 +469,7 @@ class Scheduler:
         for queue in (self._waiting, self._running):
             assert all(a.rank < b.rank for a, b in itertools.pairwise(queue)), "a queue is out of order"
         assert len(self._running) <= self.config.max_running, "more running than seats"
-        assert len(self._in_flight) <= MAX_IN_FLIGHT, "too many steps in flight"
+        assert len(self._in_flight) <= self.config.max_in_flight, "too many steps in flight"
         here = {seq.request_id: seq for seq in (*self._waiting, *self._running, *self._suspended.values())}
         assert here == self._requests, "a lost request"
         assert len(here) == len(self._waiting) + len(self._running) + len(self._suspended), "a request in two places"

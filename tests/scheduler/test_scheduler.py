@@ -505,3 +505,21 @@ def test_nobody_waits_for_a_prompt_that_is_not_computed() -> None:
     assert shape(loop.schedule()) == [(0, 8, False)]
     loop.commit()
     assert shape(loop.schedule()) == [(8, 8, False)]
+
+
+def test_stages_share_the_sequences() -> None:
+    """Three steps are under way over two stages: each decode is in one at most, with tokens that are known."""
+    loop = Loop(make_config(num_pages=100, max_batch_size=5, chunk_size=64, num_stages=2))
+    for i in range(5):
+        loop.add(make_request(f"r{i}", [1, 2, 3 + i], 30, ignore_eos=True))
+    loop.schedule()
+    loop.commit()
+    plans = [loop.schedule() for _ in range(4)]
+    rows = [[row.run_id for row in plan.rows] for plan in plans if plan is not None]
+    assert [len(row) for row in rows] == [3, 2]
+    assert len({*rows[0], *rows[1]}) == 5
+    assert all(row.token_source is None for plan in plans if plan is not None for row in plan.rows)
+    while loop.scheduler.has_requests:
+        while loop.schedule() is not None:
+            pass
+        loop.commit()

@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_states=st.sampled_from([0, 1, 4, 20]),
         disk_bytes=st.sampled_from([0, 0, 200, 1500, 1 << 20]),
         disk_seed=st.integers(0, 99),
+        num_stages=st.sampled_from([1, 1, 2, 3]),
     )
     def start(self, host_pages: int, host_states: int, disk_bytes: int, disk_seed: int, **config: int) -> None:
         rng = random.Random(disk_seed)

@@ -43,6 +43,9 @@ class Executor:
     def new_runtime(self) -> FakeRuntime:
         return FakeRuntime()
 
+    def begin(self, plan: StepPlan) -> None:
+        pass
+
     def execute(self, plan: StepPlan) -> StepResult:
         self._starts |= {start.run_id: start for start in plan.starts}
         began, recorder = time.monotonic_ns(), self.recorder

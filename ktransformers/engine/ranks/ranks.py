@@ -83,6 +83,11 @@ class Ranks(Protocol):
         """Graphs of these sizes are there. Raises EngineError when others have other ones."""
         ...
 
+    @property
+    def begins_ahead(self) -> bool:
+        """Whether the others may be told of steps while others run here."""
+        ...
+
     def teller(self) -> StepTeller | None:
         """What each step is told to before it runs, if anybody is to hear of it."""
         ...
@@ -110,6 +115,11 @@ class Alone(Ranks):
     @override
     def captured(self, sizes: Sizes) -> None:
         pass
+
+    @override
+    @property
+    def begins_ahead(self) -> bool:
+        return False
 
     @override
     def teller(self) -> StepTeller | None:
@@ -286,6 +296,11 @@ class Leader(Ranks):
                 raise EngineError(f"{child.name} has captured other steps ({got}) than the first one ({sizes})")
 
     @override
+    @property
+    def begins_ahead(self) -> bool:
+        return not self._division.is_uniform
+
+    @override
     def teller(self) -> StepTeller | None:
         return self._tell
 
@@ -337,6 +352,11 @@ class Follower(Ranks):
     @override
     def captured(self, sizes: Sizes) -> None:
         self._say(Captured(_pairs(sizes)))
+
+    @override
+    @property
+    def begins_ahead(self) -> bool:
+        return False
 
     @override
     def teller(self) -> StepTeller | None:

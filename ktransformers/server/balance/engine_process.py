@@ -1,7 +1,7 @@
 """The engine process: loads the model, then runs the scheduler's steps until it is told to stop or dies.
 
-Knows an executor, not what it computes. Steps are run in the order in which they come; one is received while the one
-before it runs, so that the engine does not wait for the scheduler.
+Knows an executor, not what it computes. Steps are run in the order in which they come; others come while one runs, so
+that the engine does not wait for the scheduler.
 
 It imports what loads the engine before it reads its options: a spare has that behind it when it is needed.
 """
@@ -12,6 +12,7 @@ import importlib
 import logging
 import sys
 import time
+from collections import deque
 from typing import Protocol
 
 import zmq
@@ -47,6 +48,10 @@ class Executor(Protocol):
     """What computes a step."""
 
     recorder: Recorder | None
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step that will be executed behind others has come: what can be done of it beside them may be begun."""
+        ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the rows of `plan`, and sample where it says so. Steps are told to the recorder, if there is one."""
@@ -115,8 +120,13 @@ def main(preload: str = "") -> int:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(endpoint)
     status.send(encode(EngineReady(options.epoch, facts)))
+    came: deque[EngineWork] = deque()
     while True:
-        work: EngineWork = decode(steps.recv(), EngineWork)
+        while not came or steps.poll(0):
+            came.append(decode(steps.recv(), EngineWork))
+            if isinstance(came[-1], StepPlan):
+                executor.begin(came[-1])
+        work = came.popleft()
         match work:
             case StepPlan():
                 results.send(encode(executor.execute(work)))

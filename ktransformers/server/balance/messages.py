@@ -76,6 +76,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     has_prefix_cache: bool
     num_states: int = 0
     snapshot_interval: int = 0
+    num_stages: int = 1
     snapshot_align: int = SNAPSHOT_ALIGN
     tiers: TierConfig | None = None
     max_itl_ratio: float = 0.0
@@ -223,8 +224,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the other processes have to know of the loaded model.
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
-    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers: see
-    SchedulerConfig. digest: see ModelInfo.
+    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
+    num_stages: see SchedulerConfig. digest: see ModelInfo.
     """
 
     num_pages: int
@@ -240,6 +241,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_states: int = 0
     snapshot_interval: int = 0
     tiers: TierConfig | None = None
+    num_stages: int = 1
     profiled: ProfileMeta | None = None
     digest: bytes = b""
 

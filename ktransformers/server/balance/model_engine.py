@@ -40,6 +40,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         num_states=engine.cache.num_states,
         snapshot_interval=engine.snapshot_interval,
         tiers=engine.tiers,
+        num_stages=engine.config.pipeline,
         profiled=model_meta(engine, "balance_serve"),
         digest=engine.identity.digest,
     )

@@ -209,6 +209,7 @@ class Supervisor:
             has_prefix_cache=config.has_prefix_cache,
             num_states=facts.num_states,
             snapshot_interval=facts.snapshot_interval,
+            num_stages=facts.num_stages,
             tiers=facts.tiers,
             max_itl_ratio=config.max_itl_ratio,
             parent_pid=os.getpid(),
