@@ -153,6 +153,11 @@ def _asked(
         if config.model_path is None and config.gguf_path is None:
             raise ConfigError("the model has no files: give it gguf_path, model_path or model")
         config = replace(config, gpu_memory=config.gpu_memory or general.gpu_memory).resolved()
+        for flag in ("tensor_parallel", "pipeline"):
+            if getattr(config, flag) > 1:
+                raise UnsupportedError(
+                    f"--{flag}: the memory of models beside each other is planned for a process each"
+                )
         server = replace(server_config(made, config), model_names=entry.names)
     except KTransformersError as error:
         raise ConfigError(f"{entry.origin} ({entry.names[0]}): {error}") from error

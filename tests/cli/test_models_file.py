@@ -88,6 +88,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("memory: -1\n" + ONE, "{file} line 1: --memory must be at least 0, got -1.0"),
         ("idle_seconds: nan\n" + ONE, "{file} line 1: --idle_seconds must be at least 0, got nan"),
         (ONE + "    backend_type: transformers\n", "{file} line 2 (a): --backend_type transformers: the transformers"),
+        (ONE + "    pipeline: 2\n", "{file} line 2 (a): --pipeline: the memory of models beside each other is"),
         (ONE + "    backend_type: other\n", "{file} line 2 (a): --backend_type other is not one of"),
         ("models:\n  - name: a\n", "{file} line 2 (a): the model has no files: give it gguf_path"),
         (
