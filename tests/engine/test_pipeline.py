@@ -75,11 +75,13 @@ def test_stages_compute_what_one_process_does(model_type: str, num_stages: int, 
 
 
 def test_stages_on_gpus(tmp_path: Path) -> None:
+    """Interpreted kernels sum by numpy's BLAS, in an order that depends on its threads, which are a process's own: some
+    hundred terms of fp32 in each of a dozen products."""
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
     with closing(engine_of(tmp_path, 1, on_gpu=True)) as engine:
         want = logits_in_steps(engine)
     with closing(engine_of(tmp_path, 2, on_gpu=True)) as engine:
-        assert torch.equal(logits_in_steps(engine), want)
+        assert (logits_in_steps(engine) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_bounds_are_the_best_there_are() -> None:

@@ -42,7 +42,6 @@ _LEAST_COLUMNS = 32
 """Of a product: what kernels of GPUs read at a time."""
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_kv_heads", "num_key_value_heads")
 _SHARED = ("shared_experts", "shared_mlp", "shared_expert")
 _SCORE = "shared_expert_gate"
 
@@ -278,9 +277,9 @@ def _cut_sinks(cut: _Cut, module: nn.Module, key: str, first: int, count: int) -
 
 def _tell_heads(module: nn.Module, heads: int, kv_heads: int, count: int, kv_count: int) -> None:
     """What the module itself knows of its heads."""
-    for name in _HEAD_COUNTS:
-        known = vars(module).get(name)
-        if isinstance(known, int):
+    counts = {name: known for name, known in vars(module).items() if name.endswith("heads") and isinstance(known, int)}
+    for name, known in counts.items():
+        if not isinstance(known, bool):
             is_kv = "kv" in name or "key_value" in name
             setattr(module, name, kv_count if is_kv and known == kv_heads else count if known == heads else known)
     if isinstance(vars(module).get("num_key_value_groups"), int):
