@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ktransformers.kernels.triton.runtime import constant, is_interpreted, jit, tl
 
-__all__ = ["dot_signed", "dot_unsigned", "permute_bytes"]
+__all__ = ["byte_signs", "dot_signed", "dot_unsigned", "permute_bytes"]
 
 INTERPRETED = constant(int(is_interpreted()))
 
@@ -28,6 +28,16 @@ def permute_bytes(low, high, selector):
         return made.to(tl.int32)
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@jit
+def byte_signs(word):
+    """255 for each byte whose highest bit is set, else 0."""
+    if INTERPRETED:
+        return (((word + tl.zeros((1, 1), tl.int64)) >> 7) & 0x01010101).to(tl.int32) * 255
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, 0xBA98;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
     )
 
 

@@ -13,7 +13,7 @@ from ktransformers.kernels.triton.runtime import jit, static, tl
 from ktransformers.kernels.triton.tiles_grid import IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, byte_of
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["code_count", "four_looked_up", "has_codes_of_four", "looked_up"]
+__all__ = ["code_count", "has_codes_of_four", "looked_up"]
 
 _OF_FOUR = frozenset(map(int, (QuantType.IQ3_XXS, QuantType.IQ3_S)))
 _CODES = {

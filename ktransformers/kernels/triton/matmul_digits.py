@@ -7,8 +7,7 @@ the columns of one scale then become fp32. Where they come from:
   its columns, a nibble each; values come from registers by a permutation of bytes that takes nibbles as its selector, a
   sign being one more bit of it. Ranks lie in the strided order: those of the four codes of a part are exchanged
   bytewise, so that nibble q of word r is column r + 4 q, whose sign is bit r + 4 q of the part's.
-- IQ3: what is looked up for a code are its four values, and for eight signs the selectors of two permutations, which
-  take a value or its negative.
+- IQ3: what is looked up for a code are its four values; their signs are computed.
 - IQ4: a code is the rank.
 
 Knows tiles_grid.py and tiles_codes.py; does not know grids of programs, experts.
@@ -16,9 +15,9 @@ Knows tiles_grid.py and tiles_codes.py; does not know grids of programs, experts
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.byte_ops import dot_signed, dot_unsigned, permute_bytes
+from ktransformers.kernels.triton.byte_ops import byte_signs, dot_signed, dot_unsigned, permute_bytes
 from ktransformers.kernels.triton.digits import block_digits, plane_word
-from ktransformers.kernels.triton.lookups import code_count, four_looked_up, has_codes_of_four, looked_up
+from ktransformers.kernels.triton.lookups import code_count, has_codes_of_four, looked_up
 from ktransformers.kernels.triton.matmul_grid import later_words
 from ktransformers.kernels.triton.runtime import jit, static, tl
 from ktransformers.kernels.triton.tables import (
@@ -28,8 +27,6 @@ from ktransformers.kernels.triton.tables import (
     RANKS_IQ2_S,
     RANKS_IQ2_XS,
     RANKS_IQ2_XXS,
-    SIGNS_IQ3_S,
-    SIGNS_IQ3_XXS,
     VALUES_IQ1,
     VALUES_IQ2,
     VALUES_IQ4,
@@ -44,7 +41,6 @@ from ktransformers.kernels.triton.tiles_grid import (
     IQ2_XXS,
     IQ3_S,
     IQ3_XXS,
-    byte_of,
     has_grid,
     part_scales,
     part_signs,
@@ -104,13 +100,11 @@ def code_table(tables, TYPE: tl.constexpr):
 
 @jit
 def books(tables, TYPE: tl.constexpr, P: tl.constexpr):
-    """What `grid_bytes` looks up in: `code_table`, and `value_words` or of IQ3 what tables.py has for signs, [256]."""
-    if TYPE == IQ3_XXS or TYPE == IQ3_S:
-        AT: tl.constexpr = SIGNS_IQ3_XXS if TYPE == IQ3_XXS else SIGNS_IQ3_S
-        second = tl.load((tables + AT).to(tl.pointer_type(tl.int32)) + tl.arange(0, 256))
-    else:
-        second = value_words(tables, TYPE, P)
-    return code_table(tables, TYPE), second
+    """What `grid_bytes` looks up in: `code_table`, and but for IQ3 `value_words`."""
+    table = code_table(tables, TYPE)
+    if has_codes_of_four(TYPE):
+        return table, table
+    return table, value_words(tables, TYPE, P)
 
 
 @jit
@@ -163,21 +157,20 @@ def strided_bytes(found, words, TYPE: tl.constexpr):
 
 
 @jit
-def with_minus(values, chosen):
-    """Bytes of `values`, none of them zero, or their negatives: no byte of the difference borrows from the next."""
-    return permute_bytes(values, 0x01010100 - values, chosen)
+def with_signs(values, signs, r: tl.constexpr):
+    """Bytes of `values`, none of them zero, or their negatives: byte p where bit 4 r + p of `signs` is set."""
+    minus = byte_signs(((signs >> (4 * r)) & 15) * 0x10204080)  # moves bit p to bit 8 p + 7, and others below
+    return (values ^ minus) + (minus & 0x01010101)
 
 
 @jit
-def signed_bytes(found, words, TYPE: tl.constexpr):
-    """`grid_bytes` of IQ3."""
-    table, choices = found
+def signed_bytes(table, words, TYPE: tl.constexpr):
+    """`grid_bytes` of IQ3. Its signs are computed: looked up they are a third of what is read of shared memory."""
     a, b, c, d, e, f, g, h = looked_up(table, words, TYPE)
-    signs = words[2]
-    p, q, r, s = four_looked_up(choices, byte_of(signs, 0), byte_of(signs, 1), byte_of(signs, 2), byte_of(signs, 3))
+    signs = part_signs(words, TYPE)
     return (
-        with_minus(a, p), with_minus(b, p >> 16), with_minus(c, q), with_minus(d, q >> 16),
-        with_minus(e, r), with_minus(f, r >> 16), with_minus(g, s), with_minus(h, s >> 16),
+        with_signs(a, signs, 0), with_signs(b, signs, 1), with_signs(c, signs, 2), with_signs(d, signs, 3),
+        with_signs(e, signs, 4), with_signs(f, signs, 5), with_signs(g, signs, 6), with_signs(h, signs, 7),
     )  # fmt: skip
 
 
@@ -187,7 +180,7 @@ def grid_bytes(found, words, TYPE: tl.constexpr):
 
     found: of `books`; words: of `part_words`.
     """
-    return signed_bytes(found, words, TYPE) if has_codes_of_four(TYPE) else strided_bytes(found, words, TYPE)
+    return signed_bytes(found[0], words, TYPE) if has_codes_of_four(TYPE) else strided_bytes(found, words, TYPE)
 
 
 @jit

@@ -41,8 +41,6 @@ __all__ = [
     "RANKS_IQ2_S",
     "RANKS_IQ2_XS",
     "RANKS_IQ2_XXS",
-    "SIGNS_IQ3_S",
-    "SIGNS_IQ3_XXS",
     "VALUES_IQ1",
     "VALUES_IQ2",
     "VALUES_IQ4",
@@ -62,11 +60,9 @@ RANKS_IQ2_S = constant(6144)
 BYTES_IQ3_XXS = constant(7168)
 BYTES_IQ3_S = constant(7424)
 RANKS_IQ1 = constant(7936)
-SIGNS_IQ3_XXS = constant(9984)
-SIGNS_IQ3_S = constant(10240)
-VALUES_IQ2 = constant(10496)
-VALUES_IQ1 = constant(10512)
-VALUES_IQ4 = constant(10528)
+VALUES_IQ2 = constant(9984)
+VALUES_IQ1 = constant(10000)
+VALUES_IQ4 = constant(10016)
 _FOURS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _VALUES = (
     *(8, 25, 43, 0, -8, -25, -43, 0),
@@ -94,19 +90,10 @@ def _looked_up(qtype: QuantType) -> bytes:
     return (found << (8 * (column % 4) + 4 * (column // 4))).sum(axis=1).astype(np.int32).tobytes()
 
 
-def _choices(is_even: bool) -> bytes:
-    """For each byte of signs nibbles that choose bytes."""
-    signs = np.arange(256)[:, None] >> np.arange(8) & 1
-    if is_even:
-        signs[:, 7] = signs[:, :7].sum(axis=1) % 2
-    chosen = np.arange(8) % 4 + 4 * signs
-    return (chosen << (4 * np.arange(8))).sum(axis=1).astype(np.int64).astype(np.int32).tobytes()
-
-
 @cache
 def tables(device: torch.device) -> Tensor:
     """int32, contiguous, on the device: the tables of all types, at the offsets that their readers know."""
     values = np.repeat(np.array(_VALUES, np.int8).view(np.int32), 8)
-    parts = [*map(_packed, _ORDER), *map(_looked_up, _ORDER), _choices(True), _choices(False), values.tobytes()]
+    parts = [*map(_packed, _ORDER), *map(_looked_up, _ORDER), values.tobytes()]
     content = b"".join(parts)
     return torch.frombuffer(bytearray(content), dtype=torch.int32).to(device)
