@@ -30,10 +30,10 @@ def _few_tokens_take_pairs() -> Iterator[None]:
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
-    from ktransformers.kernels.triton import moe
+    from ktransformers.kernels.triton import moe_workspace
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "VECTOR_TOKENS", 16)
+        patch.setattr(moe_workspace, "DIGIT_TOKENS", 16)
         yield
 
 

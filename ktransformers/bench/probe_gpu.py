@@ -24,7 +24,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.step_sizes import GRAPH_ROWS
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear import Workspace, linear
-from ktransformers.kernels.triton.moe import VECTOR_TOKENS, ExpertMatrices, MoeWorkspace, moe
+from ktransformers.kernels.triton.moe import moe
+from ktransformers.kernels.triton.moe_matrices import ExpertMatrices
+from ktransformers.kernels.triton.moe_workspace import VECTOR_TOKENS, MoeWorkspace
 from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.machine_speed import Curve, GpuSpeed

@@ -24,7 +24,7 @@ from ktransformers.engine.reduced import BEST_TOKEN
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention_launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal
-from ktransformers.kernels.triton.moe import row_thresholds
+from ktransformers.kernels.triton.moe_workspace import row_thresholds
 from ktransformers.operators.context import ForwardContext
 
 __all__ = ["Extent", "rehearse", "row_counts"]

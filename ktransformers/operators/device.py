@@ -19,7 +19,8 @@ from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.linear import SPLIT_ROWS, Workspace
-from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
+from ktransformers.kernels.triton.moe_matrices import ExpertMatrices
+from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, uses_vector_path
 from ktransformers.operators.marks import Marks
 from ktransformers.operators.usage import ExpertUsage
 

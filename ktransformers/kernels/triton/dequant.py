@@ -39,7 +39,19 @@ from ktransformers.kernels.triton.tiles import cpu_tile
 from ktransformers.kernels.triton.tiles_grid import has_grid
 from ktransformers.kernels.types import QuantType, WeightType
 
-__all__ = ["check_matrix", "dequantize", "lane_rows", "runs_ahead", "weight_tile"]
+__all__ = [
+    "check_matrix",
+    "dequantize",
+    "five_bits",
+    "group_scales",
+    "group_words",
+    "lane_rows",
+    "one_plus",
+    "runs_ahead",
+    "six_bits",
+    "unit",
+    "weight_tile",
+]
 
 # Layout as constants of the kernels.
 ROWS = constant(int(GpuLayout.ROWS))
@@ -107,6 +119,53 @@ def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexp
 
 
 @jit
+def group_words(base, group, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
+    """All words of a group of 32 columns, as a tuple of 8 (the last ones repeat where a type has fewer)."""
+    W: tl.constexpr = 5 if TYPE == Q5_K else 6 if TYPE == Q6_K else 8 if TYPE == Q8_0 or TYPE == F8_E4M3 else 4
+    at = base.to(tl.pointer_type(tl.int32)) + W * group * N + n
+    a = tl.load(at, mask=mask, other=0)
+    b = tl.load(at + N, mask=mask, other=0)
+    c = tl.load(at + 2 * N, mask=mask, other=0)
+    d = tl.load(at + 3 * N, mask=mask, other=0)
+    e, f, g, h = d, d, d, d
+    if W > 4:
+        e = tl.load(at + 4 * N, mask=mask, other=0)
+    if W > 5:
+        f = tl.load(at + 5 * N, mask=mask, other=0)
+    if W > 6:
+        g = tl.load(at + 6 * N, mask=mask, other=0)
+        h = tl.load(at + 7 * N, mask=mask, other=0)
+    return a, b, c, d, e, f, g, h
+
+
+@jit
+def five_bits(words, g: tl.constexpr):
+    """The values of columns 4 g .. 4 g + 3 of a chunk of Q5_K, in bytes."""
+    nibbles = words[g // 2] if g % 2 == 0 else words[g // 2] >> 4
+    return (nibbles & 0x0F0F0F0F) | (shifted(words[4], 4 - g) & 0x10101010)
+
+
+@jit
+def six_bits(words, g: tl.constexpr):
+    """The values of columns 4 g .. 4 g + 3 of a chunk of Q6_K, in bytes; of g < 3 six bits of each count."""
+    if g < 3:
+        return words[g]
+    return (words[0] >> 6) & 0x03030303 | (words[1] >> 4) & 0x0C0C0C0C | (words[2] >> 2) & 0x30303030
+
+
+@jit
+def group_scales(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """s and m of the two halves of a group."""
+    if TYPE == Q6_K:
+        s, m = scales(base, 2 * group, n, mask, TYPE, K, N)
+        t, o = scales(base, 2 * group + 1, n, mask, TYPE, K, N)
+    else:
+        s, m = scales(base, group, n, mask, TYPE, K, N)
+        t, o = s, m
+    return s, m, t, o
+
+
+@jit
 def one_plus(words, one, i: tl.constexpr, TYPE: tl.constexpr):
     """1 + u / 2^p of column i of a chunk; 2^p is `unit(i, TYPE)`.
 
@@ -116,33 +175,26 @@ def one_plus(words, one, i: tl.constexpr, TYPE: tl.constexpr):
     if TYPE == F8_E4M3:
         return e4m3(words[i // 4], 8 * (i % 4))
     if TYPE == MXFP4:
-        return e2m1_small(words[0], 4 * i)
+        return e2m1_small(words[0], 8 * (i % 4) + 4 * (i // 4))
     if TYPE == Q8_0:
         bits = shifted(words[i // 4], 15 - 8 * (i % 4)) & 0x7F8000
     elif TYPE == Q5_K:
-        if i < 30:
-            bits = shifted(words[i // 6], 18 - 5 * (i % 6)) & 0x7C0000
-        elif i == 30:
-            bits = (words[0] >> 12) & 0xC0000 | (words[1] >> 10) & 0x300000 | (words[2] >> 8) & 0x400000
-        else:
-            bits = (words[2] >> 13) & 0x40000 | (words[3] >> 11) & 0x180000 | (words[4] >> 9) & 0x600000
+        bits = shifted(five_bits(words, i // 4), 18 - 8 * (i % 4)) & 0x7C0000
     elif TYPE == Q6_K:
-        if i < 15:
-            bits = shifted(words[i // 5], 17 - 6 * (i % 5)) & 0x7E0000
-        else:
-            bits = (words[0] >> 13) & 0x60000 | (words[1] >> 11) & 0x180000 | (words[2] >> 9) & 0x600000
+        bits = shifted(six_bits(words, i // 4), 17 - 8 * (i % 4)) & 0x7E0000
     else:  # one shift for two nibbles
-        bits = shifted(words[0], 15 - 8 * (i // 2)) & (0x78000 if i % 2 == 0 else 0x780000)
+        bits = shifted(words[0], 15 - 8 * (i % 4)) & (0x78000 if i < 4 else 0x780000)
     return (bits | one).to(tl.float32, bitcast=True)
 
 
 @jit
 def unit(i: tl.constexpr, TYPE: tl.constexpr):
+    """2^p of `one_plus`."""
     if TYPE == Q5_K:
         return 32.0
     if TYPE == Q6_K:
         return 64.0
-    return 16.0 if i % 2 == 1 and (TYPE == Q4_K or TYPE == Q4_0) else 256.0
+    return 16.0 if i % 8 >= 4 and (TYPE == Q4_K or TYPE == Q4_0) else 256.0
 
 
 @jit

@@ -5,8 +5,8 @@ x = d (256 a + b), a signed. |x - d q| <= d / 2 (d for the largest q), and d <= 
 32: the 8 bits of a bf16 are kept for numbers down to 2^-7 of it, and what others lose is less than what the largest
 lost when it became a bf16. One block of 32 columns is 32 words:
 
-    words 0-7   8-15   16         17-31
-          b      a      d, fp32    not used
+    words 0-7   8-15   16        17, 18                                     19                       20-31
+          b      a      d, fp32   sums of q of columns 0-15, 16-31, int32    d times both sums, fp32   not used
 
 Four columns side by side fill a word, in one of two orders. Natural: word i has columns 4 i .. 4 i + 3. Strided: word
 4 h + r has columns 16 h + r + 4 p in its bytes p = 0 .. 3; these are columns whose signs lie four bits apart
@@ -15,12 +15,23 @@ Four columns side by side fill a word, in one of two orders. Natural: word i has
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["BLOCK_WORDS", "block_digits", "digit_shape", "make_digits", "plane_word", "store_digits"]
+__all__ = [
+    "BLOCK_WORDS",
+    "PairOrder",
+    "block_digits",
+    "block_sums",
+    "digit_shape",
+    "make_digits",
+    "plane_word",
+    "store_digits",
+]
 
 #: Words of a block of 32 columns.
 BLOCK_WORDS = 32
@@ -43,6 +54,15 @@ def block_digits(at, inside, EVEN: tl.constexpr):
         tl.load(words + 6, mask=mask, other=other), tl.load(words + 7, mask=mask, other=other),
     )  # fmt: skip
     return planes, tl.load((at + 16).to(tl.pointer_type(tl.float32)), mask=mask, other=other)
+
+
+@jit
+def block_sums(at, inside, EVEN: tl.constexpr):
+    """Of the blocks of `block_digits`: sums of q of both halves, int32, and d times their sum, fp32; [P, 1]."""
+    mask = None if EVEN else inside
+    other = None if EVEN else 0
+    first, second = tl.load(at + 17, mask=mask, other=other), tl.load(at + 18, mask=mask, other=other)
+    return first, second, tl.load((at + 19).to(tl.pointer_type(tl.float32)), mask=mask, other=other)
 
 
 @jit
@@ -70,15 +90,42 @@ def store_digits(row, block, values, mask, STRIDED: tl.constexpr):
     tl.store(bytes_at, q.to(tl.int8), mask=mask[:, None])
     tl.store(bytes_at + 32, (q >> 8).to(tl.int8), mask=mask[:, None])
     tl.store((at + 16).to(tl.pointer_type(tl.float32)), d, mask=mask)
+    first = tl.sum(tl.where(c < 16, q, 0), axis=1)
+    total = tl.sum(q, axis=1)
+    tl.store(at + 17, first, mask=mask)
+    tl.store(at + 18, total - first, mask=mask)
+    tl.store((at + 19).to(tl.pointer_type(tl.float32)), d * total.to(tl.float32), mask=mask)
 
 
 @jit
-def _digits_kernel(x, stride, out, K: tl.constexpr, STRIDED: tl.constexpr, BLOCKS: tl.constexpr):
+def _order_pairs(ids, order, P, first, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Write pairs first .. first + BLOCK - 1 where they come in the order of their experts, unknown ones last."""
+    own = first + tl.arange(0, BLOCK)[:, None]
+    expert = tl.load(ids + own, mask=own < P, other=E)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, P, BLOCK):
+        at = start + tl.arange(0, BLOCK)[None, :]
+        other = tl.load(ids + at, mask=at < P, other=E)
+        other = tl.where((other >= 0) & (other < E), other, E)
+        is_before = (other < expert) | ((other == expert) & (at < own))
+        rank += tl.sum((is_before & (at < P)).to(tl.int32), axis=1)
+    tl.store(order + rank[:, None], own, mask=own < P)
+
+
+@jit(do_not_specialize=["T", "P"])
+def _digits_kernel(x, stride, out, ids, order, T, P, E: tl.constexpr, K: tl.constexpr, STRIDED: tl.constexpr,
+                   BLOCKS: tl.constexpr):  # fmt: skip
+    """Grid (blocks of a row, T rows, and with P pairs to order one more)."""
     row = tl.program_id(1)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    columns = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = tl.load(x + row.to(tl.int64) * stride + columns, mask=columns < K, other=0.0).to(tl.float32)
-    store_digits(out + row * K, block, values, block < K // 32, STRIDED)
+    if row < T:
+        block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+        columns = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        values = tl.load(x + row.to(tl.int64) * stride + columns, mask=columns < K, other=0.0).to(tl.float32)
+        store_digits(out + row * K, block, values, block < K // 32, STRIDED)
+    else:
+        for first in range(tl.program_id(0) * 32, P, tl.num_programs(0) * 32):
+            _order_pairs(ids, order, P, first, E, 32)
 
 
 def digit_shape(rows: int, cols: int) -> tuple[int, int, int]:
@@ -86,13 +133,29 @@ def digit_shape(rows: int, cols: int) -> tuple[int, int, int]:
     return rows, cols // 32, BLOCK_WORDS
 
 
-def make_digits(x: Tensor, out: Tensor, is_strided: bool) -> Tensor:
-    """Write x [T, K], of any float type, K in 32s, to `out`: int32, contiguous, of `digit_shape`."""
+@dataclass(frozen=True, slots=True)
+class PairOrder:
+    """Pairs to order by their experts, in the same launch. ids: int32 [T, k]. out: int32 [T * k], see `make_digits`."""
+
+    ids: Tensor
+    num_experts: int
+    out: Tensor
+
+
+def make_digits(x: Tensor, out: Tensor, is_strided: bool, pairs: PairOrder | None = None) -> Tensor:
+    """Write x [T, K], of any float type, K in 32s, to `out`: int32, contiguous, of `digit_shape`.
+
+    pairs.out becomes the numbers of the pairs in the order of their experts, those of one in their own, and pairs
+    with ids outside 0 .. num_experts - 1 at the end.
+    """
     rows, cols = x.shape
     if out.shape != digit_shape(rows, cols) or out.dtype != torch.int32 or not out.is_contiguous():
         raise ValueError(f"digits must be contiguous int32 {digit_shape(rows, cols)}, got {tuple(out.shape)}")
     if rows:
-        _digits_kernel[(triton.cdiv(cols // 32, _BLOCKS), rows)](
-            x, x.stride(0), out, K=cols, STRIDED=is_strided, BLOCKS=_BLOCKS, num_warps=2
-        )
+        count = 0 if pairs is None else pairs.ids.numel()
+        ids, order = (out, out) if pairs is None else (pairs.ids, pairs.out)
+        _digits_kernel[(triton.cdiv(cols // 32, _BLOCKS), rows + (pairs is not None))](
+            x, x.stride(0), out, ids, order, rows, count, E=0 if pairs is None else pairs.num_experts, K=cols,
+            STRIDED=is_strided, BLOCKS=_BLOCKS, num_warps=2,
+        )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.types import ActivationSpec
 
-__all__ = ["activate", "activation_value", "add_rms_norm", "check_float", "gate_heads", "rms_norm"]
+__all__ = ["activate", "activated", "activation_value", "add_rms_norm", "check_float", "gate_heads", "rms_norm"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -237,3 +237,11 @@ def gate_heads(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
         DIM=dim, WIDTH=width, BLOCK=block, num_warps=max(1, block // 256),
     )  # fmt: skip
     return result
+
+
+@jit
+def activated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """What experts give to the down projection. ALPHA, LIMIT: of activations that have them."""
+    if ACT == "SILU":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    return activation_value(gate, up, ALPHA, LIMIT, ACT, True)

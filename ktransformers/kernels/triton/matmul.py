@@ -9,10 +9,19 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 from __future__ import annotations
 
 from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
-from ktransformers.kernels.triton.dequant import lane_rows, one_plus, runs_ahead, scales, unit, weight_tile
+from ktransformers.kernels.triton.dequant import (
+    group_scales,
+    group_words,
+    lane_rows,
+    one_plus,
+    runs_ahead,
+    unit,
+    weight_tile,
+)
 from ktransformers.kernels.triton.matmul_codes import code_pair, code_vector
 from ktransformers.kernels.triton.matmul_digits import digit_pair, digit_vector
 from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
+from ktransformers.kernels.triton.matmul_planes import is_plane_type, plane_pair, plane_vector
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tiles_codes import has_codes
 from ktransformers.kernels.triton.tiles_grid import has_grid
@@ -36,26 +45,6 @@ def four(word, TYPE: tl.constexpr, HALF: tl.constexpr):
 
 
 @jit
-def group_words(base, group, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
-    """All words of a group of 32 columns, as a tuple of 8 (the last ones repeat where a type has fewer)."""
-    W: tl.constexpr = 5 if TYPE == Q5_K else 6 if TYPE == Q6_K else 8 if TYPE == Q8_0 or TYPE == F8_E4M3 else 4
-    at = base.to(tl.pointer_type(tl.int32)) + W * group * N + n
-    a = tl.load(at, mask=mask, other=0)
-    b = tl.load(at + N, mask=mask, other=0)
-    c = tl.load(at + 2 * N, mask=mask, other=0)
-    d = tl.load(at + 3 * N, mask=mask, other=0)
-    e, f, g, h = d, d, d, d
-    if W > 4:
-        e = tl.load(at + 4 * N, mask=mask, other=0)
-    if W > 5:
-        f = tl.load(at + 5 * N, mask=mask, other=0)
-    if W > 6:
-        g = tl.load(at + 6 * N, mask=mask, other=0)
-        h = tl.load(at + 7 * N, mask=mask, other=0)
-    return a, b, c, d, e, f, g, h
-
-
-@jit
 def pick(words, c: tl.constexpr, TYPE: tl.constexpr):
     """The words of chunk c of a group, as `chunk_words` gives them."""
     if TYPE == Q5_K:
@@ -74,52 +63,38 @@ def pick(words, c: tl.constexpr, TYPE: tl.constexpr):
 def add_eight(sums, x_low, x_high, words, one, i: tl.constexpr, TYPE: tl.constexpr, HALF: tl.constexpr):
     """Add columns i .. i + 7 of a chunk to `sums`; x_low, x_high: their activations, four in an int64 each.
 
-    sums: of x (1 + u / 2^p) over even and over odd columns [KS, BN], and of x alone over each [KS, 1].
+    sums: of x (1 + u / 2^p) over columns 0-3 of each eight and over 4-7 [KS, BN], and of x alone over each [KS, 1].
     """
-    even, odd, x_even, x_odd = sums
+    low, high, x_low_sum, x_high_sum = sums
     x0, x1, x2, x3 = four(x_low, TYPE, HALF)
-    even += one_plus(words, one, i, TYPE) * x0
-    odd += one_plus(words, one, i + 1, TYPE) * x1
-    even += one_plus(words, one, i + 2, TYPE) * x2
-    odd += one_plus(words, one, i + 3, TYPE) * x3
-    x_even += x0 + x2
-    x_odd += x1 + x3
     x4, x5, x6, x7 = four(x_high, TYPE, HALF)
-    even += one_plus(words, one, i + 4, TYPE) * x4
-    odd += one_plus(words, one, i + 5, TYPE) * x5
-    even += one_plus(words, one, i + 6, TYPE) * x6
-    odd += one_plus(words, one, i + 7, TYPE) * x7
-    return even, odd, x_even + (x4 + x6), x_odd + (x5 + x7)
+    low += one_plus(words, one, i, TYPE) * x0
+    high += one_plus(words, one, i + 4, TYPE) * x4
+    low += one_plus(words, one, i + 1, TYPE) * x1
+    high += one_plus(words, one, i + 5, TYPE) * x5
+    low += one_plus(words, one, i + 2, TYPE) * x2
+    high += one_plus(words, one, i + 6, TYPE) * x6
+    low += one_plus(words, one, i + 3, TYPE) * x3
+    high += one_plus(words, one, i + 7, TYPE) * x7
+    return low, high, x_low_sum + ((x0 + x2) + (x1 + x3)), x_high_sum + ((x4 + x6) + (x5 + x7))
 
 
 @jit
 def add_scaled(acc, sums, s, m, TYPE: tl.constexpr):
     """acc + sum of x w over the columns of one scale, from what `add_eight` summed."""
-    even, odd, x_even, x_odd = sums
+    low, high, x_low, x_high = sums
     if TYPE == MXFP4:
-        return acc + (even + odd) * 2147483648.0 * s  # 2^31, see `four`
+        return acc + (low + high) * 2147483648.0 * s  # 2^31, see `four`
     if TYPE == F8_E4M3:
-        return acc + (even + odd) * s
-    s_even, s_odd = unit(0, TYPE) * s, unit(1, TYPE) * s
-    return acc + (even * s_even - x_even * (s_even + m)) + (odd * s_odd - x_odd * (s_odd + m))
+        return acc + (low + high) * s
+    s_low, s_high = unit(0, TYPE) * s, unit(4, TYPE) * s
+    return acc + (low * s_low - x_low * (s_low + m)) + (high * s_high - x_high * (s_high + m))
 
 
 @jit
 def no_sums(KS: tl.constexpr, BN: tl.constexpr):
     tile, column = tl.zeros((KS, BN), tl.float32), tl.zeros((KS, 1), tl.float32)
     return tile, tile, column, column
-
-
-@jit
-def group_scales(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    """s and m of the two halves of a group."""
-    if TYPE == Q6_K:
-        s, m = scales(base, 2 * group, n, mask, TYPE, K, N)
-        t, o = scales(base, 2 * group + 1, n, mask, TYPE, K, N)
-    else:
-        s, m = scales(base, group, n, mask, TYPE, K, N)
-        t, o = s, m
-    return s, m, t, o
 
 
 @jit
@@ -142,16 +117,20 @@ def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.co
 @jit
 def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr,
-                KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
+                KS: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr = 3):  # fmt: skip
     """Products of M <= 4 rows of x with the rows n [1, BN] of packed weights over groups of 32 columns.
 
     x: rows at multiples of 8 bytes, or, with M = 1, a row of digits (digits.py), which are int32, for a type of which
-    `has_digits` is true. first, last: range of steps of KS groups. Returns four fp32 [BN]; those from M on are zero.
+    `has_digits` or `is_plane_type` is true. first, last: range of steps of KS groups. Returns four fp32 [BN]; those
+    from M on are zero.
+    STAGES: of planes and digits.
     Loads run two steps ahead, through shared memory (num_stages): left to itself, the compiler issues each one where
     it is needed, and the memory's latency is paid for every word.
     """
     if x.dtype.element_ty == tl.int32:
         zero = tl.zeros((n.shape[1],), tl.float32)
+        if is_plane_type(TYPE):
+            return plane_vector(x, base, n, mask, tables, first, last, TYPE, K, N, KS, STAGES), zero, zero, zero
         return digit_vector(x, base, n, mask, tables, first, last, TYPE, K, KS), zero, zero, zero
     if has_grid(TYPE):
         return grid_vector(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
@@ -182,6 +161,8 @@ def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constex
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
     """`vector_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
     if x.dtype.element_ty == tl.int32:
+        if is_plane_type(GATE):
+            return plane_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, N, KS)
         return digit_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)
     if has_grid(GATE) and has_grid(UP):
         return grid_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, KS)

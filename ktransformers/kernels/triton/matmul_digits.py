@@ -102,9 +102,10 @@ def code_table(tables, TYPE: tl.constexpr):
 def books(tables, TYPE: tl.constexpr, P: tl.constexpr):
     """What `grid_bytes` looks up in: `code_table`, and but for IQ3 `value_words`."""
     table = code_table(tables, TYPE)
-    if has_codes_of_four(TYPE):
-        return table, table
-    return table, value_words(tables, TYPE, P)
+    values = table
+    if not has_codes_of_four(TYPE):
+        values = value_words(tables, TYPE, P)
+    return table, values
 
 
 @jit

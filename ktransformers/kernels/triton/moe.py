@@ -14,179 +14,23 @@ Knows no router and no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.triton.align import SMALL_PAIRS, AlignedPairs, known_expert, max_blocks, moe_align
+from ktransformers.kernels.triton.align import AlignedPairs, known_expert, max_blocks, moe_align
 from ktransformers.kernels.triton.bits import ONE
-from ktransformers.kernels.triton.dequant import check_matrix, runs_ahead
-from ktransformers.kernels.triton.digits import digit_shape, make_digits, store_digits
-from ktransformers.kernels.triton.elementwise import activation_value
-from ktransformers.kernels.triton.linear import check_rows, result, warps_for
-from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
-from ktransformers.kernels.triton.matmul_digits import has_digits, is_strided
-from ktransformers.kernels.triton.relay import GpuLayout, has_vector_loop, layout_nbytes
+from ktransformers.kernels.triton.dequant import runs_ahead
+from ktransformers.kernels.triton.elementwise import activated
+from ktransformers.kernels.triton.linear import check_rows, result
+from ktransformers.kernels.triton.matmul import dot_tile, dot_tile_pair
+from ktransformers.kernels.triton.moe_matrices import SILU, Between, ExpertMatrices
+from ktransformers.kernels.triton.moe_vector import launch_vector
+from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, block_rows, uses_vector_path
+from ktransformers.kernels.triton.relay import has_vector_loop
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 from ktransformers.kernels.triton.tables import tables
-from ktransformers.kernels.triton.tiles_grid import has_grid
-from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
-__all__ = [
-    "SILU",
-    "VECTOR_TOKENS",
-    "Between",
-    "ExpertMatrices",
-    "MoeWorkspace",
-    "block_rows",
-    "moe",
-    "moe_blocks",
-    "moe_sum",
-]
-
-#: Largest number of tokens for which every pair is computed on its own.
-VECTOR_TOKENS = 16
-_MEANS = (12, 24, 96)  # pairs of an expert, up to which blocks have 16, 32 and 64 rows
-_DOWN_ROWS = 64  # of one program of the down projection
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMatrices:
-    """One projection of all experts: matrices [rows, cols] one after another.
-
-    data: uint8 [S, bytes of a matrix] (or [S, rows, row_bytes]), contiguous; S slots. layout: of each matrix.
-    Raises TypeError or ValueError when sizes do not agree.
-    """
-
-    data: Tensor
-    qtype: WeightType
-    rows: int
-    cols: int
-    layout: GpuLayout = GpuLayout.ROWS
-
-    def __post_init__(self) -> None:
-        check_matrix(self.data, self.qtype, self.rows, self.cols, self.layout, self.slots)
-
-    @property
-    def slots(self) -> int:
-        return self.data.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one matrix."""
-        return layout_nbytes(self.qtype, self.rows, self.cols, self.layout)
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """What experts compute beside products.
-
-    activation: of gate and up. biases: None, or those of gate and up, [E, I], and of down, [E, H], fp32, contiguous, on
-    the device; by the experts' ids, wherever their matrices are.
-    """
-
-    activation: ActivationSpec = field(default_factory=ActivationSpec)
-    biases: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @classmethod
-    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: torch.device) -> Between:
-        """Of experts with a gate; a bias that is missing beside others is zero."""
-        given = (weights.gate_bias, weights.up_bias, weights.down_bias)
-        if all(bias is None for bias in given):
-            return cls(activation)
-        made = list[Tensor]()
-        for bias, part in zip(given, (weights.gate, weights.up, weights.down), strict=True):
-            assert part is not None
-            zeros = torch.zeros(len(part), part[0].shape[0]) if bias is None else bias
-            made.append(zeros.to(device, torch.float32).contiguous())
-        return cls(activation, (made[0], made[1], made[2]))
-
-    def check(self, num_experts: int, inner: int, width: int) -> None:
-        """Raises TypeError or ValueError for biases of other experts than these."""
-        for bias, size in zip(self.biases or (), (inner, inner, width), strict=False):
-            if bias.dtype != torch.float32:
-                raise TypeError(f"biases must be float32, got {bias.dtype}")
-            if bias.shape != (num_experts, size) or not bias.is_contiguous():
-                raise ValueError(f"a bias must be contiguous [{num_experts}, {size}], got {tuple(bias.shape)}")
-
-    def options(self) -> dict[str, object]:
-        """Constants of the kernels; numbers that an activation does not use make no kernels of their own."""
-        kind = self.activation.kind
-        return {
-            "ACT": kind.name,
-            "ALPHA": float(self.activation.alpha) if kind is Activation.SWIGLU_OAI else 0.0,
-            "LIMIT": float(self.activation.limit) if kind.is_clamped else 0.0,
-            "HAS_BIAS": self.biases is not None,
-        }
-
-
-SILU = Between()
-
-
-@dataclass(frozen=True, slots=True)
-class MoeWorkspace:
-    """Memory between the kernels of one call; calls that share it must run one after another on one stream.
-
-    hidden: [P, I] in x's dtype. parts: [P, H], fp32 on the vector path, x's dtype on the other.
-    counters: int32, 0 between calls. aligned: of the other path only. digits: of the vector path, those of x and of
-    what is hidden, int32 of `digit_shape`, whether or not this call's types take them.
-    """
-
-    hidden: Tensor
-    parts: Tensor
-    counters: Tensor
-    aligned: AlignedPairs | None
-    digits: tuple[Tensor, Tensor] | None = None
-
-    @classmethod
-    def allocate(
-        cls,
-        x: Tensor,
-        top_k: int,
-        num_experts: int,
-        up: ExpertMatrices,
-        down: ExpertMatrices,
-    ) -> MoeWorkspace:
-        """For calls with x's number of rows and dtype, on x's device."""
-        tokens = x.shape[0]
-        pairs = tokens * top_k
-        vector = uses_vector_path(tokens, up, down)
-        counters = tokens * triton.cdiv(down.rows, _DOWN_ROWS) if vector else 1
-        shapes = (digit_shape(tokens, up.cols), digit_shape(pairs, up.rows))
-        made = [torch.empty(shape, dtype=torch.int32, device=x.device) for shape in shapes if vector]
-        return cls(
-            torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device),
-            torch.empty(pairs, down.rows, dtype=torch.float32 if vector else x.dtype, device=x.device),
-            torch.zeros(counters, dtype=torch.int32, device=x.device),
-            None if vector else AlignedPairs.allocate(pairs, num_experts, block_rows(pairs, num_experts), x.device),
-            (made[0], made[1]) if vector else None,
-        )
-
-    def check(self, pairs: int, inner: int, width: int) -> None:
-        """Raises ValueError when the workspace is not for calls of this size."""
-        if self.hidden.shape != (pairs, inner) or self.parts.shape != (pairs, width):
-            raise ValueError(
-                f"workspace is for {self.hidden.shape[0]} pairs of widths {self.hidden.shape[1]} and "
-                f"{self.parts.shape[1]}, the call has {pairs} of {inner} and {width}"
-            )
-
-
-def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
-    """Whether so many tokens take the path of few; gate is as up (`_check`)."""
-    return tokens <= VECTOR_TOKENS and all(has_vector_loop(int(part.qtype), part.layout) for part in (up, down))
-
-
-def row_thresholds(num_experts: int, top_k: int) -> list[int]:
-    """Numbers of rows after which `moe` and `moe_blocks` launch other kernels."""
-    blocks = (int(mean * num_experts) // top_k for mean in _MEANS)
-    return sorted({VECTOR_TOKENS, SMALL_PAIRS // top_k, *blocks})
-
-
-def block_rows(pairs: int, num_experts: int) -> int:
-    """Rows of a block: about the pairs that an expert gets, so that few rows of a block stay empty."""
-    mean = pairs / num_experts
-    return next((16 * 2**i for i, most in enumerate(_MEANS) if mean <= most), 128)
+__all__ = ["moe", "moe_blocks", "moe_sum"]
 
 
 def _tile_shape(part: ExpertMatrices, block: int, count: int) -> tuple[int, int]:
@@ -196,66 +40,6 @@ def _tile_shape(part: ExpertMatrices, block: int, count: int) -> tuple[int, int]
     if block == 16:
         return 64 // count, 2
     return (128, 8) if block == 128 and count == 1 else (64, 4)
-
-
-@jit
-def activated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    if ACT == "SILU":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    return activation_value(gate, up, ALPHA, LIMIT, ACT, True)
-
-
-@jit
-def _gate_up_vector(x, stride, ids, gate, up, gate_bias, up_bias, hidden, one, tables, GATE: tl.constexpr,
-                    UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, K: tl.constexpr,
-                    N: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
-                    KS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-                    HAS_BIAS: tl.constexpr, STRIDED: tl.constexpr):  # fmt: skip
-    """x and hidden: rows of 16-bit floats, or of digits; STRIDED: their order in `hidden`."""
-    tile, p = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(ids + p)
-    slot = known_expert(expert, E)
-    if slot >= 0:
-        n = tile * BN + tl.arange(0, BN)
-        at = slot.to(tl.int64)
-        row = x + (p // TOP_K).to(tl.int64) * stride
-        g, u = vector_pair(row, gate + at * GATE_BYTES, up + at * UP_BYTES, n[None, :], n[None, :] < N, one, tables, 0,
-                               (K // 32 + KS - 1) // KS, GATE, UP, K, N, KS)  # fmt: skip
-        if HAS_BIAS:
-            g += tl.load(gate_bias + expert * N + n, mask=n < N, other=0.0)
-            u += tl.load(up_bias + expert * N + n, mask=n < N, other=0.0)
-        value = activated(g, u, ACT, ALPHA, LIMIT)
-        if hidden.dtype.element_ty == tl.int32:
-            block = tile * (BN // 32) + tl.arange(0, BN // 32)
-            store_digits(hidden + p * N, block, tl.reshape(value, (BN // 32, 32)), block < N // 32, STRIDED)
-        else:
-            tl.store(hidden + p * N + n, value.to(hidden.dtype.element_ty), mask=n < N)
-
-
-@jit
-def _down_vector(hidden, ids, weights, down, bias, parts, counters, out, one, tables, TYPE: tl.constexpr,
-                 BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
-                 TOP_K: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    """The last program of a token and a tile to finish adds the parts of all its experts, in their order."""
-    tile, p = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(ids + p)
-    slot = known_expert(expert, E)
-    n = tile * BN + tl.arange(0, BN)
-    mask = n < N
-    steps = tl.where(slot >= 0, (K // 32 + KS - 1) // KS, 0)  # no expert: the part is zero
-    value, _, _, _ = vector_tile(hidden + p * K, 0, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one,
-                                 tables, 0,
-                                 steps, TYPE, K, N, KS, 1)  # fmt: skip
-    if HAS_BIAS:
-        value += tl.load(bias + expert * N + n, mask=n < tl.where(slot >= 0, N, 0), other=0.0)
-    tl.store(parts + p * N + n, value * tl.load(weights + p), mask=mask)
-    token = p // TOP_K
-    if arrive_last(counters + token * tl.num_programs(0) + tile, TOP_K):
-        at = parts + token * TOP_K * N + n
-        total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-        for j in range(1, TOP_K):
-            total += tl.load(at + j * N, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=mask)
 
 
 @jit(do_not_specialize=["P", "first"])
@@ -311,52 +95,6 @@ def _sum_kernel(parts, ids, out, N: tl.constexpr, E: tl.constexpr,
         slot = known_expert(tl.load(ids + p), E)
         total += tl.load(parts + p * N + n, mask=n < tl.where(slot >= 0, N, 0), other=0.0).to(tl.float32)
     tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=n < N)
-
-
-def _vector(
-    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
-    between: Between,
-) -> None:  # fmt: skip
-    gate, up, down = matrices
-    gate_bias, up_bias, down_bias = between.biases or (x, x, x)
-    pairs, top_k = ids.numel(), ids.shape[1]
-    common = {"E": num_experts, "TOP_K": top_k}
-    rows, hidden = _inputs(x, gate, up, space), space.hidden
-    if takes_digits(down):
-        assert space.digits is not None, "the workspace is for many tokens"
-        hidden = space.digits[1]
-    block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
-    # Loops over tiles keep what they read ahead in registers: of 8 warps few programs would fit.
-    is_few = block == 32 and rows is not x
-    warps, groups = warps_for(up.cols // 32, block, 4 if up.layout == GpuLayout.TILES and not is_few else 8)
-    _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
-        rows, rows.stride(0), ids, gate.data, up.data, gate_bias, up_bias, hidden, ONE, tables(x.device),
-        int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, up.cols, up.rows, BN=block, KS=groups,
-        STRIDED=is_strided(int(down.qtype)), num_warps=warps, **common, **between.options(),
-    )  # fmt: skip
-    warps, groups = warps_for(down.cols // 32, _DOWN_ROWS)
-    _down_vector[(triton.cdiv(down.rows, _DOWN_ROWS), pairs)](
-        hidden, ids, weights, down.data, down_bias, space.parts, space.counters, out, ONE, tables(x.device),
-        int(down.qtype),
-        down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, HAS_BIAS=between.biases is not None,
-        num_warps=warps, **common,
-    )  # fmt: skip
-
-
-def takes_digits(*parts: ExpertMatrices) -> bool:
-    """Whether the vector loop multiplies these with digits, of one order and in one loop."""
-    types = [int(part.qtype) for part in parts]
-    kinds = {(is_strided(number), bool(has_grid(number))) for number in types}
-    return all(has_digits(number) for number in types) and len(kinds) == 1
-
-
-def _inputs(x: Tensor, gate: ExpertMatrices, up: ExpertMatrices, space: MoeWorkspace) -> Tensor:
-    """What gate and up are multiplied with on the vector path: x, or its digits."""
-    if not takes_digits(gate, up):
-        return x
-    assert space.digits is not None, "the workspace is for many tokens"
-    return make_digits(x, space.digits[0], is_strided(int(up.qtype)))
 
 
 def _tiles(
@@ -441,7 +179,7 @@ def moe(
     between.check(num_experts, up.rows, down.rows)
     matrices = (gate, up, down)
     if uses_vector_path(x.shape[0], up, down):
-        _vector(x, topk_ids, topk_weights, num_experts, matrices, target, space, between)
+        launch_vector(x, topk_ids, topk_weights, num_experts, matrices, target, space, between)
     else:
         _tiles(x, topk_ids, topk_weights, num_experts, matrices, space, between)
         moe_sum(topk_ids, target, space, num_experts)

@@ -5,19 +5,21 @@ needs another lane's scale, and the activations are the same for all lanes. Know
 N rows and K columns, the planes of a matrix in their order:
 
     type   plane    dtype, shape          content
-    Q4_K   quants   int32 [K / 8, N]      8 nibbles of columns 8 j .. 8 j + 7, the first lowest
+    Q4_K   quants   int32 [K / 8, N]      low nibbles of bytes: columns 8 j .. 8 j + 3, high ones: 8 j + 4 .. 8 j + 7
            d        int32 [K / 256, N]    fp16 d (low half) and dmin
            scales   int16 [K / 32, N]     six-bit scale (low byte) and minimum
-    Q5_K   quants   int32 [5 K / 32, N]   32 columns in 5 words: 6 of 5 bits in each, columns 30 and 31 in the top bits
+    Q5_K   quants   int32 [5 K / 32, N]   32 columns in 5 words: 4 of nibbles, and bit g of byte p is bit 4 of column
+                                          4 g + p
            d, scales                      as Q4_K
-    Q6_K   quants   int32 [3 K / 16, N]   16 columns in 3 words: 5 of 6 bits in each, column 15 in the top bits
+    Q6_K   quants   int32 [3 K / 16, N]   16 columns in 3 words: 4 bytes of 6 bits in each, columns 12 .. 15 in the top
+                                          bits of the bytes, the lowest two bits in the first word
            scales   int8 [K / 16, N]
            d        fp16 [K / 256, N]
-    Q4_0   quants   int32 [K / 8, N]      nibbles
+    Q4_0   quants   int32 [K / 8, N]      nibbles, as Q4_K
            d        fp16 [K / 32, N]
     Q8_0   quants   int32 [K / 4, N]      4 signed bytes
            d        fp16 [K / 32, N]
-    MXFP4  quants   int32 [K / 8, N]      nibbles
+    MXFP4  quants   int32 [K / 8, N]      nibbles, as Q4_K
            scales   uint8 [K / 32, N]     exponents
     FP8    quants   int32 [K / 4, N]      4 codes
            scales   fp32 [K / 128, N / 128], rounded up
@@ -144,12 +146,10 @@ def layout_nbytes(qtype: WeightType, rows: int, cols: int, layout: GpuLayout) ->
     return packed_nbytes(qtype, rows, cols) if layout == GpuLayout.TILES else nbytes
 
 
-def _words(values: Tensor, bits: int) -> Tensor:
-    """uint8 [..., n] of `bits` significant bits -> uint8 [..., n * bits / 8], the first value lowest."""
-    while bits < 8:
-        values = values[..., 0::2] | (values[..., 1::2] << bits)
-        bits *= 2
-    return values
+def _nibble_words(values: Tensor) -> Tensor:
+    """uint8 [..., n] of four significant bits -> the bytes of n / 8 words: values 0-3 in low nibbles, 4-7 in high."""
+    eights = values.unflatten(-1, (-1, 2, 4))
+    return (eights[..., 0, :] | (eights[..., 1, :] << 4)).flatten(-2)
 
 
 def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,33 +165,17 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-2).flatten(-3)
 
 
-def _fields(values: Tensor, bits: int, per_word: int, top: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """uint8 [..., W * per_word + rest] -> the bytes of W int32 words, each with per_word values of `bits` bits.
-
-    Bits 30 and 31 of word w hold bits of a value of the rest: top[w] = (which value, its first bit, mask).
-    """
-    count = len(top)
-    wide = values[..., : count * per_word].unflatten(-1, (count, per_word)).to(torch.int32)
-    shifts = torch.arange(per_word, dtype=torch.int32, device=values.device) * bits
-    words: Tensor = (wide << shifts).sum(-1, dtype=torch.int32)
-    for w, (value, right, mask) in enumerate(top):
-        words[..., w] |= ((values[..., value].to(torch.int32) >> right) & mask) << 30
-    return words
-
-
 def _k_planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
     """Q4_K and Q5_K: blocks uint8 [E, N, B, size] -> planes as (bytes [E, N, B, n], element size)."""
     scales, minima = _six_bit_scales(blocks[..., 4:16])
     values = _nibbles(blocks[..., -128:].unflatten(-1, (4, 32)))
     if qtype == QuantType.Q5_K:
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
-        bits = (blocks[..., None, 16:48] >> shifts) & 1
-        values = (values | (bits.flatten(-2) << 4)).unflatten(-1, (8, 32))
-        words = _fields(values, 5, 6, ((30, 0, 3), (30, 2, 3), (30, 4, 1), (31, 1, 3), (31, 3, 3)))
-        words[..., 2] |= values[..., 31].to(torch.int32) << 31
-        quants = words.view(torch.uint8).flatten(-2)
+        bits = ((blocks[..., None, 16:48] >> shifts) & 1).unflatten(-1, (8, 4))  # [..., 8 groups, g, p]
+        upper = (bits << shifts).sum(-2, dtype=torch.uint8)
+        quants = torch.cat([_nibble_words(values.unflatten(-1, (8, 32))), upper], dim=-1).flatten(-2)
     else:
-        quants = _words(values, 4)
+        quants = _nibble_words(values)
     return [(quants, 4), (blocks[..., :4], 4), (torch.stack([scales, minima], dim=-1).flatten(-2), 2)]
 
 
@@ -200,8 +184,9 @@ def _q6_planes(blocks: Tensor) -> list[tuple[Tensor, int]]:
     shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
     high = ((blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3) << 4
     values = (low | high.flatten(-3)).unflatten(-1, (16, 16))
-    words = _fields(values, 6, 5, ((15, 0, 3), (15, 2, 3), (15, 4, 3)))
-    return [(words.view(torch.uint8).flatten(-2), 4), (blocks[..., 192:208], 1), (blocks[..., 208:210], 2)]
+    pieces = (values[..., None, 12:] >> shifts[:3]) & 3  # of columns 12 to 15: [..., 16 chunks, 3, 4]
+    quants = values[..., :12].unflatten(-1, (3, 4)) | (pieces << 6)
+    return [(quants.flatten(-3), 4), (blocks[..., 192:208], 1), (blocks[..., 208:210], 2)]
 
 
 def _planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
@@ -210,10 +195,10 @@ def _planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
     if qtype == QuantType.Q6_K:
         return _q6_planes(blocks)
     if qtype == QuantType.MXFP4:
-        return [(_words(_nibbles(blocks[..., None, 1:]), 4), 4), (blocks[..., :1], 1)]
+        return [(_nibble_words(_nibbles(blocks[..., None, 1:])), 4), (blocks[..., :1], 1)]
     quants = blocks[..., 2:]
     if qtype == QuantType.Q4_0:
-        quants = _words(_nibbles(quants.unsqueeze(-2)), 4)
+        quants = _nibble_words(_nibbles(quants.unsqueeze(-2)))
     return [(quants, 4), (blocks[..., :2], 2)]
 
 

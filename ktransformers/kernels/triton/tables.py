@@ -9,11 +9,9 @@ first call of a kernel compiles it, outside of a graph's capture, and makes the 
 
 The first column is always the lowest. Behind these, for matmul_digits.py, int32 for each code: of IQ2 and IQ1 byte r
 has the rank of column r among the values of the type in its lower nibble, and that of column r + 4 in its upper one; of
-IQ3 byte r is the value of column r. Then for each byte of signs, bit r of column r, what permutes two words so that
-each byte comes from the second where its sign is set: nibbles of columns 0-3 in the lower half, of columns 4-7 in the
-upper; of IQ3_XXS bit 7 does not count, its sign makes their number even. At the end the values by rank, a byte each, in
-words of four, each word 8 times: of IQ2 and of IQ1 those with one sign (or delta) and those with the other, and the 16
-of IQ4. Knows the content; tiles_grid.py, matmul_grid.py and matmul_digits.py read it.
+IQ3 byte r is the value of column r. At the end the values by rank, a byte each, in words of four, each word 8 times: of
+IQ2 and of IQ1 those with one sign (or delta) and those with the other, the 16 of IQ4, and twice the 16 of FP4.
+Knows the content; tiles_grid.py, matmul_grid.py and matmul_digits.py read it.
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ __all__ = [
     "RANKS_IQ2_S",
     "RANKS_IQ2_XS",
     "RANKS_IQ2_XXS",
+    "VALUES_FP4",
     "VALUES_IQ1",
     "VALUES_IQ2",
     "VALUES_IQ4",
@@ -63,11 +62,13 @@ RANKS_IQ1 = constant(7936)
 VALUES_IQ2 = constant(9984)
 VALUES_IQ1 = constant(10000)
 VALUES_IQ4 = constant(10016)
+VALUES_FP4 = constant(10048)
 _FOURS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _VALUES = (
     *(8, 25, 43, 0, -8, -25, -43, 0),
     *(-7, 1, 9, 0, -9, -1, 7, 0),
     *_FOURS,
+    *(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 )
 _TWOS = (QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ2_S)
 _ORDER = (*_TWOS, QuantType.IQ3_XXS, QuantType.IQ3_S, QuantType.IQ1_S)

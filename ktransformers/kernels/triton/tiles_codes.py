@@ -179,13 +179,15 @@ def super_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
         return d * (both & 15).to(tl.float32), dmin * (both >> 4 & 15).to(tl.float32)
     d = halves(base, group // 4 * 32, n, mask, SIZE)
     if TYPE == TQ1_0 or TYPE == TQ2_0:
-        return d, d
-    if TYPE == Q3_K:
-        pair = byte_pairs(base, block + 32 * (2 * g + q // 2), n, mask, SIZE) >> (8 * (q % 2))
+        s, m = d, d
     else:
-        pair = byte_pairs(base, block + 32 * g, n, mask, SIZE) >> (8 * (q // 2))
-    s = d * ((pair << 24) >> 24).to(tl.float32)
-    return s, 4.0 * s
+        if TYPE == Q3_K:
+            pair = byte_pairs(base, block + 32 * (2 * g + q // 2), n, mask, SIZE) >> (8 * (q % 2))
+        else:
+            pair = byte_pairs(base, block + 32 * g, n, mask, SIZE) >> (8 * (q // 2))
+        s = d * ((pair << 24) >> 24).to(tl.float32)
+        m = 4.0 * s
+    return s, m
 
 
 @jit

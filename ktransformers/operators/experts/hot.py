@@ -36,7 +36,9 @@ from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
 from ktransformers.kernels.triton.hot import split_pairs, sum_onto
-from ktransformers.kernels.triton.moe import Between, ExpertMatrices, MoeWorkspace, block_rows, moe_blocks
+from ktransformers.kernels.triton.moe import moe_blocks
+from ktransformers.kernels.triton.moe_matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, block_rows
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.staging import HostExperts
 from ktransformers.operators.experts.streamed import PrefillLayer

@@ -34,7 +34,9 @@ from ktransformers.kernels.transfer.copies import CopyQueue
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.align import moe_align
-from ktransformers.kernels.triton.moe import Between, MoeWorkspace, block_rows, moe_blocks, moe_sum
+from ktransformers.kernels.triton.moe import moe_blocks, moe_sum
+from ktransformers.kernels.triton.moe_matrices import Between
+from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, block_rows
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import NEVER, PrefillRates, Split, choose_split

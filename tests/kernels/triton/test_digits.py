@@ -14,14 +14,17 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton.byte_ops import dot_signed, dot_unsigned, permute_bytes
-from ktransformers.kernels.triton.digits import digit_shape, make_digits
+from ktransformers.kernels.triton.digits import PairOrder, digit_shape, make_digits
 from ktransformers.kernels.triton.matmul_digits import digit_pair, digit_vector, has_digits, is_strided
+from ktransformers.kernels.triton.matmul_planes import is_plane_type, plane_pair, plane_vector
+from ktransformers.kernels.triton.relay import relay
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.triton.tables import tables
 
 NIBBLES = [QuantType.IQ4_XS, QuantType.IQ4_NL]
 TYPES = [*GRID_SCALES, *NIBBLES]
 THREES = [QuantType.IQ3_XXS, QuantType.IQ3_S]
+PLANES = [QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q4_0, QuantType.Q8_0, QuantType.MXFP4]
 STRIDED = [qtype for qtype in GRID_SCALES if qtype not in THREES]
 
 
@@ -94,8 +97,27 @@ def test_digits_of_other_numbers(device):
     assert got[3, 1].isnan().all()
     assert got[2, 1].isfinite().all()
     assert got[3, 0].isfinite().all()
+    words = digits_of(x.to(device), False).cpu()
+    q = (numbers(words, False).view(4, 2, 2, 16) / words[..., 16:17, None].view(torch.float32)).nan_to_num(0)
+    assert (words[..., 17:19] == q.sum(-1))[:2].all()
+    assert (words[0, :, 19].view(torch.float32) == got[0].sum(-1)).all()
     with pytest.raises(ValueError, match="digits must be"):
         make_digits(x, torch.empty(4, 2, 31, dtype=torch.int32), False)
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 3), (9, 8), (40, 8)])
+def test_pairs_are_ordered(tokens, top_k, device):
+    """By their experts, those of one as they come; ids of no expert at the end; in as many programs as a row has."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-2, 14, (tokens, top_k), generator=generator).int()
+    x = torch.randn(tokens, 512, generator=generator)
+    order = torch.full((tokens * top_k,), -1, dtype=torch.int32, device=device)
+    out = torch.empty(digit_shape(*x.shape), dtype=torch.int32, device=device)
+    make_digits(x.to(device), out, False, PairOrder(ids.to(device), 12, order))
+    known = torch.where((ids >= 0) & (ids < 12), ids, 12).flatten()
+    assert torch.equal(order.cpu(), known.argsort(stable=True).int())
+    words = digits_of(x.to(device), False)
+    assert torch.equal(out[..., :20], words[..., :20])
 
 
 @jit
@@ -128,6 +150,45 @@ def test_products_with_digits(qtype, device):
         assert ((got.cpu() - x.double() @ values.double().T).abs() <= bound(x, values)).all()
 
 
+@jit
+def multiply_planes(x, base, second, out, table, first, last, TYPE: tl.constexpr, SECOND: tl.constexpr,
+                    K: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    n, mask = at[None, :], at < N
+    one = plane_vector(x, base, n, mask[None, :], table, first, last, TYPE, K, N, KS, 2)
+    g, u = plane_pair(x, base, second, n, mask[None, :], table, first, last, TYPE, SECOND, K, N, KS)
+    tl.store(out + at, one, mask=mask)
+    tl.store(out + N + at, g, mask=mask)
+    tl.store(out + 2 * N + at, u, mask=mask)
+
+
+@pytest.mark.parametrize("qtype", PLANES, ids=lambda t: t.name)
+def test_products_of_planes_with_digits(qtype, device):
+    """As above; with 768 columns in steps of 512 the last one ends within K."""
+    other = PLANES[PLANES.index(qtype) - 1]
+    rows, cols = 24, 768
+    matrices = [random_matrix(each, rows, cols, seed) for seed, each in enumerate((qtype, other))]
+    laid = [relay(matrices[i][0].to(device), each, rows, cols) for i, each in enumerate((qtype, other))]
+    x = torch.randn(1, cols, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[0, 70] = 500
+    out = torch.full((3, rows), 7.0, device=device)
+    digits = digits_of(x.to(device), False)
+    multiply_planes[(2,)](digits, *laid, out, tables(device), 0, 2, int(qtype), int(other), cols, rows, BN=16, KS=16)
+    assert torch.equal(out[1], out[0])
+    for got, (_, values), each in zip((out[0], out[2]), matrices, (qtype, other), strict=True):
+        most = bound(x, with_minimum(values, each))
+        assert ((got.cpu() - x.double() @ values.double().T).abs() <= most).all()
+
+
+def with_minimum(values, qtype):
+    """What is rounded for K-quants with a minimum m are s u and m, which may be larger than w = s u - m by far."""
+    if qtype not in (QuantType.Q4_K, QuantType.Q5_K):
+        return values
+    blocks = values.view(len(values), -1, 32)
+    span = blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)
+    return (blocks.abs() + 2 * blocks.abs().amax(-1, keepdim=True) + span).view(values.shape)
+
+
 def bound(x, values):
     """A number is off by at most 2^-14 of the largest of its 32.
 
@@ -140,6 +201,8 @@ def bound(x, values):
 
 
 def test_types_and_orders():
+    assert all(is_plane_type(int(qtype)) for qtype in PLANES)
+    assert not any(is_plane_type(int(qtype)) for qtype in TYPES)
     assert all(has_digits(int(qtype)) for qtype in TYPES)
     assert not any(has_digits(int(qtype)) for qtype in (QuantType.Q4_K, QuantType.Q2_K, QuantType.Q3_K))
     assert [qtype for qtype in TYPES if is_strided(int(qtype))] == STRIDED

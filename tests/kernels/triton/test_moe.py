@@ -16,15 +16,9 @@ if runtime.triton is None:
 
 from ktransformers.kernels.triton import relay
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.moe import (
-    Between,
-    ExpertMatrices,
-    MoeWorkspace,
-    block_rows,
-    moe,
-    moe_blocks,
-    moe_sum,
-)
+from ktransformers.kernels.triton.moe import moe, moe_blocks, moe_sum
+from ktransformers.kernels.triton.moe_matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, block_rows
 from ktransformers.kernels.triton.relay import GpuLayout
 
 

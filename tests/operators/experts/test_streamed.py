@@ -27,7 +27,8 @@ from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 pytest.importorskip("triton")
 
 from ktransformers.engine.prefill import cuda_tools, open_prefill
-from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
+from ktransformers.kernels.triton.moe import moe
+from ktransformers.kernels.triton.moe_matrices import Between, ExpertMatrices
 from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.operators.experts import streamed as expert_prefill
 from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize

@@ -34,7 +34,8 @@ from ktransformers.kernels.triton.kv_codes import widen_latents
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.mla import mla_attention
-from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
+from ktransformers.kernels.triton.moe import moe
+from ktransformers.kernels.triton.moe_matrices import SILU, Between, ExpertMatrices
 from ktransformers.kernels.triton.pools import pooled, rows_to_cache
 from ktransformers.kernels.triton.relay import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
