@@ -2,9 +2,9 @@
 
     seconds(decodes and prompts) <= max_itl_ratio * seconds(the same decodes alone)
 
-by what steps took of late (scheduler/step_times.py). Prompts must not starve: they have FEWEST_ROWS where these take at
-most twice the time that there is for them. Where they take more the ratio cannot be kept, and tiny steps would keep
-both waiting longer: a step has LEAST_ROWS, and twice as many as long as twice the rows take less than 1.5 times as
+by what steps took of late (scheduler/step_times.py). Prompts must not starve: where not even FEWEST_ROWS fit, they have
+twice as many if these take at most twice the time that there is for them. Where they take more the ratio is far from
+being kept, and tiny steps would keep both waiting longer: a step has LEAST_ROWS, and twice as many as long as twice the rows take less than 1.5 times as
 long. With experts in RAM, whose weights are read or cross a bus whatever the rows, one long step ends sooner than
 thirty that are nearly as long; sizes that were not timed are tried. LEAST_ROWS it has while nothing is known. Steps
 without decodes are as long as chunk_size.
@@ -22,8 +22,11 @@ __all__ = ["FEWEST_ROWS", "LEAST_ROWS", "REFRESH", "Pacer", "paced_rows"]
 LEAST_ROWS = 64
 """Of a step with decodes and prompts, together; at least half of them are of prompts, however many decode."""
 
-FEWEST_ROWS = 15
-"""Of prompts beside decodes, where the time for them is short: 16 less the one decode that there often is."""
+FEWEST_ROWS = 7
+"""Of prompts beside decodes, where the time for them is short: 8 less the one decode that there often is."""
+
+_SHORT_OF_TIME = 15
+"""The same where these take longer than there is time for."""
 
 REFRESH = 32
 """Steps with decodes and prompts in a row before one of decodes alone."""
@@ -36,7 +39,7 @@ _RETRY = 4
 
 
 def _totals(most: int) -> list[int]:
-    """Rows of whole steps to choose among, largest first: 16, 24, 32, 48, ... Graphs are padded to some of them."""
+    """Rows of whole steps to choose among, largest first: 8, 12, 16, 24, ... Graphs are padded to some of them."""
     sizes = []
     size = FEWEST_ROWS + 1
     while size <= most:
@@ -56,10 +59,11 @@ def paced_rows(times: StepTimes, ratio: float, decodes: int, most: int) -> int:
         more = times.more(rows)
         if rows >= fewest and more is not None and more <= budget:
             return rows
-    more = times.more(fewest)
+    few = min(_SHORT_OF_TIME, most)
+    more = times.more(few)
     if more is None:
         return least
-    return fewest if more <= 2 * budget else _worthwhile_rows(times, least, most)
+    return few if more <= 2 * budget else _worthwhile_rows(times, least, most)
 
 
 def _worthwhile_rows(times: StepTimes, least: int, most: int) -> int:

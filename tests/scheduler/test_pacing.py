@@ -236,12 +236,13 @@ def test_where_only_few_rows_are_within_the_budget_steps_have_few() -> None:
     assert sum(rows) == 2000
 
 
-@pytest.mark.parametrize(("share", "rows"), [(1.0, 15), (1.9, 15), (2.1, 63)])
-def test_a_budget_that_is_missed_by_little_does_not_make_steps_long(share: float, rows: int) -> None:
-    """share: what 15 rows take, of the time that there is for them."""
+@pytest.mark.parametrize(("seven", "share", "rows"), [(0.5, 1.0, 15), (0.9, 1.9, 7), (1.1, 1.9, 15), (1.1, 2.1, 63)])
+def test_a_budget_that_is_missed_by_little_does_not_make_steps_long(seven: float, share: float, rows: int) -> None:
+    """seven, share: what 7 and 15 rows take, of the time that there is for them."""
     times = StepTimes()
     for _ in range(9):
         times.add(1, 0, 0.01)
+    times.add(1, 7, 0.01 + seven * 0.01)
     for count in (15, 63, 126):
         times.add(1, count, 0.01 + share * 0.01 * count / 15)
     assert paced_rows(times, 2.0 + 1e-9, 1, 4000) == rows

@@ -195,11 +195,16 @@ def _check_numbers(call: Call) -> None:
         raise TypeError(f"counters must be contiguous int32, got {call.counters.dtype}")
 
 
-def _parts(dim: int, least: int = 16) -> tuple[int, int]:
-    """`dim` columns as a power of two and a power of two that holds the rest (0 for none); at least `least` each."""
+def _parts(dim: int, least: int = 16, *, are_equal: bool = False) -> tuple[int, int]:
+    """`dim` columns as a power of two and a power of two that holds the rest (0 for none); at least `least` each.
+
+    are_equal: the second one, if there is one, is as large as the first.
+    """
     main = max(least, 1 << (dim.bit_length() - 1))
     rest = dim - main
-    return main, 0 if rest <= 0 else max(least, 1 << (rest - 1).bit_length())
+    if rest <= 0:
+        return main, 0
+    return main, main if are_equal else max(least, 1 << (rest - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +245,10 @@ def workspace_numel(
 
 
 def _constants(call: Call, code_products: bool = False) -> dict[str, Any]:
-    (dk0, dk1), (dv0, dv1) = _parts(call.dim_k, _LEAST_CODES if code_products else 16), _parts(call.dim_v)
+    dk0, dk1 = _parts(call.dim_k, _LEAST_CODES if code_products else 16)
+    # Values from codes in a second part that is narrower than the first were wrong on an H200 with Triton 3.6 (parts of
+    # 64 and 32, 64 and 16, 128 and 32 columns, tiles of 64 rows; 64 and 64 were not).
+    dv0, dv1 = _parts(call.dim_v, are_equal=call.has_codes)
     return {
         "GROUP": call.group, "DK": call.dim_k, "DK0": dk0, "DK1": dk1, "DV": call.dim_v, "DV0": dv0, "DV1": dv1,
         "SHARED": call.is_shared, "PAGE": call.page_size, "HAS_WINDOW": call.window > 0,
