@@ -26,7 +26,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear import Workspace, linear
 from ktransformers.kernels.triton.moe import moe
 from ktransformers.kernels.triton.moe_matrices import ExpertMatrices
-from ktransformers.kernels.triton.moe_workspace import VECTOR_TOKENS, MoeWorkspace
+from ktransformers.kernels.triton.moe_workspace import DIGIT_TOKENS, VECTOR_TOKENS, MoeWorkspace
 from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.machine_speed import Curve, GpuSpeed
@@ -35,7 +35,9 @@ __all__ = ["probe_gpu", "probe_pcie"]
 
 _ROWS, _COLS = 5120, 2048
 _TOKENS = (1, 16, 64, 512, 2048)
-_EXPERT_TOKENS = tuple(sorted({*_TOKENS, VECTOR_TOKENS}))  # where one kernel ends another begins, slower or faster
+_EXPERT_TOKENS = tuple(
+    sorted({*_TOKENS, VECTOR_TOKENS, DIGIT_TOKENS})
+)  # where one kernel ends another begins, slower or faster
 _EXPERTS, _TOP_K, _WIDTH = 128, 8, 768
 _MODELS = {"grouped": "qwen3-30b-a3b", "latent": "deepseek-v2-lite"}
 _DECODES, _PROMPTS, _LENGTHS = (1, 4, 16), (512, 2048), (64, 1024)
