@@ -35,9 +35,8 @@ __all__ = ["probe_gpu", "probe_pcie"]
 
 _ROWS, _COLS = 5120, 2048
 _TOKENS = (1, 16, 64, 512, 2048)
-_EXPERT_TOKENS = tuple(
-    sorted({*_TOKENS, VECTOR_TOKENS, DIGIT_TOKENS})
-)  # where one kernel ends another begins, slower or faster
+# Where one kernel ends another begins, slower or faster.
+_EXPERT_TOKENS = tuple(sorted({*_TOKENS, VECTOR_TOKENS, DIGIT_TOKENS}))
 _EXPERTS, _TOP_K, _WIDTH = 128, 8, 768
 _MODELS = {"grouped": "qwen3-30b-a3b", "latent": "deepseek-v2-lite"}
 _DECODES, _PROMPTS, _LENGTHS = (1, 4, 16), (512, 2048), (64, 1024)

@@ -4,10 +4,10 @@
 
 by what steps took of late (scheduler/step_times.py). Prompts must not starve: where not even FEWEST_ROWS fit, they have
 twice as many if these take at most twice the time that there is for them. Where they take more the ratio is far from
-being kept, and tiny steps would keep both waiting longer: a step has LEAST_ROWS, and twice as many as long as twice the rows take less than 1.5 times as
-long. With experts in RAM, whose weights are read or cross a bus whatever the rows, one long step ends sooner than
-thirty that are nearly as long; sizes that were not timed are tried. LEAST_ROWS it has while nothing is known. Steps
-without decodes are as long as chunk_size.
+being kept, and tiny steps would keep both waiting longer: a step has LEAST_ROWS, and twice as many as long as twice the
+rows take less than 1.5 times as long. With experts in RAM, whose weights are read or cross a bus whatever the rows, one
+long step ends sooner than thirty that are nearly as long; sizes that were not timed are tried. LEAST_ROWS it has while
+nothing is known. Steps without decodes are as long as chunk_size.
 
 What decodes take alone must be known: where it is not, and after REFRESH steps with prompts in a row, one step carries
 none. So a server with a prompt in every step knows it too.

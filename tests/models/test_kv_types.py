@@ -9,6 +9,7 @@ import functools
 import logging
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,21 @@ def test_compressed_attention_keeps_its_rows_and_says_so(tmp_path: Path, caplog:
         "--kv_type int8: all layers keep keys and values in float32 (compressed attention, whose entries are made of "
         "what is kept)"
     ]
+
+
+@pytest.mark.parametrize("columns", [80, 128, 160, 192, 256])
+def test_codes_that_a_gpu_gets_wrong_are_not_kept(columns: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Values of two parts of 128 columns or more; on the CPU, and of latents, all are kept."""
+    gpu = LayerShape(2, columns, columns, place="cuda:0", dtype=torch.bfloat16, row_dtype=torch.bfloat16)
+    shapes = [gpu, replace(gpu, place="cpu"), replace(gpu, is_latent=True)]
+    types = KvTypes("int8", {})
+    kept = [shape.dtype is torch.int8 for shape in types.applied(shapes)]
+    assert kept == [columns not in (160, 192), True, True]
+    with caplog.at_level(logging.WARNING):
+        types.report(shapes)
+    why = f"(values of {columns} columns, whose codes a GPU's kernel gets wrong)"
+    said = f"--kv_type int8: layers 0 keep keys and values in bfloat16 {why}"
+    assert caplog.messages == ([] if kept[0] else [said])
 
 
 def test_what_is_not_done_is_said(caplog: pytest.LogCaptureFixture) -> None:
