@@ -203,6 +203,18 @@ MAX_STAGES = 64
 """Of a pipeline."""
 
 
+def parse_hosts(text: str) -> list[tuple[str, int]]:
+    """Of "HOST:PORT,HOST:PORT", IPv6 as "[HOST]:PORT". Raises ConfigError."""
+    found = []
+    for each in text.split(","):
+        host, _, port = each.strip().rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ConfigError(f"--stage_hosts: {each.strip()!r} is not HOST:PORT")
+        found.append((host, int(port)))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine needs to know before it reads a model.
@@ -241,6 +253,8 @@ class EngineConfig:
     where that is one of upstream's files for several GPUs.
     self_check: whether a model of a family that no test covers is compared with transformers once it is loaded.
     pipeline: processes over which the layers are divided, neighbouring ones together.
+    stage_hosts: where `ktransformers stage` runs for the stages but the last one, in their order, HOST:PORT,HOST:PORT;
+        "" for processes of this machine. stage_secret_file: what the leader proves to them that it is one with.
     tensor_parallel: GPUs over which attention and dense parts of every layer are cut, a process each.
     """
 
@@ -274,6 +288,8 @@ class EngineConfig:
     self_check: bool = True
     tensor_parallel: int = 1
     pipeline: int = 1
+    stage_hosts: str = ""
+    stage_secret_file: Path | None = None
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -286,7 +302,7 @@ class EngineConfig:
             path = getattr(self, flag)
             if path is not None:
                 _check_path(flag, Path(path))
-        self = self._with_rule_file()
+        self = self._with_rule_file()._with_stages()
         if self.model_path is not None and not Path(self.model_path).is_dir():
             hint = "; a weight file goes to --gguf_path" if Path(self.model_path).suffix != ".json" else ""
             raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json{hint}")
@@ -313,6 +329,7 @@ class EngineConfig:
             model_path=None if self.model_path is None else Path(self.model_path),
             gguf_path=None if self.gguf_path is None else Path(self.gguf_path),
             kv_disk_path=None if self.kv_disk_path is None else Path(self.kv_disk_path),
+            stage_secret_file=None if self.stage_secret_file is None else Path(self.stage_secret_file),
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )
 
@@ -348,6 +365,22 @@ class EngineConfig:
             raise ConfigError(
                 f"--{flag} keeps pages in the cache alone: leave --kv_disk_path and --cpu_memory_size_GB out"
             )
+
+    def _with_stages(self) -> EngineConfig:
+        """A copy with as many stages as there are hosts, and this process."""
+        if not self.stage_hosts:
+            return self
+        wanted = len(parse_hosts(self.stage_hosts)) + 1
+        if self.pipeline not in (1, wanted):
+            raise ConfigError(
+                f"--pipeline {self.pipeline} with {wanted - 1} --stage_hosts: these are all stages but the last one, "
+                f"which runs here; leave --pipeline out for {wanted}"
+            )
+        if self.stage_secret_file is None:
+            raise ConfigError(
+                "--stage_hosts needs --stage_secret_file, the same one that `ktransformers stage` has on those machines"
+            )
+        return replace(self, pipeline=wanted)
 
     def _with_rule_file(self) -> EngineConfig:
         """A copy whose rule file exists: the shipped one of the same family for a name of upstream's."""

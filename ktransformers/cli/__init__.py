@@ -11,7 +11,20 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from ktransformers.cli import bench, chat, completion, doctor, imatrix, models, plan, profile, pull, quantize, serve
+from ktransformers.cli import (
+    bench,
+    chat,
+    completion,
+    doctor,
+    imatrix,
+    models,
+    plan,
+    profile,
+    pull,
+    quantize,
+    serve,
+    stage,
+)
 from ktransformers.cli.options import version
 from ktransformers.cli.parser import COMMAND_LINE, ArgumentParser, leaves
 from ktransformers.cli.settings import unknown_variables
@@ -19,7 +32,7 @@ from ktransformers.errors import ConfigError, KTransformersError, reason_of
 
 __all__ = ["build_parser", "guarded", "local_chat_main", "main", "run_command", "server_main"]
 
-_COMMANDS = (chat, serve, plan, pull, models, quantize, imatrix, bench, profile, doctor)
+_COMMANDS = (chat, serve, stage, plan, pull, models, quantize, imatrix, bench, profile, doctor)
 
 _EXAMPLES = """Examples:
   ktransformers chat Qwen3-30B-A3B-Q4_K_M.gguf

@@ -84,7 +84,9 @@ def cluster_args(args: argparse.Namespace, engine: EngineConfig, server: ServerC
 
     least, most = _count(args.replicas or "1")
     given: dict[str, Any] = {
-        "cpus": _share(most) if args.replica_cpus is None and args.cluster == LOCAL else args.replica_cpus,
+        "cpus": _share(most * max(engine.pipeline, 1))
+        if args.replica_cpus is None and args.cluster == LOCAL
+        else args.replica_cpus,
         "memory": args.replica_memory,
         "gpus": args.replica_gpus,
         "resources": _resources(args.replica_resources or []),
@@ -123,7 +125,7 @@ def _count(text: str) -> tuple[int, int]:
 
 
 def _share(num_replicas: int) -> float:
-    """Cores of this machine for each."""
+    """Cores of this machine for each of so many, or of so many stages."""
     cores = os.cpu_count() or 1
     return float(cores // num_replicas) if cores >= num_replicas >= 1 else cores / max(num_replicas, 1)
 

@@ -128,6 +128,18 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         default=config.pipeline,
         help="balance_serve: divide the layers over N processes, neighbouring ones together (%(default)s)",
     )
+    group.add_argument(
+        "--stage_hosts",
+        metavar="HOST:PORT,...",
+        default=config.stage_hosts,
+        help="all stages but the last one run on these machines, where `ktransformers stage` does",
+    )
+    group.add_argument(
+        "--stage_secret_file",
+        type=Path,
+        metavar="FILE",
+        help="with --stage_hosts: the secret that these machines have, too",
+    )
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
 

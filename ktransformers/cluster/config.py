@@ -86,6 +86,8 @@ class ClusterArgs(_Args):
         for flag, reason in REFUSED_FLAGS.items():
             if getattr(server, flag, None) is not None or getattr(engine, flag, None) is not None:
                 raise ConfigError(f"--{flag} does not work with --cluster: {reason}")
+        if engine.stage_hosts:
+            raise ConfigError("--stage_hosts does not work with --cluster: Ray places stages; give --pipeline N alone")
         _check_replicas(replicas)
         if engine.model_path is None and engine.gguf_path is None:
             engine = replace(engine, gguf_path=bundled_model("name a model in engine.model_path or engine.gguf_path"))

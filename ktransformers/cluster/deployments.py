@@ -26,6 +26,7 @@ from ktransformers.cluster.config import ClusterArgs, ReplicaArgs
 from ktransformers.cluster.handles import ServeReplicas
 from ktransformers.cluster.records import Ask, Order, decode, encode
 from ktransformers.cluster.replica import Replica
+from ktransformers.cluster.stages import Stages, actor_options, bundle
 from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.opened import describe_model, open_model
 from ktransformers.logs import set_up_logging
@@ -54,8 +55,12 @@ class EngineReplica:
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         set_up_logging(args.log_level, f"replica {self._name}", with_time=True)
-        self._backend = BalanceServeBackend(args.balance())
         self._replica: Replica | None = None
+        self._stages: Stages | None = None
+        if args.engine.pipeline > 1:
+            self._stages = Stages(args, f"replica {self._name}")
+            args = await self._stages.start()
+        self._backend = BalanceServeBackend(args.balance())
         await self._backend.start()
         node = ray.get_runtime_context().get_node_id()
         self._replica = Replica(self._name, self._backend, node)
@@ -91,6 +96,8 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Raises EngineError when its service cannot go on: Serve then replaces the replica."""
+        if self._stages is not None and self._stages.lost is not None:
+            raise self._stages.lost
         if self._replica is not None and self._replica.lost is not None:
             raise self._replica.lost
 
@@ -98,6 +105,8 @@ class EngineReplica:
         if self._replica is not None:
             await self._replica.close()
         await self._backend.close()
+        if self._stages is not None:
+            self._stages.close()
 
 
 @serve.ingress()
@@ -158,15 +167,15 @@ class Ingress:
 def application(args: ClusterArgs) -> Any:
     """The application of Serve. args: checked."""
     replicas = args.replicas
-    options: dict[str, Any] = {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus, "resources": replicas.resources}
-    if replicas.memory:
-        options["memory"] = int(replicas.memory * (1 << 30))
     scaling: dict[str, Any] = {"num_replicas": replicas.least}
     if replicas.least != replicas.most:
         scaling = {"autoscaling_config": _autoscaling(args)}
+    if args.engine.pipeline > 1:  # the replica is in the first bundle, and starts what is in the others
+        bundles = [bundle(replicas)] * args.engine.pipeline
+        scaling |= {"placement_group_bundles": bundles, "placement_group_strategy": "SPREAD"}
     engines = serve.deployment(EngineReplica).options(
         name="replicas",
-        ray_actor_options=options,
+        ray_actor_options=actor_options(replicas),
         max_ongoing_requests=_ONGOING,
         graceful_shutdown_timeout_s=replicas.drain_seconds,
         graceful_shutdown_wait_loop_s=1.0,
@@ -188,7 +197,7 @@ def application(args: ClusterArgs) -> Any:
     )
     # Each is told what it needs and no more: replicas never see API keys.
     of_ingress = args.model_copy(update={"replicas": ReplicaArgs()})
-    of_engines = of_ingress.model_copy(update={"server": ServerConfig()})
+    of_engines = args.model_copy(update={"server": ServerConfig()})
     return ingress.bind(of_ingress.model_dump_json(), engines.bind(of_engines.model_dump_json()))
 
 

@@ -57,10 +57,11 @@ def run_cluster(args: ClusterArgs, address: str) -> None:
 
 def _start_ray(args: ClusterArgs, address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told that this runs
-    cores, wanted = os.cpu_count() or 1, args.replicas.least * args.replicas.cpus
-    if address is None and wanted > cores:
+    cores, stages = os.cpu_count() or 1, args.engine.pipeline
+    if address is None and args.replicas.least * stages * args.replicas.cpus > cores:
+        each = f"{stages} stages of {args.replicas.cpus:g}" if stages > 1 else f"{args.replicas.cpus:g}"
         raise ConfigError(
-            f"{args.replicas.least} replicas of {args.replicas.cpus:g} cores do not fit this machine of {cores}: "
+            f"{args.replicas.least} replicas of {each} cores do not fit this machine of {cores}: "
             "lower --replicas or --replica_cpus"
         )
     local: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": _OBJECT_STORE}
@@ -74,8 +75,10 @@ def _start_ray(args: ClusterArgs, address: str | None) -> None:
 
 
 def _numbers(args: ClusterArgs) -> dict[str, float]:
-    """Resources of other names: a Ray of our own has as many as all replicas want."""
-    return {name: number * args.replicas.most for name, number in args.replicas.resources.items()}
+    """Resources of other names: a Ray of our own has as many as all replicas and their stages want."""
+    return {
+        name: number * args.replicas.most * args.engine.pipeline for name, number in args.replicas.resources.items()
+    }
 
 
 def _serve(args: ClusterArgs, stop: threading.Event) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from typing_extensions import override
 
+from ktransformers.engine.pipeline.network import local_interface
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.shares import Placeholder
 
@@ -38,16 +38,24 @@ class StageLink:
     def _rank(self, stage: int) -> int:
         return (stage + 1) % self.size
 
-    def meet(self, file: Path) -> None:
-        """Wait for all others, who give the same file, which nobody else may have. Raises RuntimeError."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    def meet(self, place: str) -> None:
+        """Wait for all others. place: a file that nobody else has, or tcp://HOST:PORT. Raises RuntimeError."""
         made: Any = distributed
+        seconds = datetime.timedelta(seconds=_SECONDS)
+        if place.startswith("tcp://"):
+            host, _, port = place.removeprefix("tcp://").rpartition(":")
+            interface = local_interface(host)
+            store = made.TCPStore(host, int(port), self.size, False, seconds)
+        else:
+            interface, store = "lo", made.FileStore(place, self.size)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         distributed.init_process_group(
             "gloo",
-            store=made.FileStore(str(file), self.size),
+            store=store,
             rank=self._rank(self.stage),
             world_size=self.size,
-            timeout=datetime.timedelta(seconds=_SECONDS),
+            timeout=seconds,
         )
         self._is_met = True
 

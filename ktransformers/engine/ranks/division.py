@@ -35,8 +35,8 @@ class Division(Protocol):
         """What the leader's settled configuration is for a process beside it."""
         ...
 
-    def meet(self, file: Path, device: torch.device) -> None:
-        """Wait for the others. device: of this one's results."""
+    def meet(self, place: str, device: torch.device) -> None:
+        """Wait for the others. place: a file, or tcp://HOST:PORT. device: of this one's results."""
         ...
 
     def leave(self) -> None:
@@ -61,8 +61,8 @@ class TensorDivision(Division):
         return replace(config, use_cuda=True, cpu_infer=1)  # a worker thread for what is not on the GPU
 
     @override
-    def meet(self, file: Path, device: torch.device) -> None:
-        self._group.meet(file, device)
+    def meet(self, place: str, device: torch.device) -> None:
+        self._group.meet(Path(place), device)
 
     @override
     def leave(self) -> None:
@@ -74,22 +74,26 @@ class PipelineDivision(Division):
 
     noun, is_uniform = "stage", False
 
-    def __init__(self, rank: int, size: int):
-        self.size, self._link = size, StageLink((rank - 1) % size, size)
+    def __init__(self, rank: int, size: int, is_apart: bool = False):
+        self.size, self._link, self._is_apart = size, StageLink((rank - 1) % size, size), is_apart
+        self._asked_threads = 0
 
     @override
     def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
-        threads = opened.config.cpu_infer or max(hardware.num_threads // self.size, 1)
+        self._asked_threads = opened.config.cpu_infer
+        beside = 1 if self._is_apart else self.size  # processes on this machine
+        threads = opened.config.cpu_infer or max(hardware.num_threads // beside, 1)
         part = cut_stage(opened, self._link)
         return replace(part, config=replace(part.config, cpu_infer=threads)), hardware
 
     @override
     def config_of_others(self, config: EngineConfig) -> EngineConfig:
-        return config
+        threads = self._asked_threads if self._is_apart else config.cpu_infer  # other machines have other cores
+        return replace(config, cpu_infer=threads, stage_hosts="", stage_secret_file=None)
 
     @override
-    def meet(self, file: Path, device: torch.device) -> None:
-        self._link.meet(file)
+    def meet(self, place: str, device: torch.device) -> None:
+        self._link.meet(place)
 
     @override
     def leave(self) -> None:
@@ -101,8 +105,8 @@ def num_processes(config: EngineConfig) -> int:
     return config.tensor_parallel * config.pipeline
 
 
-def division_of(config: EngineConfig, rank: int) -> Division:
-    """How the model is divided, as one of several processes sees it."""
+def division_of(config: EngineConfig, rank: int, is_apart: bool = False) -> Division:
+    """How the model is divided, as one of several processes sees it. is_apart: on machines of their own."""
     if config.pipeline > 1:
-        return PipelineDivision(rank, config.pipeline)
+        return PipelineDivision(rank, config.pipeline, is_apart)
     return TensorDivision(rank, config.tensor_parallel)

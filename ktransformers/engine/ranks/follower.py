@@ -62,7 +62,7 @@ def _open(start: Start) -> OpenedModel:
 def _build(start: Start, pipes: _Pipes) -> Part:
     module, _, name = start.hardware.partition(":")
     detect: Any = reduce(getattr, name.split("."), importlib.import_module(module))
-    follower = Follower(start.rank, start.config, pipes.begin, pipes.say)
+    follower = Follower(start, pipes.begin, pipes.say)
     return build_follower(
         _open(start), follower, detect(start.config), page_size=start.page_size, max_batch_size=start.max_batch_size
     )

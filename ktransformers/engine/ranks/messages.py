@@ -32,7 +32,8 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """config: with what the leader's plan has settled. hardware: "module:function" that finds what there is."""
+    """config: with what the leader's plan has settled. hardware: "module:function" that finds what there is. is_apart:
+    whether the process has a machine of its own."""
 
     rank: int
     name: str
@@ -42,12 +43,14 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     hardware: str
     log_level: str
     made: Made | None = None
+    is_apart: bool = False
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """file: where to meet. sizes: (rows, sequences) of steps that are padded. is_captured: whether graphs are made."""
+    """place: where to meet, a file or tcp://HOST:PORT. sizes: (rows, sequences) of steps that are padded. is_captured:
+    whether graphs are made."""
 
-    file: str
+    place: str
     sizes: list[tuple[int, int]]
     is_captured: bool
 

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import distributed
 from typing_extensions import override
 
-from ktransformers import errors
-from ktransformers.child import framed, read_frame, spawn_code
-from ktransformers.config import EngineConfig
+from ktransformers.child import framed
+from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.decode_inputs import StepSize
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.planning import Hardware
+from ktransformers.engine.ranks.agent import read_secret
 from ktransformers.engine.ranks.division import Division, division_of, num_processes
 from ktransformers.engine.ranks.messages import (
     Begin,
     Captured,
-    Failed,
     Loaded,
     Made,
     Start,
     Step,
-    decode,
     encode,
 )
-from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError
+from ktransformers.engine.ranks.peers import Child, Peer, RemotePeer
+from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.operators.context import ForwardContext
 from ktransformers.weights.synthetic import SyntheticSource
 
@@ -141,70 +139,6 @@ def _die(message: str) -> None:
     os._exit(1)
 
 
-class _Child:
-    """One process beside the leader. on_death: called, on a thread, when it ends by itself."""
-
-    def __init__(self, name: str, rank: int, gpu: str, on_death: Callable[[str], None]):
-        self.name, self.rank, self._on_death, self._is_closing = name, rank, on_death, False
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else dict(os.environ)
-        self.process = subprocess.Popen(
-            spawn_code("ktransformers.engine.ranks.follower"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._to: BinaryIO = self.process.stdin  # type: ignore[assignment]
-        self._from: BinaryIO = self.process.stdout  # type: ignore[assignment]
-
-    def tell(self, data: bytes) -> None:
-        try:
-            self._to.write(data)
-            self._to.flush()
-        except OSError as error:
-            raise EngineError(f"the process of {self.name} is gone") from error
-
-    def hear(self) -> Loaded | Captured:
-        """Its next message. Raises what it failed with."""
-        data = read_frame(self._from)
-        if data is None:
-            raise EngineError(f"the process of {self.name} ended while the model was loaded; see its lines above")
-        message: Loaded | Captured | Failed = decode(data, Loaded | Captured | Failed)
-        if isinstance(message, Failed):
-            raise _error_of(message, self.name)
-        return message
-
-    def watch(self) -> None:
-        """From now on its end is the end of all."""
-        threading.Thread(target=self._wait, name=f"rank {self.rank}", daemon=True).start()
-
-    def _wait(self) -> None:
-        code = self.process.wait()
-        if not self._is_closing:
-            self._on_death(f"the process of {self.name} has ended with {code}")
-
-    def close(self) -> None:
-        self._is_closing = True
-        self.process.kill()
-        self.process.wait()
-        self._from.close()
-        try:
-            self._to.close()
-        except BrokenPipeError:  # of what it was never to read
-            logger.debug("rank %d had not read everything", self.rank)
-
-
-def _error_of(failed: Failed, name: str) -> KTransformersError:
-    kind = getattr(errors, failed.error) if failed.error in errors.__all__ else EngineError
-    message = f"{name}: {failed.message}"
-    try:
-        error = kind(message)
-    except TypeError:
-        return EngineError(message)
-    return error if isinstance(error, KTransformersError) else EngineError(message)
-
-
 def made_of(opened: OpenedModel) -> Made | None:
     """How another process makes the same model; None for one that it opens by its files."""
     source = opened.source
@@ -236,11 +170,14 @@ class Leader(Ranks):
         hardware: str = DETECT,
         on_death: Callable[[str], None] = _die,
     ):
-        self._division: Division = division_of(config, 0)
+        self._division: Division = division_of(config, 0, bool(config.stage_hosts))
         self._made, self._hardware, self._on_death = made, hardware, on_death
         self._gpus = _gpus(config)
+        self._hosts = parse_hosts(config.stage_hosts) if config.stage_hosts else []
+        self._secret = b"" if config.stage_secret_file is None else read_secret(config.stage_secret_file)
+        self._store: Any = None  # where processes of other machines meet, as long as it is kept
         self._settled: Settled | None = None
-        self._children: list[_Child] = []
+        self._children: list[Peer] = []
         self._undo = ExitStack()
 
     @override
@@ -254,7 +191,7 @@ class Leader(Ranks):
         logger.info("the model is divided over %d processes, one for each %s", division.size, division.noun)
         config = division.config_of_others(settled.config)
         for rank in range(1, division.size):
-            child = _Child(f"{division.noun} {rank}", rank, self._gpus[rank], self._on_death)
+            child = self._begun(rank)
             self._undo.callback(child.close)
             self._children.append(child)
             start = Start(
@@ -266,8 +203,15 @@ class Leader(Ranks):
                 self._hardware,
                 "debug" if logging.getLogger("ktransformers").isEnabledFor(logging.DEBUG) else "error",
                 self._made,
+                bool(self._hosts),
             )
             child.tell(framed(encode(start)))
+
+    def _begun(self, rank: int) -> Peer:
+        name = f"{self._division.noun} {rank}"
+        if not self._hosts:
+            return Child(name, rank, self._gpus[rank], self._on_death)
+        return RemotePeer(name, *self._hosts[rank - 1], self._secret, self._on_death)
 
     @override
     def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
@@ -277,16 +221,26 @@ class Leader(Ranks):
             got = child.hear()
             if got != wanted:
                 raise CapacityError(f"{child.name} holds a cache of {got}, and the first one of {wanted}")
-        folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kt-ranks-")))
+        where = self._meeting_place()
         is_uniform = self._division.is_uniform
-        told = Begin(str(folder / "meeting"), _pairs(sizes) if is_uniform else [], is_captured and is_uniform)
+        told = Begin(where, _pairs(sizes) if is_uniform else [], is_captured and is_uniform)
         begin = framed(encode(told))
         for child in self._children:
             child.watch()
             child.tell(begin)
-        self._division.meet(folder / "meeting", device)
+        self._division.meet(where, device)
         self._undo.callback(self._division.leave)
         return sizes, is_captured
+
+    def _meeting_place(self) -> str:
+        """A file that nobody else has, or for other machines tcp://HOST:PORT."""
+        address = next((child.address for child in self._children if child.address is not None), None)
+        if address is None:
+            folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kt-ranks-")))
+            return str(folder / "meeting")
+        made: Any = distributed
+        self._store = made.TCPStore(address, 0, self._division.size, True, wait_for_workers=False)
+        return f"tcp://{address}:{self._store.port}"
 
     @override
     def captured(self, sizes: Sizes) -> None:
@@ -324,12 +278,15 @@ class Leader(Ranks):
 
 
 class Follower(Ranks):
-    """A process beside the leader. hear: its next message; say: to it."""
+    """A process beside the leader. start: what it is to be. hear: its next message; say: to it."""
 
     def __init__(
-        self, rank: int, config: EngineConfig, hear: Callable[[], Begin], say: Callable[[Loaded | Captured], None]
+        self,
+        start: Start,
+        hear: Callable[[], Begin],
+        say: Callable[[Loaded | Captured], None],
     ):
-        self._division: Division = division_of(config, rank)
+        self._division: Division = division_of(start.config, start.rank, start.is_apart)
         self._hear, self._say = hear, say
         self._settled: Settled | None = None
 
@@ -346,7 +303,7 @@ class Follower(Ranks):
         assert self._settled is not None
         self._say(Loaded(self._settled.num_slots, self._settled.num_states))
         begin = self._hear()
-        self._division.meet(Path(begin.file), device)
+        self._division.meet(begin.place, device)
         return [StepSize(rows, seqs) for rows, seqs in begin.sizes], begin.is_captured
 
     @override

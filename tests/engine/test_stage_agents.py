@@ -1,0 +1,162 @@
+"""Stages that an agent starts, as on other machines: who may ask for one, what it computes, and its end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.config import EngineConfig, parse_hosts
+from ktransformers.engine.builder import build_paged_engine
+from ktransformers.engine.pipeline.network import local_address, local_interface
+from ktransformers.engine.ranks.agent import StageAgent, connect, read_secret
+from ktransformers.engine.ranks.ranks import Leader
+from ktransformers.errors import ConfigError, EngineError
+from tests.engine.test_pipeline import logits_in_steps
+from tests.support.tiny_models import tiny_model, write_safetensors
+
+SECRET = b"sixteen or more bytes"
+ECHO = [sys.executable, "-c", "import os\nwhile data := os.read(0, 100): os.write(1, data)"]
+
+
+@contextmanager
+def agent(command: list[str] | None = None) -> Iterator[StageAgent]:
+    made = StageAgent("127.0.0.1", 0, SECRET, command)
+    thread = threading.Thread(target=made.serve)
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.close()
+        thread.join()
+
+
+def config_of(path: Path, agents: list[StageAgent], folder: Path) -> EngineConfig:
+    secret = folder / "secret"
+    secret.write_bytes(SECRET + b"\n")
+    secret.chmod(0o600)
+    hosts = ",".join(f"127.0.0.1:{one.port}" for one in agents)
+    config = EngineConfig(model_path=path, cache_lens=96, cpu_infer=1, self_check=False)
+    return replace(config, stage_hosts=hosts, stage_secret_file=secret).resolved()
+
+
+@pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_stages_elsewhere_compute_what_one_process_does(num_stages: int, tmp_path: Path) -> None:
+    """Also for the leader after that one, whose stages the same agents start anew."""
+    model = tmp_path / "model"
+    write_safetensors(tiny_model("qwen3_moe", seed=1, num_hidden_layers=num_stages + 1), model)
+    plain = EngineConfig(model_path=model, cache_lens=96, cpu_infer=1, self_check=False)
+    with closing(build_paged_engine(plain, page_size=8, max_batch_size=4)) as engine:
+        want = logits_in_steps(engine)
+    with ExitStack() as stack:
+        agents = [stack.enter_context(agent()) for _ in range(num_stages - 1)]
+        config = config_of(model, agents, tmp_path)
+        assert config.pipeline == num_stages
+        for _ in range(2):
+            with closing(build_paged_engine(config, page_size=8, max_batch_size=4)) as engine:
+                assert torch.equal(logits_in_steps(engine), want)
+
+
+def test_a_stage_elsewhere_that_dies(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_safetensors(tiny_model("llama", seed=1), model)
+    told: list[str] = []
+    has_died = threading.Event()
+
+    def on_death(message: str) -> None:
+        told.append(message)
+        has_died.set()
+
+    with agent() as one:
+        config = config_of(model, [one], tmp_path)
+        ranks = Leader(config, None, on_death=on_death)
+        with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)):
+            assert one._process is not None
+            one._process.kill()
+            assert has_died.wait(60)
+        assert told == [f"the process of stage 1 at 127.0.0.1:{one.port} has ended, or the connection to it"]
+
+
+def test_who_knows_the_secret_gets_a_process() -> None:
+    with agent(ECHO) as one, connect("127.0.0.1", one.port, SECRET) as first:
+        first.sendall(b"hello")
+        assert first.recv(5) == b"hello"
+        with connect("127.0.0.1", one.port, SECRET) as second:  # which ends the first one's
+            assert first.recv(1) == b""
+            second.sendall(b"again")
+            assert second.recv(5) == b"again"
+
+
+def test_who_does_not_gets_none(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), agent(ECHO) as one:
+        with pytest.raises(EngineError, match=r"was not convinced .* is --stage_secret_file the same"):
+            connect("127.0.0.1", one.port, SECRET + b"?")
+        with socket.create_connection(("127.0.0.1", one.port)) as silent:
+            silent.shutdown(socket.SHUT_WR)
+            while silent.recv(100):
+                pass
+        assert one._process is None
+    assert caplog.messages == [
+        "127.0.0.1 was refused: it has another secret",
+        "127.0.0.1 was refused: the other side closed the connection",
+    ]
+
+
+def test_where_no_stage_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def hang_up() -> None:
+            with other.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(EngineError, match="is no `ktransformers stage` of this version"):
+            connect("127.0.0.1", port, SECRET)
+        thread.join()
+    with pytest.raises(EngineError, match="run `ktransformers stage` there"):
+        connect("127.0.0.1", port, SECRET)
+    with agent() as one, pytest.raises(ConfigError, match="choose another --port"):
+        StageAgent("127.0.0.1", one.port, SECRET)
+
+
+def test_secrets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "secret"
+    with pytest.raises(ConfigError, match=r"No such file.*openssl rand"):
+        read_secret(path)
+    path.write_text("short\n")
+    with pytest.raises(ConfigError, match="has less than 16 bytes"):
+        read_secret(path)
+    path.write_bytes(SECRET + b"\n")
+    path.chmod(0o644)
+    assert read_secret(path) == SECRET
+    assert "can be read by others than its owner" in caplog.text
+    assert SECRET.decode() not in caplog.text
+
+
+def test_hosts(tmp_path: Path) -> None:
+    assert parse_hosts("10.0.0.1:7900, [fe80::1]:80") == [("10.0.0.1", 7900), ("fe80::1", 80)]
+    for text in ("10.0.0.1", ":7900", "a:0", "a:b", "a:1,"):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
+            parse_hosts(text)
+    write_safetensors(tiny_model("llama", seed=1), tmp_path)
+    for settings, says in (
+        ({"pipeline": 3}, "--pipeline 3 with 1 --stage_hosts: these are all stages but the last one"),
+        ({}, "--stage_hosts needs --stage_secret_file"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            EngineConfig(model_path=tmp_path, stage_hosts="a:1", **settings).resolved()  # type: ignore[arg-type]
+
+
+def test_the_way_to_another_machine() -> None:
+    assert local_address("127.0.0.1") == "127.0.0.1"
+    assert local_interface("127.0.0.1") == "lo"
