@@ -215,6 +215,14 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
     return found
 
 
+def parse_layers(text: str) -> list[int]:
+    """Of "20,14,14". Raises ConfigError."""
+    found = [each.strip() for each in text.split(",")]
+    if not all(each.isdecimal() and int(each) for each in found):
+        raise ConfigError(f"--pipeline_layers must be numbers of layers with commas between them, got {text!r:.40}")
+    return [int(each) for each in found]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine needs to know before it reads a model.
@@ -253,8 +261,9 @@ class EngineConfig:
     where that is one of upstream's files for several GPUs.
     self_check: whether a model of a family that no test covers is compared with transformers once it is loaded.
     pipeline: processes over which the layers are divided, neighbouring ones together.
+    pipeline_layers: how many each of them has, in order, "20,14,14"; "" lets the layers' parameters decide.
     stage_hosts: where `ktransformers stage` runs for the stages but the last one, in their order, HOST:PORT,HOST:PORT;
-        "" for processes of this machine. stage_secret_file: what the leader proves to them that it is one with.
+        "" for processes of this machine. stage_key_file: what the leader proves to them that it is one with.
     tensor_parallel: GPUs over which attention and dense parts of every layer are cut, a process each.
     """
 
@@ -288,8 +297,9 @@ class EngineConfig:
     self_check: bool = True
     tensor_parallel: int = 1
     pipeline: int = 1
+    pipeline_layers: str = ""
     stage_hosts: str = ""
-    stage_secret_file: Path | None = None
+    stage_key_file: Path | None = None
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -329,7 +339,7 @@ class EngineConfig:
             model_path=None if self.model_path is None else Path(self.model_path),
             gguf_path=None if self.gguf_path is None else Path(self.gguf_path),
             kv_disk_path=None if self.kv_disk_path is None else Path(self.kv_disk_path),
-            stage_secret_file=None if self.stage_secret_file is None else Path(self.stage_secret_file),
+            stage_key_file=None if self.stage_key_file is None else Path(self.stage_key_file),
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )
 
@@ -367,7 +377,15 @@ class EngineConfig:
             )
 
     def _with_stages(self) -> EngineConfig:
-        """A copy with as many stages as there are hosts, and this process."""
+        """A copy with as many stages as there are numbers of layers, or hosts and this process."""
+        if self.pipeline_layers:
+            wanted = len(parse_layers(self.pipeline_layers))
+            if self.pipeline not in (1, wanted):
+                raise ConfigError(
+                    f"--pipeline {self.pipeline} with --pipeline_layers {self.pipeline_layers}, which are "
+                    f"{wanted} stages; leave --pipeline out"
+                )
+            self = replace(self, pipeline=wanted)
         if not self.stage_hosts:
             return self
         wanted = len(parse_hosts(self.stage_hosts)) + 1
@@ -376,9 +394,9 @@ class EngineConfig:
                 f"--pipeline {self.pipeline} with {wanted - 1} --stage_hosts: these are all stages but the last one, "
                 f"which runs here; leave --pipeline out for {wanted}"
             )
-        if self.stage_secret_file is None:
+        if self.stage_key_file is None:
             raise ConfigError(
-                "--stage_hosts needs --stage_secret_file, the same one that `ktransformers stage` has on those machines"
+                "--stage_hosts needs --stage_key_file, the same one that `ktransformers stage` has on those machines"
             )
         return replace(self, pipeline=wanted)
 

@@ -32,7 +32,7 @@ from ktransformers.errors import ConfigError, KTransformersError, reason_of
 
 __all__ = ["build_parser", "guarded", "local_chat_main", "main", "run_command", "server_main"]
 
-_COMMANDS = (chat, serve, stage, plan, pull, models, quantize, imatrix, bench, profile, doctor)
+_COMMANDS = (chat, serve, plan, pull, models, quantize, imatrix, bench, profile, stage, doctor)
 
 _EXAMPLES = """Examples:
   ktransformers chat Qwen3-30B-A3B-Q4_K_M.gguf

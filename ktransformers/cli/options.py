@@ -129,13 +129,19 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         help="balance_serve: divide the layers over N processes, neighbouring ones together (%(default)s)",
     )
     group.add_argument(
+        "--pipeline_layers",
+        metavar="N,N,...",
+        default=config.pipeline_layers,
+        help="layers of each stage; `plan --nodes` finds good ones (by their parameters)",
+    )
+    group.add_argument(
         "--stage_hosts",
         metavar="HOST:PORT,...",
         default=config.stage_hosts,
         help="all stages but the last one run on these machines, where `ktransformers stage` does",
     )
     group.add_argument(
-        "--stage_secret_file",
+        "--stage_key_file",
         type=Path,
         metavar="FILE",
         help="with --stage_hosts: the secret that these machines have, too",

@@ -21,6 +21,7 @@ from ktransformers.cli.options import (
     set_up_logging,
     with_default_model,
 )
+from ktransformers.cli.plan_nodes import nodes_command
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ktransformers.optimize.machine_speed import MachineSpeed
     from ktransformers.optimize.predict import Expected
 
-__all__ = ["add_parser", "expect", "plan_command", "plan_config"]
+__all__ = ["add_parser", "expect", "open_planned", "plan_command", "plan_config"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,6 +53,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="tokens of the predicted prompt, and before decode (%(default)s)",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences that decode together, predicted (%(default)s)")
+    parser.add_argument(
+        "--nodes",
+        metavar="NODES",
+        help="divide the layers over machines: their free GiB in the order of the stages, such as "
+        '"ram=64,vram=24 ram=128,gbs=200"; gbs and vram_gbs are GB/s that are read (50, 1000)',
+    )
     parser.add_argument("--full", action="store_true", help="the modules as well, equal layers on one line")
     parser.add_argument("--modules", action="store_true", help="every module on its own line, nothing left out")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
@@ -74,11 +81,13 @@ def plan_command(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level)
     config = plan_config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     _check_case(args)
+    if args.nodes is not None:
+        return nodes_command(config, args.synthetic, args.nodes, as_json=args.json)
     from ktransformers.bench.bandwidth import bandwidths
     from ktransformers.engine.outlook import look_ahead
     from ktransformers.optimize.machine_speed import SpeedFile
 
-    outlook = look_ahead(_open(config, args.synthetic), name=args.synthetic)
+    outlook = look_ahead(open_planned(config, args.synthetic), name=args.synthetic)
     rates = bandwidths(outlook.summary.reads.bytes_per_token(), outlook.num_threads)
     expected = expect(outlook, SpeedFile().read(), args.batch, args.context)
     _show(outlook, rates, expected, as_json=args.json, is_full=args.full, modules=args.modules)
@@ -110,7 +119,8 @@ def expect(outlook: Outlook, speed: MachineSpeed | None, batch: int, context: in
     return Expected((prefill, predict_decode(load, speed, batch, context)))
 
 
-def _open(config: EngineConfig, synthetic: str | None) -> OpenedModel:
+def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
+    """The model of the files, or of a published shape's name."""
     from ktransformers.engine.opened import open_model, open_synthetic
 
     if synthetic is None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import FrameType
 
 from ktransformers.cli.options import add_logging_flag, set_up_logging
+from ktransformers.errors import ConfigError
 
 __all__ = ["add_parser"]
 
 PORT = 7900
+KEY_HINT = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,11 +28,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at, of that network (%(default)s)")
     parser.add_argument("--port", type=int, default=PORT, help="port; 0: any, which the log says (%(default)s)")
     parser.add_argument(
-        "--stage_secret_file",
+        "--stage_key_file",
         type=Path,
         metavar="FILE",
-        required=True,
-        help="the secret that leaders must know: (umask 077; openssl rand -hex 32 > FILE)",
+        help=f"the secret that leaders must know; {KEY_HINT}",
     )
     add_logging_flag(parser)
     parser.set_defaults(run=stage_command)
@@ -39,9 +40,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def stage_command(args: argparse.Namespace) -> int:
     """Until SIGINT or SIGTERM. Raises ConfigError."""
     set_up_logging(args.log_level)
+    if args.stage_key_file is None:
+        raise ConfigError(f"ktransformers stage needs --stage_key_file FILE, the secret of its leaders; {KEY_HINT}")
     from ktransformers.engine.ranks.agent import StageAgent, read_secret
 
-    agent = StageAgent(args.host, args.port, read_secret(args.stage_secret_file))
+    agent = StageAgent(args.host, args.port, read_secret(args.stage_key_file))
 
     def stop(number: int, frame: FrameType | None) -> None:
         agent.close()

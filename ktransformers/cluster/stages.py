@@ -98,7 +98,7 @@ class Stages:
         path = Path(self._folder.name) / "secret"
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(self._secret)
-        engine = replace(self._args.engine, stage_hosts=",".join(hosts), stage_secret_file=path)
+        engine = replace(self._args.engine, stage_hosts=",".join(hosts), stage_key_file=path)
         return self._args.model_copy(update={"engine": engine})
 
     async def _watch(self, actor: Any, host: str) -> None:

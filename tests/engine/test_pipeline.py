@@ -105,6 +105,25 @@ def test_more_stages_than_layers(tmp_path: Path) -> None:
         engine_of(tmp_path, 5)
 
 
+def test_layers_as_they_are_given(tmp_path: Path) -> None:
+    write_safetensors(tiny_model("llama", seed=1, num_hidden_layers=4), tmp_path)
+    with closing(engine_of(tmp_path, 1)) as engine:
+        want = logits_in_steps(engine)
+    with closing(engine_of(tmp_path, 2, pipeline_layers="3,1")) as engine:
+        assert len(engine.executor._cache.shapes) == 1  # type: ignore[attr-defined]
+        assert torch.equal(logits_in_steps(engine), want)
+    with pytest.raises(ConfigError, match="--pipeline_layers 3,2 are 5 layers, and the model has 4"):
+        engine_of(tmp_path, 2, pipeline_layers="3,2")
+    config = EngineConfig(model_path=tmp_path, pipeline_layers="2,1,1")
+    assert config.resolved().pipeline == 3
+    for settings, says in (
+        ({"pipeline": 2, "pipeline_layers": "2,1,1"}, "which are 3 stages; leave --pipeline out"),
+        ({"pipeline_layers": "2,0"}, "must be numbers of layers with commas between them, got '2,0'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            EngineConfig(model_path=tmp_path, **settings).resolved()  # type: ignore[arg-type]
+
+
 def test_what_is_computed_between_stages(tmp_path: Path) -> None:
     """Granite multiplies what the embedding gives in the model's own forward."""
     write_safetensors(tiny_model("granitemoe", seed=1), tmp_path)

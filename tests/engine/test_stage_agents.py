@@ -45,7 +45,7 @@ def config_of(path: Path, agents: list[StageAgent], folder: Path) -> EngineConfi
     secret.chmod(0o600)
     hosts = ",".join(f"127.0.0.1:{one.port}" for one in agents)
     config = EngineConfig(model_path=path, cache_lens=96, cpu_infer=1, self_check=False)
-    return replace(config, stage_hosts=hosts, stage_secret_file=secret).resolved()
+    return replace(config, stage_hosts=hosts, stage_key_file=secret).resolved()
 
 
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
@@ -97,7 +97,7 @@ def test_who_knows_the_secret_gets_a_process() -> None:
 
 def test_who_does_not_gets_none(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), agent(ECHO) as one:
-        with pytest.raises(EngineError, match=r"was not convinced .* is --stage_secret_file the same"):
+        with pytest.raises(EngineError, match=r"was not convinced .* is --stage_key_file the same"):
             connect("127.0.0.1", one.port, SECRET + b"?")
         with socket.create_connection(("127.0.0.1", one.port)) as silent:
             silent.shutdown(socket.SHUT_WR)
@@ -151,7 +151,7 @@ def test_hosts(tmp_path: Path) -> None:
     write_safetensors(tiny_model("llama", seed=1), tmp_path)
     for settings, says in (
         ({"pipeline": 3}, "--pipeline 3 with 1 --stage_hosts: these are all stages but the last one"),
-        ({}, "--stage_hosts needs --stage_secret_file"),
+        ({}, "--stage_hosts needs --stage_key_file"),
     ):
         with pytest.raises(ConfigError, match=says):
             EngineConfig(model_path=tmp_path, stage_hosts="a:1", **settings).resolved()  # type: ignore[arg-type]

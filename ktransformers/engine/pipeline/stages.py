@@ -7,6 +7,7 @@ cannot be cut: the first step of a loaded stage shows it (`checked_borders`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from ktransformers.config import parse_layers
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.pipeline.link import Incoming, Outgoing, StageLink, check_same
 from ktransformers.errors import ConfigError, UnsupportedError
@@ -100,13 +102,24 @@ def stage_bounds(costs: Sequence[int], size: int) -> list[tuple[int, int]]:
     return bounds[::-1]
 
 
+def _bounds(opened: OpenedModel, size: int) -> list[tuple[int, int]]:
+    costs, given = layer_costs(opened), opened.config.pipeline_layers
+    if not given:
+        return stage_bounds(costs, size)
+    counts = parse_layers(given)
+    if sum(counts) != len(costs):
+        raise ConfigError(f"--pipeline_layers {given} are {sum(counts)} layers, and the model has {len(costs)}")
+    ends = list(itertools.accumulate(counts))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
 def cut_stage(opened: OpenedModel, link: StageLink) -> OpenedModel:
     """The part of `opened` that this stage runs. The skeleton is changed: it must be nobody else's.
 
     Raises UnsupportedError for a model that cannot be cut there, ConfigError for too many stages.
     """
     model: Any = opened.model
-    first, end = stage_bounds(layer_costs(opened), link.size)[link.stage]
+    first, end = _bounds(opened, link.size)[link.stage]
     if any(layer.kind in (LayerKind.RECURRENT, LayerKind.HYBRID) for layer in opened.facts.layers):
         raise UnsupportedError(
             f"--pipeline: layers of model type {opened.facts.model_type} keep a state, which stages do not have alike"

@@ -48,9 +48,9 @@ def read_secret(path: Path) -> bytes:
         content = path.read_bytes().strip()
         mode = path.stat().st_mode
     except OSError as error:
-        raise ConfigError(f"--stage_secret_file {path}: {reason_of(error)}; {hint}") from error
+        raise ConfigError(f"--stage_key_file {path}: {reason_of(error)}; {hint}") from error
     if len(content) < LEAST_SECRET:
-        raise ConfigError(f"--stage_secret_file {path} has less than {LEAST_SECRET} bytes; {hint}")
+        raise ConfigError(f"--stage_key_file {path} has less than {LEAST_SECRET} bytes; {hint}")
     if mode & 0o077:
         logger.warning("%s can be read by others than its owner: chmod 600 %s", path, path)
     return content
@@ -98,9 +98,7 @@ def connect(host: str, port: int, secret: bytes) -> socket.socket:
             raise EngineError("it has another secret")
     except (OSError, EngineError) as error:
         connection.close()
-        raise EngineError(
-            f"{where} was not convinced ({reason_of(error)}): is --stage_secret_file the same?"
-        ) from error
+        raise EngineError(f"{where} was not convinced ({reason_of(error)}): is --stage_key_file the same?") from error
     connection.settimeout(None)
     keep_alive(connection)
     return connection

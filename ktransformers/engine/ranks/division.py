@@ -89,7 +89,7 @@ class PipelineDivision(Division):
     @override
     def config_of_others(self, config: EngineConfig) -> EngineConfig:
         threads = self._asked_threads if self._is_apart else config.cpu_infer  # other machines have other cores
-        return replace(config, cpu_infer=threads, stage_hosts="", stage_secret_file=None)
+        return replace(config, cpu_infer=threads, stage_hosts="", stage_key_file=None)
 
     @override
     def meet(self, place: str, device: torch.device) -> None:

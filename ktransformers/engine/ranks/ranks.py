@@ -174,7 +174,7 @@ class Leader(Ranks):
         self._made, self._hardware, self._on_death = made, hardware, on_death
         self._gpus = _gpus(config)
         self._hosts = parse_hosts(config.stage_hosts) if config.stage_hosts else []
-        self._secret = b"" if config.stage_secret_file is None else read_secret(config.stage_secret_file)
+        self._secret = b"" if config.stage_key_file is None else read_secret(config.stage_key_file)
         self._store: Any = None  # where processes of other machines meet, as long as it is kept
         self._settled: Settled | None = None
         self._children: list[Peer] = []
