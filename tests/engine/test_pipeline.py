@@ -16,7 +16,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.opened import open_model
-from ktransformers.engine.pipeline.link import StageLink
+from ktransformers.engine.pipeline.link import StageLink, gpu_number, joined_stages
 from ktransformers.engine.pipeline.stages import cut_stage, stage_bounds
 from ktransformers.engine.ranks.ranks import Leader
 from ktransformers.errors import ConfigError, UnsupportedError
@@ -97,6 +97,13 @@ def test_bounds_are_the_best_there_are() -> None:
         every = ([0, *cut, len(costs)] for cut in cuts)
         best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in every)
         assert max(sum(costs[a:b]) for a, b in bounds) == best
+
+
+def test_between_which_stages_nccl_is() -> None:
+    """Both on GPUs, and on different ones."""
+    assert gpu_number(torch.device("cpu")) == 0
+    for numbers, joined in (([0, 0, 0], []), ([5, 6, 7], [0, 1]), ([5, 5, 7], [1]), ([5, 0, 7], []), ([0, 6, 7], [1])):
+        assert joined_stages(numbers) == joined
 
 
 def test_more_stages_than_layers(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
-"""Hidden states from one stage to the next: torch.distributed's gloo, in the type that layers have between them."""
+"""Hidden states from one stage to the next: torch.distributed, NCCL between two GPUs and else gloo, in fp32."""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
+import itertools
+import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +18,9 @@ from ktransformers.engine.pipeline.network import local_interface
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.shares import Placeholder
 
-__all__ = ["Incoming", "Outgoing", "StageLink", "check_same"]
+__all__ = ["Incoming", "Outgoing", "StageLink", "check_same", "gpu_number", "joined_stages"]
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = 1800.0
 """Until all have met, and until a stage has heard of a step from the one before."""
@@ -26,6 +32,8 @@ class StageLink:
     def __init__(self, stage: int, size: int):
         self.stage, self.size = stage, size
         self._is_met = False
+        self._device = torch.device("cpu")
+        self._groups: dict[int, Any] = {}  # of NCCL, by the stage that gives, where both are on GPUs
 
     @property
     def is_first(self) -> bool:
@@ -38,8 +46,9 @@ class StageLink:
     def _rank(self, stage: int) -> int:
         return (stage + 1) % self.size
 
-    def meet(self, place: str) -> None:
-        """Wait for all others. place: a file that nobody else has, or tcp://HOST:PORT. Raises RuntimeError."""
+    def meet(self, place: str, device: torch.device) -> None:
+        """Wait for all others. place: a file that nobody else has, or tcp://HOST:PORT. device: where hidden states come
+        in. Raises RuntimeError."""
         made: Any = distributed
         seconds = datetime.timedelta(seconds=_SECONDS)
         if place.startswith("tcp://"):
@@ -50,6 +59,7 @@ class StageLink:
             interface, store = "lo", made.FileStore(place, self.size)
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         distributed.init_process_group(
             "gloo",
             store=store,
@@ -57,26 +67,63 @@ class StageLink:
             world_size=self.size,
             timeout=seconds,
         )
+        self._join_gpus(device)
         self._is_met = True
+
+    def _join_gpus(self, device: torch.device) -> None:
+        """Groups of NCCL for neighbours whose hidden states need not cross host memory; all stages make all of them."""
+        mine = torch.tensor([gpu_number(device)])
+        found = [torch.zeros_like(mine) for _ in range(self.size)]
+        distributed.all_gather(found, mine)
+        numbers = [int(found[self._rank(stage)]) for stage in range(self.size)]
+        joined = joined_stages(numbers)
+        if joined and device.type == "cuda":
+            torch.cuda.set_device(device)
+            self._device = device
+        for stage in joined:
+            made = distributed.new_group([self._rank(stage), self._rank(stage + 1)], backend="nccl")
+            if self.stage in (stage, stage + 1):
+                self._groups[stage] = made
+        if self._groups:
+            logger.info("hidden states go from GPU to GPU, by NCCL")
 
     def receive(self, num_rows: int, width: int) -> torch.Tensor:
         """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; made up until all have met."""
         if not self._is_met:
             return torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(num_rows))
-        rows = torch.empty(1, num_rows, width)
-        distributed.recv(rows, self._rank(self.stage - 1))
+        group = self._groups.get(self.stage - 1)
+        rows = torch.empty(1, num_rows, width, device="cpu" if group is None else self._device)
+        distributed.recv(rows, self._rank(self.stage - 1), group=group)
         return rows
 
     def send(self, rows: torch.Tensor) -> None:
         """Hand rows [1, T, H] to the next stage."""
         if self._is_met:
-            distributed.send(rows.to("cpu", torch.float32).contiguous(), self._rank(self.stage + 1))
+            group = self._groups.get(self.stage)
+            where = torch.device("cpu") if group is None else self._device
+            distributed.send(rows.to(where, torch.float32).contiguous(), self._rank(self.stage + 1), group=group)
 
     def part(self) -> None:
         """Leave the others."""
         if self._is_met:
             self._is_met = False
+            self._groups.clear()
             distributed.destroy_process_group()
+
+
+def gpu_number(device: torch.device) -> int:
+    """A positive number that no other GPU of any machine has; 0 for what is no GPU."""
+    if device.type != "cuda":
+        return 0
+    digest = hashlib.sha256(str(torch.cuda.get_device_properties(device).uuid).encode()).digest()
+    return int.from_bytes(digest[:7], "little") + 1
+
+
+def joined_stages(numbers: Sequence[int]) -> list[int]:
+    """Stages that give hidden states to the next one by NCCL: both are on GPUs, and not on the same one, which NCCL
+    refuses. numbers: `gpu_number` of each stage."""
+    pairs = enumerate(itertools.pairwise(numbers))
+    return [stage for stage, (one, other) in pairs if one and other and one != other]
 
 
 class Incoming(Placeholder):

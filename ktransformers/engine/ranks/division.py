@@ -93,7 +93,7 @@ class PipelineDivision(Division):
 
     @override
     def meet(self, place: str, device: torch.device) -> None:
-        self._link.meet(place)
+        self._link.meet(place, device)
 
     @override
     def leave(self) -> None:
