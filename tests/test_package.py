@@ -19,7 +19,7 @@ MODULES = sorted(
 )
 
 
-OF_RAY = {f"ktransformers.cluster.{name}" for name in ("deployments", "handles", "router", "running")}
+OF_RAY = {f"ktransformers.cluster.{name}" for name in ("deployments", "handles", "router", "running", "stages")}
 """What imports Ray, an extra that warns of itself."""
 
 

@@ -19,8 +19,9 @@ from ktransformers.kernels.triton.tables import tables
 
 __all__ = ["launch_vector"]
 
-_PLANE_TOKENS = 2  # of fewer the launch that makes digits of x costs more than they save
-_ORDERED_TOKENS = 8  # from here on tokens share enough experts for their pairs to be computed side by side
+_SEVERAL_TOKENS = 2
+"""From here on digits of planes save more than the launch that makes them costs, and tokens share experts, whose pairs
+are then computed side by side. One number for both: rehearsals call one number of rows of each kind (rehearsal.py)."""
 _MANY_PROGRAMS = 1024
 
 
@@ -94,8 +95,8 @@ def launch_vector(
     assert space.digits is not None, "the workspace is for many tokens"
     assert space.order is not None, "the workspace is for many tokens"
     rows, is_ordered = x, False
-    if takes_digits(gate, up) and (tokens >= _PLANE_TOKENS or not are_planes(gate, up)):
-        is_ordered = tokens >= _ORDERED_TOKENS
+    if takes_digits(gate, up) and (tokens >= _SEVERAL_TOKENS or not are_planes(gate, up)):
+        is_ordered = tokens >= _SEVERAL_TOKENS
         order = PairOrder(ids, num_experts, space.order) if is_ordered else None
         rows = make_digits(x, space.digits[0], is_strided(int(up.qtype)), order)
     hidden = space.digits[1] if takes_digits(down) else space.hidden
