@@ -119,7 +119,10 @@ def paged_loop(made: Made, **changes: int) -> PagedLoop:
     return PagedLoop(replace(scheduler_config(paged), **sizes), executor)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("changes", [{"chunk_size": 7}, {"num_pages": 40, "max_batch_size": 5}])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({"chunk_size": 7}, marks=pytest.mark.exhaustive), {"num_pages": 40, "max_batch_size": 5}],
+)
 def test_many_sequences_are_each_alone(made: Made, changes: dict[str, int]) -> None:
     """With prefixes that are shared, in short steps, and where few pages make some of them begin again."""
     rng, shared = random.Random(3), some_ids(150, seed=1)
