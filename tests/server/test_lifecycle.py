@@ -94,7 +94,7 @@ def test_keys_guard_every_route_but_the_probes(tmp_path: Path) -> None:
 
 def test_the_queue_is_limited_and_a_drain_lets_answers_finish() -> None:
     with ServerProcess(*FLAGS, "--max_queue", "1", "--drain_seconds", "60") as process:
-        streams = [Stream(process, {**ENDLESS, "max_tokens": 400})]
+        streams = [Stream(process, ENDLESS)]
         streams.append(Stream(process, {**SHORT, "stream": True}, has_begun=False))
         refused = ask(process, "POST", CHAT, SHORT)
         assert refused.status_code == 503
