@@ -106,10 +106,19 @@ class LayerShape:
 class PagedCache:
     """num_pages pages of page_size positions. Memory is touched when it is written first.
 
-    states: of recurrent layers, num_states slots; None where no layer is recurrent.
+    states: of recurrent layers, num_states slots; None where no layer is recurrent. has_states: layers in other
+    processes are, so that sequences have slots all the same.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], num_pages: int, page_size: int, num_states: int = 1):
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_pages: int,
+        page_size: int,
+        num_states: int = 1,
+        *,
+        has_states: bool = False,
+    ):
         self.shapes, self.num_pages, self.page_size = tuple(shapes), num_pages, page_size
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for shape in self.shapes:
@@ -118,7 +127,7 @@ class PagedCache:
         for shape in self.shapes:
             self._scales.append(self._allocate_scales(shape) if shape.shares is None else self._scales[shape.shares])
         states = state_shapes(self.shapes)
-        self.states = StateCache(states, num_states) if states else None
+        self.states = StateCache(states, num_states) if states or has_states else None
         self._index_keys = [
             torch.zeros(self.num_slots, shape.index_dim, device=shape.device, dtype=shape.row_dtype)
             for shape in self.shapes

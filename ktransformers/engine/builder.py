@@ -40,7 +40,7 @@ from ktransformers.engine.opened import (
     open_model,
 )
 from ktransformers.engine.paged import PagedExecutor
-from ktransformers.engine.pipeline.stages import checked_borders
+from ktransformers.engine.pipeline.borders import check_borders
 from ktransformers.engine.planning import Hardware, Planned, Planner
 from ktransformers.engine.prefill import open_prefills
 from ktransformers.engine.ranks.division import division_of, num_processes
@@ -153,7 +153,8 @@ def build_paged_engine(
     opened = opened or open_model(config)
     if ranks is None:
         ranks = Leader(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
-    built = _build(opened, SharedPages(page_size, max_batch_size), hardware, progress, stats, ranks)
+    cache_plan = SharedPages(page_size, max_batch_size, opened.facts.has_states)
+    built = _build(opened, cache_plan, hardware, progress, stats, ranks)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
     runner = ModelRunner(built.forward, built.decode, ranks.teller(), begins_ahead=ranks.begins_ahead)
     model = built.model
@@ -179,11 +180,9 @@ def build_paged_engine(
     )
 
 
-def build_follower(
-    opened: OpenedModel, follower: Follower, hardware: Hardware, *, page_size: int, max_batch_size: int
-) -> Part:
+def build_follower(opened: OpenedModel, follower: Follower, hardware: Hardware, cache_plan: SharedPages) -> Part:
     """One process's part of a model that is cut. Errors as `build_engine`."""
-    built = _build(opened, SharedPages(page_size, max_batch_size), hardware, None, None, follower)
+    built = _build(opened, cache_plan, hardware, None, None, follower)
     return Part(ModelRunner(built.forward, built.decode), built.cache, built.forward.pool)
 
 
@@ -384,8 +383,8 @@ def _first_step(loaded: _Loaded) -> list[LayerCall]:
         if compiles() and not layout.is_cpu:
             with rehearsal():  # its kernels are compiled side by side
                 step()
-        with checked_borders(opened.model, opened.facts.model_type):
-            return observe_step(opened.model, step)
+        check_borders(opened.model, opened.facts.model_type, step)
+        return observe_step(opened.model, step)
     except KTransformersError:
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:

@@ -14,6 +14,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.tier_plan import check_tiers
+from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.plan import Plan
 
@@ -126,10 +127,16 @@ class OneSequence(CachePlan[StaticCache]):
 
 @dataclass(frozen=True, slots=True)
 class SharedPages(CachePlan[PagedCache]):
-    """A PagedCache of --cache_lens tokens, in pages of `size`, that up to max_batch_size sequences share."""
+    """A PagedCache of --cache_lens tokens, in pages of `size`, that up to max_batch_size sequences share.
+
+    has_states: layers are recurrent, here or in other processes. states: slots for states, where another process has
+    decided how many.
+    """
 
     size: int
     max_batch_size: int
+    has_states: bool = False
+    states: int | None = None
 
     def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
         """When --cache_lens is 0, for max_batch_size long sequences, if they fit comfortably."""
@@ -156,9 +163,19 @@ class SharedPages(CachePlan[PagedCache]):
         return self.size
 
     @override
+    def num_states(self, shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
+        if self.states is not None:
+            if state_shapes(shapes) and not self.states:
+                raise UnsupportedError("layers keep a state, and the last stage, which counts them, has none of them")
+            return self.states
+        if not self.has_states or state_shapes(shapes):
+            return super(SharedPages, self).num_states(shapes, num_slots, config)
+        return self.max_batch_size + (LEAST_SNAPSHOTS if config.prefix_cache else 0)  # what they take is not known here
+
+    @override
     def check_tiers(self, shapes: Sequence[LayerShape], config: EngineConfig) -> None:
         check_tiers(shapes, self.size, config)
 
     @override
     def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> PagedCache:
-        return PagedCache(shapes, num_slots // self.size, self.size, num_states)
+        return PagedCache(shapes, num_slots // self.size, self.size, num_states, has_states=self.has_states)

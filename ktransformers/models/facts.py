@@ -235,6 +235,11 @@ class ModelFacts:
             return 0
         return self.experts.max_top_k if layer is None else self.experts.top_k[layer]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state of each sequence, beside keys and values or instead."""
+        return any(layer.kind in (LayerKind.RECURRENT, LayerKind.HYBRID) for layer in self.layers)
+
     def longest_sequence(self, num_slots: int) -> int:
         """Most positions of one sequence: all slots of the cache, or what the model was made for."""
         return min(self.context_len or num_slots, num_slots)

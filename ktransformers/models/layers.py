@@ -45,7 +45,8 @@ def mixers(model: nn.Module) -> dict[int, str]:
     layers = _layer_list(model, found)
     if layers is not None:
         key, modules = layers
-        found |= {i: f"{key}.{i}.{_mixer(layer, i)}" for i, layer in enumerate(modules) if i not in found}
+        named = enumerate(modules.named_children())  # by other numbers in a stage of a pipeline
+        found |= {i: f"{key}.{name}.{_mixer(layer, i)}" for i, (name, layer) in named if i not in found}
     return dict(sorted(found.items()))
 
 

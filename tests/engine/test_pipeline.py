@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
+from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.opened import open_model
@@ -23,6 +24,7 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from tests.support.cut_models import HARDWARE
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gpu_engines import step_row
+from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny_models import tiny_model, write_safetensors
 
@@ -31,9 +33,8 @@ IDS = [3 + 7 * i % 90 for i in range(19)]
 
 
 def engine_of(path: Path, num_stages: int, on_gpu: bool = False, **settings: object) -> PagedEngine:
-    config = EngineConfig(
-        model_path=path, cache_lens=96, cpu_infer=1, pipeline=num_stages, self_check=False, **settings
-    )  # type: ignore[arg-type]
+    values = {"cache_lens": 96, "cpu_infer": 1, "pipeline": num_stages, "self_check": False, **settings}
+    config = EngineConfig(model_path=path, **values)  # type: ignore[arg-type]
     ranks = Leader(config, None, HARDWARE) if on_gpu and num_stages > 1 else None
     hardware = fake_hardware() if on_gpu else None
     return build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware)
@@ -41,7 +42,7 @@ def engine_of(path: Path, num_stages: int, on_gpu: bool = False, **settings: obj
 
 def logits(engine: PagedEngine, ids: list[int], start: int) -> torch.Tensor:
     """Of `ids` at positions from `start` on, in pages 0 .. 3."""
-    row = step_row(1, ids, start, [0, 1, 2, 3])
+    row = step_row(1, ids, start, [0, 1, 2, 3], read_slot=0 if start else -1, write_slot=0)
     positions, context = paged_context(engine.cache, engine.pool, [row], [np.arange(4, dtype=np.int32)])
     return engine.executor._runner.step(torch.tensor(ids), positions, context, torch.arange(len(ids))).clone()  # type: ignore[attr-defined]
 
@@ -62,7 +63,7 @@ def exhaustive(*values: object) -> object:
         ("qwen3_moe", 2),
         exhaustive("qwen3_moe", 3),
         ("deepseek_v3", 3),
-        *(exhaustive(name, 2) for name in ("llama", "gpt_oss", "gemma2", "gemma3_text", "mixtral", "glm4_moe")),
+        *(exhaustive(name, 2) for name in ("llama", "gpt_oss", "gemma2", "gemma3_text", "granitemoe", "glm4_moe")),
     ],
 )
 def test_stages_compute_what_one_process_does(model_type: str, num_stages: int, tmp_path: Path) -> None:
@@ -131,17 +132,63 @@ def test_layers_as_they_are_given(tmp_path: Path) -> None:
             EngineConfig(model_path=tmp_path, **settings).resolved()  # type: ignore[arg-type]
 
 
-def test_what_is_computed_between_stages(tmp_path: Path) -> None:
-    """Granite multiplies what the embedding gives in the model's own forward."""
-    write_safetensors(tiny_model("granitemoe", seed=1), tmp_path)
-    with pytest.raises(UnsupportedError, match="model type granitemoe, before its first layer, computes what cannot"):
-        engine_of(tmp_path, 2)
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("recurrent_gemma", "before its first layer, computes what cannot"),  # a normalizer, in the model's own forward
+        ("zamba", "hands its layers what it makes of embeddings"),
+        exhaustive("zaya", "before its first layer, computes what cannot"),
+    ],
+)
+def test_what_is_computed_between_stages(family: str, says: str, tmp_path: Path) -> None:
+    write_safetensors(recurrent_model(family), tmp_path)
+    with pytest.raises(UnsupportedError, match=f"model type {family}, {says}"):
+        engine_of(tmp_path, 2, pipeline_layers="2,2")
 
 
-def test_layers_with_a_state(tmp_path: Path) -> None:
-    write_safetensors(recurrent_model("qwen3_next"), tmp_path)
-    with pytest.raises(UnsupportedError, match="--pipeline: layers of model type qwen3_next keep a state"):
-        engine_of(tmp_path, 2)
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("qwen3_next", "2,2"),
+        ("qwen3_next", "2,1,1"),
+        exhaustive("bailing_hybrid", "1,1,2"),
+        exhaustive("lfm2_moe", "1,2,1"),
+        *(
+            exhaustive(name, "2,2")
+            for name in ("jamba", "granitemoehybrid", "bailing_hybrid", "falcon_h1", "mamba2", "kimi_linear")
+        ),
+    ],
+)
+def test_layers_with_a_state(family: str, layers: str, tmp_path: Path) -> None:
+    write_safetensors(recurrent_model(family), tmp_path)
+    with closing(engine_of(tmp_path, 1)) as engine:
+        want = logits_in_steps(engine)
+    with closing(engine_of(tmp_path, len(layers.split(",")), pipeline_layers=layers)) as engine:
+        assert torch.equal(logits_in_steps(engine), want)
+
+
+@pytest.mark.parametrize("layers", ["2,2", "2,1,1"])
+def test_prompts_begin_at_states_that_all_stages_keep(layers: str, tmp_path: Path) -> None:
+    """The last of 2, 1, 1 stages has no layer with a state, and counts those of the others."""
+    model = recurrent_model("qwen3_next", layer_types=[*["linear_attention"] * 3, "full_attention"])
+    write_safetensors(model, tmp_path)
+    shared = [3 + 7 * i % 90 for i in range(130)]
+    prompts = [shared[:length] + [5 + length % 50] * 5 for length in (130, 70, 128, 3, 100)]
+    got = []
+    for given in ("", layers):
+        with closing(engine_of(tmp_path, 1 + given.count(","), cache_lens=800, pipeline_layers=given)) as engine:
+            config = scheduler_config(engine, snapshot_interval=64, num_states=engine.cache.num_states)
+            loop = PagedLoop(config, lambda: engine.executor)
+            params, names = SamplingParams(max_tokens=70, ignore_eos=True, temperature=0.0), []
+            for prompt in prompts:
+                names.append(loop.add(prompt, params))
+                while len(loop.answers[names[0]].token_ids) < 3 and loop.step():
+                    pass  # the others find what the first one has left
+            while loop.step():
+                pass
+            assert loop.scheduler.stats().prefix_hit_len > 0
+            got.append([loop.answers[name].token_ids for name in names])
+    assert got[0] == got[1]
 
 
 def test_settings_that_contradict_it(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 The layers keep their numbers in names, by which rules and files know them; in caches they are counted from the stage's
 first one. What a model computes between embedding and layers, or hands from layer to layer besides hidden states,
-cannot be cut: the first step of a loaded stage shows it (`checked_borders`).
+cannot be cut: the first steps of a loaded stage show it (engine/pipeline/borders.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any, Self
@@ -20,16 +20,19 @@ from typing_extensions import override
 
 from ktransformers.config import parse_layers
 from ktransformers.engine.opened import OpenedModel
-from ktransformers.engine.pipeline.link import Incoming, Outgoing, StageLink, check_same
+from ktransformers.engine.pipeline.link import Incoming, Outgoing, StageLink
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.models.facts import LayerKind, ModelFacts
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.layers.observed import layer_list
 from ktransformers.operators.shares import Placeholder
 from ktransformers.weights.cut_source import CutSource
 
-__all__ = ["checked_borders", "cut_stage", "layer_costs", "stage_bounds"]
+__all__ = ["cut_stage", "layer_costs", "stage_bounds"]
 
-_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "final_layer_norm", "final_norm")
+_FACTORS = ("embedding_multiplier",)
+"""What families multiply embeddings by in the forward of their model: 1 where hidden states come instead."""
+
+_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "final_layer_norm", "final_norm", "embedding_norm")
 
 
 class _StageLayers(nn.ModuleList):
@@ -61,7 +64,14 @@ class _StageLayers(nn.ModuleList):
 
 
 class _NoHead(Placeholder):
-    """In the place of the head: nobody asks this stage for logits. What stands for them shows what its layers give."""
+    """In the place of the head: nobody asks this stage for logits. What stands for them shows what its layers give.
+
+    weight: some models ask for its type.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.empty(0)
 
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -120,29 +130,34 @@ def cut_stage(opened: OpenedModel, link: StageLink) -> OpenedModel:
     """
     model: Any = opened.model
     first, end = _bounds(opened, link.size)[link.stage]
-    if any(layer.kind in (LayerKind.RECURRENT, LayerKind.HYBRID) for layer in opened.facts.layers):
-        raise UnsupportedError(
-            f"--pipeline: layers of model type {opened.facts.model_type} keep a state, which stages do not have alike"
-        )
-    facts = _facts(opened.facts, first, end)
     layers = layer_list(model)
     assert layers is not None
+    if len(layers) != len(opened.facts.layers):
+        raise UnsupportedError(f"--pipeline: layers of model type {opened.facts.model_type} have several caches each")
+    facts = _facts(opened.facts, first, end)
     base = next(module for module in model.modules() if getattr(module, "layers", None) is layers)
     base.layers = _StageLayers(list(layers)[first:end], first)
     for module in base.layers.modules():
         if isinstance(vars(module).get("layer_idx"), int):
             module.layer_idx -= first
-    for config in {id(one): one for one in _configs(model)}.values():
+    for module in base.children():
+        if module is not base.layers and "config" in vars(module):  # rotations are made for all kinds of layers
+            vars(module)["config"] = copy(vars(module)["config"])
+    kept = {id(vars(module).get("config")) for module in base.children() if module is not base.layers}
+    for config in {id(one): one for one in _configs(model) if id(one) not in kept}.values():
         _cut_config(config, len(layers), first, end)
     if not link.is_first:
         model.set_input_embeddings(Incoming(link, model.get_input_embeddings()))
+        for name in _FACTORS:
+            if hasattr(base, name):
+                setattr(base, name, 1.0)
     if not link.is_last:
-        name = next((name for name in _NORMS if isinstance(getattr(base, name, None), nn.Module)), None)
-        if name is None or not hasattr(model, "lm_head"):
+        norm = next((name for name in _NORMS if isinstance(getattr(base, name, None), nn.Module)), None)
+        if norm is None or not hasattr(model, "lm_head"):
             raise UnsupportedError(
                 f"--pipeline: model type {opened.facts.model_type} has no norm and head of the usual names"
             )
-        setattr(base, name, Outgoing(link))
+        setattr(base, norm, Outgoing(link))
         model.lm_head = _NoHead()
     return replace(opened, facts=facts, source=CutSource(opened.source, {}, is_whole=False))
 
@@ -178,36 +193,3 @@ def _facts(facts: ModelFacts, first: int, end: int) -> ModelFacts:
     if experts is not None:
         experts = replace(experts, top_k=experts.top_k[first:end])
     return replace(facts, layers=tuple(layers), experts=experts)
-
-
-@contextmanager
-def checked_borders(model: nn.Module, kind: str) -> Iterator[None]:
-    """In a step within the block, what comes into a stage has to reach its first layer as it is, and what its last
-    layer gives has to go out so: that step raises UnsupportedError where not. kind: of the model."""
-    incoming = next((module for module in model.modules() if isinstance(module, Incoming)), None)
-    outgoing = next((module for module in model.modules() if isinstance(module, Outgoing)), None)
-    layers = layer_list(model)
-    if layers is None or (incoming is None and outgoing is None):
-        yield
-        return
-    given: list[torch.Tensor] = []
-
-    def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if incoming is not None:
-            check_same(incoming.seen, args[0] if args else kwargs["hidden_states"], f"{kind}, before its first layer")
-
-    def left(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        given[:] = [output[0] if isinstance(output, tuple) else output]
-
-    def goes_out(module: nn.Module, args: tuple[Any, ...]) -> None:
-        check_same(given[0], args[0], f"{kind}, behind its last layer")
-
-    hooks = [layers[0].register_forward_pre_hook(entered, with_kwargs=True)]
-    hooks.append(layers[len(layers) - 1].register_forward_hook(left))
-    if outgoing is not None:
-        hooks.append(outgoing.register_forward_pre_hook(goes_out))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

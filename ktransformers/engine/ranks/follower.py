@@ -14,6 +14,7 @@ import torch
 
 from ktransformers.child import become, follow_parent, framed, read_frame
 from ktransformers.engine.builder import Part, build_follower
+from ktransformers.engine.cache_plan import SharedPages
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.engine.ranks.messages import Begin, Captured, Failed, Loaded, Start, Step, decode, encode
 from ktransformers.engine.ranks.ranks import Follower
@@ -64,7 +65,10 @@ def _build(start: Start, pipes: _Pipes) -> Part:
     detect: Any = reduce(getattr, name.split("."), importlib.import_module(module))
     follower = Follower(start, pipes.begin, pipes.say)
     return build_follower(
-        _open(start), follower, detect(start.config), page_size=start.page_size, max_batch_size=start.max_batch_size
+        _open(start),
+        follower,
+        detect(start.config),
+        SharedPages(start.page_size, start.max_batch_size, start.num_states > 0, start.num_states),
     )
 
 

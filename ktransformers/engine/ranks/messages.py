@@ -40,6 +40,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     config: EngineConfig
     page_size: int
     max_batch_size: int
+    num_states: int
     hardware: str
     log_level: str
     made: Made | None = None

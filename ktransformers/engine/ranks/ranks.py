@@ -200,6 +200,7 @@ class Leader(Ranks):
                 config,
                 settled.page_size,
                 settled.max_batch_size,
+                settled.num_states,
                 self._hardware,
                 "debug" if logging.getLogger("ktransformers").isEnabledFor(logging.DEBUG) else "error",
                 self._made,
