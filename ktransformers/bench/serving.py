@@ -43,7 +43,10 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ServingWork:
-    """`rounds` of N streams for each N of `concurrency`: prompts of prompt_len tokens, answers of max_tokens."""
+    """`rounds` of N streams for each N of `concurrency`: prompts of prompt_len tokens, answers of max_tokens.
+
+    more: flags of the server.
+    """
 
     gguf_path: Path
     concurrency: Sequence[int]
@@ -52,10 +55,12 @@ class ServingWork:
     rounds: int
     cpu_infer: int
     backend_type: str = "balance_serve"
+    more: Sequence[str] = ()
 
     def flags(self) -> list[str]:
         """Of the server."""
         flags = [str(self.gguf_path), "--backend_type", self.backend_type, "--cpu_infer", str(self.cpu_infer)]
+        flags += self.more
         if self.backend_type == "balance_serve":
             most = max(self.concurrency)
             flags += ["--max_batch_size", str(most)]
