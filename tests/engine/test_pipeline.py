@@ -7,6 +7,7 @@ import random
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from ktransformers.engine.pipeline.link import StageLink, gpu_number, joined_sta
 from ktransformers.engine.pipeline.stages import cut_stage, stage_bounds
 from ktransformers.engine.ranks.ranks import Leader
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.cut_models import HARDWARE
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gpu_engines import step_row
@@ -117,6 +119,10 @@ def test_layers_as_they_are_given(tmp_path: Path) -> None:
     write_safetensors(tiny_model("llama", seed=1, num_hidden_layers=4), tmp_path)
     with closing(engine_of(tmp_path, 1)) as engine:
         want = logits_in_steps(engine)
+    with closing(engine_of(tmp_path, 2, pipeline_layers="2,2")) as engine:
+        runner: Any = engine.executor._runner  # type: ignore[attr-defined]
+        assert [len(stack.layers) for stack in runner.model.modules() if isinstance(stack, NativeStack)] == [2]
+        assert torch.equal(logits_in_steps(engine), want)
     with closing(engine_of(tmp_path, 2, pipeline_layers="3,1")) as engine:
         assert len(engine.executor._cache.shapes) == 1  # type: ignore[attr-defined]
         assert torch.equal(logits_in_steps(engine), want)

@@ -26,11 +26,14 @@ _SECONDS = 1800.0
 
 
 class StageLink:
-    """Between this stage and its neighbours. stage: its number, of `size`; the last one leads, and is rank 0."""
+    """Between this stage and its neighbours. stage: its number, of `size`; the last one leads, and is rank 0.
+
+    seed: of hidden states that nobody has computed.
+    """
 
     def __init__(self, stage: int, size: int):
         self.stage, self.size = stage, size
-        self._is_met, self._num_made = False, 0
+        self._is_met, self.seed = False, 0
         self._device = torch.device("cpu")
         self._groups: dict[int, Any] = {}  # of NCCL, by the stage that gives, where both are on GPUs
 
@@ -87,11 +90,10 @@ class StageLink:
             logger.info("hidden states go from GPU to GPU, by NCCL")
 
     def receive(self, num_rows: int, width: int) -> torch.Tensor:
-        """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; made up until all have met, and
-        other ones each time."""
+        """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; until all have met those that
+        follow from `seed`."""
         if not self._is_met:
-            self._num_made += 1
-            return torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(self._num_made))
+            return torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(self.seed))
         group = self._groups.get(self.stage - 1)
         rows = torch.empty(1, num_rows, width, device="cpu" if group is None else self._device)
         distributed.recv(rows, self._rank(self.stage - 1), group=group)
