@@ -166,7 +166,7 @@ class ModelFacts:
     intermediate_size: of the widest dense layer, 0 when the config does not say.
     num_prediction_layers: for multi-token prediction, stored behind the model's own layers.
     context_len: most tokens of one sequence that the model was made for; None when the config does not say.
-    eos_token_ids: those that the config names.
+    eos_token_ids: those that the config names. num_streams: of hidden states between layers (hyper-connections).
     """
 
     model_type: str
@@ -185,6 +185,7 @@ class ModelFacts:
     quantization: Quantization | None = None
     composite_type: str | None = None
     delta: DeltaFacts | None = None
+    num_streams: int = 1
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> ModelFacts:
@@ -217,6 +218,7 @@ class ModelFacts:
             quantization=_quantization(config) or _quantization(whole),
             composite_type=str(whole.raw("model_type")) if is_composite else None,
             delta=_delta(config),
+            num_streams=config.find("hc_mult") or 1,
         )
 
     @property

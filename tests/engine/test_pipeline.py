@@ -25,12 +25,14 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.cut_models import HARDWARE
 from tests.support.fake_gpus import fake_hardware
+from tests.support.family_models import family_config
 from tests.support.gpu_engines import step_row
+from tests.support.latent_models import latent_model
 from tests.support.paged_loop import PagedLoop, scheduler_config
-from tests.support.recurrent_models import recurrent_model
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
+from tests.support.tiny_models import random_model, tiny_model, write_safetensors
 
-PERIODIC = ("gpt_oss", "gemma2", "gemma3_text")  # each of their two layers is of a kind of its own
+PERIODIC = ("gpt_oss", "gemma2", "gemma3_text", "deepseek_v4")  # each of their two layers is of a kind of its own
 IDS = [3 + 7 * i % 90 for i in range(19)]
 
 
@@ -64,6 +66,7 @@ def exhaustive(*values: object) -> object:
     [
         ("qwen3_moe", 2),
         exhaustive("qwen3_moe", 3),
+        ("deepseek_v4", 2),
         ("deepseek_v3", 3),
         *(exhaustive(name, 2) for name in ("llama", "gpt_oss", "gemma2", "gemma3_text", "granitemoe", "glm4_moe")),
     ],
@@ -77,10 +80,12 @@ def test_stages_compute_what_one_process_does(model_type: str, num_stages: int, 
         assert torch.equal(logits_in_steps(engine), want)
 
 
-def test_stages_on_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_moe", exhaustive("qwen3_next"), exhaustive("deepseek_v4")])
+def test_stages_on_gpus(model_type: str, tmp_path: Path) -> None:
     """Interpreted kernels sum by numpy's BLAS, in an order that depends on its threads, which are a process's own: some
     hundred terms of fp32 in each of a dozen products."""
-    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    model = recurrent_model(model_type) if model_type in RECURRENT_TYPES else tiny_model(model_type, seed=1)
+    write_safetensors(model, tmp_path)
     with closing(engine_of(tmp_path, 1, on_gpu=True)) as engine:
         want = logits_in_steps(engine)
     with closing(engine_of(tmp_path, 2, on_gpu=True)) as engine:
@@ -91,12 +96,14 @@ def test_bounds_are_the_best_there_are() -> None:
     draw = random.Random(5)
     for _ in range(200):
         costs = [draw.randint(1, 9) for _ in range(draw.randint(1, 8))]
-        size = draw.randint(1, len(costs))
-        bounds = stage_bounds(costs, size)
+        joined = {i for i in range(1, len(costs)) if draw.random() < 0.3}
+        size = draw.randint(1, len(costs) - len(joined))
+        bounds = stage_bounds(costs, size, joined)
+        assert not joined & {first for first, _ in bounds}
         assert [first for first, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
         assert bounds[-1][1] == len(costs)
         assert all(first < end for first, end in bounds)
-        cuts = itertools.combinations(range(1, len(costs)), size - 1)
+        cuts = itertools.combinations([i for i in range(1, len(costs)) if i not in joined], size - 1)
         every = ([0, *cut, len(costs)] for cut in cuts)
         best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in every)
         assert max(sum(costs[a:b]) for a, b in bounds) == best
@@ -138,6 +145,20 @@ def test_layers_as_they_are_given(tmp_path: Path) -> None:
             EngineConfig(model_path=tmp_path, **settings).resolved()  # type: ignore[arg-type]
 
 
+def test_layers_that_attend_to_what_another_has_chosen_stay_with_it(tmp_path: Path) -> None:
+    """The third and the fourth one use the second one's choice."""
+    write_safetensors(latent_model("glm_moe_dsa"), tmp_path)
+    with closing(engine_of(tmp_path, 1)) as engine:
+        want = logits_in_steps(engine)
+    with closing(engine_of(tmp_path, 2)) as engine:
+        assert len(engine.executor._cache.shapes) == 3  # type: ignore[attr-defined]
+        assert torch.equal(logits_in_steps(engine), want)
+    with pytest.raises(ConfigError, match="cannot begin with layer 3, which uses what layers before it"):
+        engine_of(tmp_path, 2, pipeline_layers="3,1")
+    with pytest.raises(ConfigError, match="--pipeline 3: the model has 2 layers that 2 more cannot be parted from"):
+        engine_of(tmp_path, 3)
+
+
 @pytest.mark.parametrize(
     ("family", "says"),
     [
@@ -147,7 +168,9 @@ def test_layers_as_they_are_given(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_computed_between_stages(family: str, says: str, tmp_path: Path) -> None:
-    write_safetensors(recurrent_model(family), tmp_path)
+    is_recurrent = family in RECURRENT_TYPES
+    model = recurrent_model(family) if is_recurrent else random_model(family_config(family, 0), seed=1)
+    write_safetensors(model, tmp_path)
     with pytest.raises(UnsupportedError, match=f"model type {family}, {says}"):
         engine_of(tmp_path, 2, pipeline_layers="2,2")
 

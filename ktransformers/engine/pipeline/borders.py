@@ -99,10 +99,8 @@ class _Borders:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bits alike, those of numbers that are none, too."""
-    if one.shape != other.shape:
-        return False
-    bits = [rows.float().cpu().contiguous().view(torch.int32) for rows in (one, other)]
+    """Bits alike, those of numbers that are none, too; however many axes they are on."""
+    bits = [rows.float().cpu().contiguous().view(torch.int32).flatten() for rows in (one, other)]
     return torch.equal(*bits)
 
 

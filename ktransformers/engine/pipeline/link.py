@@ -130,12 +130,16 @@ def joined_stages(numbers: Sequence[int]) -> list[int]:
 
 
 class Incoming(Placeholder):
-    """In the place of the embedding. seen: what it gave last, which has to reach the first layer as it is."""
+    """In the place of the embedding. seen: what it gave last, [1, T, width], which has to reach the first layer so.
 
-    def __init__(self, link: StageLink, embedding: nn.Module):
+    num_streams: of hidden states, side by side.
+    """
+
+    def __init__(self, link: StageLink, embedding: nn.Module, num_streams: int = 1):
         super().__init__()
         self.link, self.seen = link, torch.empty(0)
-        self.weight = torch.empty(embedding.get_parameter("weight").shape, device="meta")  # whose width others ask for
+        rows, width = embedding.get_parameter("weight").shape
+        self.weight = torch.empty(rows, num_streams * width, device="meta")  # whose width others ask for
 
     @override
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -144,7 +148,7 @@ class Incoming(Placeholder):
 
 
 class Outgoing(Placeholder):
-    """In the place of the last norm."""
+    """In the place of the last norm, or of what makes one stream of several, [1, T, streams, H], before it."""
 
     def __init__(self, link: StageLink):
         super().__init__()
@@ -152,5 +156,5 @@ class Outgoing(Placeholder):
 
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        self.link.send(hidden_states)
-        return hidden_states
+        self.link.send(hidden_states.flatten(2))
+        return hidden_states if hidden_states.dim() == 3 else hidden_states[:, :, 0]

@@ -20,7 +20,7 @@ from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.outlook import on_one_thread
 from ktransformers.engine.pipeline.link import StageLink
 from ktransformers.engine.pipeline.nodes import LayerCost, Node, best_split, stage_cost
-from ktransformers.engine.pipeline.stages import cut_stage
+from ktransformers.engine.pipeline.stages import cut_stage, joined_layers
 from ktransformers.engine.planning import Hardware, Planned, Planner
 from ktransformers.errors import CapacityError
 from ktransformers.models.facts import ModelFacts
@@ -73,10 +73,11 @@ def plan_nodes(reopen: Callable[[EngineConfig], OpenedModel], config: EngineConf
     with on_one_thread():
         config = replace(config, use_cuda=None)
         whole = reopen(config)
+        joined = joined_layers(whole)
         costs, first, last = _costs(_planned(whole, Node(_PLENTY)), whole.facts)
         besides = [(0, 0)] * len(nodes)
         for _ in range(_TRIES):
-            bounds = best_split(costs, nodes, first, last, besides)
+            bounds = best_split(costs, nodes, first, last, besides, joined)
             if bounds is None:
                 raise CapacityError(_why_none(costs, nodes, first, last))
             layers = ",".join(str(end - begin) for begin, end in bounds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -119,11 +119,13 @@ def best_split(
     first: int = 0,
     last: LayerCost = LayerCost(0),
     besides: Sequence[tuple[int, int]] = (),
+    joined: Collection[int] = (),
 ) -> list[tuple[int, int]] | None:
     """First layer and end of each stage; None where no cut fits.
 
     first: bytes that the first stage has in RAM besides, of the embedding; last: what the last one has besides.
-    besides: what else each has, in RAM and on a GPU. Raises ConfigError for more nodes than layers.
+    besides: what else each has, in RAM and on a GPU. joined: layers that no stage can begin with.
+    Raises ConfigError for more nodes than layers.
     """
     count = len(nodes)
     if not 1 <= count <= len(costs):
@@ -148,8 +150,9 @@ def best_split(
         """(the slowest of the first `stages`, where the last of them begins), for the layers before end."""
         if stages == 1:
             return seconds(0, 0, end), 0
-        begins = range(stages - 1, end)
-        return min((max(best(stages - 1, begin)[0], seconds(stages - 1, begin, end)), begin) for begin in begins)
+        begins = (begin for begin in range(stages - 1, end) if begin not in joined)
+        parts = ((max(best(stages - 1, begin)[0], seconds(stages - 1, begin, end)), begin) for begin in begins)
+        return min(parts, default=(math.inf, 0))
 
     if math.isinf(best(count, len(costs))[0]):
         return None

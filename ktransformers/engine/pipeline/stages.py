@@ -8,7 +8,8 @@ cannot be cut: the first steps of a loaded stage show it (engine/pipeline/border
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -27,22 +28,60 @@ from ktransformers.operators.layers.observed import layer_list
 from ktransformers.operators.shares import Placeholder
 from ktransformers.weights.cut_source import CutSource
 
-__all__ = ["cut_stage", "layer_costs", "stage_bounds"]
+__all__ = ["cut_stage", "joined_layers", "layer_costs", "stage_bounds"]
 
 _FACTORS = ("embedding_multiplier",)
 """What families multiply embeddings by in the forward of their model: 1 where hidden states come instead."""
+
+_MERGES = ("hc_head",)
+"""What makes one stream of hidden states of several, before the last norm."""
 
 _NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "final_layer_norm", "final_norm", "embedding_norm")
 
 
 class _StageLayers(nn.ModuleList):
-    """A list of layers whose names begin at another number than their indices."""
+    """A list of layers whose names begin at another number than their indices.
 
-    def __init__(self, modules: Iterable[nn.Module] = (), first: int = 0):
+    num_streams: for models that make several streams of the one that they look up, [1, T, streams, H]. What comes in
+    their place is side by side in each, [1, T, streams, streams * H], and is taken apart in front of the first layer
+    while the model runs.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = (), first: int = 0, num_streams: int = 1):
         super().__init__()
-        self.first = first
+        self.first, self._num_streams, self._is_running = first, num_streams, False
         for i, module in enumerate(modules, first):
             self.add_module(str(i), module)
+
+    def run_with(self, model: nn.Module) -> None:
+        """Take streams apart in the forward of `model`, whose layers these are."""
+
+        def sets(is_running: bool) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                self._is_running = is_running
+
+            return hook
+
+        model.register_forward_pre_hook(sets(True))
+        model.register_forward_hook(sets(False), always_call=True)
+
+    def _unfolding(self, layer: nn.Module) -> Callable[..., Any]:
+        def unfolded(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            rows = hidden_states[:, :, 0]
+            return layer(rows.reshape(*rows.shape[:2], self._num_streams, -1), *args, **kwargs)
+
+        return unfolded
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        for i, layer in enumerate(self._modules.values()):
+            yield self._unfolding(layer) if not i and self._is_running else layer
+
+    @override
+    def __getitem__(self, idx: Any) -> Any:
+        """All of them are this list itself, whose streams are taken apart."""
+        is_whole = isinstance(idx, slice) and idx.indices(len(self)) == (0, len(self), 1)
+        return self if is_whole else super().__getitem__(idx)
 
     def _get_abs_string_index(self, idx: Any) -> str:
         index = int(idx)
@@ -63,8 +102,9 @@ class _StageLayers(nn.ModuleList):
         self._modules = {str(i): module for i, module in enumerate(left, self.first)}
 
 
-class _NoHead(Placeholder):
-    """In the place of the head: nobody asks this stage for logits. What stands for them shows what its layers give.
+class _AsItIs(Placeholder):
+    """In the place of the head, and of a norm before it: nobody asks this stage for logits. What stands for them shows
+    what its layers give.
 
     weight: some models ask for its type.
     """
@@ -86,23 +126,42 @@ def layer_costs(opened: OpenedModel) -> list[int]:
     return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
 
 
-def stage_bounds(costs: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """First layer and end of each stage, so that the most expensive one is as cheap as can be.
+def joined_layers(opened: OpenedModel) -> frozenset[int]:
+    """Layers before which no stage can begin: they, or later ones, use what earlier ones have made.
 
-    Raises ConfigError for more stages than layers.
+    These are keys and values that layers share, and positions that the indexer of another layer has chosen.
     """
-    if not 1 <= size <= len(costs):
-        raise ConfigError(f"--pipeline {size}: the model has {len(costs)} layers, and each stage needs one")
+    joined: set[int] = set()
+    for index, layer in enumerate(opened.facts.layers):
+        if layer.shares is not None:
+            joined.update(range(layer.shares + 1, index + 1))
+    for index, module in enumerate(layer_list(opened.model) or ()):
+        if any(getattr(part, "skip_topk", False) for part in module.modules()):
+            joined.add(index)
+    return frozenset(joined)
+
+
+def stage_bounds(costs: Sequence[int], size: int, joined: Collection[int] = ()) -> list[tuple[int, int]]:
+    """First layer and end of each stage, so that the most expensive one is as cheap as can be; none begins at `joined`.
+
+    Raises ConfigError for more stages than there can be.
+    """
+    most = len(costs) - len(joined)
+    if not 1 <= size <= most:
+        together = f" that {len(joined)} more cannot be parted from" if joined else ""
+        raise ConfigError(f"--pipeline {size}: the model has {most} layers{together}, and each stage needs one")
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
 
     @cache
-    def best(count: int, end: int) -> tuple[int, int]:
+    def best(count: int, end: int) -> tuple[float, int]:
         """(the most expensive stage's cost, where the last one begins) of `count` stages for the layers before end."""
         if count == 1:
             return sums[end], 0
-        return min((max(best(count - 1, first)[0], sums[end] - sums[first]), first) for first in range(count - 1, end))
+        firsts = [first for first in range(count - 1, end) if first not in joined]
+        parts = ((max(best(count - 1, first)[0], sums[end] - sums[first]), first) for first in firsts)
+        return min(parts, default=(math.inf, 0))
 
     bounds, end = [], len(costs)
     for count in range(size, 0, -1):
@@ -113,13 +172,19 @@ def stage_bounds(costs: Sequence[int], size: int) -> list[tuple[int, int]]:
 
 
 def _bounds(opened: OpenedModel, size: int) -> list[tuple[int, int]]:
-    costs, given = layer_costs(opened), opened.config.pipeline_layers
+    costs, given, joined = layer_costs(opened), opened.config.pipeline_layers, joined_layers(opened)
     if not given:
-        return stage_bounds(costs, size)
+        return stage_bounds(costs, size, joined)
     counts = parse_layers(given)
     if sum(counts) != len(costs):
         raise ConfigError(f"--pipeline_layers {given} are {sum(counts)} layers, and the model has {len(costs)}")
     ends = list(itertools.accumulate(counts))
+    for first in ends[:-1]:
+        if first in joined:
+            raise ConfigError(
+                f"--pipeline_layers {given}: a stage cannot begin with layer {first}, which uses what layers before it "
+                f"have made; it can with {', '.join(str(i) for i in range(1, len(costs)) if i not in joined) or 'none'}"
+            )
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -130,36 +195,46 @@ def cut_stage(opened: OpenedModel, link: StageLink) -> OpenedModel:
     """
     model: Any = opened.model
     first, end = _bounds(opened, link.size)[link.stage]
+    kind, streams = opened.facts.model_type, opened.facts.num_streams
     layers = layer_list(model)
     assert layers is not None
     if len(layers) != len(opened.facts.layers):
-        raise UnsupportedError(f"--pipeline: layers of model type {opened.facts.model_type} have several caches each")
+        raise UnsupportedError(f"--pipeline: layers of model type {kind} have several caches each")
     facts = _facts(opened.facts, first, end)
     base = next(module for module in model.modules() if getattr(module, "layers", None) is layers)
-    base.layers = _StageLayers(list(layers)[first:end], first)
+    base.layers = _StageLayers(list(layers)[first:end], first, streams)
     for module in base.layers.modules():
         if isinstance(vars(module).get("layer_idx"), int):
             module.layer_idx -= first
-    for module in base.children():
-        if module is not base.layers and "config" in vars(module):  # rotations are made for all kinds of layers
-            vars(module)["config"] = copy(vars(module)["config"])
-    kept = {id(vars(module).get("config")) for module in base.children() if module is not base.layers}
-    for config in {id(one): one for one in _configs(model) if id(one) not in kept}.values():
-        _cut_config(config, len(layers), first, end)
+    _cut_configs(model, base, len(layers), first, end)
     if not link.is_first:
-        model.set_input_embeddings(Incoming(link, model.get_input_embeddings()))
+        model.set_input_embeddings(Incoming(link, model.get_input_embeddings(), streams))
         for name in _FACTORS:
             if hasattr(base, name):
                 setattr(base, name, 1.0)
+        if streams > 1:
+            base.layers.run_with(base)
     if not link.is_last:
-        norm = next((name for name in _NORMS if isinstance(getattr(base, name, None), nn.Module)), None)
-        if norm is None or not hasattr(model, "lm_head"):
-            raise UnsupportedError(
-                f"--pipeline: model type {opened.facts.model_type} has no norm and head of the usual names"
-            )
-        setattr(base, norm, Outgoing(link))
-        model.lm_head = _NoHead()
+        norm, merge = (
+            next((name for name in names if isinstance(getattr(base, name, None), nn.Module)), None)
+            for names in (_NORMS, _MERGES)
+        )
+        if norm is None or not hasattr(model, "lm_head") or (streams > 1 and merge is None):
+            raise UnsupportedError(f"--pipeline: model type {kind} has no norm and head of the usual names")
+        model.lm_head = _AsItIs()
+        setattr(base, norm, _AsItIs())
+        setattr(base, merge if streams > 1 and merge is not None else norm, Outgoing(link))
     return replace(opened, facts=facts, source=CutSource(opened.source, {}, is_whole=False))
+
+
+def _cut_configs(model: nn.Module, base: Any, num_layers: int, first: int, end: int) -> None:
+    """Let configs speak of a stage's layers, but for what is made for all kinds of layers (rotations)."""
+    others = [module for module in base.children() if module is not base.layers and "config" in vars(module)]
+    for module in others:
+        vars(module)["config"] = copy(vars(module)["config"])
+    kept = {id(vars(module)["config"]) for module in others}
+    for config in {id(one): one for one in _configs(model) if id(one) not in kept}.values():
+        _cut_config(config, num_layers, first, end)
 
 
 def _configs(model: nn.Module) -> Iterable[Any]:
@@ -182,13 +257,10 @@ def _cut_config(config: Any, num_layers: int, first: int, end: int) -> None:
 
 
 def _facts(facts: ModelFacts, first: int, end: int) -> ModelFacts:
-    layers = []
-    for layer in facts.layers[first:end]:
-        if layer.shares is not None and layer.shares < first:
-            raise UnsupportedError(
-                f"--pipeline: layers of model type {facts.model_type} use keys of others, which another stage has"
-            )
-        layers.append(layer if layer.shares is None else replace(layer, shares=layer.shares - first))
+    layers = (
+        layer if layer.shares is None else replace(layer, shares=layer.shares - first)
+        for layer in facts.layers[first:end]
+    )
     experts = facts.experts
     if experts is not None:
         experts = replace(experts, top_k=experts.top_k[first:end])
