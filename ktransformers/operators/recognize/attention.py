@@ -152,6 +152,8 @@ def recognize_attention(module: nn.Module) -> GqaSpec:
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if not isinstance(head_dim, int) or children != _PROJECTIONS | set(names) or not own <= {"sinks"}:
         raise Unlike(f"it is made of {', '.join(sorted(children | own))}")
+    if any("weight" not in dict(module.get_submodule(name).named_parameters()) for name in names):
+        raise Unlike("its norms have no weight")
     # Angles are given twice side by side, or once: both are usual.
     return first_of(partial(_asked, module, head_dim, names, copies) for copies in (2, 1))
 

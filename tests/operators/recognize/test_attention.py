@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ktransformers.operators.recognize.attention import GqaSpec, NormPlace, recognize_attention
+from tests.support.family_models import family_config
 from tests.support.recurrent_models import recurrent_config
 from tests.support.tiny_models import tiny_config
 
@@ -76,3 +77,12 @@ def test_clipping_is_seen() -> None:
 def test_others_are_left_alone() -> None:
     assert spec_of("deepseek_v3") is None  # latent attention
     assert recognize_attention(torch.nn.Linear(4, 4)) is None
+
+
+def test_norms_without_weights_are_another_make() -> None:
+    """NanoChat's."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family_config("nanochat", 0))
+    assert recognize_attention(model.model.layers[0].self_attn) is None
