@@ -134,7 +134,7 @@ def _feed_forward(part: _Part, rows: torch.Tensor) -> Addends:
     if isinstance(module, KMoEBlock) and module.device.torch_device == rows.device:
         return module.addends(rows)
     output = module(rows[None])
-    routed: torch.Tensor = output[0] if part.kind is PartKind.IN_TUPLE else output
+    routed: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some blocks give router logits, too
     return Addends(routed.reshape(rows.shape))
 
 
