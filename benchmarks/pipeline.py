@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ktransformers.bench.machine import physical_cores
 from ktransformers.bench.serving import ServingWork, bench_serving
+from ktransformers.config import physical_cores
 
 
 def main() -> None:
@@ -24,6 +24,8 @@ def main() -> None:
     parser.add_argument("--max_tokens", type=int, default=64)
     args = parser.parse_args()
     threads = physical_cores()
+    if not 2 <= args.stages <= threads:
+        parser.error(f"--stages must be from 2 to the {threads} cores, of which each has its own")
     shape = (args.concurrency, args.prompt_len, args.max_tokens, 1)
     works = [
         ServingWork(args.model, *shape, cpu_infer=threads),

@@ -113,6 +113,12 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         default=config.self_check,
         help="compare a model of a family that no test covers with transformers while loading (on)",
     )
+    _add_division_flags(group, config)
+    add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
+
+
+def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig) -> None:
+    """How a model is divided over processes. config: with the defaults."""
     group.add_argument(
         "--tensor_parallel",
         type=int,
@@ -146,7 +152,6 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         metavar="FILE",
         help="with --stage_hosts: the secret that these machines have, too",
     )
-    add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
 
 def add_tier_flags(group: argparse._ActionsContainer) -> None:

@@ -168,7 +168,7 @@ class SharedPages(CachePlan[PagedCache]):
             if state_shapes(shapes) and not self.states:
                 raise UnsupportedError("layers keep a state, and the last stage, which counts them, has none of them")
             return self.states
-        if not self.has_states or state_shapes(shapes):
+        if not self.has_states or state_shapes(shapes):  # a class with slots is made twice: super() knows the first
             return super(SharedPages, self).num_states(shapes, num_slots, config)
         return self.max_batch_size + (LEAST_SNAPSHOTS if config.prefix_cache else 0)  # what they take is not known here
 

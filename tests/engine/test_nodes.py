@@ -42,13 +42,15 @@ def test_the_cut_is_the_best_there_is() -> None:
             for _ in range(draw.randint(1, 4))
         ]
         first, last = draw.randint(0, 5), LayerCost(draw.randint(0, 5), 0, draw.random())
-        cuts = itertools.combinations(range(1, len(costs)), len(nodes) - 1)
-        best = min(slowest(costs, nodes, first, last, cut) for cut in cuts)
-        got = best_split(costs, nodes, first, last)
+        joined = {i for i in range(1, len(costs)) if draw.random() < 0.2}
+        cuts = itertools.combinations([i for i in range(1, len(costs)) if i not in joined], len(nodes) - 1)
+        best = min((slowest(costs, nodes, first, last, cut) for cut in cuts), default=math.inf)
+        got = best_split(costs, nodes, first, last, joined=joined)
         num_none += got is None
         assert (got is None) == math.isinf(best)
         if got is not None:
             assert (got[0][0], got[-1][1]) == (0, len(costs))
+            assert not joined & {begin for begin, _ in got}
             assert slowest(costs, nodes, first, last, tuple(begin for begin, _ in got[1:])) == best
     assert 40 < num_none < 360
 

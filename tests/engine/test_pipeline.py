@@ -19,18 +19,18 @@ from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.opened import open_model
 from ktransformers.engine.pipeline.link import StageLink, gpu_number, joined_stages
-from ktransformers.engine.pipeline.stages import cut_stage, stage_bounds
+from ktransformers.engine.pipeline.stages import cut_stage, joined_layers, stage_bounds
 from ktransformers.engine.ranks.ranks import Leader
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.cut_models import HARDWARE
 from tests.support.fake_gpus import fake_hardware
-from tests.support.family_models import family_config
+from tests.support.family_models import family_model
 from tests.support.gpu_engines import step_row
 from tests.support.latent_models import latent_model
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
-from tests.support.tiny_models import random_model, tiny_model, write_safetensors
+from tests.support.tiny_models import tiny_model, write_safetensors
 
 PERIODIC = ("gpt_oss", "gemma2", "gemma3_text", "deepseek_v4")  # each of their two layers is of a kind of its own
 IDS = [3 + 7 * i % 90 for i in range(19)]
@@ -159,6 +159,14 @@ def test_layers_that_attend_to_what_another_has_chosen_stay_with_it(tmp_path: Pa
         engine_of(tmp_path, 3)
 
 
+def test_layers_that_share_keys_stay_with_their_owner(tmp_path: Path) -> None:
+    """The third of four uses those of the first, and the fourth those of the second: nothing can be cut there."""
+    write_safetensors(family_model("gemma3n_text", 0), tmp_path)
+    opened = open_model(EngineConfig(model_path=tmp_path))
+    assert [layer.shares for layer in opened.facts.layers] == [None, None, 0, 1]
+    assert joined_layers(opened) == {1, 2, 3}
+
+
 @pytest.mark.parametrize(
     ("family", "says"),
     [
@@ -168,9 +176,7 @@ def test_layers_that_attend_to_what_another_has_chosen_stay_with_it(tmp_path: Pa
     ],
 )
 def test_what_is_computed_between_stages(family: str, says: str, tmp_path: Path) -> None:
-    is_recurrent = family in RECURRENT_TYPES
-    model = recurrent_model(family) if is_recurrent else random_model(family_config(family, 0), seed=1)
-    write_safetensors(model, tmp_path)
+    write_safetensors(recurrent_model(family), tmp_path)
     with pytest.raises(UnsupportedError, match=f"model type {family}, {says}"):
         engine_of(tmp_path, 2, pipeline_layers="2,2")
 

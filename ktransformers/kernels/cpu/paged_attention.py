@@ -102,6 +102,7 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     seqs, lens = row_numbers("seq_ids", seq_ids, num_rows), row_numbers("kv_lens", kv_lens, num_rows)
     both_scales = _check_both_scales(scales, k_cache, v_cache)
     result = output(out, (num_rows, num_heads, dim_v), q)
+    rule = float(scale), float(softcap), window, is_chunked, 0 if sinks is None else sinks.data_ptr(), bf16_products
     extension.attention(
         pool.handle,
         q.data_ptr(),
@@ -116,11 +117,6 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
         (block_table.shape[0], block_table.shape[1], block_table.stride(0), page_size),
         seqs.data_ptr(),
         lens.data_ptr(),
-        float(scale),
-        float(softcap),
-        window,
-        is_chunked,
-        0 if sinks is None else sinks.data_ptr(),
-        bf16_products,
+        *rule,
     )
     return result

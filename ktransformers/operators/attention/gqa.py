@@ -95,20 +95,9 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     if selection is not None:
         given = rows[0], (keys, values), scales, selection, scale, context.pool
         return _attend_to_chosen(*given, shape.bf16_products)[None], None
-    out = cpu.attention(
-        rows[0].contiguous(),
-        keys,
-        values,
-        context.block_table,
-        context.page_size,
-        context.seq_ids,
-        context.kv_lens,
-        scale,
-        context.pool,
-        scales=scales,
-        bf16_products=shape.bf16_products,
-        **options,
-    )
+    places = context.block_table, context.page_size, context.seq_ids, context.kv_lens
+    options |= {"scales": scales, "bf16_products": shape.bf16_products}
+    out = cpu.attention(rows[0].contiguous(), keys, values, *places, scale, context.pool, **options)
     return out[None], None
 
 
