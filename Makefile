@@ -31,7 +31,9 @@ chat: $(VENV)/.installed
 serve: $(VENV)/.installed
 	@exec $(BIN)/ktransformers serve $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
+# A test that hangs fails, and says where; the others go on.
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20 \
+	--timeout=600 --timeout-method=signal
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) $(ARGS)

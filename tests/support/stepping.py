@@ -10,20 +10,24 @@ from ktransformers.engine.batch_loop import BatchLoop
 
 
 class Stepping:
-    """num_steps: until `go_on`."""
+    """num_steps: until `more` or `go_on`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_steps: int):
-        self._left, self._going = num_steps, threading.Event()
+        self._allowed, self._taken, self._going = num_steps, 0, threading.Event()
         step = BatchLoop._step
 
         def counted(loop: BatchLoop) -> None:
-            if self._left > 0 or self._going.is_set():
-                self._left -= 1
+            if self._taken < self._allowed or self._going.is_set():
+                self._taken += 1
                 step(loop)
             else:
                 self._going.wait(0.001)  # until the next look at the commands
 
         monkeypatch.setattr(BatchLoop, "_step", counted)
+
+    def more(self, num_steps: int) -> None:
+        """Beside those that were allowed before, taken or not."""
+        self._allowed += num_steps
 
     def go_on(self) -> None:
         self._going.set()

@@ -6,7 +6,9 @@ import importlib
 import json
 import logging
 import os
+import queue
 import sys
+import threading
 from functools import reduce
 from typing import Any, BinaryIO
 
@@ -18,7 +20,7 @@ from ktransformers.engine.cache_plan import SharedPages
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.engine.ranks.messages import Begin, Captured, Failed, Loaded, Start, Step, decode, encode
 from ktransformers.engine.ranks.ranks import Follower
-from ktransformers.errors import EngineError, KTransformersError
+from ktransformers.errors import KTransformersError, reason_of
 from ktransformers.logs import set_up_logging
 
 __all__ = ["main"]
@@ -27,23 +29,36 @@ logger = logging.getLogger(__name__)
 
 
 class _Pipes:
-    """To the leader and from it. Whatever else this process prints goes to standard error."""
+    """To the leader and from it. Whatever else this process prints goes to standard error.
+
+    Messages are taken in at once, by a thread: a leader that waits until a step of many tokens is read does not take
+    the hidden states that this process waits to hand over. Without its leader the process ends, whatever it is doing.
+    """
 
     def __init__(self) -> None:
-        self._in: BinaryIO = sys.stdin.buffer
+        self._in: BinaryIO = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
         self._out: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL writes there by itself
+        self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._take_in, name="leader", daemon=True).start()
+
+    def _take_in(self) -> None:
+        try:
+            while (data := read_frame(self._in)) is not None:
+                self._frames.put(data)
+            logger.debug("the leader is gone")
+        except OSError as error:
+            logger.debug("the connection to the leader is gone: %s", reason_of(error))
+        logging.shutdown()
+        os._exit(0)
 
     def read(self, kind: Any) -> Any:
-        """The next message; None when the leader is gone."""
-        data = read_frame(self._in)
-        return None if data is None else decode(data, kind)
+        """The next message."""
+        return decode(self._frames.get(), kind)
 
     def begin(self) -> Begin:
-        """What comes behind Loaded. Raises EngineError when the leader is gone."""
-        begin: Begin | None = self.read(Begin)
-        if begin is None:
-            raise EngineError("the leader is gone")
+        """What comes behind Loaded."""
+        begin: Begin = self.read(Begin)
         return begin
 
     def say(self, message: Loaded | Captured | Failed) -> None:
@@ -74,20 +89,18 @@ def _build(start: Start, pipes: _Pipes) -> Part:
 
 @torch.inference_mode()
 def main() -> int:
-    """The process. Returns its exit code: 1 when the leader was told that it cannot load."""
+    """The process. Returns 1 when the leader was told that it cannot load, and else ends with the leader."""
     become("kt-rank")
     follow_parent()
     pipes = _Pipes()
-    start: Start | None = pipes.read(Start)
-    if start is None:
-        return 0
+    start: Start = pipes.read(Start)
     set_up_logging(start.log_level, start.name, with_time=True)
     try:
         part = _build(start, pipes)
     except KTransformersError as error:
         pipes.say(Failed(type(error).__name__, str(error)))
         return 1
-    while (step := pipes.read(Step)) is not None:
+    while True:
+        step: Step = pipes.read(Step)
         token_ids, positions, context, keep = step.inputs(part.cache, part.pool)
         part.runner.follow(token_ids, positions, context, keep, is_padded=step.is_padded)
-    return 0
