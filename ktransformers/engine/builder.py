@@ -183,7 +183,8 @@ def build_paged_engine(
 def build_follower(opened: OpenedModel, follower: Follower, hardware: Hardware, cache_plan: SharedPages) -> Part:
     """One process's part of a model that is cut. Errors as `build_engine`."""
     built = _build(opened, cache_plan, hardware, None, None, follower)
-    return Part(ModelRunner(built.forward, built.decode), built.cache, built.forward.pool)
+    runner = ModelRunner(built.forward, built.decode, hand_over=follower.hand_over())
+    return Part(runner, built.cache, built.forward.pool)
 
 
 @dataclass(frozen=True, slots=True)

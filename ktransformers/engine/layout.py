@@ -82,6 +82,24 @@ class StepLayout:
                 beside.check()
 
     @property
+    def is_heard(self) -> bool:
+        """Whether a step leaves more on the host than its results."""
+        devices = self.devices
+        return any(one.usages or one.expert_streams() or one.besides or one.followers for one in devices)
+
+    def wait(self) -> None:
+        """Until the last device is through with the step."""
+        if self.last.torch_device.type == "cuda":
+            torch.cuda.current_stream(self.last.torch_device).synchronize()
+
+    def finish(self, num_rows: int) -> None:
+        """A step of so many rows is over. Raises EngineError when experts failed on the CPU in it."""
+        self.settle()
+        self.check_experts()
+        for follower in self.followers:
+            follower.finished(num_rows)
+
+    @property
     def followers(self) -> list[Follower]:
         """What follows steps on all devices."""
         return [follower for device in self.devices for follower in device.followers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -31,7 +31,8 @@ class ModelRunner:
 
     decode: how steps that can be replayed run on GPUs; like all others when None. tap: for the hidden states behind the
     logits. tell: what is told of each step before it runs, where other processes have to run it, too. begins_ahead:
-    whether these may begin steps while this one runs others: they are stages before it.
+    whether these may begin steps while this one runs others: they are stages before it. hand_over: called with the rows
+    of each step that this process follows, for a stage that gives hidden states to the next one.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class ModelRunner:
         tell: StepTeller | None = None,
         *,
         begins_ahead: bool = False,
+        hand_over: Callable[[int], None] | None = None,
     ):
-        self._tell, self._is_apart = tell, False
+        self._tell, self._is_apart, self._hand_over = tell, False, hand_over
         self.begins_ahead, self._num_begun = begins_ahead, 0
         self._pass, self._decode = forward_pass, decode
         self.model, self.pool = forward_pass.model, forward_pass.pool
@@ -94,10 +96,7 @@ class ModelRunner:
                 on_device = forward.run(inputs)
             self._fetch(len(token_ids))
             logits = on_device.to("cpu", torch.float32)
-        layout.settle()
-        layout.check_experts()
-        for follower in layout.followers:
-            follower.finished(len(token_ids))
+        layout.finish(len(token_ids))
         if profile is not None:
             profile.finish(len(token_ids))
         self._is_apart = False
@@ -113,13 +112,43 @@ class ModelRunner:
         *,
         is_padded: bool,
     ) -> None:
-        """Launch a step of the process that leads, whose results that one has. is_padded: as it is there."""
-        if self._pass.layout is None:
+        """Launch a step of the process that leads, whose results that one has.
+
+        is_padded: as it is there; stages find out for themselves.
+        """
+        if self._hand_over is not None:
+            self._follow_and_hand_over(self._hand_over, token_ids, positions, context, keep)
+        elif self._pass.layout is None:
             self._pass.on_cpu(token_ids, positions, context, keep)
         elif is_padded and self._decode is not None:
             self._decode.launch(token_ids, positions, context, keep)
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
+
+    def _follow_and_hand_over(
+        self,
+        hand_over: Callable[[int], None],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+    ) -> None:
+        """As a step of one process, but that hidden states go to the next stage, and no logits anywhere."""
+        layout, rows = self._pass.layout, len(token_ids)
+        if layout is None:
+            self._pass.on_cpu(token_ids, positions, context, keep)
+            hand_over(rows)
+            return
+        if self._decode is not None and self._decode.takes(context, len(keep)):
+            self._decode.launch(token_ids, positions, context, keep)
+        else:
+            self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
+        self._fetch(rows)
+        if layout.is_heard:
+            layout.wait()
+        hand_over(rows)
+        if layout.is_heard:
+            layout.finish(rows)
 
     def begin(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor

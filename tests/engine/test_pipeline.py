@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.builder import PagedEngine, build_engine, build_follower, build_paged_engine
+from ktransformers.engine.cache_plan import SharedPages
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.opened import open_model
 from ktransformers.engine.pipeline.link import StageLink, gpu_number, joined_stages
 from ktransformers.engine.pipeline.stages import cut_stage, joined_layers, stage_bounds
-from ktransformers.engine.ranks.ranks import Leader
+from ktransformers.engine.ranks.messages import Begin, Captured, Start
+from ktransformers.engine.ranks.ranks import Follower, Leader
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.cut_models import HARDWARE
-from tests.support.fake_gpus import fake_hardware
+from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.family_models import family_model
 from tests.support.gpu_engines import step_row
 from tests.support.latent_models import latent_model
@@ -90,6 +93,34 @@ def test_stages_on_gpus(model_type: str, tmp_path: Path) -> None:
         want = logits_in_steps(engine)
     with closing(engine_of(tmp_path, 2, on_gpu=True)) as engine:
         assert (logits_in_steps(engine) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two stages, its neighbour's ears in place of gloo; against transformers' hidden states."""
+    model = tiny_model("qwen3_moe", seed=1)
+    write_safetensors(model, tmp_path)
+    with torch.no_grad():
+        want = model(torch.tensor([IDS]), output_hidden_states=True).hidden_states[1]
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(StageLink, "meet", lambda *args: None)
+    monkeypatch.setattr(distributed, "send", lambda rows, to, group: given.append(rows.clone()))
+    config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
+    graphs, said = FakeGraphs(), list[Any]()
+    follower = Follower(
+        Start(1, "stage 1", config, 8, 4, 0, HARDWARE, "error"), lambda: Begin("", [], False), said.append
+    )
+    hardware = fake_hardware(graphs=graphs, graph_rows=(16,))
+    part = build_follower(open_model(config), follower, hardware, SharedPages(8, 4))
+    for at, replays in (((0, 9), 1), ((9, 16), 2), ((16, 17), 3), ((17, 18), 4), ((18, 19), 5)):
+        ids, table = IDS[slice(*at)], [np.arange(4, dtype=np.int32)]
+        row = step_row(1, ids, at[0], [0, 1, 2, 3], read_slot=-1, write_slot=0)
+        positions, context = paged_context(part.cache, part.pool, [row], table)
+        part.runner.follow(torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1]), is_padded=False)
+        assert graphs.replays == replays
+        assert given[-1].shape == (1, len(ids), want.shape[-1])
+    follower.close()
+    assert (torch.cat(given, 1) - want).abs().max() <= 1e-4 * want.abs().max()
+    assert said[-1] == Captured([(16, 4), (4, 4), (2, 2), (1, 1)])
 
 
 def test_steps_that_no_pipe_holds(tmp_path: Path) -> None:

@@ -28,12 +28,16 @@ _SECONDS = 1800.0
 class StageLink:
     """Between this stage and its neighbours. stage: its number, of `size`; the last one leads, and is rank 0.
 
-    seed: of hidden states that nobody has computed.
+    seed: of hidden states that nobody has computed. replayed_rows: most rows of steps that are replayed, whose hidden
+    states are kept in memory of their own: the model that keeps them runs only while its graphs are captured.
     """
 
     def __init__(self, stage: int, size: int):
         self.stage, self.size = stage, size
         self._is_met, self.seed = False, 0
+        self.replayed_rows = 0
+        self._replayed: torch.Tensor | None = None  # fp32 [1, replayed_rows, width]
+        self._kept = torch.empty(0)  # of a step of more rows
         self._device = torch.device("cpu")
         self._groups: dict[int, Any] = {}  # of NCCL, by the stage that gives, where both are on GPUs
 
@@ -99,12 +103,27 @@ class StageLink:
         distributed.recv(rows, self._rank(self.stage - 1), group=group)
         return rows
 
-    def send(self, rows: torch.Tensor) -> None:
-        """Hand rows [1, T, H] to the next stage."""
-        if self._is_met:
-            group = self._groups.get(self.stage)
-            where = torch.device("cpu") if group is None else self._device
-            distributed.send(rows.to(where, torch.float32).contiguous(), self._rank(self.stage + 1), group=group)
+    def keep(self, rows: torch.Tensor) -> None:
+        """Hidden states of a step, [1, T, width], which `hand_over` gives away."""
+        count = rows.shape[1]
+        if count > self.replayed_rows:
+            self._kept = rows
+            return
+        if self._replayed is None:  # before anything is captured: what is captured runs once before
+            shape = (1, self.replayed_rows, rows.shape[2])
+            self._replayed = torch.empty(shape, dtype=torch.float32, device=rows.device)
+        self._replayed[:, :count].copy_(rows)
+
+    def hand_over(self, num_rows: int) -> None:
+        """Give the first rows of the last step, which may be padded, to the next stage."""
+        group = self._groups.get(self.stage)
+        if num_rows > self.replayed_rows or self._replayed is None:
+            rows, self._kept = self._kept, torch.empty(0)
+        else:
+            rows = self._replayed
+        where = torch.device("cpu") if group is None else self._device
+        rows = rows[:, :num_rows].to(where, torch.float32).contiguous()
+        distributed.send(rows, self._rank(self.stage + 1), group=group)
 
     def part(self) -> None:
         """Leave the others."""
@@ -148,7 +167,10 @@ class Incoming(Placeholder):
 
 
 class Outgoing(Placeholder):
-    """In the place of the last norm, or of what makes one stream of several, [1, T, streams, H], before it."""
+    """In the place of the last norm, or of what makes one stream of several, [1, T, streams, H], before it.
+
+    Who runs the model has the link hand over what this keeps.
+    """
 
     def __init__(self, link: StageLink):
         super().__init__()
@@ -156,5 +178,5 @@ class Outgoing(Placeholder):
 
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        self.link.send(hidden_states.flatten(2))
+        self.link.keep(hidden_states.flatten(2))
         return hidden_states if hidden_states.dim() == 3 else hidden_states[:, :, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +40,14 @@ class Division(Protocol):
         """Wait for the others. place: a file, or tcp://HOST:PORT. device: of this one's results."""
         ...
 
+    def will_replay(self, most_rows: int) -> None:
+        """Steps of up to so many rows are captured from now on."""
+        ...
+
+    def hand_over(self) -> Callable[[int], None] | None:
+        """What is called behind each step with its number of rows, if this process has something to give away."""
+        ...
+
     def leave(self) -> None:
         """Be on its own again."""
         ...
@@ -63,6 +72,14 @@ class TensorDivision(Division):
     @override
     def meet(self, place: str, device: torch.device) -> None:
         self._group.meet(Path(place), device)
+
+    @override
+    def will_replay(self, most_rows: int) -> None:
+        pass
+
+    @override
+    def hand_over(self) -> Callable[[int], None] | None:
+        return None
 
     @override
     def leave(self) -> None:
@@ -94,6 +111,14 @@ class PipelineDivision(Division):
     @override
     def meet(self, place: str, device: torch.device) -> None:
         self._link.meet(place, device)
+
+    @override
+    def will_replay(self, most_rows: int) -> None:
+        self._link.replayed_rows = most_rows
+
+    @override
+    def hand_over(self) -> Callable[[int], None] | None:
+        return None if self._link.is_last else self._link.hand_over
 
     @override
     def leave(self) -> None:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from ktransformers.child import framed
 from ktransformers.config import EngineConfig, parse_hosts
+from ktransformers.engine.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.decode_inputs import StepSize
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.planning import Hardware
@@ -305,7 +306,15 @@ class Follower(Ranks):
         self._say(Loaded(self._settled.num_slots, self._settled.num_states))
         begin = self._hear()
         self._division.meet(begin.place, device)
-        return [StepSize(rows, seqs) for rows, seqs in begin.sizes], begin.is_captured
+        if self._division.is_uniform:
+            return [StepSize(rows, seqs) for rows, seqs in begin.sizes], begin.is_captured
+        if is_captured:
+            self._division.will_replay(max([MAX_GRAPH_ROWS, *(size.rows for size in sizes)]))
+        return sizes, is_captured
+
+    def hand_over(self) -> Callable[[int], None] | None:
+        """See Division."""
+        return self._division.hand_over()
 
     @override
     def captured(self, sizes: Sizes) -> None:
