@@ -61,6 +61,7 @@ __all__ = [
     "ServiceError",
     "SessionFileError",
     "SlowReaderError",
+    "StageLostError",
     "TensorMismatchError",
     "UnknownIdError",
     "UnsupportedError",
@@ -169,6 +170,10 @@ class KernelError(KTransformersError, RuntimeError):
 
 class EngineError(KTransformersError, RuntimeError):
     """The engine failed while it computed an answer, or its process is gone for good."""
+
+
+class StageLostError(EngineError):
+    """A stage of a divided model is gone, and the steps under way with it. Another one may take its place."""
 
 
 class ServiceError(KTransformersError):

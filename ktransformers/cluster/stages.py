@@ -1,7 +1,7 @@
 """Stages of one replica on other nodes: an actor in each further bundle of its placement group, which runs an agent.
 
-The replica's engine leads and connects to the agents (engine/ranks/agent.py). A stage whose process dies is started
-anew by its agent when the engine is; an actor that dies, with its node for example, takes the replica with it: Serve
+The replica's engine leads and connects to the agents (engine/ranks/agent.py). A stage whose process dies is
+replaced by another one of its agent; an actor that dies, with its node for example, takes the replica with it: Serve
 places a new one, and its answers go on there.
 """
 

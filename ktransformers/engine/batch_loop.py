@@ -30,7 +30,7 @@ from ktransformers.engine.profiled import model_meta
 from ktransformers.engine.saved_session import SavedSession, read_saved, write_saved
 from ktransformers.engine.session_fetch import take_pages
 from ktransformers.engine.session_store import PageStore
-from ktransformers.errors import ConfigError, EngineError, KTransformersError
+from ktransformers.errors import ConfigError, EngineError, KTransformersError, StageLostError
 from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.profiling.recorder import open_recorder
 from ktransformers.scheduler.config import SchedulerConfig
@@ -459,6 +459,11 @@ class BatchLoop:
                 reader.began = now
         try:
             result = self.engine.executor.execute(plan)
+        except StageLostError as error:
+            logger.warning("%s; answers go on once another one is there", error)
+            self.engine.executor.mend()
+            self._scheduler.engine_lost()
+            return
         except Exception as error:  # whatever a kernel or torch raises must reach the readers, and the log
             logger.exception("a step failed: the answers that were in it end here, all others go on")
             self._lose(plan, error)

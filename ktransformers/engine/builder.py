@@ -44,7 +44,8 @@ from ktransformers.engine.pipeline.borders import check_borders
 from ktransformers.engine.planning import Hardware, Planned, Planner
 from ktransformers.engine.prefill import open_prefills
 from ktransformers.engine.ranks.division import division_of, num_processes
-from ktransformers.engine.ranks.ranks import Alone, Follower, Leader, Ranks, Settled, made_of
+from ktransformers.engine.ranks.leader import Leader, made_of
+from ktransformers.engine.ranks.ranks import Alone, Follower, Ranks, Settled
 from ktransformers.engine.ready import forget_positions, prepare_decode
 from ktransformers.engine.rehearsal import Extent
 from ktransformers.engine.runner import ModelRunner, StaticRunner
@@ -172,12 +173,18 @@ def build_paged_engine(
         eos_token_ids=model.eos_token_ids,
     )
     executor.new_runtime, executor.take_hot = lambda: StepRuntime(runner), built.hot.take
+    executor.mend_model = lambda: _mend(ranks, runner)
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identity.digest) or (None, None)
     return PagedEngine(
         built.config, plan, model, pool, built.identity, executor, cache, interval, tiers, hot=built.hot, ranks=ranks
     )
+
+
+def _mend(ranks: Ranks, runner: ModelRunner) -> None:
+    ranks.mend()
+    runner.mended()
 
 
 def build_follower(opened: OpenedModel, follower: Follower, hardware: Hardware, cache_plan: SharedPages) -> Part:

@@ -132,13 +132,14 @@ class PagedExecutor:
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
     between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
-    take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step.
+    take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see Ranks.mend.
     """
 
     recorder: Recorder | None = None
     tiers: TieredCache | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
+    mend_model: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -173,8 +174,17 @@ class PagedExecutor:
         if self.tiers is not None:
             self.tiers.reset()
 
+    def mend(self) -> None:
+        """After a StageLostError: the model is whole again, and all runs are forgotten. Raises EngineError where it
+        cannot be."""
+        self.mend_model()
+        self.reset()
+
     def begin(self, plan: StepPlan) -> None:
-        """Let the stages before this one, if there are any, compute the step already. To be called in order."""
+        """Let the stages before this one, if there are any, compute the step already. To be called in order.
+
+        Raises StageLostError.
+        """
         if self._runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
             made = self._inputs(plan)
             self._runner.begin(made.token_ids, made.positions, made.context, made.keep)
@@ -192,7 +202,10 @@ class PagedExecutor:
         return _Inputs(kept, torch.from_numpy(token_ids), positions, context, keep)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step."""
+        """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step.
+
+        Raises StageLostError where `mend` helps.
+        """
         began_ns = time.monotonic_ns()
         for run_id in plan.ended:
             self._runs.pop(run_id, None)

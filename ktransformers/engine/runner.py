@@ -158,6 +158,10 @@ class ModelRunner:
         self._tell(token_ids, positions, context, keep, False)
         self._num_begun += 1
 
+    def mended(self) -> None:
+        """All processes are there again, and none has a step under way."""
+        self._is_apart, self._num_begun = False, 0
+
     def _begin_step(
         self,
         token_ids: torch.Tensor,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,17 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine, build_engine, build_follower, build_paged_engine
 from ktransformers.engine.cache_plan import SharedPages
 from ktransformers.engine.context import paged_context
+from ktransformers.engine.llm import LLM
 from ktransformers.engine.opened import open_model
 from ktransformers.engine.pipeline.link import StageLink, gpu_number, joined_stages
 from ktransformers.engine.pipeline.stages import cut_stage, joined_layers, stage_bounds
+from ktransformers.engine.ranks.leader import Leader
 from ktransformers.engine.ranks.messages import Begin, Captured, Start
-from ktransformers.engine.ranks.ranks import Follower, Leader
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.engine.ranks.ranks import Follower
+from ktransformers.errors import ConfigError, StageLostError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.cut_models import HARDWARE
+from tests.support.demo import DEMO_GGUF
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.family_models import family_model
 from tests.support.gpu_engines import step_row
@@ -287,20 +289,40 @@ def test_settings_that_contradict_it(tmp_path: Path) -> None:
             EngineConfig(model_path=tmp_path, **settings).resolved()  # type: ignore[arg-type]
 
 
-def test_a_stage_that_dies(tmp_path: Path) -> None:
-    write_safetensors(tiny_model("llama", seed=1), tmp_path)
-    told, has_died = [], threading.Event()
+def test_a_stage_that_dies_is_replaced_alone(tmp_path: Path) -> None:
+    """Between two steps and while steps are under way; the other stages keep their processes."""
+    write_safetensors(tiny_model("llama", seed=1, num_hidden_layers=3), tmp_path)
+    with closing(engine_of(tmp_path, 1)) as engine:
+        want = logits_in_steps(engine)
+    config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=3, self_check=False)
+    ranks = Leader(config)
+    with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)) as engine:
+        assert torch.equal(logits_in_steps(engine), want)
+        for lost in (0, 1):
+            before = [peer.process for peer in ranks._crew.peers]  # type: ignore[attr-defined]
+            before[lost].kill()
+            before[lost].wait()
+            with pytest.raises(StageLostError):
+                logits_in_steps(engine)
+            engine.executor.mend()
+            after = [peer.process for peer in ranks._crew.peers]  # type: ignore[attr-defined]
+            assert [old is new for old, new in zip(before, after, strict=True)] == [i != lost for i in range(2)]
+            assert torch.equal(logits_in_steps(engine), want)
 
-    def on_death(message: str) -> None:
-        told.append(message)
-        has_died.set()
 
-    config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2)
-    ranks = Leader(config, None, on_death=on_death)
-    with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)):
-        ranks._children[0].process.kill()
-        assert has_died.wait(60)
-        assert told == ["the process of stage 1 has ended with -9"]
+def test_answers_of_llm_go_on_when_a_stage_dies() -> None:
+    prompts = ["Once upon a time", "What is 17 + 25?", "Reverse the word: kernel"]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
+    with LLM(DEMO_GGUF, cache_lens=512, cpu_infer=1) as llm:
+        want = [output.token_ids for output in llm.generate(prompts, params)]
+    with LLM(DEMO_GGUF, cache_lens=512, cpu_infer=1, pipeline=2) as llm:
+        streams = [llm.stream(prompt, params) for prompt in prompts]
+        got = [[next(stream).token_id for _ in range(5)] for stream in streams]
+        ranks: Any = llm._batches.engine.ranks  # type: ignore[union-attr]
+        ranks._crew.peers[0].process.kill()
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens += [event.token_id for event in stream]
+    assert [tuple(tokens) for tokens in got] == want
 
 
 def test_layers_keep_their_names(tmp_path: Path) -> None:

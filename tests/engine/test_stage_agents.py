@@ -18,8 +18,8 @@ from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.builder import build_paged_engine
 from ktransformers.engine.pipeline.network import local_address, local_interface
 from ktransformers.engine.ranks.agent import StageAgent, connect, read_secret
-from ktransformers.engine.ranks.ranks import Leader
-from ktransformers.errors import ConfigError, EngineError
+from ktransformers.engine.ranks.leader import Leader
+from ktransformers.errors import ConfigError, EngineError, StageLostError
 from tests.engine.test_pipeline import logits_in_steps
 from tests.support.tiny_models import tiny_model, write_safetensors
 
@@ -66,6 +66,7 @@ def test_stages_elsewhere_compute_what_one_process_does(num_stages: int, tmp_pat
 
 
 def test_a_stage_elsewhere_that_dies(tmp_path: Path) -> None:
+    """Its agent starts another one; without the agent that is the end."""
     model = tmp_path / "model"
     write_safetensors(tiny_model("llama", seed=1), model)
     told: list[str] = []
@@ -78,11 +79,25 @@ def test_a_stage_elsewhere_that_dies(tmp_path: Path) -> None:
     with agent() as one:
         config = config_of(model, [one], tmp_path)
         ranks = Leader(config, None, on_death=on_death)
-        with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)):
+        with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)) as engine:
+            want = logits_in_steps(engine)
             assert one._process is not None
             one._process.kill()
+            one._process.wait()
+            with pytest.raises(StageLostError):
+                logits_in_steps(engine)
+            engine.executor.mend()
+            assert torch.equal(logits_in_steps(engine), want)
+            assert not told
+            one.close()  # which ends its process, too
             assert has_died.wait(60)
-        assert told == [f"the process of stage 1 at 127.0.0.1:{one.port} has ended, or the connection to it"]
+            with pytest.raises(EngineError, match="no other one can start"):
+                engine.executor.mend()
+        where = f"127.0.0.1:{one.port}"
+        assert told == [
+            f"the process of stage 1 at {where} has ended, or the connection to it, and no other one can start: "
+            f"no stage at {where} (Connection refused): run `ktransformers stage` there"
+        ]
 
 
 def test_who_knows_the_secret_gets_a_process() -> None:

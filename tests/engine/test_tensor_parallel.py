@@ -14,7 +14,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.opened import open_model
-from ktransformers.engine.ranks.ranks import Leader
+from ktransformers.engine.ranks.leader import Leader
 from ktransformers.engine.tensor_parallel.cut import cut_model
 from ktransformers.engine.tensor_parallel.group import TensorGroup
 from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError, UnsupportedError

@@ -46,6 +46,9 @@ class Executor:
     def begin(self, plan: StepPlan) -> None:
         pass
 
+    def mend(self) -> None:
+        raise AssertionError("it has no stages")
+
     def execute(self, plan: StepPlan) -> StepResult:
         self._starts |= {start.run_id: start for start in plan.starts}
         began, recorder = time.monotonic_ns(), self.recorder
@@ -147,6 +150,9 @@ class Hanging(Executor):
     """Never finishes its sixth step."""
 
     num_steps = 0
+
+    def mend(self) -> None:
+        raise AssertionError("it has no stages")
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1

@@ -7,7 +7,8 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import distributed, nn
 from typing_extensions import override
 
 from ktransformers.engine.pipeline.network import local_interface
+from ktransformers.errors import StageLostError
 from ktransformers.operators.shares import Placeholder
 
 __all__ = ["Incoming", "Outgoing", "StageLink", "gpu_number", "joined_stages"]
@@ -76,6 +78,11 @@ class StageLink:
         self._join_gpus(device)
         self._is_met = True
 
+    @property
+    def has_gpu_groups(self) -> bool:
+        """Whether hidden states of this stage go from GPU to GPU, where nothing can take back what waits."""
+        return bool(self._groups)
+
     def _join_gpus(self, device: torch.device) -> None:
         """Groups of NCCL for neighbours whose hidden states need not cross host memory; all stages make all of them."""
         mine = torch.tensor([gpu_number(device)])
@@ -95,12 +102,13 @@ class StageLink:
 
     def receive(self, num_rows: int, width: int) -> torch.Tensor:
         """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; until all have met those that
-        follow from `seed`."""
+        follow from `seed`. Raises StageLostError."""
         if not self._is_met:
             return torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(self.seed))
         group = self._groups.get(self.stage - 1)
         rows = torch.empty(1, num_rows, width, device="cpu" if group is None else self._device)
-        distributed.recv(rows, self._rank(self.stage - 1), group=group)
+        with _carrying(f"from stage {self.stage}"):
+            distributed.recv(rows, self._rank(self.stage - 1), group=group)
         return rows
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -115,7 +123,7 @@ class StageLink:
         self._replayed[:, :count].copy_(rows)
 
     def hand_over(self, num_rows: int) -> None:
-        """Give the first rows of the last step, which may be padded, to the next stage."""
+        """Give the first rows of the last step, which may be padded, to the next stage. Raises StageLostError."""
         group = self._groups.get(self.stage)
         if num_rows > self.replayed_rows or self._replayed is None:
             rows, self._kept = self._kept, torch.empty(0)
@@ -123,7 +131,8 @@ class StageLink:
             rows = self._replayed
         where = torch.device("cpu") if group is None else self._device
         rows = rows[:, :num_rows].to(where, torch.float32).contiguous()
-        distributed.send(rows, self._rank(self.stage + 1), group=group)
+        with _carrying(f"to stage {self.stage + 2}"):
+            distributed.send(rows, self._rank(self.stage + 1), group=group)
 
     def part(self) -> None:
         """Leave the others."""
@@ -131,6 +140,16 @@ class StageLink:
             self._is_met = False
             self._groups.clear()
             distributed.destroy_process_group()
+
+
+@contextmanager
+def _carrying(way: str) -> Iterator[None]:
+    """way: counted from 1, as people do."""
+    try:
+        yield
+    except RuntimeError as error:  # of torch.distributed
+        reason = str(error).partition("\n")[0]
+        raise StageLostError(f"hidden states did not come {way}, which is gone or has lost others: {reason}") from error
 
 
 def gpu_number(device: torch.device) -> int:

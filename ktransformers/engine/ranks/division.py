@@ -28,6 +28,11 @@ class Division(Protocol):
     noun: str
     is_uniform: bool
 
+    @property
+    def is_mendable(self) -> bool:
+        """Whether all can meet again after one has ended."""
+        ...
+
     def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         """What of the model this process has, and what it runs on. Raises KTransformersError."""
         ...
@@ -62,6 +67,11 @@ class TensorDivision(Division):
         self.size, self._group = size, TensorGroup(rank, size)
 
     @override
+    @property
+    def is_mendable(self) -> bool:
+        return False  # the others wait in sums, in kernels that nothing can interrupt
+
+    @override
     def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         return cut_model(opened, self._group), hardware.of_one_gpu()
 
@@ -94,6 +104,11 @@ class PipelineDivision(Division):
     def __init__(self, rank: int, size: int, is_apart: bool = False):
         self.size, self._link, self._is_apart = size, StageLink((rank - 1) % size, size), is_apart
         self._asked_threads = 0
+
+    @override
+    @property
+    def is_mendable(self) -> bool:
+        return not self._link.has_gpu_groups
 
     @override
     def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:

@@ -18,9 +18,9 @@ from ktransformers.child import become, follow_parent, framed, read_frame
 from ktransformers.engine.builder import Part, build_follower
 from ktransformers.engine.cache_plan import SharedPages
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.ranks.messages import Begin, Captured, Failed, Loaded, Start, Step, decode, encode
+from ktransformers.engine.ranks.messages import Begin, Captured, Failed, Loaded, Regroup, Start, Step, decode, encode
 from ktransformers.engine.ranks.ranks import Follower
-from ktransformers.errors import KTransformersError, reason_of
+from ktransformers.errors import KTransformersError, StageLostError, reason_of
 from ktransformers.logs import set_up_logging
 
 __all__ = ["main"]
@@ -75,10 +75,9 @@ def _open(start: Start) -> OpenedModel:
     return open_synthetic(start.config, AutoConfig.for_model(**values), start.made.routing)
 
 
-def _build(start: Start, pipes: _Pipes) -> Part:
+def _build(start: Start, follower: Follower) -> Part:
     module, _, name = start.hardware.partition(":")
     detect: Any = reduce(getattr, name.split("."), importlib.import_module(module))
-    follower = Follower(start, pipes.begin, pipes.say)
     return build_follower(
         _open(start),
         follower,
@@ -96,11 +95,22 @@ def main() -> int:
     start: Start = pipes.read(Start)
     set_up_logging(start.log_level, start.name, with_time=True)
     try:
-        part = _build(start, pipes)
+        follower = Follower(start, pipes.begin, pipes.say)
+        part = _build(start, follower)
     except KTransformersError as error:
         pipes.say(Failed(type(error).__name__, str(error)))
         return 1
+    is_lost = False
     while True:
-        step: Step = pipes.read(Step)
-        token_ids, positions, context, keep = step.inputs(part.cache, part.pool)
-        part.runner.follow(token_ids, positions, context, keep, is_padded=step.is_padded)
+        message: Step | Regroup = pipes.read(Step | Regroup)
+        if isinstance(message, Regroup):
+            follower.meet_again(message.place)
+            is_lost = False
+        elif not is_lost:
+            token_ids, positions, context, keep = message.inputs(part.cache, part.pool)
+            try:
+                part.runner.follow(token_ids, positions, context, keep, is_padded=message.is_padded)
+            except StageLostError as error:
+                logger.debug("%s", error)
+                is_lost = True
+                follower.close()  # so that those who wait for this one hear of it

@@ -5,6 +5,7 @@ leader ── Start ──────────> reads headers, cuts, loads
        ── Begin ──────────> meets the others, captures its graphs
        <────── Captured / Failed
        ── Step, Step, ... > computes each, and says nothing
+       ── Regroup ────────> another process has taken the place of one that ended: meets them anew
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ktransformers.core import Phase
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext, StateStep
 
-__all__ = ["Begin", "Captured", "Failed", "Loaded", "Made", "Start", "Step", "decode", "encode"]
+__all__ = ["Begin", "Captured", "Failed", "Loaded", "Made", "Regroup", "Start", "Step", "decode", "encode"]
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -128,6 +129,12 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             states=states,
         )
         return _longs(self.token_ids), _longs(self.positions), context, _longs(self.keep)
+
+
+class Regroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """place: as Begin has it. Steps before it that were not computed never will be."""
+
+    place: str
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

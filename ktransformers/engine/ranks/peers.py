@@ -145,6 +145,7 @@ class RemotePeer(Peer):
                 logger.debug("%s: %s", self.name, reason_of(error))
                 data = None
             self._heard.put(data)
+        self._from.close()
         with self._lock:
             self._has_ended = True
             if not self._is_watched:

@@ -18,12 +18,13 @@ from typing import Protocol
 import zmq
 
 from ktransformers.child import become, follow_parent
-from ktransformers.errors import KTransformersError
+from ktransformers.errors import KTransformersError, StageLostError
 from ktransformers.logs import set_up_logging
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.server.balance.child import read_options
 from ktransformers.server.balance.messages import (
+    Anew,
     EngineFacts,
     EngineFailed,
     EngineLoading,
@@ -54,7 +55,14 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the rows of `plan`, and sample where it says so. Steps are told to the recorder, if there is one."""
+        """Run the rows of `plan`, and sample where it says so. Steps are told to the recorder, if there is one.
+
+        Raises StageLostError where `mend` helps, as `begin` does; any other exception is the end of this process.
+        """
+        ...
+
+    def mend(self) -> None:
+        """After a StageLostError: steps can be computed again, over a cache that holds nothing. Raises EngineError."""
         ...
 
     def new_runtime(self) -> Runtime | None:
@@ -93,6 +101,54 @@ def _record(executor: Executor, endpoint: str | None, epoch: int) -> None:
         executor.recorder = open_recorder(endpoint, f"engine {epoch}", epoch, executor.new_runtime())
 
 
+class _Work:
+    """What the scheduler sends, in its order."""
+
+    def __init__(self, executor: Executor, epoch: int, steps: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> None:
+        self._executor, self._epoch, self._steps, self._results = executor, epoch, steps, results
+        self._came: deque[EngineWork] = deque()
+
+    def run(self) -> int:
+        """Does not return. Raises what the executor raises."""
+        while True:
+            try:
+                self._do(self._next())
+            except StageLostError as error:
+                logger.warning("%s; running requests wait until another one is there", error)
+                self._results.send(encode(StepResult(step_id=-1, results=[], mending=True)))
+                self._executor.mend()
+                self._results.send(encode(StepResult(step_id=-1, results=[], mending=False)))
+                self._drop_lost()
+                logger.info("all stages are there again; running requests go on")
+
+    def _next(self) -> EngineWork:
+        while not self._came or self._steps.poll(0):
+            self._came.append(decode(self._steps.recv(), EngineWork))
+            if isinstance(self._came[-1], StepPlan):
+                self._executor.begin(self._came[-1])
+        return self._came.popleft()
+
+    def _do(self, work: EngineWork) -> None:
+        match work:
+            case StepPlan():
+                self._results.send(encode(self._executor.execute(work)))
+            case ProfileOn(endpoint):
+                _record(self._executor, endpoint, self._epoch)
+            case ProfileOff():
+                _record(self._executor, None, self._epoch)
+            case Anew():
+                raise AssertionError("nothing is lost")
+
+    def _drop_lost(self) -> None:
+        """Steps that were planned before the scheduler knew."""
+        while True:
+            work = self._came.popleft() if self._came else decode(self._steps.recv(), EngineWork)
+            if isinstance(work, Anew):
+                return
+            if not isinstance(work, StepPlan):
+                self._do(work)
+
+
 def main(preload: str = "") -> int:
     """The process. Returns its exit code: 1 when the parent was told that the engine cannot start.
 
@@ -120,20 +176,7 @@ def main(preload: str = "") -> int:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(endpoint)
     status.send(encode(EngineReady(options.epoch, facts)))
-    came: deque[EngineWork] = deque()
-    while True:
-        while not came or steps.poll(0):
-            came.append(decode(steps.recv(), EngineWork))
-            if isinstance(came[-1], StepPlan):
-                executor.begin(came[-1])
-        work = came.popleft()
-        match work:
-            case StepPlan():
-                results.send(encode(executor.execute(work)))
-            case ProfileOn(endpoint):
-                _record(executor, endpoint, options.epoch)
-            case ProfileOff():
-                _record(executor, None, options.epoch)
+    return _Work(executor, options.epoch, steps, results).run()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 
 __all__ = [
     "Add",
+    "Anew",
     "ChunkTrace",
     "Command",
     "EngineDown",
@@ -153,9 +154,13 @@ class ProfileOff(msgspec.Struct, frozen=True, tag=True):
     """They do not any more."""
 
 
+class Anew(msgspec.Struct, frozen=True, tag=True):
+    """The scheduler knows that steps were lost (StepResult.mending): those behind this are planned anew."""
+
+
 Command = Add | Finish | Suspend | Resume | EngineUp | EngineDown | ProfileOn | ProfileOff
 
-EngineWork = StepPlan | ProfileOn | ProfileOff
+EngineWork = StepPlan | Anew | ProfileOn | ProfileOff
 """What the scheduler sends an engine, which does it in this order."""
 
 

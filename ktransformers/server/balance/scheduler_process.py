@@ -33,6 +33,7 @@ from ktransformers.server.balance.child import read_options
 from ktransformers.server.balance.chunk_watch import ChunkWatch
 from ktransformers.server.balance.messages import (
     Add,
+    Anew,
     Command,
     EngineDown,
     EngineLoss,
@@ -60,14 +61,15 @@ ISOLATING_STRIKES = 2
 
 
 class EngineLink:
-    """The sockets to the engine of one epoch. Closing them drops what a dead engine never read.
+    """The sockets to the engine of one epoch. Closing them drops what a dead engine never read. is_mending: it takes
+    no steps for now.
 
     A PUSH socket without a peer does not send: the engine has not connected yet, or it has died and nobody has said so
     yet. Steps then wait in the outbox, and never block the scheduler.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], up: EngineUp):
-        self.epoch = up.epoch
+        self.epoch, self.is_mending = up.epoch, False
         self.steps, self.results = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket, endpoint in ((self.steps, up.steps), (self.results, up.results)):
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -251,6 +253,9 @@ class SchedulerProcess:
     def _receive_results(self, link: EngineLink) -> None:
         while link.results.poll(0):
             result: StepResult = decode(link.results.recv(), StepResult)
+            if result.mending is not None:
+                self._note_mending(link, result.mending)
+                continue
             self._watch.finished(self._clock())
             if self._chunks is not None:
                 self._chunks.finished(result.step_id, self._clock())
@@ -282,6 +287,14 @@ class SchedulerProcess:
             )
             self._check()
 
+    def _note_mending(self, link: EngineLink, is_begun: bool) -> None:
+        link.is_mending = is_begun
+        if is_begun:
+            self._lose_steps(link.epoch)
+            self._check()
+        else:
+            link.send(Anew())
+
     def _note_first_tokens(self, updates: list[RequestUpdate]) -> None:
         now = self._clock()
         for update in updates:
@@ -301,6 +314,12 @@ class SchedulerProcess:
             self._receive_results(self._link)  # what it finished before it died counts
             self._link.close()
             self._link = None
+        explained = self._lose_steps(epoch)
+        self._losses.append(EngineLoss(epoch, tuple(explained)))
+        self._check()
+
+    def _lose_steps(self, epoch: int) -> list[int]:
+        """What is in flight, and the cache. Returns the epochs of deaths that a request explains."""
         self._watch.clear()
         if self._chunks is not None:
             self._chunks.lost()
@@ -317,8 +336,7 @@ class SchedulerProcess:
             explained.clear()  # no engine has done anything but die: it is hardly the requests' fault
         elif explained:
             self._steps_explained = self._totals.num_steps
-        self._losses.append(EngineLoss(epoch, tuple(explained)))
-        self._check()
+        return explained
 
     def _end_poisonous(self, request_id: str) -> None:
         logger.error("request %s was in the batch of %d engines that died: it is ended", request_id, MAX_STRIKES)
@@ -343,7 +361,7 @@ class SchedulerProcess:
             self.scheduler.max_admitted = limit
 
     def _plan(self) -> None:
-        if self._link is None:
+        if self._link is None or self._link.is_mending:
             return
         while (plan := self.scheduler.schedule()) is not None:
             now = self._clock()

@@ -63,6 +63,7 @@ def test_streams_end_as_if_no_stage_had_died(num_stages: int) -> None:
     with ServerProcess(*FLAGS, "--pipeline", str(num_stages)) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         stages = processes("kt-rank", server.process.pid)
         assert len(stages) == num_stages - 1
+        engines = processes("kt-engine", server.process.pid)
         has_begun: list[int] = []
         answers = [pool.submit(stream, server, number, has_begun) for number in range(NUM_STREAMS)]
         while len(has_begun) < 5 * NUM_STREAMS:
@@ -71,5 +72,6 @@ def test_streams_end_as_if_no_stage_had_died(num_stages: int) -> None:
         assert [answer.result() for answer in answers] == wanted
         again = processes("kt-rank", server.process.pid)
         assert len(again) == num_stages - 1
-        assert not set(again) & set(stages)
+        assert set(again) & set(stages) == set(stages[1:])
+        assert processes("kt-engine", server.process.pid) == engines
         assert server.terminate() == 0

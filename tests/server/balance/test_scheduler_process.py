@@ -18,10 +18,12 @@ from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
 from ktransformers.server.backend import balance_serve
 from ktransformers.server.balance.messages import (
     Add,
+    Anew,
     Command,
     EngineDown,
     EngineFacts,
     EngineUp,
+    EngineWork,
     Finish,
     News,
     Resume,
@@ -92,6 +94,21 @@ class Around:
         while self.num_steps == before:
             self.tell()
 
+    def mending(self, is_begun: bool) -> None:
+        """The engine says so, and is heard."""
+        self._engines[-1][1].send(encode(StepResult(step_id=-1, results=[], mending=is_begun)))
+        link = self.process._link
+        assert link is not None
+        while link.is_mending is not is_begun:
+            self.tell()
+
+    def sent(self) -> list[EngineWork]:
+        """What waits for the engine."""
+        steps, work = self._engines[-1][0], []
+        while steps.poll(0):
+            work.append(decoded(steps.recv(), EngineWork))
+        return work
+
     @property
     def num_steps(self) -> int:
         return self.process._totals.num_steps
@@ -155,6 +172,30 @@ def test_deaths_of_a_request_that_was_found_are_explained(around: Around) -> Non
     around.answer(around.step())
     around.tell(Add(make_request("worse", (5, 6))))
     assert [around.die(epoch) for epoch in range(3, 6)] == [(), (), (3, 4, 5)]
+
+
+def test_an_engine_that_mends_itself_is_sent_nothing_until_it_has(around: Around) -> None:
+    """However long it takes; then what it had is sent anew, from the first token on."""
+    around.engine(0)
+    around.tell(Add(make_request("r", (1, 2, 3))))
+    around.answer(around.step())
+    before = around.sent()
+    assert before
+    around.mending(True)
+    around.tell(Add(make_request("later", (4, 5))))
+    around.now += 100 * STEP_SECONDS
+    assert all(news.hanging is None for news in around.tell())
+    assert around.sent() == []
+    around.mending(False)
+    work = around.sent()
+    while len(work) < 2:
+        around.tell()
+        work += around.sent()
+    anew, plan, *_ = work
+    assert isinstance(anew, Anew)
+    assert isinstance(plan, StepPlan)
+    assert {start.request_id: list(start.token_ids) for start in plan.starts} == {"r": [1, 2, 3, 1], "later": [4, 5]}
+    around.answer(plan)
 
 
 def test_an_engine_that_does_nothing_but_die_is_not_excused_by_its_requests(around: Around) -> None:
