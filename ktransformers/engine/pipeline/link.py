@@ -30,13 +30,14 @@ _SECONDS = 1800.0
 class StageLink:
     """Between this stage and its neighbours. stage: its number, of `size`; the last one leads, and is rank 0.
 
-    seed: of hidden states that nobody has computed. replayed_rows: most rows of steps that are replayed, whose hidden
+    seed: of hidden states that nobody has computed. has_gpu_groups: whether hidden states go from GPU to GPU anywhere,
+    where nothing can take back what waits. replayed_rows: most rows of steps that are replayed, whose hidden
     states are kept in memory of their own: the model that keeps them runs only while its graphs are captured.
     """
 
     def __init__(self, stage: int, size: int):
         self.stage, self.size = stage, size
-        self._is_met, self.seed = False, 0
+        self._is_met, self.seed, self.has_gpu_groups = False, 0, False
         self.replayed_rows = 0
         self._replayed: torch.Tensor | None = None  # fp32 [1, replayed_rows, width]
         self._kept = torch.empty(0)  # of a step of more rows
@@ -78,11 +79,6 @@ class StageLink:
         self._join_gpus(device)
         self._is_met = True
 
-    @property
-    def has_gpu_groups(self) -> bool:
-        """Whether hidden states of this stage go from GPU to GPU, where nothing can take back what waits."""
-        return bool(self._groups)
-
     def _join_gpus(self, device: torch.device) -> None:
         """Groups of NCCL for neighbours whose hidden states need not cross host memory; all stages make all of them."""
         mine = torch.tensor([gpu_number(device)])
@@ -90,6 +86,7 @@ class StageLink:
         distributed.all_gather(found, mine)
         numbers = [int(found[self._rank(stage)]) for stage in range(self.size)]
         joined = joined_stages(numbers)
+        self.has_gpu_groups = bool(joined)
         if joined and device.type == "cuda":
             torch.cuda.set_device(device)
             self._device = device
@@ -148,7 +145,7 @@ def _carrying(way: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # of torch.distributed
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].rpartition("] ")[2]  # without a line of torch's sources
         raise StageLostError(f"hidden states did not come {way}, which is gone or has lost others: {reason}") from error
 
 
