@@ -14,6 +14,7 @@
     │   └── ContextLengthError  prompt plus answer are longer than the cache
     ├── KernelError             the native extension is missing or cannot run here
     ├── EngineError             the engine failed while it computed an answer, or its process is gone for good
+    │   └── StageLostError      a stage of a divided model is gone; another one may take its place
     └── ServiceError            a request that cannot be served as it came, or not now
         ├── AuthenticationError     no API key, or a wrong one
         ├── MisdirectedRequestError the request names a host that this server is not

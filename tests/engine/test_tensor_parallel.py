@@ -186,7 +186,7 @@ def test_another_process_that_cannot_load(tmp_path: Path) -> None:
     ranks = Leader(config, None, "tests.support.cut_models:detect_little")
     with pytest.raises(CapacityError, match="GPU 1: the model does not fit"):
         build_paged_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
-    assert [child.process.poll() is not None for child in ranks._children] == [True]
+    assert [child.process.poll() is not None for child in ranks._crew.peers] == [True]
 
 
 def test_another_process_that_dies(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_another_process_that_dies(tmp_path: Path) -> None:
     ranks = Leader(config, None, HARDWARE, on_death)
     engine = build_paged_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
     with closing(engine):
-        (child,) = ranks._children
+        (child,) = ranks._crew.peers
         child.process.kill()
         assert has_died.wait(60)
         assert told == ["the process of GPU 1 has ended with -9"]
