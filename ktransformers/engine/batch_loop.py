@@ -26,15 +26,13 @@ from ktransformers.core import AnswerEnd, FinishReason, SamplingParams, TokenEve
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules
 from ktransformers.engine.generate import BegunAnswer
-from ktransformers.engine.profiled import model_meta
+from ktransformers.engine.profiled import LoopProfile
 from ktransformers.engine.saved_session import SavedSession, read_saved, write_saved
 from ktransformers.engine.session_fetch import take_pages
 from ktransformers.engine.session_store import PageStore
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, StageLostError
 from ktransformers.profiling.capture import ProfileTarget
-from ktransformers.profiling.recorder import open_recorder
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.profiled import RequestTracker
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 
@@ -119,23 +117,6 @@ class _Visit:
 _Command = _Add | _Abort | _Turn | _Look | _Visit | None  # None: stop
 
 
-class _Profile:
-    """What is recorded of the loop, from its first step to its last."""
-
-    def __init__(self, target: ProfileTarget, engine: PagedEngine):
-        self._executor = engine.executor
-        self._capture = target.open(model_meta(engine, "offline"))
-        recorder = open_recorder(self._capture.endpoint, "engine", 0, self._executor.new_runtime())
-        self._recorder = self._executor.recorder = recorder
-        self.tracker = RequestTracker(recorder.post)
-
-    def close(self) -> None:
-        self.tracker.stop()
-        self._executor.recorder = None
-        self._recorder.close()
-        self._capture.stop()
-
-
 Build = Callable[[Callable[..., None]], "PagedEngine"]
 """Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""
 
@@ -152,7 +133,7 @@ class BatchLoop:
     engine: PagedEngine
     config: SchedulerConfig
     _scheduler: Scheduler
-    _profile: _Profile | None = None
+    _profile: LoopProfile | None = None
 
     def __init__(
         self,
@@ -212,7 +193,7 @@ class BatchLoop:
                 tiers=engine.tiers,
             )
             if self._profile_target is not None:
-                self._profile = _Profile(self._profile_target, engine)
+                self._profile = LoopProfile(self._profile_target, engine)
         except KTransformersError:
             engine.close()
             raise

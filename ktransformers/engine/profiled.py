@@ -26,13 +26,15 @@ from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.profiling.messages import ProfileMeta, RequestRecord, StepRecord, TokensRecord
 from ktransformers.profiling.pauses import Pauses
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
+from ktransformers.scheduler.profiled import RequestTracker
 
 if TYPE_CHECKING:
-    from ktransformers.engine.builder import Engine, LoadedModel
+    from ktransformers.engine.builder import Engine, LoadedModel, PagedEngine
     from ktransformers.engine.session import Session
 
 __all__ = [
     "AnswerProfile",
+    "LoopProfile",
     "ProfileSlot",
     "card_meta",
     "model_meta",
@@ -284,3 +286,21 @@ def _gpu(device: str, speed: GpuSpeed | None) -> dict[str, Any]:
     if speed is None:
         return {"name": device, "memory_gbps": None}
     return {"name": speed.name, "memory_gbps": round(speed.read / 1e9, 1)}
+
+
+class LoopProfile:
+    """What is recorded of a BatchLoop, from its first step to its last."""
+
+    def __init__(self, target: ProfileTarget, engine: PagedEngine):
+        self._executor = engine.executor
+        self._capture = target.open(model_meta(engine, "offline"))
+        recorder = open_recorder(self._capture.endpoint, "engine", 0, self._executor.new_runtime())
+        self._recorder = self._executor.recorder = recorder
+        self.tracker = RequestTracker(recorder.post)
+
+    def close(self) -> None:
+        """Of the loop's end, on its thread."""
+        self.tracker.stop()
+        self._executor.recorder = None
+        self._recorder.close()
+        self._capture.stop()

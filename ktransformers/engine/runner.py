@@ -144,10 +144,11 @@ class ModelRunner:
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
         self._fetch(rows)
-        if layout.is_heard:
+        is_heard = layout.is_heard
+        if is_heard:
             layout.wait()
         hand_over(rows)
-        if layout.is_heard:
+        if is_heard:
             layout.finish(rows)
 
     def begin(

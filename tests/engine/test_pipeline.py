@@ -290,7 +290,7 @@ def test_settings_that_contradict_it(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_dies_is_replaced_alone(tmp_path: Path) -> None:
-    """Between two steps and while steps are under way; the other stages keep their processes."""
+    """Which the next step shows; the other stages keep their processes."""
     write_safetensors(tiny_model("llama", seed=1, num_hidden_layers=3), tmp_path)
     with closing(engine_of(tmp_path, 1)) as engine:
         want = logits_in_steps(engine)

@@ -22,7 +22,7 @@ __all__ = ["MOST_DEATHS", "Crew"]
 logger = logging.getLogger(__name__)
 
 MOST_DEATHS, DEATH_SECONDS = 5, 600.0
-"""More within this time are the end of all: what starts the leader counts its ends, too."""
+"""More within this time are the end of all, of whose ends those who start the leader keep count."""
 
 _NOTICE_SECONDS = 10.0
 """For a death to be noticed, after a neighbour has."""
@@ -85,11 +85,11 @@ class Crew:
     def _ended(self, rank: int, message: str) -> None:
         """On a thread of the peer."""
         with self._changed:
+            if self._is_closing:
+                return
             now = time.monotonic()
             self._deaths = [at for at in self._deaths if now - at < DEATH_SECONDS] + [now]
             is_replaced = self.is_mendable and len(self._deaths) <= MOST_DEATHS
-            if self._is_closing:
-                return
             if is_replaced:
                 self._missing.add(rank)
                 self._changed.notify_all()
@@ -136,8 +136,10 @@ class Crew:
     def mended(self) -> Iterator[list[Peer]]:
         """Waits until all places are taken, and gives the new ones. Deaths in the block are the end of all.
 
-        Raises EngineError for a place that stays empty.
+        Raises EngineError for a place that stays empty, and where nobody may take places.
         """
+        if not self.is_mendable:
+            raise EngineError("hidden states were lost, and these processes cannot meet again")
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._missing), _NOTICE_SECONDS):
                 logger.warning("no stage has ended, and hidden states did not come: all meet anew")

@@ -38,7 +38,7 @@ DETECT = "ktransformers.engine.planning:Hardware.detect"
 
 
 def _die(message: str) -> None:
-    """Without one of them the others wait for ever, in kernels that nothing can interrupt."""
+    """Without one of them, and with no other one in its place, the others wait for ever."""
     logger.critical("%s; this process ends, too", message)
     logging.shutdown()
     os._exit(1)
@@ -119,7 +119,11 @@ class Leader(Ranks):
             self._made,
             bool(self._hosts),
         )
-        peer.tell(framed(encode(start)))
+        try:
+            peer.tell(framed(encode(start)))
+        except EngineError:
+            peer.close()
+            raise
         return peer
 
     def _check_loaded(self, peer: Peer) -> None:
