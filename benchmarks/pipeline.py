@@ -1,6 +1,7 @@
 """A server of one process beside one of several stages that have its cores: `python -m benchmarks.pipeline MODEL.gguf`.
 
 A table for each, with what the memory gives at most in it, and one JSON line. Streams of --prompt_len and --max_tokens.
+Flags that are not known here go to both servers.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--prompt_len", type=int, default=64)
     parser.add_argument("--max_tokens", type=int, default=64)
-    args = parser.parse_args()
-    threads = physical_cores()
+    parser.add_argument("--cpu_infer", type=int, default=physical_cores(), help="threads, which stages divide")
+    args, flags = parser.parse_known_args()
+    threads = args.cpu_infer
     if not 2 <= args.stages <= threads:
-        parser.error(f"--stages must be from 2 to the {threads} cores, of which each has its own")
+        parser.error(f"--stages must be from 2 to the {threads} threads, of which each has its own")
     shape = (args.concurrency, args.prompt_len, args.max_tokens, 1)
     works = [
-        ServingWork(args.model, *shape, cpu_infer=threads),
-        ServingWork(args.model, *shape, cpu_infer=threads // args.stages, more=("--pipeline", str(args.stages))),
+        ServingWork(args.model, *shape, cpu_infer=threads, more=tuple(flags)),
+        ServingWork(
+            args.model, *shape, cpu_infer=threads // args.stages, more=(*flags, "--pipeline", str(args.stages))
+        ),
     ]
     one, several = map(bench_serving, works)
     print(f"{'N':>3} {'decode':>7} {'TTFT':>7}   {args.stages} stages to one process")

@@ -87,6 +87,11 @@ class Hardware:
         devices = {name: self.machine.devices[name] for name in names}
         return replace(self, machine=replace(self.machine, devices=devices))
 
+    def within(self, free: Mapping[str, int]) -> Hardware:
+        """These devices alone, with so many bytes of each, of which more may be free."""
+        machine = replace(self.machine, available_bytes=free["cpu"], devices=dict(free))
+        return replace(self, machine=machine)
+
     @classmethod
     def detect(cls, config: EngineConfig) -> Hardware:
         """This machine; its GPUs unless the configuration wants none."""

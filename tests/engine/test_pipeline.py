@@ -15,7 +15,7 @@ from torch import distributed
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import PagedEngine, build_engine, build_follower, build_paged_engine
+from ktransformers.engine.builder import build_engine, build_follower, build_paged_engine
 from ktransformers.engine.cache_plan import SharedPages
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.llm import LLM
@@ -35,31 +35,10 @@ from tests.support.gpu_engines import step_row
 from tests.support.latent_models import latent_model
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
+from tests.support.stage_engines import IDS, engine_of, logits_in_steps
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 PERIODIC = ("gpt_oss", "gemma2", "gemma3_text", "deepseek_v4")  # each of their two layers is of a kind of its own
-IDS = [3 + 7 * i % 90 for i in range(19)]
-
-
-def engine_of(path: Path, num_stages: int, on_gpu: bool = False, **settings: object) -> PagedEngine:
-    values = {"cache_lens": 96, "cpu_infer": 1, "pipeline": num_stages, "self_check": False, **settings}
-    config = EngineConfig(model_path=path, **values)  # type: ignore[arg-type]
-    ranks = Leader(config, None, HARDWARE) if on_gpu and num_stages > 1 else None
-    hardware = fake_hardware() if on_gpu else None
-    return build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware)
-
-
-def logits(engine: PagedEngine, ids: list[int], start: int) -> torch.Tensor:
-    """Of `ids` at positions from `start` on, in pages 0 .. 3."""
-    row = step_row(1, ids, start, [0, 1, 2, 3], read_slot=0 if start else -1, write_slot=0)
-    positions, context = paged_context(engine.cache, engine.pool, [row], [np.arange(4, dtype=np.int32)])
-    return engine.executor._runner.step(torch.tensor(ids), positions, context, torch.arange(len(ids))).clone()  # type: ignore[attr-defined]
-
-
-def logits_in_steps(engine: PagedEngine) -> torch.Tensor:
-    """A prompt in two chunks, then steps of one row."""
-    got = [logits(engine, IDS[:9], 0), logits(engine, IDS[9:16], 9)]
-    return torch.cat(got + [logits(engine, [token], at) for at, token in enumerate(IDS[16:], 16)])
 
 
 def exhaustive(*values: object) -> object:

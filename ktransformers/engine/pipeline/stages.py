@@ -28,7 +28,7 @@ from ktransformers.operators.layers.observed import layer_list
 from ktransformers.operators.shares import Placeholder
 from ktransformers.weights.cut_source import CutSource
 
-__all__ = ["cut_stage", "joined_layers", "layer_costs", "stage_bounds"]
+__all__ = ["cut_stage", "joined_layers", "layer_costs", "stage_bounds", "stage_weights"]
 
 _FACTORS = ("embedding_multiplier",)
 """What families multiply embeddings by in the forward of their model: 1 where hidden states come instead."""
@@ -186,6 +186,20 @@ def _bounds(opened: OpenedModel, size: int) -> list[tuple[int, int]]:
                 f"have made; it can with {', '.join(str(i) for i in range(1, len(costs)) if i not in joined) or 'none'}"
             )
     return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def stage_weights(opened: OpenedModel, size: int) -> list[int]:
+    """Parameters of each of `size` stages of a model that is whole: those of its layers, the embedding, the head.
+
+    Raises as `cut_stage`.
+    """
+    model: Any = opened.model
+    costs = layer_costs(opened)
+    sums = [sum(costs[first:end]) for first, end in _bounds(opened, size)]
+    for stage, module in ((0, model.get_input_embeddings()), (-1, model.get_output_embeddings())):
+        if module is not None:
+            sums[stage] += sum(parameter.numel() for parameter in module.parameters())
+    return sums
 
 
 def cut_stage(opened: OpenedModel, link: StageLink) -> OpenedModel:

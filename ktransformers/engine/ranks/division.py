@@ -13,10 +13,12 @@ from typing_extensions import override
 from ktransformers.config import EngineConfig
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.pipeline.link import StageLink
-from ktransformers.engine.pipeline.stages import cut_stage
+from ktransformers.engine.pipeline.rooms import StageRoom, stage_rooms
+from ktransformers.engine.pipeline.stages import cut_stage, stage_weights
 from ktransformers.engine.planning import Hardware
 from ktransformers.engine.tensor_parallel.cut import cut_model
 from ktransformers.engine.tensor_parallel.group import TensorGroup
+from ktransformers.optimize.machine import Machine
 
 __all__ = ["Division", "PipelineDivision", "TensorDivision", "division_of", "num_processes"]
 
@@ -35,6 +37,11 @@ class Division(Protocol):
 
     def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         """What of the model this process has, and what it runs on. Raises KTransformersError."""
+        ...
+
+    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+        """What each process has of the machine that they share; [] where they do not, or each has a GPU of it.
+        opened: the whole model. Raises KTransformersError."""
         ...
 
     def config_of_others(self, config: EngineConfig) -> EngineConfig:
@@ -74,6 +81,10 @@ class TensorDivision(Division):
     @override
     def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         return cut_model(opened, self._group), hardware.of_one_gpu()
+
+    @override
+    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+        return []
 
     @override
     def config_of_others(self, config: EngineConfig) -> EngineConfig:
@@ -117,6 +128,13 @@ class PipelineDivision(Division):
         threads = opened.config.cpu_infer or max(hardware.num_threads // beside, 1)
         part = cut_stage(opened, self._link)
         return replace(part, config=replace(part.config, cpu_infer=threads)), hardware
+
+    @override
+    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+        if self._is_apart:
+            return []
+        *others, last = stage_weights(opened, self.size)
+        return stage_rooms(machine, [last, *others])
 
     @override
     def config_of_others(self, config: EngineConfig) -> EngineConfig:

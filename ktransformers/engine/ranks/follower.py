@@ -18,6 +18,7 @@ from ktransformers.child import become, follow_parent, framed, read_frame
 from ktransformers.engine.builder import Part, build_follower
 from ktransformers.engine.cache_plan import SharedPages
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.engine.planning import Hardware
 from ktransformers.engine.ranks.messages import Begin, Captured, Failed, Loaded, Regroup, Start, Step, decode, encode
 from ktransformers.engine.ranks.ranks import Follower
 from ktransformers.errors import KTransformersError, StageLostError, reason_of
@@ -78,10 +79,11 @@ def _open(start: Start) -> OpenedModel:
 def _build(start: Start, follower: Follower) -> Part:
     module, _, name = start.hardware.partition(":")
     detect: Any = reduce(getattr, name.split("."), importlib.import_module(module))
+    hardware: Hardware = detect(start.config)
     return build_follower(
         _open(start),
         follower,
-        detect(start.config),
+        hardware.within(start.room) if start.room else hardware,
         SharedPages(start.page_size, start.max_batch_size, start.num_states > 0, start.num_states),
     )
 

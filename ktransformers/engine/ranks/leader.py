@@ -18,6 +18,7 @@ from typing_extensions import override
 from ktransformers.child import framed
 from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.pipeline.rooms import StageRoom
 from ktransformers.engine.planning import Hardware
 from ktransformers.engine.ranks.agent import read_secret
 from ktransformers.engine.ranks.crew import Crew
@@ -27,6 +28,7 @@ from ktransformers.engine.ranks.peers import Child, OnDeath, Peer, RemotePeer
 from ktransformers.engine.ranks.ranks import Ranks, Settled, Sizes, StepTeller, pairs_of
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.operators.context import ForwardContext
+from ktransformers.optimize.machine import Machine
 from ktransformers.weights.synthetic import SyntheticSource
 
 __all__ = ["DETECT", "Leader", "made_of"]
@@ -57,11 +59,16 @@ def _gpus(config: EngineConfig) -> list[str]:
     size = config.tensor_parallel
     if not torch.cuda.is_available() or size == 1:
         return [""] * num_processes(config)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    names = _visible()
     if len(names) < size:
         raise ConfigError(f"--tensor_parallel {size}: there are {len(names)} GPUs")
     return names[:size]
+
+
+def _visible() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs that this process sees, in the order of their numbers."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
 
 
 class Leader(Ranks):
@@ -78,6 +85,7 @@ class Leader(Ranks):
         self._division: Division = division_of(config, 0, bool(config.stage_hosts))
         self._made, self._hardware = made, hardware
         self._gpus = _gpus(config)
+        self._rooms: list[dict[str, int]] = []  # of each process, where they share this machine
         self._hosts = parse_hosts(config.stage_hosts) if config.stage_hosts else []
         self._secret = b"" if config.stage_key_file is None else read_secret(config.stage_key_file)
         self._store: Any = None  # where processes of other machines meet, as long as it is kept
@@ -88,7 +96,20 @@ class Leader(Ranks):
 
     @override
     def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        rooms = self._division.rooms(opened, hardware.machine)
+        if rooms:
+            self._take_rooms(rooms, hardware.machine)
+            hardware = hardware.within(rooms[0].free)
         return self._division.part(opened, hardware)
+
+    def _take_rooms(self, rooms: Sequence[StageRoom], machine: Machine) -> None:
+        self._rooms = [room.free_by_own_names for room in rooms]
+        if torch.cuda.is_available():
+            names = _visible()
+            self._gpus = [",".join(names[i] for i in room.gpus) for room in rooms]
+        parts = ((name, free / 2**30, machine.devices[name] / 2**30) for name, free in rooms[0].free.items())
+        mine = ", ".join(f"{part:.1f} of {whole:.1f} GiB on {name}" for name, part, whole in parts)
+        logger.info("the stages divide what is free here: the last one has %s", mine)
 
     @override
     def begin(self, settled: Settled) -> None:
@@ -118,6 +139,7 @@ class Leader(Ranks):
             "debug" if logging.getLogger("ktransformers").isEnabledFor(logging.DEBUG) else "error",
             self._made,
             bool(self._hosts),
+            self._rooms[rank] if self._rooms else {},
         )
         try:
             peer.tell(framed(encode(start)))

@@ -34,7 +34,8 @@ class Made(msgspec.Struct, frozen=True):
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """config: with what the leader's plan has settled. hardware: "module:function" that finds what there is. is_apart:
-    whether the process has a machine of its own."""
+    whether the process has a machine of its own. room: bytes by device
+    that it may take there, {} for what is free."""
 
     rank: int
     name: str
@@ -46,6 +47,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     log_level: str
     made: Made | None = None
     is_apart: bool = False
+    room: dict[str, int] = {}
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
