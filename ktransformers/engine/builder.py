@@ -219,6 +219,7 @@ def _build(
     """What both kinds of engines are made of. Errors as `build_engine`; whatever was started is stopped then."""
     ranks = ranks or Alone()
     hardware = hardware or Hardware.detect(opened.config)
+    model = describe_model(opened)  # the whole of it
     opened, hardware = ranks.part(opened, hardware)
     config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     opened = replace(opened, config=config)
@@ -231,7 +232,6 @@ def _build(
         plan.check_fits()
         undo.callback(plan.devices.close)
         ranks.begin(_settled(planned, config, cache_plan))
-        model = describe_model(opened)
         model = replace(model, card=replace(model.card, gpu_bytes=plan.gpu_bytes))
         _say_products(plan, planned.shapes, pool)
         longest, page_size = opened.facts.longest_sequence(num_slots), cache_plan.page_size(num_slots)

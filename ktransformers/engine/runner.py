@@ -202,7 +202,8 @@ class ModelRunner:
         GPU. Where steps are replayed they are captured once more, which takes seconds."""
         layout = self._pass.layout
         if on and self._tell is not None:
-            logger.warning("parts of steps on GPUs are not timed: the model is cut over several")
+            if layout is not None and not layout.is_cpu:
+                logger.warning("parts of steps on GPUs are not timed: the model is cut over several")
             return None
         if self._profile is not None:
             self._profile.close()

@@ -167,6 +167,7 @@ class ModelFacts:
     num_prediction_layers: for multi-token prediction, stored behind the model's own layers.
     context_len: most tokens of one sequence that the model was made for; None when the config does not say.
     eos_token_ids: those that the config names. num_streams: of hidden states between layers (hyper-connections).
+    first_layer: the number in the model of the first of `layers`, of a stage of a pipeline; 0 for the whole model.
     """
 
     model_type: str
@@ -186,6 +187,7 @@ class ModelFacts:
     composite_type: str | None = None
     delta: DeltaFacts | None = None
     num_streams: int = 1
+    first_layer: int = 0
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> ModelFacts:
@@ -232,10 +234,14 @@ class ModelFacts:
         return max(layer.num_heads for layer in self.layers)
 
     def top_k(self, layer: int | None = None) -> int:
-        """Experts of a token in that layer, or in the one that takes most; 0 when the config does not say."""
-        if self.experts is None or (layer is not None and layer >= self.num_layers):
+        """Experts of a token in the layer of that number, or in the one that takes most; 0 when the config does not
+        say."""
+        if self.experts is None:
             return 0
-        return self.experts.max_top_k if layer is None else self.experts.top_k[layer]
+        if layer is None:
+            return self.experts.max_top_k
+        place = layer - self.first_layer
+        return self.experts.top_k[place] if 0 <= place < self.num_layers else 0
 
     @property
     def has_states(self) -> bool:

@@ -37,12 +37,30 @@ from ktransformers.operators.shares import Shares
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.source import TensorInfo, WeightSource
 
-__all__ = ["COMMON_KWARGS", "ExpertStats", "Operator", "OperatorConfig", "Placement", "Requirements", "Site", "Stage"]
+__all__ = [
+    "COMMON_KWARGS",
+    "ExpertStats",
+    "Operator",
+    "OperatorConfig",
+    "Placement",
+    "Requirements",
+    "Site",
+    "Stage",
+    "layer_number",
+]
 
 _Service = TypeVar("_Service")
 
 COMMON_KWARGS = frozenset({"generate_device", "prefill_device", "out_device", "generate_op", "prefill_op"})
 """Keyword arguments that every operator takes in a rule file; the planner resolves them into a Placement."""
+
+
+def layer_number(module: nn.Module) -> int:
+    """The number in the model of the layer that a mixing module is of, for what is told of layers.
+
+    Its `layer_idx` is the place of its cache in this process: a stage of a pipeline counts those from 0.
+    """
+    return int(getattr(module, "layer_number", module.layer_idx))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ktransformers.engine.llm import LLM
 from ktransformers.engine.ranks.leader import Leader
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.types import QuantType
+from ktransformers.operators.device import cuda_memory
 from tests.support.demo import DEMO_GGUF
 from tests.support.gguf_writer import write_gguf
 from tests.support.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
@@ -27,6 +28,12 @@ from tests.support.stage_engines import logits_in_steps
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests see none, see conftest; processes of their own see what there is."""
+    monkeypatch.setattr("ktransformers.optimize.machine.cuda_memory", cuda_memory)
 
 
 def cuda_engine(config: EngineConfig, ranks: Leader | None = None) -> PagedEngine:

@@ -219,6 +219,7 @@ def cut_stage(opened: OpenedModel, link: StageLink) -> OpenedModel:
     base.layers = _StageLayers(list(layers)[first:end], first, streams)
     for module in base.layers.modules():
         if isinstance(vars(module).get("layer_idx"), int):
+            module.layer_number = module.layer_idx  # see layer_number
             module.layer_idx -= first
     _cut_configs(model, base, len(layers), first, end)
     if not link.is_first:
@@ -278,4 +279,4 @@ def _facts(facts: ModelFacts, first: int, end: int) -> ModelFacts:
     experts = facts.experts
     if experts is not None:
         experts = replace(experts, top_k=experts.top_k[first:end])
-    return replace(facts, layers=tuple(layers), experts=experts)
+    return replace(facts, layers=tuple(layers), experts=experts, first_layer=first)

@@ -30,7 +30,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.compressed_gpu import CompressedSpec, GpuCompressed, Series
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape, layer_number
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.linear.matrix import dense_tensor
@@ -156,7 +156,8 @@ class KCompressedAttention(WrapperOperator):
                 f"KCompressedAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}"
             )
         inner: Any = module
-        self.layer_idx, self.window = int(inner.layer_idx), int(inner.sliding_window)
+        self.layer_idx, self.layer = int(inner.layer_idx), layer_number(module)
+        self.window = int(inner.sliding_window)
         self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
         self._compressor = self._indexer = None
         width = self.head_dim
@@ -264,7 +265,7 @@ class KCompressedAttention(WrapperOperator):
         inner: Any = self.inner
         keys, _ = context.cache.layer(self.layer_idx)
         self._check_slots(len(keys))
-        self.device.mark("linear", self.layer_idx)
+        self.device.mark("linear", self.layer)
         cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
         merged = gpu(self.device.take(hidden_states)[0], (cos, sin), context.on(keys.device), keys)
         return inner.o_b_proj(merged), None

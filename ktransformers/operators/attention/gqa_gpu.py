@@ -15,6 +15,7 @@ from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.elementwise import gate_heads, rms_norm
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.base import layer_number
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.joined import JoinedLinears
@@ -50,12 +51,13 @@ class GpuCache:
 class GqaParts:
     """What a loaded attention module's forward on a GPU is made of.
 
-    projections: q, k and v. norm_weights: of queries and keys, where spec has norms, with its offset. sinks: fp32
-    [heads]. flash: what attends in prefill steps, None for Triton's kernels.
+    layer: its number in the model. projections: q, k and v. norm_weights: of queries and keys, where spec has norms,
+    with its offset. sinks: fp32 [heads]. flash: what attends in prefill steps, None for Triton's kernels.
     """
 
     spec: GqaSpec
     layer_idx: int
+    layer: int
     projections: JoinedLinears
     o_proj: nn.Module
     norm_weights: tuple[torch.Tensor, ...]
@@ -71,6 +73,7 @@ class GqaParts:
         return cls(
             spec,
             int(module.layer_idx),  # type: ignore[arg-type]
+            layer_number(module),
             projections,
             module.get_submodule("o_proj"),
             tuple(_norm_weight(module.get_submodule(name), spec) for name in norms),
@@ -97,7 +100,7 @@ def gqa_forward(
     """The module's attention of [1, T, hidden] on its GPU; cos and sin are [1, T, P], of any float type."""
     cache = GpuCache.of(context.cache, parts.layer_idx)
     here, spec = context.on(cache.keys.device), parts.spec
-    parts.device.mark("linear", parts.layer_idx)
+    parts.device.mark("linear", parts.layer)
     q, k, v = parts.projections(hidden_states[0])
     gate = None
     if spec.has_gate:  # by head: a query, then its gate

@@ -41,7 +41,7 @@ from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.attention.rotation import rotate
 from ktransformers.operators.attention.selection import Selection
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape, layer_number
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -100,7 +100,8 @@ class KMLAAttention(WrapperOperator):
         self.spec = spec = LatentSpec.of(module, key)
         self.rank, self.nope_dim, self.rope_dim = spec.rank, spec.nope_dim, spec.rope_dim
         self.v_dim, self.num_heads = spec.v_dim, spec.num_heads
-        self.layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+        self.layer_idx: int = int(module.layer_idx)  # type: ignore[arg-type]
+        self.layer = layer_number(module)
         self._compressions: JoinedLinears | None = None  # what reads hidden states: the query's and the latent's
         self._latent_norm: NormSpec | None = None  # on a GPU
         self._norm_weight: torch.Tensor | None = None  # of that norm, the latents' scale included
@@ -359,7 +360,7 @@ class KMLAAttention(WrapperOperator):
         assert self._latent_norm is not None
         assert self._norm_weight is not None
         context = forward_context.on(keys.device)
-        self.device.mark("linear", self.layer_idx)
+        self.device.mark("linear", self.layer)
         query, compressed = self._compressions(hidden_states[0])
         if self.spec.has_rope_norm:
             compressed = torch.cat((compressed[:, : self.rank], self._shared_key(compressed)), dim=-1)

@@ -257,7 +257,8 @@ class KTransformersExperts(Operator):
 
     def _usage(self) -> ExpertUsage:
         device = self.device if self._hot is None else self.home
-        return device.expert_usage(self.config.facts.num_layers, self.num_experts)
+        facts = self.config.facts
+        return device.expert_usage(facts.first_layer + facts.num_layers, self.num_experts)
 
     def _count(self, ids: torch.Tensor) -> None:
         """ids [T, K] of experts on a GPU, from a router that has not counted them."""

@@ -39,6 +39,7 @@ from ktransformers.kernels.cpu.layer import (
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.activation import KActivation
 from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.base import layer_number
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
@@ -85,7 +86,12 @@ def _inner(module: nn.Module) -> nn.Module:
 
 
 def layer_of(layer: nn.Module) -> int:
-    """The number of a decoder layer."""
+    """The number of a decoder layer in the model."""
+    return layer_number(_inner(layer.get_submodule(mixer_of(layer))))
+
+
+def _cache_of(layer: nn.Module) -> int:
+    """The place of a decoder layer's cache."""
     return int(_inner(layer.get_submodule(mixer_of(layer))).layer_idx)  # type: ignore[arg-type]
 
 
@@ -164,7 +170,7 @@ def _latent(layer: nn.Module, operator: KMLAAttention, call: LayerCall) -> Laten
             spec.scale,
             spec.latent_scale,
             is_interleaved=operator.rotates_neighbours(call.kwargs.get("position_embeddings")),
-            layer=operator.layer_idx,
+            layer=operator.layer,
         )
     except (TypeError, ValueError) as error:
         raise _DoesNotFit(str(error)) from error
@@ -195,7 +201,7 @@ def _delta_net(layer: nn.Module, operator: KGatedDeltaNet) -> RecurrentLayer:
             tuple(_projection(_child(inner, f"in_proj_{name}")) for name in names),
             _projection(output.linear if is_tiled else output),
             net,
-            operator.layer_idx,
+            operator.layer,
         )
     except (TypeError, ValueError) as error:
         raise _DoesNotFit(str(error)) from error
@@ -264,7 +270,7 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.inner, self.pool, self.memory = layer, pool, buffers
         self.attention, self.feed_forward = attention, feed_forward
-        self.layer_idx, self.mixer = layer_of(layer), mixer_of(layer)
+        self.layer_idx, self.mixer = _cache_of(layer), mixer_of(layer)
         keep_attention_type(self, layer)
 
     @property
@@ -374,7 +380,7 @@ def _fused(
         if agrees:
             return fused
         what = " and ".join(type(part).__name__ for part in parts if part is not None)
-        logger.info("layer %d (%s) is not computed by %s: %s", fused.layer_idx, type(layer).__name__, what, reason)
+        logger.info("layer %d (%s) is not computed by %s: %s", layer_of(layer), type(layer).__name__, what, reason)
     return None
 
 

@@ -78,7 +78,7 @@ class LayerStack(nn.Module):
     """
 
     def __init__(self, layers: list[nn.Module], parts: list[list[_Part]], first: int, device: Device):
-        """parts: of each layer. first: the number of the first layer."""
+        """parts: of each layer. first: the number in the model of the first layer."""
         super().__init__()
         self.layers, self.first, self.device = nn.ModuleList(layers), first, device
         self._parts = parts
@@ -154,6 +154,7 @@ def stack_gpu_layers(
     if layers is None or len(layers) != len(homes):
         return 0
     devices, count = list(homes.values()), 0
+    before = getattr(layers, "first", 0)  # layers that other stages of a pipeline have
     parts = [_parts(layer, device) if device.is_gpu else None for layer, device in zip(layers, devices, strict=True)]
     same = handed(calls)
     for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name, same[i])):
@@ -161,7 +162,7 @@ def stack_gpu_layers(
         usual = [part for i in (first, *others) if (part := parts[i]) is not None]
         if not usual:
             continue
-        stack = LayerStack([layers[i] for i in (first, *others)], usual, first, devices[first])
+        stack = LayerStack([layers[i] for i in (first, *others)], usual, before + first, devices[first])
         watch(stack, devices[first])
         layers[first] = stack
         for i in others:

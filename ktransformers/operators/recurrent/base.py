@@ -19,7 +19,7 @@ from typing_extensions import override
 from ktransformers.cache.state import StateShape
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements, layer_number
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.device import give_back
 from ktransformers.operators.exact import NativeMathMode
@@ -45,7 +45,8 @@ class RecurrentOperator(WrapperOperator):
         super().__init__(module, key, config, placement)
         if not self.is_for(module):
             raise UnsupportedError(f"{type(self).__name__} cannot replace {key} ({type(module).__name__})")
-        self.layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+        self.layer_idx: int = int(module.layer_idx)  # type: ignore[arg-type]
+        self.layer = layer_number(module)
         self.scans = Scans(self.device, config.pool)
         self._heard: ForwardContext | None = None
 
@@ -125,7 +126,7 @@ class RecurrentOperator(WrapperOperator):
         rows = self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
         step = context.on(rows.device).states
         assert step is not None, "the cache has states, and the step names none"
-        self.device.mark("linear", self.layer_idx)
+        self.device.mark("linear", self.layer)
         with self._math():
             out = self.mix(rows, context.cache.states.layer(self.layer_idx), step)
         return self.answer(give_back(out, hidden_states).view(*hidden_states.shape[:-1], -1))
