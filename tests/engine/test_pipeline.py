@@ -27,7 +27,7 @@ from ktransformers.engine.ranks.messages import Begin, Captured, Start
 from ktransformers.engine.ranks.ranks import Follower
 from ktransformers.errors import ConfigError, StageLostError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
-from tests.support.cut_models import HARDWARE
+from tests.support.cut_models import BF16, HARDWARE, detect_bf16
 from tests.support.demo import DEMO_GGUF
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.family_models import family_model
@@ -74,6 +74,23 @@ def test_stages_on_gpus(model_type: str, tmp_path: Path) -> None:
         want = logits_in_steps(engine)
     with closing(engine_of(tmp_path, 2, on_gpu=True)) as engine:
         assert (logits_in_steps(engine) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_moe",
+        *map(exhaustive, ("deepseek_v3", "deepseek_v4", "gemma2", "gpt_oss", "jamba", "llama", "qwen3_next")),
+    ],
+)
+def test_borders_of_stages_whose_gpus_compute_in_bf16(model_type: str, tmp_path: Path) -> None:
+    """Hidden states come in fp32 there. Interpreted kernels multiply bits of bf16: what they compute means nothing."""
+    pytest.importorskip("triton")
+    model = recurrent_model(model_type) if model_type in RECURRENT_TYPES else tiny_model(model_type, seed=1)
+    write_safetensors(model, tmp_path)
+    config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
+    ranks, hardware = Leader(config, None, BF16), detect_bf16(config)
+    build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware).close()
 
 
 def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Hardware
 from tests.support.fake_gpus import fake_hardware
 
 HARDWARE = "tests.support.cut_models:detect"
+BF16 = "tests.support.cut_models:detect_bf16"
 
 
 def detect(config: EngineConfig) -> Hardware:
@@ -16,3 +19,8 @@ def detect(config: EngineConfig) -> Hardware:
 def detect_little(config: EngineConfig) -> Hardware:
     """A GPU that holds nothing."""
     return fake_hardware(gpu_bytes=1 << 20)
+
+
+def detect_bf16(config: EngineConfig) -> Hardware:
+    """A GPU that computes in bf16, as real ones do."""
+    return fake_hardware(dtype=torch.bfloat16)

@@ -70,7 +70,8 @@ class _Borders:
     def entered(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         if index == 0 and self.incoming is not None:
-            self._check_same(self.incoming.seen, hidden, "before its first layer")
+            seen = self.incoming.seen.to(hidden.dtype)  # as layers on a GPU take it
+            self._check_same(seen, hidden, "before its first layer")
         rest = list(_tensors([args[1:], {name: value for name, value in kwargs.items() if value is not hidden}]))
         self._beside[index] = [tensor.detach().clone() for tensor in rest]
 
