@@ -23,6 +23,7 @@ from ktransformers.engine import prefill as prefill_module
 from ktransformers.engine.builder import Hardware, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.layer_kinds import one_of_each
+from ktransformers.engine.ranks.leader import Leader
 from ktransformers.engine.rehearsal import Extent, row_counts
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal, watch_launches
 from ktransformers.kernels.types import QuantType
@@ -34,6 +35,7 @@ from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.scheduler.records import StepPlan
 from tests.support.agreement import prompt
 from tests.support.attention_families import config_of
+from tests.support.cut_models import HARDWARE
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
 from tests.support.gpu_engines import Gpu, logits_in_steps, sequence_start, step_row
@@ -82,12 +84,14 @@ def new_paged(path: Path, hardware: Hardware | None = None, **settings: Any) -> 
     where = {"model_path": path} if path.is_dir() else {"gguf_path": path}
     config = EngineConfig(cache_lens=PAGE * PAGES, cpu_infer=1, chunk_size=CHUNK, use_cuda_graph=False)
     hardware, stats = hardware or fake_hardware(), settings.pop("expert_stats", None)
+    ranks = settings.pop("ranks", None)
     return build_paged_engine(
         replace(config, **where, **settings),
         page_size=PAGE,
         max_batch_size=BATCH,
         hardware=hardware,
         expert_stats=stats,
+        ranks=ranks,
     )
 
 
@@ -260,3 +264,16 @@ def test_row_counts_reach_every_choice() -> None:
     for low, high in ((17, 192), (193, 384), (385, 1024), (1025, 1536), (1537, 4096)):
         assert any(low <= rows <= high for rows in counts)
     assert row_counts(Extent(512, 1, 1), least=2)[:4] == [2, 3, 4, 8]
+
+
+def test_a_stage_waits_for_no_other_in_a_rehearsal(rehearsals: list[Rehearsed], tmp_path: Path) -> None:
+    """All have met by then, and the one before knows of no step."""
+    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    config = EngineConfig(model_path=tmp_path, pipeline=2)
+    paged = new_paged(tmp_path, pipeline=2, ranks=Leader(config, None, HARDWARE))
+    paged.executor.execute(
+        StepPlan(step_id=1, ended=[], starts=[sequence_start(0, [1, 2, 3])], rows=[step_row(0, [1, 2], 0, [0])])
+    )
+    paged.close()
+    (rehearsed,) = rehearsals
+    assert rehearsed.num_launches

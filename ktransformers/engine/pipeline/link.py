@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from ktransformers.engine.pipeline.network import local_interface
 from ktransformers.errors import StageLostError
+from ktransformers.kernels.triton.compiling import is_rehearsal
 from ktransformers.operators.shares import Placeholder
 
 __all__ = ["Incoming", "Outgoing", "StageLink", "gpu_number", "joined_stages"]
@@ -98,9 +99,9 @@ class StageLink:
             logger.info("hidden states go from GPU to GPU, by NCCL")
 
     def receive(self, num_rows: int, width: int) -> torch.Tensor:
-        """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; until all have met those that
-        follow from `seed`. Raises StageLostError."""
-        if not self._is_met:
+        """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; until all have met, and in a
+        rehearsal, of which no other stage knows, those that follow from `seed`. Raises StageLostError."""
+        if not self._is_met or is_rehearsal():
             return torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(self.seed))
         group = self._groups.get(self.stage - 1)
         rows = torch.empty(1, num_rows, width, device="cpu" if group is None else self._device)
