@@ -103,8 +103,8 @@ class LayerStack(nn.Module):
                 self.device.mark(part.name, layer)
                 normed, total = _add_norm(added, total, part.norm)
                 added = _mix(part, normed, args, kwargs) if part.is_mixer else _feed_forward(part, normed)
-        if added is not None:
-            total = total + _summed(added)
+        if added is not None:  # in the bits that the sum has where a norm follows, wherever a stack ends
+            _, total = _add_norm(added, total, self._parts[-1][-1].norm)
         self.device.mark("lm_head", -1)  # or whatever else follows
         return total.view(shape)
 
@@ -115,12 +115,6 @@ def _add_norm(added: Addends | None, total: torch.Tensor, norm: KRMSNorm) -> tup
     if added is None:
         return rms_norm(total, norm.weight, norm.spec.eps), total
     return add_rms_norm(added.routed, total, norm.weight, norm.spec.eps, more=added.shared, gate=added.score)
-
-
-def _summed(added: Addends) -> torch.Tensor:
-    if added.shared is None:
-        return added.routed
-    return added.routed + (added.shared if added.score is None else added.shared * torch.sigmoid(added.score))
 
 
 def _mix(part: _Part, rows: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Addends:
