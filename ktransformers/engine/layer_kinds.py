@@ -26,7 +26,7 @@ __all__ = ["layer_kinds", "one_of_each"]
 
 logger = logging.getLogger(__name__)
 
-_PLACES = frozenset({"layer_idx", "layer_number", "layer_id", "_layer", "number", "key", "config"})
+_PLACES = frozenset({"layer", "layer_idx", "layer_number", "layer_id", "_layer", "number", "key", "config"})
 """Attributes by which a layer's modules know which one they are, and the model's own."""
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, torch.device, type(None))
 _DEPTH = 3

@@ -76,20 +76,24 @@ def both(path: Path, kv_type: str) -> Callable[[list[int]], tuple[Seen, Seen]]:
 
 def rounded_attention(
     dtype: torch.dtype,
-    noted: list[torch.Tensor],
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *_: Any,
+    noted: list[torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of one sequence, [1, heads, T, D], to keys and values that were kept as `dtype`."""
+    """Causal attention of one sequence, [1, heads, T, D], to keys and values that were kept as `dtype`.
+
+    noted: takes their codes, [T, heads, D].
+    """
     kept = []
     for rows in (key, value):
         codes, scales = reference.quantize_kv(rows, dtype)
         assert scales is not None
-        noted.append(codes[0].transpose(0, 1).float())
+        if noted is not None:
+            noted.append(codes[0].transpose(0, 1).float())
         kept.append((codes.float() * scales).repeat_interleave(query.shape[1] // rows.shape[1], dim=1))
     scores = query @ kept[0].transpose(2, 3) * options["scaling"]
     is_later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -102,7 +106,9 @@ def test_logits_are_those_of_rounded_keys_and_values(kv_type: str, tmp_path: Pat
     model = tiny_model("qwen3_moe", seed=1)
     write_safetensors(model, tmp_path)
     noted = list[torch.Tensor]()
-    AttentionInterface.register(f"kept as {kv_type}", functools.partial(rounded_attention, KV_TYPES[kv_type], noted))
+    AttentionInterface.register(
+        f"kept as {kv_type}", functools.partial(rounded_attention, KV_TYPES[kv_type], noted=noted)
+    )
     model.config._attn_implementation = f"kept as {kv_type}"
 
     def run(ids: list[int]) -> tuple[Seen, Seen]:

@@ -229,8 +229,8 @@ def test_what_is_computed_between_stages(family: str, says: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("family", "layers"),
     [
-        ("qwen3_next", "2,2"),
         ("qwen3_next", "2,1,1"),
+        exhaustive("qwen3_next", "2,2"),
         exhaustive("bailing_hybrid", "1,1,2"),
         exhaustive("lfm2_moe", "1,2,1"),
         *(
@@ -247,7 +247,7 @@ def test_layers_with_a_state(family: str, layers: str, tmp_path: Path) -> None:
         assert torch.equal(logits_in_steps(engine), want)
 
 
-@pytest.mark.parametrize("layers", ["2,2", "2,1,1"])
+@pytest.mark.parametrize("layers", [exhaustive("2,2"), "2,1,1"])
 def test_prompts_begin_at_states_that_all_stages_keep(layers: str, tmp_path: Path) -> None:
     """The last of 2, 1, 1 stages has no layer with a state, and counts those of the others."""
     model = recurrent_model("qwen3_next", layer_types=[*["linear_attention"] * 3, "full_attention"])

@@ -20,7 +20,7 @@ from ktransformers.engine.pipeline.link import StageLink
 from ktransformers.engine.pipeline.stages import cut_stage
 from tests.support.demo import DEMO_GGUF
 from tests.support.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
-from tests.support.stage_engines import IDS, engine_of, logits, logits_in_steps
+from tests.support.stage_engines import IDS, engine_of, logits
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -38,10 +38,7 @@ def test_experts_on_the_gpu_of_a_stage(tmp_path: Path) -> None:
     counts = [each.bincount(minlength=model.config.num_experts) for each in chosen]
     want = torch.stack([*[torch.zeros_like(counts[0])] * 2, *counts])
     rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_GPU)
-    with closing(engine_of(tmp_path, 1, on_gpu=True, optimize_config_path=rules)) as engine:
-        alone = logits_in_steps(engine)
     with closing(engine_of(tmp_path, 2, on_gpu=True, optimize_config_path=rules)) as engine:
-        assert (logits_in_steps(engine) - alone).abs().max() <= 1e-5 * alone.abs().max()  # see test_stages_on_gpus
         (usage,) = engine.plan.devices.usages()
         before = usage.counts.clone()
         logits(engine, IDS, 0)
