@@ -201,9 +201,8 @@ class ModelRunner:
         """Time the parts of steps on GPUs from now on, or no more. The profile to ask after each step; None without a
         GPU. Where steps are replayed they are captured once more, which takes seconds."""
         layout = self._pass.layout
-        if on and self._tell is not None:
-            if layout is not None and not layout.is_cpu:
-                logger.warning("parts of steps on GPUs are not timed: the model is cut over several")
+        if on and layout is not None and self._tell is not None:
+            logger.warning("parts of steps on GPUs are not timed: the model is cut over several")
             return None
         if self._profile is not None:
             self._profile.close()

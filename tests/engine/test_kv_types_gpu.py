@@ -60,7 +60,7 @@ def check_alike(vocab_size: int, run: Callable[[list[int]], tuple[Seen, Seen]]) 
     """run: what is seen of a prompt, and what is wanted."""
     for shift in range(0, 60, 10):
         (got, codes), (want, others) = run([(token + shift) % vocab_size for token in prompt(vocab_size)])
-        if all(map(torch.equal, codes, others)):
+        if all(torch.equal(*pair) for pair in zip(codes, others, strict=True)):
             assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
             return
     raise AssertionError("there are other codes for each prompt")

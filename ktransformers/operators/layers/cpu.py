@@ -90,11 +90,6 @@ def layer_of(layer: nn.Module) -> int:
     return layer_number(_inner(layer.get_submodule(mixer_of(layer))))
 
 
-def _cache_of(layer: nn.Module) -> int:
-    """The place of a decoder layer's cache."""
-    return int(_inner(layer.get_submodule(mixer_of(layer))).layer_idx)  # type: ignore[arg-type]
-
-
 def mixer_of(layer: nn.Module) -> str:
     """The name of the part that brings positions together."""
     return next(name for name in _MIXERS if _child(layer, name) is not None)
@@ -270,7 +265,8 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.inner, self.pool, self.memory = layer, pool, buffers
         self.attention, self.feed_forward = attention, feed_forward
-        self.layer_idx, self.mixer = _cache_of(layer), mixer_of(layer)
+        self.mixer = mixer_of(layer)
+        self.layer_idx = int(_inner(layer.get_submodule(self.mixer)).layer_idx)  # type: ignore[arg-type]
         keep_attention_type(self, layer)
 
     @property
