@@ -24,6 +24,7 @@ from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError
 from ktransformers.kernels import reference
 from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, GroupType, PackedTensor, RawTensor
+from ktransformers.models.layers import named_cache
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.optimize.machine import detect_machine
@@ -91,9 +92,9 @@ class ReferenceRunner:
         output = self._model(
             input_ids=torch.tensor([list(token_ids)]),
             position_ids=torch.arange(start, start + len(token_ids))[None],
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=torch.tensor(list(keep), dtype=torch.int64),
+            **named_cache(self._model, self._cache),
         )
         logits: torch.Tensor = output.logits[0]
         return logits

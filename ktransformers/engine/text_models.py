@@ -91,7 +91,7 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             logits = self.lm_head(hidden_states[:, keep, :]) * getattr(self.config, "output_multiplier", 1.0)
             bound = getattr(self.config, "final_logit_softcapping", None)
             logits = logits if bound is None else bound * torch.tanh(logits / bound)
-            return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+            return CausalLMOutputWithPast(logits=logits)  # who wants the cache has handed it in
 
     TextForCausalLM.__name__ = f"{text_model.__name__.removesuffix('Model')}ForCausalLM"
     return TextForCausalLM

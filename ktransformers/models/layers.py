@@ -6,9 +6,12 @@ row. Knows modules, not what they compute.
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from torch import nn
 
-__all__ = ["attention_modules", "mixers", "number_mixers"]
+__all__ = ["attention_modules", "mixers", "named_cache", "number_mixers"]
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:
@@ -18,6 +21,12 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
         for key, module in model.named_modules()
         if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
     }
+
+
+def named_cache(module: nn.Module, cache: object) -> dict[str, Any]:
+    """`cache` under the name that the module's forward has for it: `past_key_values` until transformers 5.24, which
+    calls it `cache` and warns of the other name."""
+    return {"cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values": cache}
 
 
 def number_mixers(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.kernels.flashinfer import GqaShape
+from ktransformers.models.layers import named_cache
 from ktransformers.operators.recognize.norm import recognize_norm, rms_norm
 from ktransformers.operators.recognize.probe import (
     Draws,
@@ -170,7 +171,7 @@ def recognize_temperature(module: nn.Module) -> TemperatureSpec:
     spec = TemperatureSpec(float(step), float(scale))
     twin, parts = _twin(module, head_dim, ())
     for first in (0, int(step) - 2, int(5 * step)):
-        call = _answer(twin, torch.zeros(_ROWS, head_dim), past_key_values=_Past(first))
+        call = _answer(twin, torch.zeros(_ROWS, head_dim), **named_cache(twin, _Past(first)))
         want = parts["q_proj"] * spec.factors(_ROWS, first)[:, None, None]
         if not close(call.query[0].transpose(0, 1), want) or not close(call.key[0].transpose(0, 1), parts["k_proj"]):
             raise Unlike("it scales them in its own way")

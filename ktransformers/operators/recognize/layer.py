@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ktransformers.models.layers import named_cache
 from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, first_of, recognizer, twin_of
 
 __all__ = ["LayerSpec", "PartKind", "PartSpec", "keeps_keywords", "recognize_layer"]
@@ -100,7 +101,7 @@ def keeps_keywords(layer: nn.Module) -> bool:
     twin = twin_of(layer, modules={name: _StandIn(0.7) for name in children} | {"self_attn": attention})
     x, given = Draws().normal(1, 3, 8), {"attention_mask": None, "position_embeddings": object(), "probe": probe}
     try:
-        answer(lambda: twin(x, past_key_values=None, use_cache=False, position_ids=object(), **given))
+        answer(lambda: twin(x, use_cache=False, position_ids=object(), **given, **named_cache(twin, None)))
     except Unlike:
         return False  # a layer of another make, which the first step shows
     return bool(attention.seen) and attention.seen.get("probe") is not probe
@@ -114,7 +115,8 @@ def _asked(layer: nn.Module, spec: LayerSpec) -> LayerSpec:
     modules |= {part.name: stand_in for part, stand_in in zip(spec.parts, parts, strict=True)}
     twin, x = twin_of(layer, modules=modules), Draws().normal(1, 3, 8)
     given = {"attention_mask": None, "position_embeddings": object(), "probe": object()}
-    got = answer(lambda: twin(x.clone(), past_key_values=None, use_cache=False, position_ids=object(), **given))
+    more = named_cache(twin, None)
+    got = answer(lambda: twin(x.clone(), use_cache=False, position_ids=object(), **given, **more))
     want = x
     for norm, stand_in in zip(norms, parts, strict=True):
         want = want + stand_in.apply_to(norm.apply_to(want))
