@@ -2,7 +2,8 @@
 #   make chat TORCH=cpu           torch without CUDA: 1.2 GB on disk instead of 5.6; the default where there is no GPU
 #   make chat PYTHON=python3.13   another interpreter than the first suitable one
 VENV ?= .venv
-# See tools/install.sh, which reads them. CONSTRAINTS pins versions: CI gives .ci/constraints.txt.
+# See tools/install.sh, which reads them. CONSTRAINTS pins versions: tests have those of .ci/constraints.txt, as CI has;
+# `make test CONSTRAINTS=` in a fresh clone has the newest that pyproject.toml allows, as `make chat` has.
 export PYTHON TORCH TORCH_INDEX CONSTRAINTS
 # Test processes side by side; each may start threads and servers of its own.
 JOBS ?= 2
@@ -75,8 +76,8 @@ $(VENV)/.installed: $(SOURCES)
 	@tools/install.sh $(VENV)
 	@touch $@
 
-$(VENV)/.installed-dev: $(SOURCES)
-	@tools/install.sh $(VENV) dev
+$(VENV)/.installed-dev: $(SOURCES) .ci/constraints.txt
+	@CONSTRAINTS="$${CONSTRAINTS-.ci/constraints.txt}" tools/install.sh $(VENV) dev
 	@touch $(VENV)/.installed $@
 
 clean:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.models.layers import named_cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -80,12 +81,16 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             self.post_init()
 
         def forward(
-            self, input_ids: torch.Tensor | None = None, logits_to_keep: int | torch.Tensor = 0, **kwargs: object
+            self,
+            input_ids: torch.Tensor | None = None,
+            logits_to_keep: int | torch.Tensor = 0,
+            past_key_values: object = None,
+            **kwargs: object,
         ) -> object:
             """See the causal classes of transformers. input_ids int64 [B, T], or inputs_embeds; logits to keep."""
             from transformers.modeling_outputs import CausalLMOutputWithPast
 
-            outputs = self.model(input_ids=input_ids, **kwargs)
+            outputs = self.model(input_ids=input_ids, **named_cache(self.model, past_key_values), **kwargs)
             hidden_states = outputs.last_hidden_state
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_states[:, keep, :]) * getattr(self.config, "output_multiplier", 1.0)

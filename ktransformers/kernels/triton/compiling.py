@@ -103,8 +103,9 @@ def _compile_mode(compilers: Executor) -> Any:
     active = runtime.triton.runtime.driver.active
 
     class PerDevice(runtime.triton.AsyncCompileMode):  # type: ignore[misc]
-        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-            return super().submit((key, active.get_current_device()), compile_fn, finalize_fn)
+        def submit(self, key: Any, *functions: Callable[..., Any]) -> Any:
+            """functions: compile and finalize; and clean up, from Triton 3.9 on."""
+            return super().submit((key, active.get_current_device()), *functions)
 
     return PerDevice(compilers, ignore_errors=True)
 

@@ -106,7 +106,7 @@ class _Past:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: object) -> tuple[Tensor, Tensor]:
         return keys, values
 
 
