@@ -3,7 +3,9 @@
 #   make chat PYTHON=python3.13   another interpreter than the first suitable one
 VENV ?= .venv
 # See tools/install.sh, which reads them. CONSTRAINTS pins versions: tests have those of .ci/constraints.txt, as CI has;
-# `make test CONSTRAINTS=` in a fresh clone has the newest that pyproject.toml allows, as `make chat` has.
+# `make test CONSTRAINTS=` in a fresh clone has the newest that pyproject.toml allows, as `make chat` has. Whether anybody
+# has set it is asked before `export`, which defines it as empty.
+TEST_CONSTRAINTS := $(if $(filter undefined,$(origin CONSTRAINTS)),.ci/constraints.txt,$(CONSTRAINTS))
 export PYTHON TORCH TORCH_INDEX CONSTRAINTS
 # Test processes side by side; each may start threads and servers of its own.
 JOBS ?= 2
@@ -77,7 +79,7 @@ $(VENV)/.installed: $(SOURCES)
 	@touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) .ci/constraints.txt
-	@CONSTRAINTS="$${CONSTRAINTS-.ci/constraints.txt}" tools/install.sh $(VENV) dev
+	@CONSTRAINTS="$(TEST_CONSTRAINTS)" tools/install.sh $(VENV) dev
 	@touch $(VENV)/.installed $@
 
 clean:

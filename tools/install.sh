@@ -9,7 +9,8 @@
 #   PYTHON       the interpreter; by default the first that pyproject.toml allows of python3, python3.14, python3.13, ...
 #   TORCH        cpu or cuda: which build of torch; by default cuda where there is an NVIDIA GPU
 #   TORCH_INDEX  the package index with torch's builds for the CPU
-#   CONSTRAINTS  a constraints file for pip
+#   CONSTRAINTS  a constraints file for pip; its torch and triton are those of the build for the CPU, and with TORCH=cuda
+#                the pair that is installed, or the newest, is taken instead
 #
 # Whatever is missing is one line with the command that mends it, before anything is downloaded. All output goes to
 # stderr, so that `make -s chat` leaves stdout to the answers.
@@ -123,13 +124,29 @@ pip_install() {
     pip_ install ${CONSTRAINTS:+-c "$CONSTRAINTS"} "$@"
 }
 
+# torch for CUDA asks for one very version of triton, so the two pins, which are tested without a GPU, would be at odds;
+# and nobody should download 3 GB again to run the tests.
+leave_torch_free() {
+    if [ "$TORCH" = cuda ] && [ -n "$CONSTRAINTS" ]; then
+        sed '/^torch==/d;/^triton==/d' "$CONSTRAINTS" >"$VENV/constraints.txt"
+        CONSTRAINTS="$VENV/constraints.txt"
+    fi
+}
+
+# With no place to take packages from, pip succeeds if what is wanted is there already.
+has_torch() {
+    PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS="" pip_install -q --no-index --no-deps "$1" 2>/dev/null
+}
+
 # Builds for the CPU are not on the public index under a name of their own. Where pip as it is configured has one (a
-# company's mirror, a folder of wheels), that one is taken; elsewhere torch's own index has them.
+# company's mirror, a folder of wheels), that one is taken; elsewhere torch's own index has them. One that is there and
+# is as wanted stays; one that is not is replaced from the same places, never by the default index's build for CUDA.
 install_torch() {
     wanted=$(sed -n 's/^ *"\(torch[<>=!~].*\)",$/\1/p' pyproject.toml)
     bars="-q"
     [ -t 2 ] && bars="--progress-bar=on"
-    if [ "$TORCH" = cuda ] || "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' </dev/null 2>/dev/null; then
+    has_torch "$wanted" && return
+    if [ "$TORCH" = cuda ]; then
         pip_install "$bars" "$wanted"
         return
     fi
@@ -154,6 +171,7 @@ install_program() {
     [ -d "$VENV" ] || check_space
     echo "installing into $VENV (once): $sizes"
     [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" </dev/null
+    leave_torch_free
     remove_namesake
     echo "1/2 torch for ${TORCH}: $reason"
     install_torch

@@ -8,13 +8,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "install.sh"
-NEEDED = ("sh", "sed", "uname", "dirname", "df", "awk", "tr", "grep", "head")
+NEEDED = ("sh", "sed", "uname", "dirname", "df", "awk", "tr", "grep", "head", "find", "touch", "mkdir")
 
 
 class Machine:
@@ -141,18 +142,21 @@ case "$*" in
     *'version("ktransformers")'*) exit NAMESAKE ;;
     *" uninstall "*) shift 3; echo "pip $*" >&2 ;;
     *"index versions"*) echo "Available versions: 2.15.0, OFFERED2.12.0" ;;
+    *" --no-index "*) exit THERE ;;
     *" install "*) shift 3; echo "pip $*" >&2 ;;
-    *importlib.metadata*) exit 1 ;;
     *"-m venv"*) ;;
     *) exec PYTHON "$@" ;;
 esac
 """
 
 
-def asked_of_pip(machine: Machine, venv: Path, offered: str = "", namesake: int = 1, **environment: str) -> list[str]:
+def asked_of_pip(
+    machine: Machine, venv: Path, offered: str = "", namesake: int = 1, has_torch: bool = False, **environment: str
+) -> list[str]:
     """What an install into `venv` asks pip for. `offered`: builds of torch besides the index's."""
     (venv / "bin").mkdir(parents=True)
     text = PIP.replace("OFFERED", offered).replace("PYTHON", sys.executable).replace("NAMESAKE", str(namesake))
+    text = text.replace("THERE", str(int(not has_torch)))
     (venv / "bin" / "python").write_text("#!/bin/sh" + text)
     (venv / "bin" / "python").chmod(0o755)
     machine.has("c++")
@@ -179,10 +183,93 @@ def test_where_torch_comes_from(machine: Machine, tmp_path: Path, torch: str, of
     assert asked == [expected, "pip install -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]"]
 
 
+@pytest.mark.parametrize("torch", ["cpu", "cuda"])
+def test_torch_that_is_there_and_good_stays(machine: Machine, tmp_path: Path, torch: str) -> None:
+    asked = asked_of_pip(machine, tmp_path / "venv", has_torch=True, TORCH=torch)
+    assert asked == ["pip install -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]"]
+
+
 def test_constraints_hold_for_all_and_a_namesake_goes_first(machine: Machine, tmp_path: Path) -> None:
-    asked = asked_of_pip(machine, tmp_path / "venv", namesake=0, TORCH="cuda", CONSTRAINTS="pins.txt")
+    asked = asked_of_pip(
+        machine, tmp_path / "venv", namesake=0, TORCH="cpu", TORCH_INDEX="https://t.example", CONSTRAINTS="pins.txt"
+    )
     assert asked == [
         "pip uninstall -q -y ktransformers",
-        "pip install -c pins.txt -q torch>=2.11",
+        "pip install -c pins.txt -q --retries 1 --index-url https://t.example torch>=2.11",
         "pip install -c pins.txt -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]",
     ]
+
+
+def test_cuda_brings_its_own_pair_of_torch_and_triton(machine: Machine, tmp_path: Path) -> None:
+    """torch for CUDA asks for one triton, which is not the one that tests without a GPU are pinned to."""
+    pins = tmp_path / "pins.txt"
+    pins.write_text("# why\ntorch==2.13.0\ntriton==3.9.0\ntransformers==5.24.0\n")
+    asked = asked_of_pip(machine, tmp_path / "venv", TORCH="cuda", CONSTRAINTS=str(pins))
+    left = tmp_path / "venv" / "constraints.txt"
+    assert left.read_text() == "# why\ntransformers==5.24.0\n"
+    assert asked == [
+        f"pip install -c {left} -q torch>=2.11",
+        f"pip install -c {left} -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]",
+    ]
+
+
+MAKEFILES = ("Makefile", "pyproject.toml", "CMakeLists.txt", ".ci/constraints.txt")
+STAND_IN = """
+echo "install $* CONSTRAINTS=$CONSTRAINTS"
+mkdir -p "$1/bin"
+for name in ktransformers python ruff clang-format mypy lint-imports; do
+    printf '#!/bin/sh\necho ran %s CONSTRAINTS=$CONSTRAINTS\n' "$name" >"$1/bin/$name"
+    chmod +x "$1/bin/$name"
+done
+"""
+
+
+@pytest.fixture
+def clone(machine: Machine, tmp_path: Path) -> Callable[..., list[str]]:
+    """A clone in which a stand-in is tools/install.sh; what its `make` says of installs, with nothing set but PATH."""
+    folder = tmp_path / "clone"
+    for name in MAKEFILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "tools").mkdir()
+    (folder / "tools" / "install.sh").write_text("#!/bin/sh" + STAND_IN)
+    (folder / "tools" / "install.sh").chmod(0o755)
+    for name in ("make", "chmod"):
+        found = shutil.which(name)
+        assert found
+        (machine.bin / name).symlink_to(found)
+
+    def make(*words: str, **environment: str) -> list[str]:
+        environment = {"PATH": str(machine.bin), **environment}
+        done = subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if line.startswith("install ")]
+
+    return make
+
+
+PINNED = ["install .venv dev CONSTRAINTS=.ci/constraints.txt"]
+
+
+@pytest.mark.parametrize("target", ["test", "test-all", "lint", "format"])
+def test_make_pins_what_tests_get_where_a_chat_ran_before(clone: Callable[..., list[str]], target: str) -> None:
+    """README's commands in README's order, no variable set."""
+    assert clone("chat") == ["install .venv CONSTRAINTS="]
+    assert clone(target) == PINNED
+    assert clone(target) == []
+    assert clone("chat") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "constraints"),
+    [
+        ((), {}, ".ci/constraints.txt"),
+        (("CONSTRAINTS=",), {}, ""),
+        ((), {"CONSTRAINTS": ""}, ""),
+        (("CONSTRAINTS=CMakeLists.txt",), {}, "CMakeLists.txt"),
+        ((), {"CONSTRAINTS": "CMakeLists.txt"}, "CMakeLists.txt"),
+    ],
+)
+def test_whoever_sets_constraints_gets_them(
+    clone: Callable[..., list[str]], words: tuple[str, ...], environment: dict[str, str], constraints: str
+) -> None:
+    assert clone("test", *words, **environment) == [f"install .venv dev CONSTRAINTS={constraints}"]
