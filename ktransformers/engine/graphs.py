@@ -5,6 +5,7 @@ Knows no models, caches or requests. What is captured is a function from a step'
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,21 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps Python's garbage collector out of a capture, which ends when a graph is destroyed on its thread.
+
+    Graphs of an engine that was given up may wait in cycles, and any allocation may set the collector off.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Replayable(Protocol):
@@ -144,6 +160,7 @@ class CudaGraphs(GraphBackend):
     def capture(self, work: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
         graph = self._cuda.CUDAGraph()
         with ExitStack() as stack:
+            stack.enter_context(_uncollected())
             # Other threads (the server's) may call CUDA meanwhile.
             how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
             stack.enter_context(self._cuda.graph(graph, **how))

@@ -156,7 +156,7 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(
             ids[-1] += 1  # what a graph reads is a step's own
             results.append(logits_in_steps(engine, ids))
             ids[-1] -= 1
-    assert "captured CUDA graphs for batch sizes 1 " in caplog.text
+    assert "captured CUDA graphs for batch sizes 1, " in caplog.text
     check(results[0], want)
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -131,3 +133,31 @@ def test_a_step_that_synchronizes_is_not_captured():
     row = torch.zeros(1, dtype=torch.int32)
     step = DecodeInputs(torch.tensor([[7.0]]), torch.tensor([0]), torch.tensor([0]), row, row, torch.zeros(1, 1).int())
     assert graphs.step(step).tolist() == [[7.0, 7.0]]
+
+
+def test_graphs_of_a_lost_engine_do_not_end_a_capture():
+    """Destroyed on the capturing thread, one of them would; here a cycle keeps it, and every allocation collects."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, x = CudaGraphs([device]), torch.ones(4, device="cuda")
+    for work in (lambda: x + 1, lambda: x + 2):
+        graphs.warm_up(work)
+    lost, _ = graphs.capture(lambda: x + 1)
+    cycle = [lost]
+    cycle.append(cycle)
+    gc.collect()
+    thresholds = gc.get_threshold()
+
+    def work() -> torch.Tensor:
+        gc.set_threshold(1, 1, 1)
+        assert len([[] for _ in range(100)]) == 100
+        return x + 2
+
+    try:
+        del lost, cycle
+        graph, result = graphs.capture(work)
+    finally:
+        gc.set_threshold(*thresholds)
+    graph.replay()
+    graphs.replayed()
+    graphs.wait()
+    assert result.tolist() == [3.0] * 4
