@@ -16,6 +16,7 @@ from ktransformers.shipped_rules import find_shipped_rules, shipped_names
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "CONTEXT_OVERFLOWS",
     "CPU_PREFILLS",
     "CPU_QUANT_TYPES",
     "DEFAULT_CHUNK_SIZE",
@@ -61,6 +62,9 @@ ATTENTION_PRODUCTS = ("bf16", "kv")
 
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 """What `--attention_backend` accepts."""
+
+CONTEXT_OVERFLOWS = ("drop", "error")
+"""What `--context_overflow` accepts: a conversation that is too long loses its oldest turns, or is refused."""
 
 KV_DISK_SIZE_GB = 20.0
 """GiB of files with pages when nothing is said."""

@@ -21,6 +21,7 @@ from ktransformers.cli.options import (
     add_logging_flag,
     add_model_argument,
     add_model_flags,
+    add_overflow_flag,
     add_profile_flags,
     add_sampling_flags,
     add_toggle,
@@ -82,6 +83,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     add_toggle(
         group, "special_tokens_in_content", default=False, help="read special tokens that prompts spell as such (off)"
     )
+    add_overflow_flag(group, default="drop")
     modes = ("normal", "long_context")
     group.add_argument("--mode", choices=modes, default="normal", help="long_context is not supported")
     group.add_argument("--markdown", action="store_true", help="format answers: blocks appear when they are complete")
@@ -154,6 +156,7 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
             is_interactive,
             bound_command,
             reads_special_tokens=args.special_tokens_in_content,
+            drops_oldest=args.context_overflow == "drop",
         )
         chat = ChatLoop(llm, view, source, options)
         machine, model = describe_machine(config.use_cuda), describe_model(engine)

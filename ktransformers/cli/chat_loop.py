@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ktransformers.cli.chat_attachments import attach_files, with_document
 from ktransformers.cli.chat_history import Conversation
@@ -21,6 +22,7 @@ from ktransformers.cli.chat_settings import Settings
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, format_bytes
 from ktransformers.engine.llm import LLM
 from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
+from ktransformers.tokenizer.shortening import prompt_room, shorten
 from ktransformers.tokenizer.tools import ReasoningPiece, TextPiece
 
 __all__ = ["ChatLoop", "ChatOptions"]
@@ -28,6 +30,7 @@ __all__ = ["ChatLoop", "ChatOptions"]
 _log = logging.getLogger(__name__)
 
 _LEAVING = ("exit", "quit")
+_NEARLY_FULL = 0.8
 _NOT_EDITED = "the question stays as it was"
 
 
@@ -36,7 +39,8 @@ class ChatOptions:
     """is_interactive: a person at a terminal, who can correct mistakes; otherwise a script, which sees exit codes.
 
     find_command: what a turn's text asks the chat to do, None for a prompt. Raises ConfigError for an unknown command.
-    reads_special_tokens: those that a turn spells are tokens, not text.
+    reads_special_tokens: those that a turn spells are tokens, not text. drops_oldest: a conversation that is longer
+    than the context loses its oldest turns; else its next one is refused.
     """
 
     params: SamplingParams
@@ -45,6 +49,7 @@ class ChatOptions:
     is_interactive: bool = False
     find_command: Callable[[str], Callable[[ChatLoop], None] | None] = lambda text: None
     reads_special_tokens: bool = False
+    drops_oldest: bool = True
 
 
 @contextmanager
@@ -74,6 +79,8 @@ class ChatLoop:
         self._typed: tuple[str, str] | None = None  # the last question as it was sent and as it was typed
         self._is_editing = False
         self._num_retries = 0
+        self._num_dropped = 0  # of the oldest turns, at the last prompt
+        self._is_warned = False  # that the context is nearly full
         self._tags = llm.tokenizer.reasoning_tags
         if not llm.tokenizer.has_vocabulary:
             raise ConfigError(
@@ -205,7 +212,7 @@ class ChatLoop:
             self.conversation.drop_question()
         self.conversation.add_user(text)
         try:
-            prompt_ids = self._prompt_ids()
+            prompt_ids = self._fitting_ids(params)
             last, content, reasoning = self._stream(prompt_ids, params, is_interrupted)
         except BaseException:
             self.conversation.turns[:] = before
@@ -217,11 +224,45 @@ class ChatLoop:
             self.conversation.add_assistant(content, reasoning)
         self._answers.append(last.stats)
         self._explain_end(last)
+        self._warn_when_nearly_full(last.stats)
         self.view.stats(last.stats)
         return is_aborted
 
-    def _prompt_ids(self) -> list[int]:
-        tokenizer, messages = self.llm.tokenizer, self.conversation.messages
+    def _fitting_ids(self, params: SamplingParams) -> list[int]:
+        """Ids of the prompt, of the conversation without its oldest turns where it is too long."""
+        messages, max_len = self.conversation.messages, self.llm.session.max_len
+        prompt_ids = self._prompt_ids(messages)
+        if not self._options.drops_oldest:
+            return prompt_ids
+        room = prompt_room(max_len, params.max_tokens)
+        if len(prompt_ids) <= room:
+            self._num_dropped = 0
+            return prompt_ids
+
+        def prompt_of(kept: Sequence[int]) -> list[int] | None:
+            ids = self._prompt_ids([messages[at] for at in kept])
+            return ids if len(ids) <= room else None
+
+        sizes = [len(str(message["content"]).encode(errors="replace")) for message in messages]
+        found = shorten([message["role"] for message in messages], sizes, max_len, prompt_of)
+        if found is None:
+            return prompt_ids  # refused, with its length, unless an answer has some room all the same
+        if found.num_dropped != self._num_dropped:
+            self.view.note(f"the context is full: the oldest {found.num_dropped} messages are left out from here on")
+        self._num_dropped = found.num_dropped
+        return found.prompt_ids
+
+    def _warn_when_nearly_full(self, stats: GenerationStats) -> None:
+        """Once, when more than four fifths of the context are taken."""
+        used, max_len = stats.prompt_len + stats.completion_len, self.llm.session.max_len
+        is_nearly_full = used >= _NEARLY_FULL * max_len
+        if is_nearly_full and not self._is_warned and self.is_interactive:
+            then = "then the oldest messages are left out" if self._options.drops_oldest else "then no more fits"
+            self.view.note(f"{100 * used // max_len} % of the {max_len} tokens of context are taken; {then}")
+        self._is_warned = is_nearly_full
+
+    def _prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        tokenizer = self.llm.tokenizer
         reads = self._options.reads_special_tokens
         if not tokenizer.has_chat_template:
             return tokenizer.apply_plain_template(messages, reads_special_tokens=reads)

@@ -17,6 +17,7 @@ from ktransformers.cli.parser import ArgumentParser, add_toggle, user_path
 from ktransformers.config import (
     ATTENTION_BACKENDS,
     ATTENTION_PRODUCTS,
+    CONTEXT_OVERFLOWS,
     CPU_ACTIVATIONS,
     CPU_BF16S,
     CPU_PREFILLS,
@@ -324,6 +325,16 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
     if params.is_greedy and idle:
         _log.warning("%s: no effect at temperature 0; pass --temperature to sample", ", ".join(idle))
     return params
+
+
+def add_overflow_flag(parser: argparse._ActionsContainer, *, default: str) -> None:
+    """Register --context_overflow."""
+    parser.add_argument(
+        "--context_overflow",
+        choices=CONTEXT_OVERFLOWS,
+        default=default,
+        help="a conversation longer than the context loses its oldest turns, or is refused (%(default)s)",
+    )
 
 
 def add_profile_flags(parser: argparse._ActionsContainer) -> None:

@@ -16,6 +16,7 @@ from ktransformers.cli.options import (
     add_logging_flag,
     add_model_argument,
     add_model_flags,
+    add_overflow_flag,
     add_profile_flags,
     add_sampling_flags,
     add_tier_flags,
@@ -156,6 +157,7 @@ def _add_api_flags(group: argparse._ArgumentGroup) -> None:
         help="names of this server; repeatable; * for all",
     )
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
+    add_overflow_flag(group, default="error")
     group.add_argument(
         "--tool_format",
         default="auto",

@@ -104,6 +104,7 @@ def server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfi
         is_strict_on_fields=args.strict_requests,
         reads_special_tokens=args.special_tokens_in_content,
         force_think=args.force_think,
+        drops_oldest=args.context_overflow == "drop",
         web=args.web,
         tool_format=args.tool_format,
         max_queue=args.max_queue,

@@ -16,14 +16,14 @@ class Limits:
     """What a request may ask of a loaded model.
 
     max_len: most tokens of prompt and answer together. is_models_limit: whether that is what the model takes; else
-    holder and remedy say in words who sets it, and what makes it larger.
+    set_by names the option that sets it, and remedy says in words how it is made larger.
     """
 
     max_len: int
     vocab_size: int
     is_models_limit: bool
     has_vocabulary: bool = True
-    holder: str = "the cache holds"
+    set_by: str = "--cache_lens"
     remedy: str = "start with a larger --cache_lens"
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -31,7 +31,7 @@ class Limits:
         if not prompt_ids:
             raise ConfigError("the prompt is empty: there is nothing to continue")
         if len(prompt_ids) >= self.max_len:
-            raise self._too_long(len(prompt_ids))
+            raise self.too_long(len(prompt_ids))
         named = {
             "the prompt": prompt_ids,
             "logit_bias": tuple(params.logit_bias),
@@ -49,12 +49,16 @@ class Limits:
         if params.stop and not self.has_vocabulary:
             raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
 
-    def _too_long(self, prompt_len: int) -> ContextLengthError:
-        limit = "the model takes at most" if self.is_models_limit else self.holder
-        remedy = "shorten the prompt" + ("" if self.is_models_limit else f", or {self.remedy}")
+    def too_long(self, prompt_len: int, what: str = "prompt") -> ContextLengthError:
+        """The error for a prompt of so many tokens, at least. what: how whoever sent it calls it.
+
+        It begins as OpenAI's does: programs that shorten conversations by themselves know it by these words.
+        """
+        limit = "what the model takes" if self.is_models_limit else f"set by {self.set_by}"
+        remedy = f"shorten the {what}" + ("" if self.is_models_limit else f", or {self.remedy}")
         return ContextLengthError(
-            f"the prompt has {prompt_len} tokens and {limit} {self.max_len} for prompt and answer: no room for an "
-            f"answer; {remedy}",
+            f"This model's maximum context length is {self.max_len} tokens ({limit}), for prompt and answer together. "
+            f"However, the {what} has {prompt_len} tokens, which leaves no room for an answer: {remedy}",
             prompt_len=prompt_len,
             max_len=self.max_len,
         )

@@ -33,6 +33,7 @@ class ServerConfig:
     key_limits: what some of api_keys may do; the others have no limits of their own.
     is_strict_on_fields: a request with a field that would be ignored is refused.
     reads_special_tokens: special tokens that a message spells are read as such, so that a user can forge a turn.
+    drops_oldest: a conversation that is longer than the context loses its oldest turns; else it is refused.
     tool_format: a name of tokenizer.tools.TOOL_FORMATS, or "auto".
     allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
     web: the chat page is served at /; None: if only this machine can connect.
@@ -65,6 +66,7 @@ class ServerConfig:
     is_strict_on_fields: bool = False
     reads_special_tokens: bool = False
     force_think: bool = False
+    drops_oldest: bool = False
     web: bool | None = None
     tool_format: str = "auto"
     max_queue: int = 256

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from ktransformers.errors import FieldError
 
 __all__ = [
+    "DROPPED_HEADER",
     "IGNORED_HEADER",
     "FieldTable",
     "LoggedNames",
@@ -37,6 +38,7 @@ __all__ = [
     "inside",
     "is_unwanted",
     "mapped",
+    "note_dropped",
     "note_ignored",
     "refuse",
     "sort_fields",
@@ -49,9 +51,13 @@ logger = logging.getLogger(__name__)
 IGNORED_HEADER = "x-ktransformers-ignored"
 """Of responses: names of the request's fields that had no effect, separated by commas."""
 
+DROPPED_HEADER = "x-ktransformers-dropped-messages"
+"""Of responses: how many of the conversation's oldest messages were left out, as it is longer than the context."""
+
 _MAX_FIELDS = 256
 _MAX_SHOWN = 32
 _SCOPE_KEY = "ktransformers.ignored"
+_DROPPED_KEY = "ktransformers.dropped"
 _ODD = "?"  # stands for names that no header could carry
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
@@ -240,10 +246,18 @@ def note_ignored(scope: MutableMapping[str, Any], names: Iterable[str]) -> None:
     scope.setdefault(_SCOPE_KEY, []).extend(names)
 
 
+def note_dropped(scope: MutableMapping[str, Any], num_messages: int) -> None:
+    """Say that so many of the oldest messages were left out, for the response's header."""
+    scope[_DROPPED_KEY] = num_messages
+
+
 def ignored_header(scope: Mapping[str, Any]) -> dict[str, str]:
-    """The header that names what was ignored, empty when nothing was."""
+    """The headers that say what of a request was not taken, empty when all was."""
     names = _shown(scope.get(_SCOPE_KEY, ()))
-    return {IGNORED_HEADER: ", ".join(names)} if names else {}
+    headers = {IGNORED_HEADER: ", ".join(names)} if names else {}
+    if scope.get(_DROPPED_KEY):
+        headers[DROPPED_HEADER] = str(scope[_DROPPED_KEY])
+    return headers
 
 
 @dataclass(slots=True)

@@ -89,6 +89,17 @@ _ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
 )
 
 
+_PROMPT_FIELDS = (
+    ("/chat/completions", "messages"),
+    ("/completions", "prompt"),
+    ("/responses", "input"),
+    ("/embeddings", "input"),
+    ("/api/embed", "input"),
+    ("/generate", "prompt"),
+)
+"""Ends of paths, and what a dialect calls the field that is too long there; "messages" elsewhere."""
+
+
 def json_bytes(content: Any) -> bytes:
     """Compact UTF-8 JSON. Lone surrogates, which no UTF-8 can carry, stay escaped."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
@@ -118,7 +129,7 @@ def error_body(error: KTransformersError, path: str = "") -> dict[str, Any]:
     status, type, code = _entry(error)
     param = (error.param or None) if isinstance(error, FieldError) else None
     if isinstance(error, ContextLengthError):
-        param = "messages"
+        param = next((name for suffix, name in _PROMPT_FIELDS if path.endswith(suffix)), "messages")
     return _body(path, status, str(error), type, param, code)
 
 

@@ -455,7 +455,7 @@ class Tokenizer:
 
 def _too_long(what: str, prompt_len: int, max_len: int) -> ContextLengthError:
     return ContextLengthError(
-        f"the text has {what}, and there is room for {max_len}: shorten it, or start with a larger --cache_lens",
+        f"the text has {what}, and there is room for {max_len}: shorten it",
         prompt_len=prompt_len,
         max_len=max_len,
     )

@@ -310,7 +310,7 @@ def test_regen_takes_other_seeds() -> None:
 def test_a_question_that_cannot_be_answered_again_stays(room: Room) -> None:
     room.say("one", "/set parameter max_tokens 5000")
     room.say("/regen", f"{'x' * 5000}")
-    assert "the cache holds 4096" in room.view.errors[-1]
+    assert "maximum context length is 4096 tokens" in room.view.errors[-1]
     assert room.contents == ["one", "you said one"]
 
 

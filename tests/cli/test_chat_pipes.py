@@ -70,7 +70,7 @@ def test_errors_of_one_prompt(chat: Chat) -> None:
     assert chat("", "chat", "-p", " ", code=1)[1] == "error: --prompt is empty; it must be the text of a prompt\n"
     assert "leave --lines or --prompt out" in chat("", "chat", "--lines", "-p", "x", code=1)[1]
     err = chat("x" * 200, "chat", "--cache_lens", "100", code=1)[1]
-    assert "the cache holds 100" in err
+    assert "maximum context length is 100 tokens (set by --cache_lens)" in err
     assert "/clear" not in err  # nobody can type it
 
 

@@ -69,13 +69,13 @@ def test_a_cache_beyond_the_models_positions_is_cut(folder: Path, caplog: pytest
     ]
     with LLM.from_engine(engine) as llm:
         assert (engine.config.cache_lens, llm.max_len, engine.runner.cache.max_len) == (512, 512, 512)
-        with pytest.raises(ContextLengthError, match=r"the model takes at most 512.*shorten the prompt$"):
+        with pytest.raises(ContextLengthError, match=r"is 512 tokens \(what the model takes\).*shorten the prompt$"):
             llm.generate([list(range(3, 103)) * 6], GREEDY)
 
 
 def test_a_small_cache_can_be_larger(folder: Path) -> None:
     engine = build_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=64))
-    message = r"the cache holds 64.*a larger --cache_lens"
+    message = r"is 64 tokens \(set by --cache_lens\).*a larger --cache_lens"
     with LLM.from_engine(engine) as llm, pytest.raises(ContextLengthError, match=message):
         llm.generate([list(range(3, 103))], GREEDY)
 
@@ -84,7 +84,7 @@ def test_the_reference_backend_is_bounded_too(folder: Path) -> None:
     engine = build_reference_engine(EngineConfig(model_path=folder, cache_lens=32768))
     session = Session.of(engine)
     assert session.max_len == 512
-    with pytest.raises(ContextLengthError, match=r"the model takes at most 512.*shorten the prompt$"):
+    with pytest.raises(ContextLengthError, match=r"is 512 tokens \(what the model takes\).*shorten the prompt$"):
         list(session.generate(list(range(3, 103)) * 6, GREEDY))
 
 

@@ -108,7 +108,7 @@ def test_max_tokens_is_clipped_to_the_cache() -> None:
 
 def test_prompt_checks_come_before_any_work() -> None:
     runner = ngram_runner(max_len=5)
-    with pytest.raises(ContextLengthError, match=r"5 tokens and the cache holds 5.*--cache_lens") as caught:
+    with pytest.raises(ContextLengthError, match=r"is 5 tokens \(set by --cache_lens\).*has 5 tokens") as caught:
         prefill_and_generate(runner, [1] * 5, GREEDY, chunk_size=4)
     assert (caught.value.prompt_len, caught.value.max_len) == (5, 5)
     for prompt, message in (([], "empty"), ([VOCAB], "names token 50"), ([-1], "names token -1")):

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError, EngineError, UnsupportedError
+from ktransformers.server.answers.fitting import in_words_of
 from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.api_paths import USE_KEY
 from ktransformers.server.backend.base import GenerationRequest
@@ -70,7 +71,8 @@ async def respond_embeddings(
         asked = read()
         if key is not None and service.backend.has_priorities:
             asked = replace(asked, priority=key.priority(asked.priority))
-        made = await service.workers.run(size, partial(_generations, service, asked))
+        with in_words_of(service, "input"):
+            made = await service.workers.run(size, partial(_generations, service, asked))
         tally = Tally(made, 1, service.metrics)
         name = service.check_model(asked.model)
         note_request(request, Answering(asked.id, tally, Operation.EMBEDDINGS, name))

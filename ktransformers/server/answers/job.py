@@ -14,10 +14,11 @@ from ktransformers.errors import ConfigError, KTransformersError, UnsupportedErr
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.constraints import beside_tools, reasoning_of
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
+from ktransformers.server.answers.fitting import fitted_chat, fitted_text, in_words_of
 from ktransformers.server.answers.forced import forced_calls, reason_of_refusal
 from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.answers.one_call import OneCall
-from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
+from ktransformers.server.answers.prompts import template_kwargs
 from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
@@ -45,7 +46,8 @@ class Job:
     """A checked request, ready to run. model: the name for the answer. created: seconds since 1970.
 
     choices[i] turns the tokens of requests[i] into events; n answers to each prompt are neighbours. ignored: fields of
-    the request that have no effect on this model. hear: told of each event of an answer, and whose it is, by index.
+    the request that have no effect on this model. num_dropped: turns that were left out, the oldest.
+    hear: told of each event of an answer, and whose it is, by index.
     order: of the events that requests have in their past, whose they are.
     """
 
@@ -59,6 +61,7 @@ class Job:
     created: int
     operation: Operation
     ignored: tuple[str, ...] = ()
+    num_dropped: int = 0
     hear: Callable[[int, TokenEvent], None] | None = None
     order: Sequence[int] = ()
 
@@ -104,12 +107,15 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
     if asked.priority and not service.backend.has_priorities:
         raise UnsupportedError(f"the {service.backend.name} backend serves by order of arrival: leave priority out")
     ignored: tuple[str, ...] = ()
+    num_dropped = 0
     if isinstance(asked, ChatRequest):
         ignored = template_kwargs(service.model.tokenizer, asked.conversation).ignored
         service.check_ignored(ignored)
-        prompts, choices = _chat(service, asked)
+        with in_words_of(service, "conversation"):
+            prompts, choices, num_dropped = _chat(service, asked)
     else:
-        prompts, choices = _texts(service, asked)
+        with in_words_of(service):
+            prompts, choices = _texts(service, asked)
     requests = _generations(service, asked, prompts, _rules(service, asked, prompts[0]))
     return Job(
         service=service,
@@ -122,6 +128,7 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
         created=int(time.time()),
         operation=Operation.CHAT if isinstance(asked, ChatRequest) else Operation.TEXT_COMPLETION,
         ignored=ignored,
+        num_dropped=num_dropped,
     )
 
 
@@ -129,29 +136,25 @@ _Prepared = tuple[list[Sequence[int]], list[Choice]]
 """Ids of each prompt, and asked.n choices for each."""
 
 
-def _chat(service: Service, asked: ChatRequest) -> _Prepared:
+def _chat(service: Service, asked: ChatRequest) -> tuple[list[Sequence[int]], list[Choice], int]:
+    """See _Prepared; and how many turns were left out."""
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
     if tools and not tokenizer.has_tool_calls:
         raise UnsupportedError(
             "this model's files tell of no tool calls: leave tools out, or start the server with --tool_format"
         )
-    prompt_ids = chat_prompt(
-        tokenizer,
-        asked.conversation,
-        max_len=model.max_len,
-        force_think=service.config.force_think,
-        reads_special_tokens=service.config.reads_special_tokens,
-    )
+    fitted = fitted_chat(service, asked)
+    prompt_ids = fitted.prompt_ids
     if asked.is_prompt_only:
-        return [prompt_ids], [PromptChoice() for _ in range(asked.n)]
+        return [prompt_ids], [PromptChoice() for _ in range(asked.n)], fitted.num_dropped
     schemas = {tool.name: tool.parameters for tool in tools} if tools else None
     inside = asked.conversation.continues_reasoning
     parsers = (tokenizer.answer_parser(prompt_ids, schemas, continues_reasoning=inside) for _ in range(asked.n))
     choices: list[Choice] = [ChatChoice(parser, f"{asked.id}-{index}") for index, parser in enumerate(parsers)]
     if asked.tool_choice.max_calls is not None and not asked.tool_choice.is_required:  # whose grammar says it
         choices = [OneCall(choice) for choice in choices]
-    return [prompt_ids], choices
+    return [prompt_ids], choices, fitted.num_dropped
 
 
 def _texts(service: Service, asked: TextRequest) -> _Prepared:
@@ -162,7 +165,7 @@ def _texts(service: Service, asked: TextRequest) -> _Prepared:
     prompts: list[Sequence[int]] = []
     choices: list[Choice] = []
     for prompt in asked.prompts:
-        ids = tokenizer.encode(prompt, max_len=model.max_len) if isinstance(prompt, str) else prompt
+        ids = fitted_text(service, asked, prompt)
         text = _echo(tokenizer, prompt) if asked.has_echo else ""
         prompts.append(ids)
         choices += [PromptChoice(text) if asked.is_prompt_only else TextChoice(text) for _ in range(asked.n)]

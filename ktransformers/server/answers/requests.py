@@ -155,6 +155,8 @@ class Conversation:
     thinks, reasoning_budget (tokens): about the reasoning; None: as the template has it. What it does not know of
     these four has no effect, see `answers/prompts.py`. opens_answer: whether the prompt ends with the header of
     the answer. continues: the last message is the beginning of the answer, which goes on from its last character.
+    drops_oldest: whether the oldest turns leave where all are longer than the context; None: as the operator says.
+    max_prompt_len: they leave until the prompt has at most so many tokens.
     """
 
     messages: Sequence[Message]
@@ -165,6 +167,8 @@ class Conversation:
     reasoning_budget: int | None = None
     opens_answer: bool = True
     continues: bool = False
+    drops_oldest: bool | None = None
+    max_prompt_len: int | None = None
 
     @property
     def continues_text(self) -> bool:
@@ -189,8 +193,10 @@ class ChatRequest(AnswerRequest):
 class TextRequest(AnswerRequest):
     """The continuation of texts or of token ids, as they are: no template, no reasoning, no tool calls.
 
-    has_echo: AnswerStarted shows the prompt.
+    has_echo: AnswerStarted shows the prompt. max_prompt_len: of longer ones the last so many tokens are taken; -1: as
+    many as leave room for an answer; None: longer ones are refused.
     """
 
     prompts: Sequence[str | Sequence[int]]
     has_echo: bool = False
+    max_prompt_len: int | None = None

@@ -20,7 +20,7 @@ from ktransformers.server.answers.kept import attached, check_media_type, keep_s
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
 from ktransformers.server.api_paths import SCOPE_KEY, USE_KEY
 from ktransformers.server.bodies import body_size
-from ktransformers.server.fields import note_ignored
+from ktransformers.server.fields import note_dropped, note_ignored
 from ktransformers.server.keys import KeyUse
 from ktransformers.server.ongoing import Ongoing
 from ktransformers.server.request_log import note_request, request_id_of
@@ -91,6 +91,7 @@ async def respond(
         job = await service.workers.run(size, lambda: _prepared(service, _prioritized(read(), service, key), again))
         note_request(request, job.answering(is_streamed))
         note_ignored(request.scope, job.ignored)
+        note_dropped(request.scope, job.num_dropped)
         writer = writer_of(job)
         if seconds is not None:
             check_media_type(writer.media_type)

@@ -57,7 +57,7 @@ class ModelInfo:
             vocab_size=self.vocab_size,
             has_vocabulary=self.tokenizer.has_vocabulary,
             is_models_limit=self.is_models_limit,
-            holder="the server takes",
+            set_by="the server's --cache_lens",
             remedy="start the server with a larger --cache_lens",
         )
 

@@ -56,8 +56,8 @@ _ANSWER: FieldTable = {
     "think": honour(),
     "logprobs": honour(False),
     "top_logprobs": honour(0),
-    "truncate": hint(),  # a prompt that does not fit is an error here, never cut
-    "shift": hint(),  # an answer ends at the end of the context
+    "truncate": honour(),
+    "shift": honour(),
 }
 
 CHAT: FieldTable = {**_ANSWER, "messages": honour(), "tools": honour([])}

@@ -69,6 +69,7 @@ def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -
         model=plain_name(service, body.model),
         sampling=_sampling(service, body, ignored),
         prompts=[body.prompt],
+        max_prompt_len=-1 if _drops_oldest(body) else None,
     )
 
 
@@ -80,8 +81,19 @@ def _chat(
         id=new_id("chat"),
         model=plain_name(service, body.model),
         sampling=_sampling(service, body, ignored),
-        conversation=Conversation(messages=messages, tools=tools, template_kwargs=variables, reasoning_effort=effort),
+        conversation=Conversation(
+            messages=messages,
+            tools=tools,
+            template_kwargs=variables,
+            reasoning_effort=effort,
+            drops_oldest=_drops_oldest(body),
+        ),
     )
+
+
+def _drops_oldest(body: AnswerBody) -> bool | None:
+    asked = [one for one in (body.truncate, body.shift) if one is not None]
+    return any(asked) if asked else None
 
 
 def _messages(bodies: list[PastMessage]) -> list[Message]:

@@ -134,11 +134,17 @@ class OllamaBody(_Body):
 
 
 class AnswerBody(OllamaBody):
-    """What chat and generate share. format: "json" or a JSON schema. think: whether to reason, or how much."""
+    """What chat and generate share. format: "json" or a JSON schema. think: whether to reason, or how much.
+
+    truncate, shift: whether the oldest turns leave where the conversation is longer than the context. Ollama tells
+    prompts from answers there; here turns leave before an answer begins, and make room for it.
+    """
 
     stream: bool | None = None
     format: Format | None = None
     think: Think | None = None
+    truncate: bool | None = None
+    shift: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
 

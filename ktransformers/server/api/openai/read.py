@@ -168,6 +168,15 @@ def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | No
     )
 
 
+def _overflow(truncate_prompt_tokens: int | None) -> dict[str, Any]:
+    """Fields of Conversation."""
+    wanted = truncate_prompt_tokens
+    return {
+        "drops_oldest": None if wanted is None else True,
+        "max_prompt_len": None if wanted is None or wanted < 1 else wanted,
+    }
+
+
 def chat_request(body: ChatBody) -> ChatRequest:
     """Raises ConfigError for arguments of earlier tool calls that are no JSON, FieldError for a tool that is none."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -190,6 +199,7 @@ def chat_request(body: ChatBody) -> ChatRequest:
             reasoning_budget=body.thinking_budget,
             opens_answer=body.add_generation_prompt is not False,
             continues=body.continues,
+            **_overflow(body.truncate_prompt_tokens),
         ),
         tool_choice=_tool_choice(body, tools),
     )
@@ -241,4 +251,5 @@ def text_request(body: CompletionBody) -> TextRequest:
         prompts=_prompts(body),
         has_echo=bool(body.echo),
         is_prompt_only=body.max_tokens == 0,
+        max_prompt_len=body.truncate_prompt_tokens,
     )

@@ -70,6 +70,11 @@ def _format(value: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
+def _transforms(value: Any) -> Mapping[str, Any]:
+    """OpenRouter's list of what may be done to a conversation that is too long."""
+    return {"truncate_prompt_tokens": -1} if isinstance(value, list) and "middle-out" in value else {}
+
+
 def _top_logprobs(value: Any) -> Mapping[str, Any]:
     """`n_probs` of llama.cpp for a chat."""
     return {"logprobs": True, "top_logprobs": _at_most(value)}
@@ -129,7 +134,7 @@ GENERATION_FIELDS: FieldTable = {
     **_hints(
         "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "service_tier",
         "verbosity", "prediction", "request_id", "rid", "cache_prompt", "id_slot", "slot_id", "n_keep",
-        "timings_per_token", "return_progress", "stream_tool_calls", "api_key", "session_id", "provider", "transforms",
+        "timings_per_token", "return_progress", "stream_tool_calls", "api_key", "session_id", "provider",
         "keep_alive", "kv_transfer_params", "mm_processor_kwargs", "bootstrap_host", "include_reasoning",
         "separate_reasoning", "return_tokens_as_token_ids", "vllm_xargs",
     ),
@@ -139,7 +144,8 @@ GENERATION_FIELDS: FieldTable = {
     "length_penalty": refuse("repetition_penalty", 1),
     "use_beam_search": refuse("best_of in /v1/completions", False),
     "early_stopping": refuse("stop", False),
-    "truncate_prompt_tokens": refuse("a shorter prompt", -1),
+    "truncate_prompt_tokens": honour(),
+    "transforms": mapped(_transforms, []),
     "no_stop_trim": mapped("include_stop_str_in_output", False),
     "mirostat": refuse(_SAMPLER, 0),
     "typical_p": refuse(_SAMPLER, 1),

@@ -113,6 +113,7 @@ class Exchange:
                 tools=self.tools.shown,
                 template_kwargs=body.chat_template_kwargs or {},
                 reasoning_effort=body.reasoning.effort if body.reasoning and knows_effort else None,
+                drops_oldest=None if body.truncation is None else body.truncation == "auto",
             ),
             tool_choice=self._choice(),
         )
@@ -132,8 +133,6 @@ class Exchange:
 
     def _ignored_fields(self, knows_effort: bool) -> Iterable[str]:
         body = self.body
-        if body.truncation == "auto":  # nothing is ever left out: what is too long is an error
-            yield "truncation"
         if body.reasoning and body.reasoning.effort and not knows_effort:
             yield "reasoning.effort"
         yield from (f"include.{name}" for name in body.include or () if name not in _INCLUDABLE)

@@ -141,7 +141,7 @@ class ResponsesWriter(Writer):
             "tools": self._exchange.tools.echoed,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None if is_running else self._usage(self._job.usage()),
             "user": body.user,
             "metadata": body.metadata or {},

@@ -34,7 +34,11 @@ class StreamOptions(History):
 
 
 class GenerationFields(Body, ConstraintFields):
-    """What chat and text completions share. Values that change nothing are gone before (table.py)."""
+    """What chat and text completions share. Values that change nothing are gone before (table.py).
+
+    truncate_prompt_tokens: of longer prompts this much is left; -1: what leaves room for an answer. Conversations lose
+    whole turns, their oldest.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -66,6 +70,7 @@ class GenerationFields(Body, ConstraintFields):
     timeout: Seconds | None = None
     cache_salt: Annotated[UnicodeText, Field(max_length=256)] | None = None
     return_speed: bool | None = None
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
 
     @field_validator("logit_bias")
     @classmethod

@@ -1,0 +1,110 @@
+"""Prompts that are longer than the context: refused in the field's words, or shortened where that is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ktransformers.errors import ContextLengthError, FieldError
+from ktransformers.server.answers.prompts import chat_prompt
+from ktransformers.server.answers.requests import ChatRequest, Conversation, TextRequest
+from ktransformers.server.service import Service
+from ktransformers.tokenizer.shortening import Shortened, prompt_room, shorten
+
+__all__ = ["fitted_chat", "fitted_text", "in_words_of"]
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def in_words_of(service: Service, what: str = "prompt") -> Iterator[None]:
+    """Says of a text that was found to be too long in the block whose limit that is. what: how clients call it."""
+    try:
+        yield
+    except ContextLengthError as error:
+        raise service.model.limits.too_long(max(error.prompt_len, error.max_len), what) from error
+
+
+def fitted_chat(service: Service, asked: ChatRequest) -> Shortened:
+    """Prompt ids of a conversation, and how many of its oldest turns were left out to make it fit.
+
+    They are left out where the request or else the operator (--context_overflow) says so. Raises ContextLengthError for
+    one that is too long otherwise, or all the same, FieldError for more than the request itself allows, and what
+    chat_prompt raises.
+    """
+    conversation, max_len = asked.conversation, service.model.max_len
+    is_dropping = conversation.drops_oldest
+    if is_dropping is None:
+        is_dropping = service.config.drops_oldest
+    if not is_dropping and conversation.max_prompt_len is None:
+        return Shortened(_prompt(service, conversation, max_len), 0)
+    sampling = asked.sampling
+    room = prompt_room(max_len, service.max_tokens(sampling.max_tokens, sampling.default_max_tokens))
+    limits = [room, max_len - 1]  # room for an answer is wanted, not needed
+    if conversation.max_prompt_len is not None:
+        limits = [min(room, conversation.max_prompt_len)]
+    for limit in limits:
+        found = _within(service, conversation, limit)
+        if found is not None:
+            if found.num_dropped:
+                logger.info("the oldest %d turns of a conversation were left out: it is too long", found.num_dropped)
+            return found
+    if conversation.max_prompt_len is None:
+        return Shortened(_prompt(service, conversation, max_len), 0)  # which raises, with the whole length
+    raise FieldError(
+        f"truncate_prompt_tokens: the instructions and the last question have more than {conversation.max_prompt_len} "
+        "tokens, and they are never left out",
+        "truncate_prompt_tokens",
+    )
+
+
+def _within(service: Service, conversation: Conversation, limit: int) -> Shortened | None:
+    """The whole conversation if it has at most `limit` tokens, else without its oldest turns, if that helps."""
+
+    def prompt_of(kept: Sequence[int]) -> list[int] | None:
+        part = replace(conversation, messages=[conversation.messages[at] for at in kept])
+        try:
+            return _prompt(service, part, limit)
+        except ContextLengthError:
+            return None
+
+    messages = conversation.messages
+    whole = prompt_of(range(len(messages)))
+    if whole is not None:
+        return Shortened(whole, 0)
+    sizes = [_size(conversation, at) for at in range(len(messages))]
+    return shorten([message.role for message in messages], sizes, service.model.max_len, prompt_of)
+
+
+def _size(conversation: Conversation, at: int) -> int:
+    """Bytes of a turn's texts, about."""
+    message = conversation.messages[at]
+    calls = sum(len(call.name) + len(str(call.arguments).encode(errors="replace")) for call in message.tool_calls)
+    return len(message.text.encode(errors="replace")) + len(message.reasoning.encode(errors="replace")) + calls
+
+
+def _prompt(service: Service, conversation: Conversation, max_len: int) -> list[int]:
+    return chat_prompt(
+        service.model.tokenizer,
+        conversation,
+        max_len=max_len,
+        force_think=service.config.force_think,
+        reads_special_tokens=service.config.reads_special_tokens,
+    )
+
+
+def fitted_text(service: Service, asked: TextRequest, prompt: str | Sequence[int]) -> Sequence[int]:
+    """Ids of a prompt that is no conversation: its last ones, where the request wants no more than so many.
+
+    Raises ContextLengthError for a text that is too long.
+    """
+    tokenizer, max_len, wanted = service.model.tokenizer, service.model.max_len, asked.max_prompt_len
+    if wanted is None:
+        return tokenizer.encode(prompt, max_len=max_len) if isinstance(prompt, str) else prompt
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if wanted < 0:
+        sampling = asked.sampling
+        wanted = prompt_room(max_len, service.max_tokens(sampling.max_tokens, sampling.default_max_tokens))
+    return ids[-wanted:]
