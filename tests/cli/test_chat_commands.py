@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -89,6 +90,7 @@ class Room:
         template: str | None = CHAT_TEMPLATE,
         params: SamplingParams | None = None,
         answer: Callable[[str], str] = reply,
+        drops_oldest: bool = True,
     ):
         self.view, self.source, self.asked = Recorder(), Script(), list[SamplingParams]()
         llm = LLM.from_engine(scripted_engine(answer, template=template))
@@ -100,9 +102,8 @@ class Room:
 
         llm.stream = record  # type: ignore[method-assign]
         params = params or SamplingParams(temperature=0, max_tokens=200)
-        self.loop = ChatLoop(
-            llm, self.view, self.source, ChatOptions(params, is_interactive=True, find_command=bound_command)
-        )
+        options = ChatOptions(params, is_interactive=True, find_command=bound_command, drops_oldest=drops_oldest)
+        self.loop = ChatLoop(llm, self.view, self.source, options)
 
     def say(self, *turns: str | None) -> str:
         """The last answer, or else the last note."""
@@ -305,6 +306,41 @@ def test_regen_takes_other_seeds() -> None:
     assert [params.seed for params in room.asked] == [5, 6, 7, 5]
     room.say("/set parameter seed off", "/regen")
     assert room.asked[-1].seed is None  # drawn anew every time
+
+
+LONG = "x" * 500  # bytes, which are tokens here; the context has 4,096
+
+
+def test_a_full_context_goes_on_without_its_oldest_turns(room: Room) -> None:
+    room.loop.conversation.system = "RULES"
+    prompts = []
+    stream = room.loop.llm.stream
+
+    def record(prompt: Any, *rest: Any) -> Iterator[TokenEvent]:
+        prompts.append(room.loop.llm.tokenizer.decode(prompt, skip_special_tokens=False))
+        return stream(prompt, *rest)
+
+    room.loop.llm.stream = record  # type: ignore[method-assign]
+    room.say(*(f"{number} {LONG}" for number in range(8)))
+    dropped = [note for note in room.view.notes if "are left out" in note]
+    assert room.view.errors == [""]
+    assert len(prompts) == 8
+    assert len(room.contents) == 16  # nothing is forgotten: /save keeps all
+    assert "RULES" in prompts[-1]
+    assert f"7 {LONG}" in prompts[-1]
+    assert f"user\n0 {LONG}" not in prompts[-1]
+    assert any(re.match(r"the context is full: the oldest \d+ messages are left out from here on$", n) for n in dropped)
+    assert sum("% of the 4096 tokens of context are taken; then the oldest" in n for n in room.view.notes) >= 1
+    said = len(dropped)
+    room.say("/clear", "again")
+    assert len([note for note in room.view.notes if "are left out" in note]) == said
+
+
+def test_a_full_context_may_be_an_error_instead() -> None:
+    room = Room(drops_oldest=False)
+    room.say(*(f"{number} {LONG}" for number in range(6)))
+    assert "This model's maximum context length is 4096 tokens" in room.view.errors[-1]
+    assert any("tokens of context are taken; then no more fits" in note for note in room.view.notes)
 
 
 def test_a_question_that_cannot_be_answered_again_stays(room: Room) -> None:

@@ -59,6 +59,10 @@ EXPECTED: dict[tuple[str, str], dict[str, Any]] = {
         ("openai", "hosted_vllm", "anthropic", "ollama_chat"),
         {"text": TEXT, "loop": ["tool_calls", CALL, SAID], "schema": PERSON}
         | {"streamed text": TEXT, "streamed loop": ["tool_calls", CALL, SAID], "streamed schema": PERSON},
+    )
+    | of_each(
+        ("openai", "hosted_vllm", "anthropic"),
+        {f"{how}too_long": "ContextWindowExceededError" for how in ("", "streamed ")},
     ),
     ("gateways", "llama_index"): {
         "chat": TEXT,

@@ -85,6 +85,15 @@ def completions(url: str) -> Any:
     return litellm.text_completion(model="text-completion-openai/demo", prompt="1, 2, 3,", **fields).choices[0].text
 
 
+def too_long(ask: Ask) -> Any:
+    """Whoever stands on litellm shortens its conversation at this error, and at no other."""
+    try:
+        ask(user("word " * 20000))
+    except litellm.ContextWindowExceededError:
+        return "ContextWindowExceededError"
+    return None
+
+
 def responses(url: str) -> Any:
     fields = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
     return litellm.responses(model="openai/demo", input=QUESTION, **fields).output[0].content[0].text
@@ -107,6 +116,8 @@ if __name__ == "__main__":
         for how, is_streamed in (("", False), ("streamed ", True)):
             ask = asking(model, base, is_streamed)
             cases |= {f"{name} {how}{one.__name__}": partial(one, ask) for one in (text, loop, schema)}
+            if name != "ollama_chat":  # of its errors litellm tells none apart
+                cases[f"{name} {how}too_long"] = partial(too_long, ask)
     openai = asking(*providers["openai"], False)
     cases |= {"openai json_object": partial(json_object, openai), "openai named": partial(named, openai)}
     report(cases)
