@@ -31,9 +31,9 @@ from ktransformers.tokenizer.tools import (
     find_tool_format,
     tool_format_named,
 )
+from ktransformers.tokenizer.tools.families.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.formats import HARMONY
 from ktransformers.tokenizer.tools.grammars import tool_grammar
-from ktransformers.tokenizer.tools.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
 from ktransformers.tokenizer.tools.shapes import shape_of
 from ktransformers.tokenizer.verbatim import Guard, Verbatim

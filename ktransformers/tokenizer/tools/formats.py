@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.base import ToolParser
-from ktransformers.tokenizer.tools.deepseek import DeepSeekV3Parser, DeepSeekV31Parser, DsmlParser
 from ktransformers.tokenizer.tools.events import ToolSchemas
-from ktransformers.tokenizer.tools.gemma import GemmaParser
-from ktransformers.tokenizer.tools.glm import GlmParser
-from ktransformers.tokenizer.tools.harmony import HARMONY_TAGS, HarmonyParser
-from ktransformers.tokenizer.tools.hermes import HermesParser
-from ktransformers.tokenizer.tools.hunyuan import HunyuanParser
-from ktransformers.tokenizer.tools.kimi import KimiParser
-from ktransformers.tokenizer.tools.llama import LlamaJsonParser, LlamaPythonicParser
-from ktransformers.tokenizer.tools.minimax import MiniMaxParser
-from ktransformers.tokenizer.tools.mistral import MistralParser
-from ktransformers.tokenizer.tools.qwen import QwenXmlParser
+from ktransformers.tokenizer.tools.families.deepseek import DeepSeekV3Parser, DeepSeekV31Parser, DsmlParser
+from ktransformers.tokenizer.tools.families.gemma import GemmaParser
+from ktransformers.tokenizer.tools.families.glm import GlmParser
+from ktransformers.tokenizer.tools.families.harmony import HARMONY_TAGS, HarmonyParser
+from ktransformers.tokenizer.tools.families.hermes import HermesParser
+from ktransformers.tokenizer.tools.families.hunyuan import HunyuanParser
+from ktransformers.tokenizer.tools.families.kimi import KimiParser
+from ktransformers.tokenizer.tools.families.llama import LlamaJsonParser, LlamaPythonicParser
+from ktransformers.tokenizer.tools.families.minimax import MiniMaxParser
+from ktransformers.tokenizer.tools.families.mistral import MistralParser
+from ktransformers.tokenizer.tools.families.qwen import QwenXmlParser
 
 __all__ = ["AUTO", "HARMONY", "TOOL_FORMATS", "ToolFormat", "find_tool_format", "tool_format_named"]
 
