@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ktransformers.tokenizer.reasoning import ReasoningParser, Unwrapper
+from ktransformers.tokenizer.reasoning import EndTrimmer, ReasoningParser, Unwrapper
 from ktransformers.tokenizer.tools.base import ToolParser
 from ktransformers.tokenizer.tools.events import ParsedEvent, ReasoningPiece, TextPiece
 
@@ -24,12 +24,21 @@ class AnswerParser(Protocol):
 class TaggedAnswerParser:
     """The reasoning comes first, between tags; what looks like a tool call inside of it is none.
 
-    tools: None when the request has no tools; calls are text then.
+    tools: None when the request has no tools; calls are text then. end: a text that is dropped where an answer ends
+    with it, because it ends the turn.
     """
 
-    def __init__(self, reasoning: ReasoningParser, wrapper: tuple[str, str] | None, tools: ToolParser | None):
+    def __init__(
+        self,
+        reasoning: ReasoningParser,
+        wrapper: tuple[str, str] | None,
+        tools: ToolParser | None,
+        *,
+        end: str = "",
+    ):
         self._reasoning, self._tools = reasoning, tools
         self._unwrapper = Unwrapper(wrapper) if wrapper else None
+        self._trimmer = EndTrimmer(end) if end else None
 
     def feed(self, text: str) -> list[ParsedEvent]:
         """What this piece makes certain."""
@@ -42,6 +51,8 @@ class TaggedAnswerParser:
         events = self._events(part.reasoning, part.content)
         if self._unwrapper:
             events += self._found(self._unwrapper.flush())
+        if self._trimmer:
+            events += self._read(self._trimmer.flush())
         return events + (self._tools.flush() if self._tools else [])
 
     def _events(self, reasoning: str, content: str) -> list[ParsedEvent]:
@@ -49,6 +60,9 @@ class TaggedAnswerParser:
         return events + self._found(self._unwrapper.feed(content) if self._unwrapper else content)
 
     def _found(self, content: str) -> list[ParsedEvent]:
+        return self._read(self._trimmer.feed(content) if self._trimmer else content)
+
+    def _read(self, content: str) -> list[ParsedEvent]:
         if self._tools:
             return self._tools.feed(content)
         return [TextPiece(content)] if content else []

@@ -1,11 +1,13 @@
 """Splits an answer into its reasoning (`<think>` ... `</think>`) and its content, as it streams.
 
-Only a tag at the very beginning of an answer opens reasoning: an answer may talk about the tag later. Line breaks right
-after either tag belong to the tag. Does not know tokens or templates.
+Only a tag at the very beginning of an answer opens reasoning: an answer may talk about the tag later. A closing tag
+there closes a reasoning that was none, which some models write to say so. Line breaks right after either tag belong to
+the tag. Does not know tokens or templates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ktransformers.errors import ConfigError, UnsupportedError
@@ -15,10 +17,12 @@ __all__ = [
     "HARMONY_REASONING",
     "OPENED_NEWLINE",
     "REASONING_TAGS",
+    "EndTrimmer",
     "ReasoningParser",
     "SplitText",
     "Unwrapper",
     "open_reasoning",
+    "open_thoughts",
 ]
 
 REASONING_TAGS = (
@@ -26,6 +30,9 @@ REASONING_TAGS = (
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),  # Mistral
     ("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    ("<mm:think>", "</mm:think>"),  # MiniMax-M3
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
 """Tags that open and close the reasoning, by family."""
 
@@ -44,11 +51,19 @@ class SplitText:
 class ReasoningParser:
     """tags: opening and closing tag, None for a model without them. starts_inside: the prompt wrote the opening tag.
 
-    goes_on: and some of the reasoning, so that line breaks at the beginning do not belong to the tag.
+    goes_on: and some of the reasoning, so that line breaks at the beginning do not belong to the tag. stops: tags that
+    end the reasoning, too, and stay: some models call tools in the middle of it.
     """
 
-    def __init__(self, tags: tuple[str, str] | None, starts_inside: bool = False, goes_on: bool = False):
+    def __init__(
+        self,
+        tags: tuple[str, str] | None,
+        starts_inside: bool = False,
+        goes_on: bool = False,
+        stops: tuple[str, ...] = (),
+    ):
         self._open, self._close = tags or ("", "")
+        self._ends = (self._close, *stops)
         self._state = "content" if tags is None else "reasoning" if starts_inside else "start"
         self._text = ""
         self._drops_newlines = starts_inside and not goes_on
@@ -74,17 +89,20 @@ class ReasoningParser:
         stripped = self._text.lstrip()
         if stripped.startswith(self._open):
             self._state, self._text, self._drops_newlines = "reasoning", stripped[len(self._open) :], True
-        elif not self._open.startswith(stripped):
+        elif stripped.startswith(self._close):
+            self._state, self._text, self._drops_newlines = "content", stripped[len(self._close) :], True
+        elif not self._open.startswith(stripped) and not self._close.startswith(stripped):
             self._state = "content"
         return self._state != "start"
 
     def _take_reasoning(self) -> str:
-        end = self._text.find(self._close)
+        end, tag = min(((at, tag) for tag in self._ends if (at := self._text.find(tag)) >= 0), default=(-1, ""))
         if end < 0:
-            return self._take(len(self._text) - held_back(self._text, (self._close,)))
+            return self._take(len(self._text) - held_back(self._text, self._ends))
         reasoning = self._take(end)
-        self._text = self._text[len(self._close) :]
-        self._state, self._drops_newlines = "content", True
+        if tag == self._close:
+            self._text = self._text[len(self._close) :]
+        self._state, self._drops_newlines = "content", tag == self._close
         return reasoning
 
     def _take(self, length: int) -> str:
@@ -140,8 +158,63 @@ class Unwrapper:
         return taken
 
 
+class EndTrimmer:
+    """Drops a text from the end of an answer; blanks around it, too. Elsewhere it is text like any other."""
+
+    def __init__(self, end: str):
+        self._end, self._text = end, ""
+
+    def feed(self, piece: str) -> str:
+        """The text that this piece makes certain."""
+        self._text += piece
+        if not self._text:
+            return ""
+        whole = self._text.rstrip()
+        kept = len(self._end) if whole.endswith(self._end) else held_back(whole, (self._end,))
+        kept += len(self._text) - len(whole) if kept else 0
+        shown, self._text = self._text[: len(self._text) - kept], self._text[len(self._text) - kept :]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back and is not the end. Call once."""
+        return "" if self._text.rstrip() == self._end else self._text
+
+
 OPENED_NEWLINE = "\n"
 """Follows a reasoning tag that is opened here, as the templates of DeepSeek-R1 and Qwen3 write it."""
+
+
+def open_thoughts(tails: Iterable[tuple[str, bool]], tags: tuple[str, str], opening: str) -> str | None:
+    """The beginning of an answer's reasoning that a prompt ends with: what stands behind its last opening tag.
+
+    tails: ever longer ends of the prompt, and whether it is all of it. opening: what the template writes in front of an
+    answer. None when the prompt does not end inside of the reasoning.
+    """
+    opens, closes = (tag.strip() for tag in tags)
+    header = _header(opening, tags)
+    for text, is_all in tails:
+        begins = text.rfind(header) + len(header) if header and header in text else 0 if is_all or not header else -1
+        if begins < 0:
+            continue
+        answer = text[begins:]
+        _, found, after = answer.rpartition(opens)
+        if not found or closes in after:
+            return None
+        return after
+    return None
+
+
+def _header(opening: str, tags: tuple[str, str]) -> str:
+    """The end of what a template writes in front of answers, from its last tag on, without the reasoning's tags."""
+    for tag in tags:
+        before, found, _ = opening.rpartition(tag.strip())
+        opening = before if found else opening
+    opening = opening.rstrip()
+    at = max(opening.rfind(mark) for mark in ("<", "["))
+    return opening[at:] if at >= 0 else opening[-_MAX_HEADER:]
+
+
+_MAX_HEADER = 40
 
 
 def open_reasoning(prompt: str, tags: tuple[str, str] | None) -> str:

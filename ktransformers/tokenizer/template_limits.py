@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
-__all__ = ["limited"]
+__all__ = ["limited", "why_no_template"]
 
 MAX_SECONDS = 2.0  # of processor time; a conversation of a megabyte takes a tenth of a second
 MAX_CHARS = 1 << 26
@@ -226,3 +226,12 @@ def limited() -> Iterator[None]:
         yield
     finally:
         _state.budget = None
+
+
+def why_no_template(template: str) -> str | None:
+    """What is wrong with the source of a chat template, or None. Does not render it."""
+    try:
+        _compiled(template)
+    except (jinja2.TemplateError, AssertionError, SyntaxError, RecursionError, MemoryError) as error:
+        return str(error)[:200] or type(error).__name__
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,17 +20,18 @@ from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerPars
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
-from ktransformers.tokenizer.reasoning import HARMONY_REASONING, REASONING_TAGS, ReasoningParser, open_reasoning
-from ktransformers.tokenizer.template_limits import limited
-from ktransformers.tokenizer.template_variables import template_variables
-from ktransformers.tokenizer.tools import (
-    AUTO,
-    TOOL_FORMATS,
-    ToolFormat,
-    ToolSchemas,
-    find_tool_format,
-    tool_format_named,
+from ktransformers.tokenizer.reasoning import REASONING_TAGS, ReasoningParser, open_reasoning, open_thoughts
+from ktransformers.tokenizer.recognition import (
+    AnswerFormat,
+    Probe,
+    Source,
+    check_reasoning_format,
+    recognize,
+    turn_frame,
 )
+from ktransformers.tokenizer.template_limits import limited, why_no_template
+from ktransformers.tokenizer.template_variables import template_variables
+from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
 from ktransformers.tokenizer.tools.families.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.formats import HARMONY
 from ktransformers.tokenizer.tools.grammars import tool_grammar
@@ -57,6 +58,8 @@ _TEMPLATE_ERRORS = (
     RecursionError,
     MemoryError,
 )
+_FIRST_TAIL = 64
+"""Tokens at the end of a prompt in which the beginning of the answer is looked for first."""
 _TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
 _NO_VOCABULARY = (
     "this model's files hold no vocabulary, so it takes token ids only; pass --model_path with its tokenizer"
@@ -77,7 +80,7 @@ class Tokenizer:
         self._token_bytes = None
         self._grammars: dict[tuple[int, tuple[int, ...]], Grammars] = {}
         self._timed: TimedEncoder | None = None
-        self._tool_format: ToolFormat | None = None
+        self._format = AnswerFormat()
         self._has_own_parser = False
         if backend is None:
             return
@@ -186,9 +189,11 @@ class Tokenizer:
 
     @cached_property
     def verbatim(self) -> Verbatim:
-        """What a conversation must not write as tokens: control tokens, the tags of reasoning and tools excepted."""
+        """What a conversation must not write as tokens: control tokens, tags of reasoning and tools alone excepted."""
         added = self.backend.added_tokens_decoder
-        return Verbatim(str(added[i]) for i in self._skipped)
+        # Marks of answers may be what turns are made of, too: who writes those would forge a turn.
+        frame = turn_frame(self._format.marks)
+        return Verbatim(str(added[i]) for i in self._special if i in self._skipped or added[i].content in frame)
 
     def encode_guarded(self, text: str, guard: Guard | None, *, max_len: int | None = None) -> list[int]:
         """Ids of a rendered conversation whose texts were marked by `guard`. Errors as `encode`."""
@@ -255,42 +260,63 @@ class Tokenizer:
         """Whether the chat template's source holds this text."""
         return self.has_chat_template and text in self._template_text()
 
-    def _known_tags(self, tags: tuple[str, str]) -> bool:
-        """Whether the model knows these tags: as tokens of their own, or because its template writes them."""
-        return all(self.token_id(tag) is not None for tag in tags) or tags[1] in self._template_text()
+    def use_chat_template(self, template: str) -> None:
+        """Takes this Jinja source in place of the chat template that came with the files, and reads answers by it.
 
-    def use_tool_format(self, name: str) -> None:
+        To be called before anything is decoded. Raises ConfigError for what is no template, or without a vocabulary.
+        """
+        wrong = why_no_template(template)
+        if wrong:
+            raise ConfigError(f"--chat_template: the template cannot be used: {wrong}")
+        self.backend.chat_template = template
+        self.use_tool_format(AUTO)
+
+    def use_tool_format(self, name: str, reasoning: str = AUTO) -> None:
         """How this model's answers are read: a name of TOOL_FORMATS, or "auto" for what its files tell.
 
-        With "auto" a checkpoint's own `response_template` comes first, then the format that the chat template writes.
-        To be called before anything is decoded. Raises ConfigError for a name that there is not.
+        reasoning: a name of REASONING_FORMATS, or "auto". With "auto" a checkpoint's own `response_template` comes
+        first, then what the chat template writes (recognition/). To be called before anything is decoded. Raises
+        ConfigError for a name that there is not.
         """
         if not self.has_vocabulary:
             if name != AUTO:
                 tool_format_named(name)
+            check_reasoning_format(reasoning)
             return
-        self._has_own_parser = name == AUTO and self._has_usable_template()
-        self._tool_format = self._told_format() if name == AUTO else tool_format_named(name)
+        self._has_own_parser = name == reasoning == AUTO and self._has_usable_template()
+        self._format = recognize(self._source(), name, reasoning)
         # Tags that parsers look for must be seen in the text even when a tokenizer calls them special.
         tags = {tag for pair in REASONING_TAGS for tag in pair} | {*_TOOL_CALL_TAGS}
-        if self._tool_format is not None:
-            tags.update(self._tool_format.tokens)
-        ids = {i for tag in tags if (i := self.token_id(tag)) is not None}
+        tokens = self.backend.added_tokens_decoder
+        spelled = "\n".join(self._format.texts)
         if self._has_own_parser:
-            spelled = json.dumps(self._response_template, ensure_ascii=False).replace("\\", "")
-            tokens = self.backend.added_tokens_decoder
-            ids |= {i for i in self._special - {*self.eos_token_ids} if tokens[i].content in spelled}
+            spelled += json.dumps(self._response_template, ensure_ascii=False).replace("\\", "")
+        ids = {i for tag in tags if (i := self.token_id(tag)) is not None}
+        ids |= {i for i in self._special if tokens[i].content in spelled and not self._is_plain_end(i)}
         self._skipped = self._special - ids
+        for computed in ("verbatim", "_shown_end"):  # what was computed for another format
+            self.__dict__.pop(computed, None)
+
+    def _is_plain_end(self, token_id: int) -> bool:
+        """Whether this ends answers and is no tag of the format."""
+        return token_id in self.eos_token_ids and (
+            self._format.tools is None
+            or self.backend.added_tokens_decoder[token_id].content not in self._format.tools.tokens
+        )
+
+    def _source(self) -> Source:
+        """What recognition asks."""
+        added = [token.content for token in self.backend.added_tokens_decoder.values()]
+        template, probe = self._template_text(), None
+        if self.has_chat_template:
+            probe = Probe(self.render_chat_template, added)
+        return Source(template, self.template_knows("tools"), self.token_id, probe)
 
     def _has_usable_template(self) -> bool:
         wrong = why_not_usable(self._response_template) if self._response_template is not None else "there is none"
         if wrong and self._response_template is not None:
             _log.warning("the model's response_template cannot be used: %s; its chat template tells the format", wrong)
         return not wrong
-
-    def _told_format(self) -> ToolFormat | None:
-        found = find_tool_format(self._template_text())
-        return TOOL_FORMATS["hermes"] if found is None and self._known_tags(_TOOL_CALL_TAGS) else found
 
     @property
     def _response_template(self) -> dict[str, Any] | None:
@@ -299,22 +325,15 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> str | None:
-        """The name of what reads this model's tool calls, or None when its files tell of no form that is known here."""
+        """The name of what reads this model's tool calls, or None for a model that knows no tools."""
         if self._has_own_parser:
             return "response_template"
-        return None if self._tool_format is None else self._tool_format.name
+        return None if self._format.tools is None else self._format.tools.name
 
     @property
     def reasoning_tags(self) -> tuple[str, str] | None:
         """The tags around this model's reasoning, or None when it has none."""
-        if not self.has_vocabulary:
-            return None
-        if self._tool_format is not None and self._tool_format.name == HARMONY:
-            return HARMONY_REASONING
-        template = self._template_text()
-        written = (tags for tags in REASONING_TAGS if tags[1] in template)
-        known = (tags for tags in REASONING_TAGS if self._known_tags(tags))
-        return next(written, None) or next(known, None)
+        return self._format.marks.reasoning
 
     @property
     def has_tool_calls(self) -> bool:
@@ -322,12 +341,27 @@ class Tokenizer:
         return self.tool_format is not None
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends inside the reasoning, because its template (or a caller) wrote the opening tag."""
-        tags = self.reasoning_tags
-        if tags is None:
-            return False
-        end = self.decode(prompt_ids[-2 * len(tags[0]) :], skip_special_tokens=False)
-        return end.rstrip().endswith(tags[0].rstrip())
+        """Whether a prompt ends inside the reasoning, because its template (or a caller) wrote the opening tag.
+
+        What a caller wrote behind the tag is reasoning, too.
+        """
+        return self._open_thoughts(prompt_ids) is not None
+
+    def _open_thoughts(self, prompt_ids: Sequence[int]) -> str | None:
+        """The beginning of the answer's reasoning that the prompt ends with; None when it does not end inside."""
+        marks = self._format.marks
+        if marks.reasoning is None:
+            return None
+        return open_thoughts(self._tails(prompt_ids), marks.reasoning, marks.opening)
+
+    def _tails(self, prompt_ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+        """Ever longer ends of a prompt, and whether that is all of it."""
+        count = _FIRST_TAIL
+        while True:
+            yield self.decode(prompt_ids[-count:], skip_special_tokens=False), count >= len(prompt_ids)
+            if count >= len(prompt_ids):
+                return
+            count *= 8
 
     def answer_parser(
         self, prompt_ids: Sequence[int], tools: ToolSchemas | None = None, *, continues_reasoning: bool = False
@@ -339,14 +373,27 @@ class Tokenizer:
         if self._has_own_parser and self._response_template is not None:
             prompt = self.decode(prompt_ids, skip_special_tokens=False)
             return ResponseTemplateParser(self._response_template, prompt, tools)
-        starts_inside, form = continues_reasoning or self.opens_reasoning(prompt_ids), self._tool_format
+        thoughts, form = self._open_thoughts(prompt_ids), self._format.tools
+        starts_inside = continues_reasoning or thoughts is not None
         if form is not None and form.name == HARMONY:
             return HarmonyParser(tools, has_tools=tools is not None, starts_inside=starts_inside)
+        parser = None if form is None or tools is None else form.parser(tools)
+        stops = form.parser({}).opening if parser is not None and form is not None and form.ends_reasoning else ()
+        goes_on = continues_reasoning or bool(thoughts and thoughts.strip())
         return TaggedAnswerParser(
-            ReasoningParser(self.reasoning_tags, starts_inside, continues_reasoning),
-            None if form is None else form.wrapper,
-            None if form is None or tools is None else form.parser(tools),
+            ReasoningParser(self.reasoning_tags, starts_inside, goes_on, stops),
+            self._format.wrapper,
+            parser,
+            end=self._shown_end,
         )
+
+    @cached_property
+    def _shown_end(self) -> str:
+        """What decoded text has of the end of a turn: where that is more than a token that is left out."""
+        end, added = self._format.marks.end, self.backend.added_tokens_decoder
+        for token_id in self._skipped:
+            end = end.replace(added[token_id].content, "")
+        return end.strip()
 
     def tool_grammar(self, tools: ToolSchemas, *, parallel: bool = True, max_thoughts: int | None = None) -> str | None:
         """What calls of these tools (one, if parallel any number) look like behind the reasoning, in llguidance's Lark.
@@ -354,7 +401,7 @@ class Tokenizer:
         None for a checkpoint's own format. max_thoughts: tokens of the reasoning, where the grammar has to know it.
         Raises ConfigError for tools that the format cannot spell.
         """
-        form = self._tool_format
+        form = self._format.tools
         if self._has_own_parser or form is None or not tools:
             return None
 
@@ -362,8 +409,16 @@ class Tokenizer:
             found = self.token_id(tag)
             return found if found in self.added_ids else None  # as Grammars see it
 
-        shape = shape_of(form.name, self._template_text())
-        return tool_grammar(shape, form.tokens, tools, special, parallel=parallel, max_thoughts=max_thoughts)
+        shape = form.shape or shape_of(form.name, self._template_text())
+        tags = dict.fromkeys([*form.tokens, *self._tags_in(shape.texts)])
+        return tool_grammar(shape, tuple(tags), tools, special, parallel=parallel, max_thoughts=max_thoughts)
+
+    def _tags_in(self, texts: Sequence[str]) -> list[str]:
+        """The special tokens that these texts hold."""
+        added = self.backend.added_tokens_decoder
+        return [
+            token for i in sorted(self.added_ids) if (token := added[i].content) and any(token in one for one in texts)
+        ]
 
     def render_chat_template(
         self,

@@ -166,17 +166,27 @@ class _Found:
     name: str = ""
     arguments: str | None = None
     has_started: bool = False
+    is_inner: bool = False
 
 
 class JsonCalls:
     """Calls spelled `{"name": ..., "arguments": {...}}`, in any order of members, "parameters" for "arguments".
 
     needs_arguments: without them it is no call. is_known: only tools of the request can be called; for forms without a
-    tag, which look like any JSON.
+    tag, which look like any JSON. keys: what a format says for "name" and "arguments". A call may stand in an object
+    of its own: `{"type": "function", "function": {"name": ...}}`.
     """
 
-    def __init__(self, parser: ToolParser, *, needs_arguments: bool = False, is_known: bool = False):
+    def __init__(
+        self,
+        parser: ToolParser,
+        *,
+        needs_arguments: bool = False,
+        is_known: bool = False,
+        keys: tuple[str, str] = ("name", "arguments"),
+    ):
         self._parser, self._needs_arguments, self._is_known = parser, needs_arguments, is_known
+        self._name_keys, self._argument_keys = {"name", keys[0]}, {"arguments", "parameters", keys[1]}
         self._json = JsonReader(parser.cursor)
 
     def call(self) -> Steps[bool]:
@@ -223,10 +233,13 @@ class JsonCalls:
     def _member(self, key: str, found: _Found) -> Steps[bool]:
         """The value of one member."""
         char = yield from self._parser.cursor.blanks()
-        if key == "name" and not found.name:
+        if key == "function" and char == "{" and not found.name and not found.has_started and not found.is_inner:
+            found.is_inner = True
+            return (yield from self._members(found))
+        if key in self._name_keys and not found.name:
             found.name = (yield from self._json.text()) or ""
             return 0 < len(found.name) <= NAME_LEN and (not self._is_known or found.name in self._parser.tools)
-        if key in ("arguments", "parameters") and found.arguments is None:
+        if key in self._argument_keys and found.arguments is None:
             found.arguments = yield from self._arguments(char, found)
             return found.arguments is not None
         return (yield from self._json.value(_forget))

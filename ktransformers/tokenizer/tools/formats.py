@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,10 +19,24 @@ from ktransformers.tokenizer.tools.families.hunyuan import HunyuanParser
 from ktransformers.tokenizer.tools.families.kimi import KimiParser
 from ktransformers.tokenizer.tools.families.llama import LlamaJsonParser, LlamaPythonicParser
 from ktransformers.tokenizer.tools.families.minimax import MiniMaxParser
+from ktransformers.tokenizer.tools.families.minimax_m3 import MiniMaxM3Parser
 from ktransformers.tokenizer.tools.families.mistral import MistralParser
+from ktransformers.tokenizer.tools.families.muse import MuseGlimmerParser
+from ktransformers.tokenizer.tools.families.plain_json import PlainJsonParser
 from ktransformers.tokenizer.tools.families.qwen import QwenXmlParser
+from ktransformers.tokenizer.tools.shape_parser import ShapeParser, tags_of
+from ktransformers.tokenizer.tools.shapes import SHAPES, Shape
 
-__all__ = ["AUTO", "HARMONY", "TOOL_FORMATS", "ToolFormat", "find_tool_format", "tool_format_named"]
+__all__ = [
+    "AUTO",
+    "HARMONY",
+    "JSON",
+    "TOOL_FORMATS",
+    "ToolFormat",
+    "find_tool_format",
+    "marked_formats",
+    "tool_format_named",
+]
 
 AUTO = "auto"
 """What stands for the format that the chat template tells."""
@@ -32,6 +48,8 @@ class ToolFormat:
 
     markers: texts that show that a template writes this format, all of one group. tokens: tags of it that some
     tokenizers call special; they have to be seen in the text. wrapper: tags that may stand around the answer's text.
+    shape: how calls are spelled, where that is no matter of the name. ends_reasoning: models call in the middle of
+    their reasoning, without closing it.
     """
 
     name: str
@@ -39,6 +57,8 @@ class ToolFormat:
     markers: tuple[tuple[str, ...], ...]
     tokens: tuple[str, ...]
     wrapper: tuple[str, str] | None = None
+    shape: Shape | None = None
+    ends_reasoning: bool = False
 
 
 _DEEPSEEK = (
@@ -51,6 +71,26 @@ _DEEPSEEK = (
 _TOOL_CALL = ("<tool_call>", "</tool_call>")
 _DSML = "｜DSML｜"
 HARMONY = "harmony"
+JSON = "json"
+"""The format for templates that tell of none: a call is a JSON object and nothing else."""
+
+_TAG = re.compile(r"<[^<>\s=]+>|\[[A-Z_]+\]")
+
+
+def _shaped(
+    name: str,
+    *markers: tuple[str, ...],
+    wrapper: tuple[str, str] | None = None,
+    ends_reasoning: bool = False,
+) -> ToolFormat:
+    """A format that is nothing but its shape."""
+    shape = SHAPES[name]
+    tags = {tag for text in shape.texts for tag in _TAG.findall(text)}
+    tokens = tuple(dict.fromkeys([*tags_of(shape), *sorted(tags)]))
+    return ToolFormat(
+        name, functools.partial(ShapeParser, shape), markers, tokens, wrapper, shape, ends_reasoning=ends_reasoning
+    )
+
 
 # The first whose markers a template has is taken: those that say more come first.
 _FORMATS = (
@@ -65,6 +105,22 @@ _FORMATS = (
         KimiParser,
         (("<|tool_calls_section_begin|>",),),
         (*KimiParser.opening, KimiParser.call_close, *KimiParser.closing, "<|tool_call_argument_begin|>"),
+        ends_reasoning=True,
+    ),
+    ToolFormat(
+        "minimax_m3",
+        MiniMaxM3Parser,
+        (("]<]minimax[>[",),),
+        ("]<]minimax[>[", *MiniMaxM3Parser.opening, *MiniMaxM3Parser.closing),
+        shape=SHAPES["minimax_m3"],
+    ),
+    ToolFormat(
+        "muse_glimmer",
+        MuseGlimmerParser,
+        (("<atem:function_calls>",),),
+        ("<atem:function_calls>", "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+        ("to=user<|message|>", "<|eot|>"),
+        SHAPES["muse_glimmer"],
     ),
     ToolFormat("minimax_m2", MiniMaxParser, (("<minimax:tool_call>",),), MiniMaxParser.opening + MiniMaxParser.closing),
     ToolFormat(
@@ -73,6 +129,15 @@ _FORMATS = (
         (("<|tool_call>", "<tool_call|>"),),
         ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     ),
+    _shaped("lfm2", ("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+    _shaped("seed_oss", ("<seed:tool_call>",)),
+    _shaped("hy_v3", ("<tool_call:opensource>",)),
+    _shaped("solar_open", ("<|tool_call:begin|>", "<|tool_call:args|>")),
+    _shaped("kimi_k3", ("<|open|>", "<|sep|>")),
+    _shaped("cohere", ("<|START_ACTION|>",), wrapper=("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
+    _shaped("apertus", ("<|tools_prefix|>",), ends_reasoning=True),
+    _shaped("nemotron_v2", ("<TOOLCALL>",)),
+    _shaped("granite", ("<|tool_call|>", "<|start_of_role|>"), wrapper=("<response>", "</response>")),
     ToolFormat(
         "glm45",
         GlmParser,
@@ -88,6 +153,7 @@ _FORMATS = (
         ("<tool_calls>", "</tool_calls>", "<answer>", "</answer>"),
         ("<answer>", "</answer>"),
     ),
+    _shaped("minimax_m1"),
     ToolFormat(
         "ernie",
         HermesParser,
@@ -108,6 +174,7 @@ _FORMATS = (
         (("<|python_tag|>",), ("<|start_header_id|>", '"parameters": dictionary of argument name')),
         ("<|python_tag|>",),
     ),
+    ToolFormat(JSON, PlainJsonParser, (), PlainJsonParser.opening, shape=SHAPES[JSON]),
 )
 
 TOOL_FORMATS: dict[str, ToolFormat] = {one.name: one for one in _FORMATS}
@@ -123,8 +190,10 @@ def tool_format_named(name: str) -> ToolFormat:
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """The format that a chat template writes calls in, or None when it writes none that is known here."""
-    for one in _FORMATS:
-        if any(all(marker in template for marker in group) for group in one.markers):
-            return one
-    return None
+    """The format whose tags a chat template's source holds, or None when it holds none that are known here."""
+    return next(iter(marked_formats(template)), None)
+
+
+def marked_formats(template: str) -> list[ToolFormat]:
+    """All formats whose tags a chat template's source holds, the likeliest first."""
+    return [one for one in _FORMATS if any(all(marker in template for marker in group) for group in one.markers)]

@@ -14,7 +14,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.base import NAME_LEN
 from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.json_text import escaped
-from ktransformers.tokenizer.tools.lark import ANY_TEXT, NUMBER, Rules
+from ktransformers.tokenizer.tools.lark import ANY_TEXT, Rules
 from ktransformers.tokenizer.tools.schema_parts import members, resolved
 from ktransformers.tokenizer.tools.shapes import Shape, Spelling
 from ktransformers.tokenizer.tools.spelled_values import GemmaValues, python_arguments
@@ -49,12 +49,12 @@ def tool_grammar(
 class _Writer:
     def __init__(self, shape: Shape, tools: ToolSchemas, rules: Rules):
         self._shape, self._tools, self._rules = shape, tools, rules
-        self._tagged = TaggedValues(rules, tools, shape.parameter) if shape.spelling is Spelling.TAGS else None
+        self._tagged = TaggedValues(rules, tools, shape) if shape.spelling is Spelling.TAGS else None
 
     def write(self, parallel: bool, max_thoughts: int | None) -> str:
         shape, spelled = self._shape, self._rules.spelled
         calls = [self._call(number, name) for number, name in enumerate(self._tools)]
-        before, after = (f"({spelled(tag)})?" for tag in shape.around) if shape.around else ("", "")
+        before, after = (f"({spelled(tag)})?" if tag else "" for tag in shape.around or ("", ""))
         more = f"({spelled(shape.sep)} call)*" if parallel and shape.sep is not None else ""
         parts = (self._prelude(max_thoughts), before, spelled(shape.open), "call", more, spelled(shape.close), after)
         start = " ".join(filter(None, parts))
@@ -84,9 +84,8 @@ class _Writer:
         is_quoted = '"NAME"' in head and self._tagged is None
         if len(name) > NAME_LEN or not (is_quoted or _NAME.fullmatch(name)):
             raise ConfigError(f"the tool {name[:64]!r} has a name that calls in this model's format cannot hold")
-        before, mark, after = head.partition("#")
-        spelled = self._rules.spelled(before.replace("NAME", escaped(name)))
-        return " ".join(filter(None, (spelled, f"/{NUMBER}/" if mark else "", self._rules.spelled(after))))
+        parts = [self._rules.spelled(part.replace("NAME", escaped(name))) for part in head.split("#")]
+        return f" /{self._shape.number}/ ".join(parts).strip()
 
     def _arguments(self, rule: str, name: str) -> str:
         """The rules of a call's arguments."""

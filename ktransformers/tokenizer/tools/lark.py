@@ -15,10 +15,9 @@ from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.grammars import JSON_OPTIONS, check_schema
 from ktransformers.tokenizer.tools.schema_parts import Leaf, count_of
 
-__all__ = ["ANY_TEXT", "NUMBER", "Rules", "literal", "regex", "text_of", "union"]
+__all__ = ["ANY_TEXT", "Rules", "literal", "regex", "text_of", "union"]
 
 ANY_TEXT = "/(.|\\n)*/"
-NUMBER = "[0-9]{1,4}"
 _MAX_RULES = 20_000
 _SHARED = ("$defs", "definitions")
 """Where a schema keeps what its parts refer to."""

@@ -1,11 +1,19 @@
-"""How each format spells its calls, for the grammars that force them (grammars.py). Sources: the parsers' modules."""
+"""How each format spells its calls: for the grammars that force them (grammars.py), and for the parser of formats that
+are nothing but a shape (shape_parser.py). Sources: the parsers' modules, and the chat templates of the families.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
-__all__ = ["SHAPES", "Shape", "Spelling", "shape_of"]
+__all__ = ["NUMBER", "SHAPES", "Shape", "Spelling", "shape_of"]
+
+NUMBER = "[0-9]{1,4}"
+"""A regular expression for the numbers that some formats give their calls."""
+_JSON_HEAD = re.compile(r'\{(?:[^{}]*\{)?[^{}]*"(\w+)"\s*:\s*"NAME"\s*,\s*"(\w+)"\s*:\s*')
 
 
 class Spelling(Enum):
@@ -21,11 +29,12 @@ class Spelling(Enum):
 class Shape:
     """How a format spells calls: first open, then calls parted by sep, then close.
 
-    A call is head, its arguments, foot. In head NAME stands for the tool's name, # for a number. `parameter`, of
-    arguments between tags: the text before a value, with KEY for its name and KIND for whether it is a string, and the
-    text after it. sep None: no more than one call. No text here may be the beginning of another that can stand in its
-    place. around: tags that may stand around all calls or not. has_thoughts: the reasoning may come first, as a message
-    of its own.
+    A call is head, its arguments, foot. In head NAME stands for the tool's name, # for a number or an id that `number`
+    matches. `parameter`, of arguments between tags: the text before a value, with KEY for its name and KIND for its
+    type, and the text after it, which may hold KEY too. kinds: the words for KIND by the names that JSON schema has for
+    types; empty: "true" for strings and "false" for others. sep None: no more than one call. No text here may be the
+    beginning of another that can stand in its place. around: texts that may stand around all calls or not.
+    has_thoughts: the reasoning may come first, as a message of its own.
     """
 
     head: str
@@ -37,6 +46,19 @@ class Shape:
     parameter: tuple[str, str] = ("", "")
     around: tuple[str, str] | None = None
     has_thoughts: bool = False
+    number: str = NUMBER
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def json_keys(self) -> tuple[str, str] | None:
+        """The keys of the name and of the arguments where a call is one JSON object, else None."""
+        found = _JSON_HEAD.search(self.head)
+        return (found[1], found[2]) if found and found.end() == len(self.head) else None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All fixed texts, in which tags stand."""
+        return (self.open, self.head, *self.parameter, self.foot, self.sep or "", self.close, *(self.around or ()))
 
 
 def _dsml(section: str) -> Shape:
@@ -58,6 +80,8 @@ _DEEPSEEK_V3 = Shape(
     foot="\n```<｜tool▁call▁end｜>",
     close="<｜tool▁calls▁end｜>",
 )
+
+_MINIMAX = "]<]minimax[>["
 
 SHAPES: dict[str, Shape] = {
     "hermes": _HERMES,
@@ -140,6 +164,86 @@ SHAPES: dict[str, Shape] = {
         spelling=Spelling.PYTHON,
         around=("<|python_start|>", "<|python_end|>"),
     ),
+    "lfm2": Shape(
+        open="<|tool_call_start|>[",
+        head="NAME(",
+        foot=")",
+        sep=", ",
+        close="]<|tool_call_end|>",
+        spelling=Spelling.PYTHON,
+    ),
+    "seed_oss": Shape(
+        head="<seed:tool_call>\n<function=NAME>\n",
+        spelling=Spelling.TAGS,
+        parameter=("<parameter=KEY>", "</parameter>\n"),
+        foot="</function>\n</seed:tool_call>",
+    ),
+    "hy_v3": Shape(
+        open="<tool_calls:opensource>\n",
+        head="<tool_call:opensource>NAME<tool_sep:opensource>\n",
+        spelling=Spelling.TAGS,
+        parameter=(
+            "<arg_key:opensource>KEY</arg_key:opensource>\n<arg_value:opensource>",
+            "</arg_value:opensource>\n",
+        ),
+        foot="</tool_call:opensource>\n",
+        sep="",
+        close="</tool_calls:opensource>",
+    ),
+    "solar_open": Shape(
+        open="<|tool_calls|>",
+        head="<|tool_call:begin|>#<|tool_call:name|>NAME<|tool_call:args|>",
+        number="[A-Za-z0-9_-]{1,40}",
+        foot="<|tool_call:end|>",
+        sep="",
+        close="<|calls|>",
+    ),
+    "kimi_k3": Shape(
+        open="<|open|>tools<|sep|>",
+        head='<|open|>call tool="NAME" index="#"<|sep|>',
+        spelling=Spelling.TAGS,
+        parameter=('<|open|>argument key="KEY" type="KIND"<|sep|>', "<|close|>argument<|sep|>"),
+        kinds={
+            "integer": "number",
+            **{kind: kind for kind in ("string", "number", "boolean", "null", "array", "object")},
+        },
+        foot="<|close|>call<|sep|>",
+        sep="",
+        close="<|close|>tools<|sep|>",
+        around=("<|open|>response<|sep|><|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    "cohere": Shape(
+        open="<|START_ACTION|>[\n",
+        head='    {"tool_call_id": "#", "tool_name": "NAME", "parameters": ',
+        foot="}",
+        sep=",\n",
+        close="\n]<|END_ACTION|>",
+    ),
+    "nemotron_v2": Shape(
+        open="<TOOLCALL>[", head='{"name": "NAME", "arguments": ', foot="}", sep=", ", close="]</TOOLCALL>"
+    ),
+    "apertus": Shape(open="<|tools_prefix|>[", head='{"NAME": ', foot="}", sep=", ", close="]<|tools_suffix|>"),
+    "granite": Shape(open="<|tool_call|>[", head='{"name": "NAME", "arguments": ', foot="}", sep=", ", close="]"),
+    "minimax_m1": Shape(
+        open="<tool_calls>\n", head='{"name": "NAME", "arguments": ', foot="}", sep="\n", close="\n</tool_calls>"
+    ),
+    "minimax_m3": Shape(
+        open=f"{_MINIMAX}<tool_call>\n",
+        head=f'{_MINIMAX}<invoke name="NAME">',
+        spelling=Spelling.TAGS,
+        parameter=(f"{_MINIMAX}<KEY>", f"{_MINIMAX}</KEY>"),
+        foot=f"{_MINIMAX}</invoke>\n",
+        sep="",
+        close=f"{_MINIMAX}</tool_call>",
+    ),
+    "muse_glimmer": Shape(
+        head=' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">\n',
+        spelling=Spelling.TAGS,
+        parameter=('<atem:parameter name="KEY">', "</atem:parameter>\n"),
+        foot="</atem:invoke>\n</atem:function_calls>",
+        sep="<|eom|><|start|>assistant",
+    ),
+    "json": Shape(head='{"name": "NAME", "arguments": ', foot="}", sep="\n"),
 }
 """By the format's name; mistral_list and glm47 are other forms of the same parsers."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.lark import ANY_TEXT, Rules, regex, text_of, union
 from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives
+from ktransformers.tokenizer.tools.shapes import Shape
 from ktransformers.tokenizer.tools.values import as_json, kinds_of
 
 __all__ = ["TaggedValues"]
@@ -37,24 +39,29 @@ _PLAIN: dict[str, str] = {
     "null": "null",
 }
 _KEY = re.compile(r"[^\s<>\"'](?:[^<>\"'\r\n]*[^\s<>\"'])?")
-_PARTS = re.compile(r"(.*?)(</.*?>)(.*)", re.DOTALL)
+_PARTS = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
 
 
 class TaggedValues:
-    """Writes the rules of parameters. parameter: see Shape."""
+    """Writes the rules of parameters, as the shape spells them."""
 
-    def __init__(self, rules: Rules, tools: ToolSchemas, parameter: tuple[str, str]):
-        self._rules, self._tools = rules, tools
-        self._head, after = parameter
-        found = _PARTS.fullmatch(after)
+    def __init__(self, rules: Rules, tools: ToolSchemas, shape: Shape):
+        self._rules, self._tools, self._kinds = rules, tools, shape.kinds
+        self._head, self._after = shape.parameter
+        self._says_kind = "KIND" in self._head
+        self._set_key("")
+
+    def _set_key(self, key: str) -> None:
+        """From here on rules are about this parameter."""
+        found = _PARTS.fullmatch(self._after.replace("KEY", key))
         assert found is not None
         self._before, self._stop, self._rest = found.groups()
-        self._says_kind = "KIND" in self._head
 
     def write(self, rule: str, tool: str, member: Member, root: Any) -> str:
         """The rule of one parameter, head and closing tag included. Raises ConfigError."""
         if not _KEY.fullmatch(member.key):
             raise ConfigError(f"the parameter {member.key[:64]!r} of {tool[:64]!r} has a name that tags cannot hold")
+        self._set_key(member.key)
         try:
             options = self._options(rule, tool, member, root)
         except ConfigError as error:
@@ -63,8 +70,9 @@ class TaggedValues:
 
     def _options(self, rule: str, tool: str, member: Member, root: Any) -> list[str]:
         kinds = kinds_of(self._tools, tool, member.key)
-        if kinds and "string" not in kinds:  # llguidance follows more than we do
-            return [self._as_json(rule, member, member.schema, root)]
+        only = self._word(kinds)
+        if kinds and "string" not in kinds and only:  # llguidance follows more than we do
+            return [self._as_json(rule, member, member.schema, root, only)]
         leaves = alternatives(member.schema, root)
         if any(not leaf.kind for leaf in leaves):
             return [self._as_text(rule, member, ANY_TEXT)]
@@ -74,9 +82,18 @@ class TaggedValues:
         else:
             content, rest = self._beside(texts, others, kinds), others.spelled_apart
         options = [self._as_text(rule, member, content)] if content else []
-        if rest:
-            options.append(self._as_json(rule, member, {"anyOf": [leaf.schema for leaf in rest]}, root))
+        groups: dict[str, list[Leaf]] = {}
+        for leaf in rest:
+            groups.setdefault(self._word({leaf.kind}), []).append(leaf)
+        for number, (word, some) in enumerate(groups.items()):
+            name = f"{rule}_{number}" if number else rule
+            options.append(self._as_json(name, member, {"anyOf": [leaf.schema for leaf in some]}, root, word))
         return options
+
+    def _word(self, kinds: Collection[str]) -> str:
+        """What stands for KIND where values have one of these types, none a string; "" when there is no such word."""
+        words = {self._kinds.get(kind, "false") for kind in kinds}
+        return words.pop() if len(words) == 1 else ""
 
     def _beside(self, texts: list[Leaf], others: _Others, kinds: frozenset[str]) -> str:
         """What may be written without quotes: strings that are read as such, and values of one word."""
@@ -98,15 +115,24 @@ class TaggedValues:
         text = self._rules.text(
             f"{rule}_string", f"{rule.upper()}_STRING", content, before=self._before, stop=self._stop
         )
-        return " ".join(filter(None, (self._spelled_head(member.key, True), text, self._rules.spelled(self._rest))))
+        return " ".join(
+            filter(
+                None,
+                (
+                    self._spelled_head(member.key, self._kinds.get("string", "true")),
+                    text,
+                    self._rules.spelled(self._rest),
+                ),
+            )
+        )
 
-    def _as_json(self, rule: str, member: Member, schema: Any, root: Any) -> str:
+    def _as_json(self, rule: str, member: Member, schema: Any, root: Any, word: str) -> str:
         value = self._rules.json(f"{rule}_value", schema, root)
         after = self._rules.spelled(self._before + self._stop + self._rest)
-        return f"{self._spelled_head(member.key, False)} {value} {after}"
+        return f"{self._spelled_head(member.key, word)} {value} {after}"
 
-    def _spelled_head(self, key: str, is_string: bool) -> str:
-        return self._rules.spelled(self._head.replace("KIND", "true" if is_string else "false").replace("KEY", key))
+    def _spelled_head(self, key: str, word: str) -> str:
+        return self._rules.spelled(self._head.replace("KIND", word).replace("KEY", key))
 
 
 class _Others:

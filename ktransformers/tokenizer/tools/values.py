@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.tools.cursor import Cursor, Steps
 from ktransformers.tokenizer.tools.events import ToolSchemas
-from ktransformers.tokenizer.tools.json_text import escaped, is_json
+from ktransformers.tokenizer.tools.json_text import PythonReader, escaped, is_json
 from ktransformers.tokenizer.tools.schema_parts import resolved
 
-__all__ = ["as_json", "kinds_of"]
+__all__ = ["as_json", "kinds_in", "kinds_of"]
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -32,6 +33,11 @@ def kinds_of(tools: ToolSchemas, name: str, parameter: str) -> frozenset[str]:
     return (
         _kinds(properties.get(parameter), schema, _MAX_DEPTH, set()) if isinstance(properties, Mapping) else frozenset()
     )
+
+
+def kinds_in(schema: Any, root: Any) -> frozenset[str]:
+    """The same for a part of a tool's schema, which is `root`."""
+    return _kinds(schema, root, _MAX_DEPTH, set())
 
 
 def _kinds(unresolved: Any, root: Any, depth: int, seen: set[int]) -> frozenset[str]:
@@ -65,9 +71,32 @@ def _kind_of(value: object) -> str:
 def as_json(text: str, kinds: frozenset[str]) -> str:
     """`text` as a JSON value: of one of `kinds`, where it can be read as one, else a string.
 
-    Without kinds whatever JSON it is. Numbers stay as they are written.
+    Without kinds whatever JSON it is. Numbers stay as they are written. Lists and objects may be written as Python
+    prints them, which templates do that have no `tojson` there.
     """
     bare = text.strip()
     bare = _PYTHON_WORDS.get(bare, bare)
     types = tuple(one for kind in kinds or _TYPES for one in _TYPES.get(kind, ()))
-    return bare if types and is_json(bare, types) else f'"{escaped(text)}"'
+    if types and is_json(bare, types):
+        return bare
+    if (bare[:1] == "[" and "array" in kinds) or (bare[:1] == "{" and "object" in kinds):
+        read = _python_as_json(bare)
+        if read is not None and is_json(read, types):
+            return read
+    return f'"{escaped(text)}"'
+
+
+def _python_as_json(text: str) -> str | None:
+    """A literal of Python as JSON; None when it is none."""
+    cursor, parts = Cursor(), list[str]()
+    cursor.add(text)
+    cursor.end()
+
+    def read() -> Steps[bool]:
+        return (yield from PythonReader(cursor).value(parts.append)) and (yield from cursor.blanks()) == ""
+
+    try:
+        next(read())
+    except StopIteration as found:
+        return "".join(parts) if found.value else None
+    return None

@@ -7,48 +7,44 @@ tools can be called, and a call in JSON needs its arguments.
 
 from __future__ import annotations
 
-import re
-
 from typing_extensions import override
 
 from ktransformers.tokenizer.tools.base import NAME_LEN, JsonCalls, ToolParser
 from ktransformers.tokenizer.tools.cursor import Steps
-from ktransformers.tokenizer.tools.json_text import PythonReader, escaped
+from ktransformers.tokenizer.tools.keyword_arguments import KEYWORD, read_keywords
 
-__all__ = ["LlamaJsonParser", "LlamaPythonicParser"]
-
-_NAME = re.compile(r"[\w.\-]*")
+__all__ = ["LlamaJsonParser", "LlamaPythonicParser", "UntaggedParser"]
 
 
-class _UntaggedParser(ToolParser):
-    """opening: what may stand in front of the calls, where they begin the answer or not. bracket: how they begin."""
+class UntaggedParser(ToolParser):
+    """opening: what may stand in front of the calls, where they begin the answer or not. brackets: how they begin."""
 
     opening: tuple[str, ...]
-    bracket: str
+    brackets: str
 
     def _run(self) -> Steps[None]:
         tag: str | None = ""
         while tag is not None:
             self.keep(tag)
             char = yield from self.cursor.blanks()
-            if char == self.bracket:
-                yield from self.calls()
+            if char and char in self.brackets:
+                yield from self.calls(tag)
             self.give_back()
             tag = yield from self.cursor.find(self.opening, self.say)
 
-    def calls(self) -> Steps[None]:
+    def calls(self, tag: str) -> Steps[None]:
         """Reads the calls that begin here, as far as they are calls."""
         raise NotImplementedError
 
 
-class LlamaJsonParser(_UntaggedParser):
+class LlamaJsonParser(UntaggedParser):
     """`{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or not; several are parted by semicolons."""
 
     opening = ("<|python_tag|>",)
-    bracket = "{"
+    brackets = "{"
 
     @override
-    def calls(self) -> Steps[None]:
+    def calls(self, tag: str) -> Steps[None]:
         calls = JsonCalls(self, needs_arguments=True, is_known=True)
         while (yield from calls.call()):
             char = yield from self.cursor.blanks()
@@ -60,23 +56,23 @@ class LlamaJsonParser(_UntaggedParser):
                 return
 
 
-class LlamaPythonicParser(_UntaggedParser):
+class LlamaPythonicParser(UntaggedParser):
     """`[f(a=1, b="x"), g()]`, between `<|python_start|>` and `<|python_end|>` or not."""
 
     opening = ("<|python_start|>",)
-    bracket = "["
+    brackets = "["
 
     @override
-    def calls(self) -> Steps[None]:
+    def calls(self, tag: str) -> Steps[None]:
         self.cursor.skip()
         while True:
             yield from self.cursor.blanks()
-            name = yield from self.cursor.word(_NAME, NAME_LEN)
+            name = yield from self.cursor.word(KEYWORD, NAME_LEN)
             if name not in self.tools or (yield from self.cursor.blanks()) != "(":
                 return
             self.cursor.skip()
             self.start_call(name)
-            is_whole = yield from self._arguments()
+            is_whole = yield from read_keywords(self)
             self.end_call()
             if not is_whole:
                 return
@@ -89,23 +85,3 @@ class LlamaPythonicParser(_UntaggedParser):
             yield from self.cursor.blanks()
             if (yield from self.cursor.match("<|python_end|>")):
                 self.cursor.kept = None
-
-    def _arguments(self) -> Steps[bool]:
-        before = "{"
-        while (yield from self.cursor.blanks()) != ")":
-            key = yield from self.cursor.word(_NAME, NAME_LEN)
-            if not key or (yield from self.cursor.blanks()) != "=":
-                return False
-            self.cursor.skip()
-            self.argue(f'{before}"{escaped(key)}": ')
-            before = ", "
-            if not (yield from PythonReader(self.cursor).value(self.argue)):
-                return False
-            char = yield from self.cursor.blanks()
-            if char == ",":
-                self.cursor.skip()
-            elif char != ")":
-                return False
-        self.cursor.skip()
-        self.argue("{}" if before == "{" else "}")
-        return True
