@@ -9,6 +9,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import SandboxedEnvironment
 
 __all__ = ["template_variables"]
 
@@ -23,6 +25,19 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+@jinja2.pass_context
+def _not_yet(context: Context, value: object, *args: object, **kwargs: object) -> object:
+    """In place of any filter: what takes the context is not computed while a template is parsed."""
+    return value
+
+
+class _Unfolded(SandboxedEnvironment):
+    """Computes nothing while it parses: `'a' * 10 ** 10` is a constant, too."""
+
+    intercepted_binops = frozenset(SandboxedEnvironment.default_binop_table)
+    intercepted_unops = frozenset(SandboxedEnvironment.default_unop_table)
+
+
 class _Anything(frozenset[str]):
     """The variables of a template that cannot be parsed: rendering it is what says why."""
 
@@ -33,7 +48,8 @@ class _Anything(frozenset[str]):
 @functools.lru_cache(maxsize=8)
 def template_variables(template: str) -> frozenset[str]:
     """Names that `template` takes from whoever renders it, a few that it always sets itself among them."""
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+    environment = _Unfolded(extensions=["jinja2.ext.loopcontrols", _Generation])
+    environment.filters = dict.fromkeys(environment.filters, _not_yet)
     try:
         return frozenset(find_undeclared_variables(environment.parse(template)))
     except (jinja2.TemplateError, RecursionError):

@@ -80,8 +80,8 @@ class AnswerFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All marks: what of them are special tokens has to be seen in decoded text."""
-        marks = [*(self.marks.reasoning or ()), *(self.wrapper or ()), self.marks.end]
+        """Marks that parsers look for: what of them are special tokens has to be seen in decoded text."""
+        marks = [*(self.marks.reasoning or ()), *(self.wrapper or ())]
         if self.tools is not None:
             marks += [*self.tools.tokens, *(self.tools.shape.texts if self.tools.shape else ())]
         return tuple(marks)

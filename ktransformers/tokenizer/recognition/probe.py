@@ -19,6 +19,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | No
 MAX_SECONDS = 2.0
 """Of processor time, for everything that is rendered of one template."""
 
+_SLOW = 0.15
 _QUESTION, CONTENT, THOUGHTS, _RESULT = "qzquestion", "qzanswer", "qzthoughts", "qzresult"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
@@ -55,11 +56,14 @@ class Probe:
 
     def _text(self, turns: Sequence[Mapping[str, Any]], *, has_tools: bool = False, opens: bool = False) -> str | None:
         """What stands behind the question."""
-        if time.thread_time() > self._deadline:
+        began = time.thread_time()
+        if began > self._deadline:
             return None
         try:
             text = self._render([{"role": "user", "content": _QUESTION}, *turns], TOOLS if has_tools else None, opens)
         except KTransformersError:
+            if time.thread_time() - began > _SLOW:  # it ran into a limit, and would do so again
+                self._deadline = began
             return None
         _, found, after = text.rpartition(_QUESTION)
         return after if found else None
