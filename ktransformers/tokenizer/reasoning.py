@@ -21,6 +21,7 @@ __all__ = [
     "ReasoningParser",
     "SplitText",
     "Unwrapper",
+    "close_reasoning",
     "open_reasoning",
     "open_thoughts",
 ]
@@ -230,3 +231,10 @@ def open_reasoning(prompt: str, tags: tuple[str, str] | None) -> str:
     if tags != HARMONY_REASONING and prompt.rstrip().endswith(closing):  # harmony's closing tag ends every message
         raise ConfigError("an answer cannot go on inside its reasoning while reasoning is turned off")
     return prompt + tags[0] + (OPENED_NEWLINE if opening.endswith("think>") else "")
+
+
+def close_reasoning(prompt: str, tags: tuple[str, str] | None) -> str:
+    """A rendered prompt, to the beginning of its answer's text: reasoning that it opens ends there."""
+    if tags is None or not prompt.rstrip().endswith(tags[0].rstrip()):
+        return prompt
+    return f"{prompt}{tags[1]}\n\n"

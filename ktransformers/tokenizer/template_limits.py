@@ -102,8 +102,26 @@ class _CountedSequence:
         return _ticking(self._items)
 
 
+class _OwnList(list[Any]):
+    """A list that a template has made itself, and may therefore change: nobody else holds it."""
+
+
+_MAKE_LISTS = frozenset({"list", "sort"})  # filters whose result is new
+_CHANGES = frozenset({"append", "extend", "insert", "pop", "remove", "reverse", "clear"})
+"""Methods by which templates may change their own lists. transformers' sandbox lets them change none."""
+
+
+@jinja2.pass_context  # so that the compiler does not make one list for all renderings
+def _own_list(context: Any, items: Any) -> _OwnList:
+    return _OwnList(items)
+
+
 class _Counting(NodeTransformer):
-    """Makes loops count their rounds and `~` count its characters."""
+    """Makes loops count their rounds and `~` count its characters, and marks lists as the template's own."""
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Filter(node, "__own_list", [], [], None, None, lineno=node.lineno)
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -139,7 +157,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         _check_arguments(name, own[0] if own else None, [*own[1:], *kwargs.values()])
         result = function(*args, **kwargs)
         _check(_size(result))
-        return result
+        return _OwnList(result) if name in _MAKE_LISTS and type(result) is list else result
 
     return checked
 
@@ -165,10 +183,15 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters.update({name: _limited_filter(name, filter_) for name, filter_ in like.filters.items()})
         self.filters["join"] = _limited_filter("join", _join(like.filters["join"]))
         self.filters |= {"__loop_items": _loop_items, "__concat": lambda parts: _joined(map(str, parts))}
+        self.filters["__own_list"] = _own_list
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
         return tree
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Also what changes a list of the template's own."""
+        return (isinstance(obj, _OwnList) and attr in _CHANGES) or bool(super().is_safe_attribute(obj, attr, value))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute it, unless the result would be very large. Raises TemplateLimitError."""
@@ -185,7 +208,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             _check(left.bit_length() * abs(right) * 64)
         elif operator == "%" and isinstance(left, str) and (_WIDTH.search(left) or "*" in left):
             raise TemplateLimitError("it formats with a width of six digits")
-        return super().call_binop(context, operator, left, right)
+        made = super().call_binop(context, operator, left, right)
+        return _OwnList(made) if type(made) is list else made
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _step()
@@ -195,6 +219,9 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             if name == "join" and args:
                 args = (_checked_parts(_ticking(args[0]), len(subject)), *args[1:])
             _check_arguments(name, subject, [*args, *kwargs.values()])
+        elif isinstance(subject, _OwnList) and name == "extend" and args:
+            args = (_checked_parts(_ticking(args[0]), 1),)
+            _check(len(subject) + len(args[0]))
         result = super().call(context, obj, *args, **kwargs)
         _check(_size(result))
         return result

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerFast
 
-from ktransformers.errors import ConfigError, ContextLengthError, ConversationError, UnsupportedError, reason_of
+from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
 from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerParser
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
-from ktransformers.tokenizer.reasoning import REASONING_TAGS, ReasoningParser, open_reasoning, open_thoughts
+from ktransformers.tokenizer.reasoning import REASONING_TAGS, ReasoningParser, open_thoughts
 from ktransformers.tokenizer.recognition import (
     AnswerFormat,
     Probe,
@@ -29,8 +28,10 @@ from ktransformers.tokenizer.recognition import (
     recognize,
     turn_frame,
 )
-from ktransformers.tokenizer.template_limits import limited, why_no_template
+from ktransformers.tokenizer.template_limits import why_no_template
 from ktransformers.tokenizer.template_variables import template_variables
+from ktransformers.tokenizer.templates import Ending, Message, Rendered, TemplateTurns, rendered
+from ktransformers.tokenizer.templates.calls import spelled
 from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
 from ktransformers.tokenizer.tools.families.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.formats import HARMONY
@@ -43,21 +44,6 @@ __all__ = ["Message", "Tokenizer"]
 
 _log = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
-"""One turn: `role`, `content`, and what the model's template knows (`tool_calls`, `reasoning_content`, ...)."""
-
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,  # of Jinja's compiler, for blocks in odd places
-    SyntaxError,  # Python's own, for blocks that are nested too deeply, as the next two are
-    RecursionError,
-    MemoryError,
-)
 _FIRST_TAIL = 64
 """Tokens at the end of a prompt in which the beginning of the answer is looked for first."""
 _TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
@@ -82,6 +68,7 @@ class Tokenizer:
         self._timed: TimedEncoder | None = None
         self._format = AnswerFormat()
         self._has_own_parser = False
+        self._turns: tuple[Any, TemplateTurns] | None = None
         if backend is None:
             return
         # A tokenizer.json may ask for them; they are about training, and would change prompts without a word.
@@ -309,7 +296,8 @@ class Tokenizer:
         added = [token.content for token in self.backend.added_tokens_decoder.values()]
         template, probe = self._template_text(), None
         if self.has_chat_template:
-            probe = Probe(self.render_chat_template, added)
+            render = partial(rendered, self.backend)  # as the template has it, with nothing folded
+            probe = Probe(lambda turns, tools, opens: render(turns, tools, add_generation_prompt=opens), added)
         return Source(template, self.template_knows("tools"), self.token_id, probe)
 
     def _has_usable_template(self) -> bool:
@@ -420,6 +408,39 @@ class Tokenizer:
             token for i in sorted(self.added_ids) if (token := added[i].content) and any(token in one for one in texts)
         ]
 
+    @property
+    def turns(self) -> TemplateTurns:
+        """What the chat template makes of conversations. Raises UnsupportedError where there is no template."""
+        if not self.has_chat_template:
+            self.backend  # noqa: B018 - says that there is no vocabulary, when that is why
+            raise UnsupportedError("this model has no chat template; send it plain text, or pass --model_path with one")
+        template = self.backend.chat_template
+        if self._turns is None or self._turns[0] != template:
+            self._turns = (template, TemplateTurns(partial(rendered, self.backend), self._spelled))
+        return self._turns[1]
+
+    def _spelled(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Past calls as this model writes them."""
+        form = self._format.tools
+        return spelled(calls, None if form is None else form.shape or shape_of(form.name, self._template_text()))
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        ending: Ending,
+        guard_of: Callable[[Any], Guard | None],
+    ) -> Rendered:
+        if not messages:
+            raise ConfigError("a conversation needs at least one message")
+        try:
+            return self.turns.rendered(messages, tools, variables, ending, guard_of)
+        except RecursionError as error:
+            raise ConfigError(
+                "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
+            ) from error
+
     def render_chat_template(
         self,
         messages: Sequence[Message],
@@ -431,29 +452,13 @@ class Tokenizer:
     ) -> str:
         """The conversation as text, through the model's own template in transformers' sandbox.
 
+        Turns that the template drops or refuses are folded into those that it keeps, see templates/fold.py.
         continue_final_message: the text ends with the last message's, as the beginning of an answer.
 
         Raises UnsupportedError when the model has no template, ConfigError when the template refuses the messages.
         """
-        if not messages:
-            raise ConfigError("a conversation needs at least one message")
-        if not self.has_chat_template:
-            self.backend  # noqa: B018 - says that there is no vocabulary, when that is why
-            raise UnsupportedError("this model has no chat template; send it plain text, or pass --model_path with one")
-        try:
-            with limited():
-                text = self.backend.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=list(tools) if tools else None,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **template_kwargs,
-                )
-        except _TEMPLATE_ERRORS as error:
-            why = reason_of(error)
-            raise ConversationError(f"the model's chat template refuses this conversation: {why}") from error
-        return str(text)
+        ending = Ending(add_generation_prompt, continue_final_message, None, self.reasoning_tags)
+        return self._rendered(messages, tools, template_kwargs, ending, lambda _: None).text
 
     def apply_chat_template(
         self,
@@ -465,33 +470,25 @@ class Tokenizer:
         continue_reasoning: str | None = None,
         reads_special_tokens: bool = False,
         max_len: int | None = None,
+        note_changes: Callable[[Sequence[str]], None] | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         """Prompt ids of a conversation. See render_chat_template and encode.
 
-        continue_reasoning: what the answer has thought so far; it goes on there.
+        continue_reasoning: what the answer has thought so far; it goes on there. note_changes: called with the names of
+        what was folded, if anything was.
 
         reads_special_tokens: those that a message, a tool or a variable spells are tokens, too; else they are text, so
         that nobody can forge a turn.
         """
-        turns: Any = messages
-        try:
-            guard = None
-            if not reads_special_tokens and self.has_chat_template:
-                guard = self.verbatim.guard((turns, tools, template_kwargs, continue_reasoning))
-            if guard is not None:
-                turns, tools, template_kwargs = (guard.marked(one) for one in (turns, tools, template_kwargs))
-                continue_reasoning = guard.marked(continue_reasoning)
-            text = self.render_chat_template(
-                turns, tools, add_generation_prompt, continue_final_message=continue_final_message, **template_kwargs
-            )
-        except RecursionError as error:
-            raise ConfigError(
-                "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
-            ) from error
-        if continue_reasoning is not None:
-            text = open_reasoning(text, self.reasoning_tags) + continue_reasoning
-        return self.encode_guarded(text, guard, max_len=max_len)
+        ending = Ending(add_generation_prompt, continue_final_message, continue_reasoning, self.reasoning_tags)
+        guard_of: Callable[[Any], Guard | None] = lambda _: None  # noqa: E731
+        if not reads_special_tokens and self.has_chat_template:
+            guard_of = self.verbatim.guard
+        made = self._rendered(messages, tools, template_kwargs, ending, guard_of)
+        if note_changes is not None and made.changes:
+            note_changes(made.changes)
+        return self.encode_guarded(made.text, made.guard, max_len=max_len)
 
     def apply_plain_template(self, messages: Sequence[Message], *, reads_special_tokens: bool = False) -> list[int]:
         """Prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:".

@@ -1,0 +1,158 @@
+"""One chat template and what it makes of conversations: the place through which all prompts go.
+
+messages ── fold ──> what the template keeps ── guard, render ──> text
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ktransformers.errors import ConversationError
+from ktransformers.tokenizer.reasoning import close_reasoning, open_reasoning
+from ktransformers.tokenizer.templates.calls import SpellCalls
+from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES, nearest_effort
+from ktransformers.tokenizer.templates.fold import WHY, Folded, fold
+from ktransformers.tokenizer.templates.probe import PROBE_TOOLS, Prober, is_kept, sample
+from ktransformers.tokenizer.templates.rendering import Message, Render
+from ktransformers.tokenizer.templates.traits import PlainTraits, Traits
+from ktransformers.tokenizer.verbatim import Guard
+
+__all__ = ["Ending", "Rendered", "TemplateTurns"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a prompt ends: with the header of an answer (opens), or inside the last message (continues).
+
+    behind: what the answer has thought so far; the prompt goes on there. tags: around the model's reasoning.
+    """
+
+    opens: bool = True
+    continues: bool = False
+    behind: str | None = None
+    tags: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """text: of a conversation. guard: whose marks are in it. changes: names of what was folded, see fold.WHY."""
+
+    text: str
+    guard: Guard | None = None
+    changes: tuple[str, ...] = ()
+
+
+class TemplateTurns:
+    """render: through the template as it is. spell: writes calls as the model does, for templates that drop them."""
+
+    def __init__(self, render: Render, spell: SpellCalls):
+        self.prober = Prober(render)
+        self._render, self._spell = render, spell
+        self._traits = {False: Traits(self.prober), True: Traits(self.prober, PROBE_TOOLS)}
+        self._logged: set[str] = set()
+        self._takes_effort: dict[tuple[str, str], bool] = {}
+        self._keeps_beginnings: bool | None = None
+
+    def traits(self, has_tools: bool) -> Traits:
+        """What the template does with turns when it is given tools, or none."""
+        return self._traits[has_tools]
+
+    def rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        ending: Ending,
+        guard_of: Callable[[Any], Guard | None],
+    ) -> Rendered:
+        """The text of a conversation. guard_of: what keeps texts of this JSON-like value from being read as tokens.
+
+        Raises ConversationError when the template refuses it, folded or in the plainest form that there is.
+        """
+        variables = self._variables(variables)
+        refused: ConversationError | None = None
+        for folded in self._folded(messages, bool(tools), ending.continues):
+            try:
+                made = self._rendered(folded.messages, tools, variables, ending, guard_of)
+            except ConversationError as error:
+                refused = refused or error
+            else:
+                self._say(folded.changes)
+                return replace(made, changes=folded.changes)
+        assert refused is not None
+        raise refused
+
+    def _folded(self, messages: Sequence[Message], has_tools: bool, continues: bool) -> Iterator[Folded]:
+        traits = self._traits[has_tools]
+        first = fold(messages, traits, self._spell, continues=continues)
+        yield first
+        if traits.is_understood:
+            plain = fold(messages, PlainTraits(traits), self._spell, continues=continues)
+            if plain.messages != first.messages:
+                yield plain
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        ending: Ending,
+        guard_of: Callable[[Any], Guard | None],
+    ) -> Rendered:
+        last, continues, behind = messages[-1], ending.continues, ending.behind
+        if continues and not last.get("tool_calls") and isinstance(last.get("content"), str):
+            if len(messages) > 1 and not self.keeps_beginnings:
+                messages, continues, behind = messages[:-1], False, str(last["content"])
+        opens = (ending.opens or ending.continues) and not continues
+        guard = guard_of((messages, tools, variables, behind))
+        if guard is not None:
+            messages, tools, variables, behind = (guard.marked(one) for one in (messages, tools, variables, behind))
+        text = self._render(messages, tools, add_generation_prompt=opens, continue_final_message=continues, **variables)
+        if behind is not None:
+            text = (open_reasoning if ending.behind is not None else close_reasoning)(text, ending.tags) + behind
+        return Rendered(text, guard)
+
+    def _variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The variables with the word for the effort of reasoning that the template takes."""
+        made = dict(given)
+        for name in EFFORT_VARIABLES:
+            word = made.get(name)
+            if isinstance(word, str):
+                made[name] = nearest_effort(word, lambda one, name=name: self._is_effort(name, one))  # type: ignore[misc]
+                if made[name] != word:
+                    self._log_once(name, f"{name} {word[:32]!r} is {made[name]!r}, the nearest word that it takes")
+        return made
+
+    def _is_effort(self, variable: str, word: str) -> bool:
+        key = (variable, word)
+        if key not in self._takes_effort:
+            made = sample("U").messages
+            text = self.prober.render(made, **{variable: word})
+            self._takes_effort[key] = text is not None or self.prober.is_exhausted
+        return self._takes_effort[key]
+
+    @property
+    def keeps_beginnings(self) -> bool:
+        """Whether the text of a last, unfinished turn of the assistant can be the end of what the template writes."""
+        if self._keeps_beginnings is None:
+            made = sample("UA")
+            options = {"add_generation_prompt": False, "continue_final_message": True}
+            text = self.prober.render(made.messages, **options)
+            self._keeps_beginnings = self.prober.is_exhausted or (
+                text is not None and is_kept(text, made.texts) and text.endswith(made.texts[-1])
+            )
+        return self._keeps_beginnings
+
+    def _say(self, changes: Sequence[str]) -> None:
+        for name in changes:
+            self._log_once(name, f"{WHY[name]} ({name})")
+
+    def _log_once(self, key: str, text: str) -> None:
+        if key not in self._logged:
+            self._logged.add(key)
+            _log.info("the chat template: %s", text)
