@@ -12,7 +12,8 @@ A table maps each name that is known to its rule; `sort_fields` runs it over a b
     honoured, ignored = sort_fields(body, TABLE)
 
 Routes do it by `APIRouter(route_class=body_route(TABLE))` (bodies.py), which sets the header, too. What turns out later
-to have no effect goes through `note_unused` (service.py).
+to have no effect goes through `note_unused` (service.py). What has another form in the prompt, since the model's chat
+template does not keep it as it is (`messages.system`), is named in the header too, and never refused.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = "x-ktransformers-ignored"
-"""Of responses: names of the request's fields that had no effect, separated by commas."""
+"""Of responses: names of the request's fields that had no effect, or another form in the prompt, between commas."""
 
 DROPPED_HEADER = "x-ktransformers-dropped-messages"
 """Of responses: how many of the conversation's oldest messages were left out, as it is longer than the context."""
@@ -242,7 +243,7 @@ def _shown(names: Iterable[str]) -> list[str]:
 
 
 def note_ignored(scope: MutableMapping[str, Any], names: Iterable[str]) -> None:
-    """Say that these fields of the request had no effect, for its response's header."""
+    """Say that these fields of the request had no effect or another form, for its response's header."""
     scope.setdefault(_SCOPE_KEY, []).extend(names)
 
 

@@ -185,7 +185,13 @@ def test_a_model_without_reasoning_has_none_to_go_on_from() -> None:
         chat_prompt(tokenizer, Conversation(messages=messages, continues=True))
 
 
-@pytest.mark.parametrize(("template", "role"), [(HERMES, "system"), (HERMES + "{# developer #}", "developer")])
+OWN_DEVELOPER = HERMES.replace("{{ m.role }}", "{{ 'instructions' if m.role == 'developer' else m.role }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [(HERMES, "system"), (HERMES + "{# developer #}", "system"), (OWN_DEVELOPER, "instructions")],
+)
 def test_developer_is_system_where_the_template_does_not_know_it(template: str, role: str) -> None:
     tokenizer = tokenizer_of("hermes")
     tokenizer.backend.chat_template = template

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -27,10 +27,14 @@ def in_words_of(service: Service, what: str = "prompt") -> Iterator[None]:
         raise service.model.limits.too_long(max(error.prompt_len, error.max_len), what) from error
 
 
-def fitted_chat(service: Service, asked: ChatRequest) -> Shortened:
+NoteChanges = Callable[[Sequence[str]], None]
+"""See chat_prompt."""
+
+
+def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges) -> Shortened:
     """Prompt ids of a conversation, and how many of its oldest turns were left out to make it fit.
 
-    They are left out where the request or else the operator (--context_overflow) says so. Raises ContextLengthError for
+    note_changes: as chat_prompt has it. Turns are left out where the request or else the operator (--context_overflow) says so. Raises ContextLengthError for
     one that is too long otherwise, or all the same, FieldError for more than the request itself allows, and what
     chat_prompt raises.
     """
@@ -39,20 +43,22 @@ def fitted_chat(service: Service, asked: ChatRequest) -> Shortened:
     if is_dropping is None:
         is_dropping = service.config.drops_oldest
     if not is_dropping and conversation.max_prompt_len is None:
-        return Shortened(_prompt(service, conversation, max_len), 0)
+        return Shortened(_prompt(service, conversation, max_len, note_changes), 0)
     sampling = asked.sampling
     room = prompt_room(max_len, service.max_tokens(sampling.max_tokens, sampling.default_max_tokens))
     limits = [room, max_len - 1]  # room for an answer is wanted, not needed
     if conversation.max_prompt_len is not None:
         limits = [min(room, conversation.max_prompt_len)]
     for limit in limits:
-        found = _within(service, conversation, limit)
+        found = _within(service, conversation, limit, note_changes)
         if found is not None:
             if found.num_dropped:
                 logger.info("the oldest %d turns of a conversation were left out: it is too long", found.num_dropped)
             return found
     if conversation.max_prompt_len is None:
-        return Shortened(_prompt(service, conversation, max_len), 0)  # which raises, with the whole length
+        return Shortened(
+            _prompt(service, conversation, max_len, note_changes), 0
+        )  # which raises, with the whole length
     raise FieldError(
         f"truncate_prompt_tokens: the instructions and the last question have more than {conversation.max_prompt_len} "
         "tokens, and they are never left out",
@@ -60,13 +66,13 @@ def fitted_chat(service: Service, asked: ChatRequest) -> Shortened:
     )
 
 
-def _within(service: Service, conversation: Conversation, limit: int) -> Shortened | None:
+def _within(service: Service, conversation: Conversation, limit: int, note_changes: NoteChanges) -> Shortened | None:
     """The whole conversation if it has at most `limit` tokens, else without its oldest turns, if that helps."""
 
     def prompt_of(kept: Sequence[int]) -> list[int] | None:
         part = replace(conversation, messages=[conversation.messages[at] for at in kept])
         try:
-            return _prompt(service, part, limit)
+            return _prompt(service, part, limit, note_changes)
         except ContextLengthError:
             return None
 
@@ -85,14 +91,18 @@ def _size(conversation: Conversation, at: int) -> int:
     return len(message.text.encode(errors="replace")) + len(message.reasoning.encode(errors="replace")) + calls
 
 
-def _prompt(service: Service, conversation: Conversation, max_len: int) -> list[int]:
-    return chat_prompt(
+def _prompt(service: Service, conversation: Conversation, max_len: int, note_changes: NoteChanges) -> list[int]:
+    changes: list[str] = []
+    made = chat_prompt(
         service.model.tokenizer,
         conversation,
         max_len=max_len,
         force_think=service.config.force_think,
         reads_special_tokens=service.config.reads_special_tokens,
+        note_changes=changes.extend,
     )
+    note_changes(changes)  # of what fits alone
+    return made
 
 
 def fitted_text(service: Service, asked: TextRequest, prompt: str | Sequence[int]) -> Sequence[int]:

@@ -46,8 +46,8 @@ class Job:
     """A checked request, ready to run. model: the name for the answer. created: seconds since 1970.
 
     choices[i] turns the tokens of requests[i] into events; n answers to each prompt are neighbours. ignored: fields of
-    the request that have no effect on this model. num_dropped: turns that were left out, the oldest.
-    hear: told of each event of an answer, and whose it is, by index.
+    the request that have no effect on this model, and what of its messages was folded for the model's template.
+    num_dropped: turns that were left out, the oldest. hear: told of each event of an answer, and whose it is, by index.
     order: of the events that requests have in their past, whose they are.
     """
 
@@ -106,13 +106,13 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
     name = service.check_model(asked.model)
     if asked.priority and not service.backend.has_priorities:
         raise UnsupportedError(f"the {service.backend.name} backend serves by order of arrival: leave priority out")
-    ignored: tuple[str, ...] = ()
+    ignored: list[str] = []
     num_dropped = 0
     if isinstance(asked, ChatRequest):
-        ignored = template_kwargs(service.model.tokenizer, asked.conversation).ignored
+        ignored += template_kwargs(service.model.tokenizer, asked.conversation).ignored
         service.check_ignored(ignored)
         with in_words_of(service, "conversation"):
-            prompts, choices, num_dropped = _chat(service, asked)
+            prompts, choices, num_dropped = _chat(service, asked, ignored.extend)
     else:
         with in_words_of(service):
             prompts, choices = _texts(service, asked)
@@ -127,7 +127,7 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
         is_prompt_only=asked.is_prompt_only,
         created=int(time.time()),
         operation=Operation.CHAT if isinstance(asked, ChatRequest) else Operation.TEXT_COMPLETION,
-        ignored=ignored,
+        ignored=tuple(ignored),
         num_dropped=num_dropped,
     )
 
@@ -136,7 +136,9 @@ _Prepared = tuple[list[Sequence[int]], list[Choice]]
 """Ids of each prompt, and asked.n choices for each."""
 
 
-def _chat(service: Service, asked: ChatRequest) -> tuple[list[Sequence[int]], list[Choice], int]:
+def _chat(
+    service: Service, asked: ChatRequest, note_changes: Callable[[Sequence[str]], None]
+) -> tuple[list[Sequence[int]], list[Choice], int]:
     """See _Prepared; and how many turns were left out."""
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
@@ -144,7 +146,7 @@ def _chat(service: Service, asked: ChatRequest) -> tuple[list[Sequence[int]], li
         raise UnsupportedError(
             "this model's files tell of no tool calls: leave tools out, or start the server with --tool_format"
         )
-    fitted = fitted_chat(service, asked)
+    fitted = fitted_chat(service, asked, note_changes)
     prompt_ids = fitted.prompt_ids
     if asked.is_prompt_only:
         return [prompt_ids], [PromptChoice() for _ in range(asked.n)], fitted.num_dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.requests import Conversation, Message, Tool
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.reasoning import OPENED_NEWLINE
+from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES
 
 __all__ = ["TemplateKwargs", "chat_prompt", "template_kwargs"]
 
@@ -23,13 +25,14 @@ _RESERVED = frozenset(
         "continue_reasoning",
         "reads_special_tokens",
         "max_len",
+        "note_changes",
     }
 )
 
 
-def _turn(message: Message, role: str) -> dict[str, Any]:
+def _turn(message: Message) -> dict[str, Any]:
     """What the model's template gets: what the message has, under the names that templates use."""
-    turn: dict[str, Any] = {"role": role, "content": message.text}
+    turn: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
     if message.name is not None:
@@ -47,11 +50,6 @@ def _turn(message: Message, role: str) -> dict[str, Any]:
 def _shown(tool: Tool) -> dict[str, Any]:
     fields = {name: getattr(tool, name) for name in ("name", "description", "parameters")}
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
-
-
-def _role(tokenizer: Tokenizer, role: str) -> str:
-    """Templates drop turns of roles that they do not know; `developer` is OpenAI's newer word for system."""
-    return "system" if role == "developer" and not tokenizer.template_writes("developer") else role
 
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -77,8 +75,9 @@ def template_kwargs(tokenizer: Tokenizer, asked: Conversation) -> TemplateKwargs
     if thinks is None and (budget == 0 or effort == "none"):
         thinks = False
     switch = next((name for name in _SWITCHES if tokenizer.template_knows(name)), None)
-    if effort is not None and tokenizer.template_knows("reasoning_effort"):
-        given.setdefault("reasoning_effort", effort)
+    variable = next((name for name in EFFORT_VARIABLES if tokenizer.template_knows(name)), None)
+    if effort is not None and variable is not None:
+        given.setdefault(variable, effort)
     elif effort is not None and not (effort == "none" and switch is not None):
         ignored.append("reasoning_effort")
     if thinks is not None and switch is not None:
@@ -97,8 +96,11 @@ def chat_prompt(
     max_len: int | None = None,
     force_think: bool = False,
     reads_special_tokens: bool = False,
+    note_changes: Callable[[Sequence[str]], None] | None = None,
 ) -> list[int]:
     """Prompt ids of a conversation. force_think: open the reasoning when the template has not done it.
+
+    note_changes: called with the names of what was folded because the template does not keep it, if anything was.
 
     reads_special_tokens: those that a message spells are tokens, too; else they are text, so that nobody can forge a
     turn. Raises ConfigError and UnsupportedError for what the template refuses, ContextLengthError for more than
@@ -109,7 +111,7 @@ def chat_prompt(
         raise UnsupportedError("this model's chat template does not know tools")
     # A last message without text is no turn yet: the template opens it, as it opens every answer.
     messages = asked.messages if asked.continues_text or not asked.continues else asked.messages[:-1]
-    turns = [_turn(message, _role(tokenizer, message.role)) for message in messages]
+    turns = [_turn(message) for message in messages]
     tools = [_shown(tool) for tool in asked.tools]
     prompt_ids = tokenizer.apply_chat_template(
         turns,
@@ -119,6 +121,7 @@ def chat_prompt(
         continue_reasoning=asked.messages[-1].reasoning if asked.continues_reasoning else None,
         reads_special_tokens=reads_special_tokens,
         max_len=max_len,
+        note_changes=note_changes,
         **kwargs,
     )
     tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +15,7 @@ from ktransformers.server.api.openai.schemas import DetokenizeBody, TokenizeBody
 from ktransformers.server.api.openai.table import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.bodies import body_route, body_size
+from ktransformers.server.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import note_unused, service_of
 
@@ -40,6 +42,7 @@ def _tokens(request: Request, body: TokenizeBody) -> list[int]:
         max_len=max_len,
         force_think=config.force_think,
         reads_special_tokens=config.reads_special_tokens,
+        note_changes=partial(note_ignored, request.scope),
     )
 
 

@@ -244,10 +244,14 @@ class _Fold:
         """Neighbours that the template keeps beside each other."""
         made: list[_Turn] = []
         num_first = len(list(takewhile(lambda turn: _kind(turn) in "SD", turns)))
+        is_awaited = False  # a call's result is to come
         for turn in turns:
-            before = _kind(made[-1]) if made else "0"
+            kind, before = _kind(turn), _kind(made[-1]) if made else "0"
             if before in "SD" and len(made) == num_first:
                 before = "0"
+            if kind == "T" and is_awaited:
+                before = "C"
+            is_awaited = kind == "C" or (is_awaited and kind != "A")
             self._append(made, turn, before, has_system=num_first > 0)
         return self._with_user(made)
 

@@ -20,7 +20,7 @@ from typing import Any
 from ktransformers.errors import ConversationError
 from ktransformers.tokenizer.templates.rendering import Message, Render
 
-__all__ = ["PROBE_TOOLS", "CallForm", "Prober", "Sample", "is_kept", "sample"]
+__all__ = ["ARGUMENT", "PROBE_TOOLS", "CallForm", "Prober", "Sample", "is_kept", "sample"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ PROBE_TOOLS: tuple[Mapping[str, Any], ...] = (
     },
 )
 """What the probes with tools show. Its name is not the name of any call in them."""
+
+ARGUMENT = "sought"
+"""The argument of calls. No tool has one of this name."""
 
 ROLES = {"S": "system", "D": "developer", "U": "user", "V": "user", "A": "assistant", "E": "assistant", "T": "tool"}
 
@@ -79,7 +82,7 @@ def _sample_id(form: CallForm, name: str, count: int) -> str:
     return f"functions.{name}:{count}" if form.ids.startswith("functions") else f"call_kQ7wZp3vN8sXyT2rLm5bD{count:03}"
 
 
-def sample(word: str, form: CallForm = CallForm(), parts: frozenset[str] = frozenset(), empty: str = "") -> Sample:  # noqa: B008
+def sample(word: str, form: CallForm = CallForm(), parts: frozenset[str] = frozenset(), empty: str = "") -> Sample:
     """The conversation that `word` stands for. parts: roles whose content is a list. empty: the content of V and E."""
     made = Sample([], [], [])
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
@@ -101,9 +104,9 @@ def sample(word: str, form: CallForm = CallForm(), parts: frozenset[str] = froze
             message["content"] = empty
         else:
             made.texts.append(text)
-        if letter == "T" and waiting:
-            message["tool_call_id"], name = waiting.pop(0)
-            if form.has_names:
+        if letter == "T":
+            message["tool_call_id"], name = waiting.pop(0) if waiting else (_sample_id(form, "probe", 900 + turn), None)
+            if form.has_names and name is not None:
                 message["name"] = name
         if message["role"] in parts and isinstance(message["content"], str):
             message["content"] = [{"type": "text", "text": message["content"]}]
@@ -115,7 +118,7 @@ def _calls(turn: int, count: int, form: CallForm, before: int) -> list[dict[str,
     made = []
     for index in range(count):
         name, value = f"f{_number(turn, 2 * index + 1)}", _number(turn, 2 * index + 2)
-        arguments: Any = {"key": value} if form.arguments == "mapping" else f'{{"key": "{value}"}}'
+        arguments: Any = {ARGUMENT: value} if form.arguments == "mapping" else f'{{"{ARGUMENT}": "{value}"}}'
         call_id = _sample_id(form, name, before + index)
         made.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return made

@@ -11,13 +11,16 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from ktransformers.tokenizer.templates.probe import CallForm, Prober, is_kept, sample
+from ktransformers.tokenizer.templates.probe import ARGUMENT, CallForm, Prober, is_kept, sample
 
 __all__ = ["PlainTraits", "Traits"]
 
 _LATE = ("U?", "U?A", "UA?", "UA?U", "UA?UA")
 _PATHS = {"0": "", "U": "U", "A": "UA", "C": "UC", "T": "UCT"}
 _ENDINGS = {"U": ("", "A", "AU"), "A": ("", "U"), "C": ("T", "TA", "TAU"), "T": ("", "A", "AU")}
+_FIRST_ENDINGS = {"U": ("",), "A": ("U", "UA"), "C": ("TU", "TAU"), "T": ("U", "AU")}
+"""What may come after a pair, at the beginning with a user in it: see needs_user."""
+
 _USUAL = frozenset({("0", "U"), ("U", "A"), ("A", "U"), ("U", "C"), ("C", "T"), ("T", "A")})
 """Neighbours that every template keeps whose calls or answers are kept at all."""
 
@@ -58,7 +61,7 @@ class Traits:
                 text is not None
                 and is_kept(text, made.texts, in_order=in_order)
                 and is_kept(text, made.names, in_order=False)
-                and not (made.names and "{'key'" in text)  # a mapping as Python writes it
+                and not (made.names and f"{{'{ARGUMENT}'" in text)  # a mapping as Python writes it
             )
         return self._known[key]
 
@@ -121,15 +124,15 @@ class Traits:
             given = [message["tool_call_id"] for message in made.messages if "tool_call_id" in message]
             if not all(f"functions.f{name}:" in text for name in made.names):
                 return form
-            if form.ids != "given" or not self._keeps_own_ids(form):
-                if all(text.count(one) > 1 for one in given):
-                    return numbered
+            is_theirs = form.ids != "given" or self._writes_own_ids(form)
+            if is_theirs and all(text.count(one) > 1 for one in given):
+                return numbered
         return form
 
-    def _keeps_own_ids(self, form: CallForm) -> bool:
+    def _writes_own_ids(self, form: CallForm) -> bool:
         made = sample("UCTAUCT", form, self.parts)
         text = self._prober.render(made.messages, self._tools) or ""
-        return not any(f"functions.f{name}:" in text for name in made.names)
+        return any(f"functions.f{name}:" in text for name in made.names)
 
     def _with_text_field(self, form: CallForm) -> CallForm:
         """Cohere's templates have a field of its own for the text beside a call."""
@@ -165,6 +168,7 @@ class Traits:
 
     @cached_property
     def keeps_text_beside_calls(self) -> bool:
+        """Whether a turn may have a text and a call."""
         return all(map(self.keeps, ("UXT", "UXTAU")))
 
     @cached_property
@@ -182,7 +186,15 @@ class Traits:
     @cached_property
     def developer_first(self) -> bool:
         """Whether a first developer turn is kept."""
-        return all(self.keeps(word, in_order=False) for word in ("DU", "DUAU"))
+        return self._knows_developer and all(self.keeps(word, in_order=False) for word in ("DU", "DUAU"))
+
+    @cached_property
+    def _knows_developer(self) -> bool:
+        """Whether it does anything with the word but write it: those that write any role's name know no developer."""
+        made, other = sample("DU", parts=self.parts).messages, "moderator"
+        text = self._prober.render(made, self._tools)
+        other_text = self._prober.render([{**made[0], "role": other}, *made[1:]], self._tools)
+        return text is not None and (other_text is None or text != other_text.replace(other, "developer"))
 
     def keeps_first(self, letter: str, *, has_calls: bool, has_answer: bool) -> bool:
         """Whether the first turn, of the system (S) or the developer (D), is kept.
@@ -200,10 +212,14 @@ class Traits:
         """Whether a conversation may begin with these turns of the system (S) and the developer (D), two or more."""
         pairs = {letters[at : at + 2] for at in range(len(letters) - 1)}
         words = {pair * 2 + "U" if pair[0] == pair[1] else pair + "U" for pair in pairs}
+        if "D" in letters and not self._knows_developer:
+            return False
         return all(map(self.keeps, words))
 
     def keeps_late(self, letter: str, *, between: bool = False) -> bool:
         """Whether a system (S) or developer (D) turn is kept behind others. between: a call and its result."""
+        if letter == "D" and not self._knows_developer:
+            return False
         words = [word.replace("?", letter) for word in _LATE]
         if self.system_first:
             words += [f"S{word}" for word in words]
@@ -235,7 +251,8 @@ class Traits:
         path = _PATHS[before]
         if before == "T" and self.call_form is None:
             path = "UAT"
-        words = [path + between + after + end for end in _ENDINGS[after] if after != "C" or self.call_form is not None]
+        endings = _FIRST_ENDINGS if before == "0" else _ENDINGS
+        words = [path + between + after + end for end in endings[after]]
         if before == "0" and has_system and self.system_first:
             words += [f"S{word}" for word in words]
         return all(self.keeps(word, in_order=before != "0") for word in words)

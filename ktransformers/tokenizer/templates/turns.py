@@ -105,9 +105,9 @@ class TemplateTurns:
         guard_of: Callable[[Any], Guard | None],
     ) -> Rendered:
         last, continues, behind = messages[-1], ending.continues, ending.behind
-        if continues and not last.get("tool_calls") and isinstance(last.get("content"), str):
-            if len(messages) > 1 and not self.keeps_beginnings:
-                messages, continues, behind = messages[:-1], False, str(last["content"])
+        is_text = isinstance(last.get("content"), str) and not last.get("tool_calls")
+        if continues and is_text and len(messages) > 1 and not self.keeps_beginnings:
+            messages, continues, behind = messages[:-1], False, str(last["content"])
         opens = (ending.opens or ending.continues) and not continues
         guard = guard_of((messages, tools, variables, behind))
         if guard is not None:

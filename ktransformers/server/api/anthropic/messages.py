@@ -5,6 +5,8 @@ The headers `anthropic-version` and `anthropic-beta` and the query `?beta=true` 
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -18,6 +20,7 @@ from ktransformers.server.api.anthropic.read import read_chat, read_conversation
 from ktransformers.server.api.anthropic.schemas import ConversationBody, MessagesBody
 from ktransformers.server.api.anthropic.writer import MessageWriter
 from ktransformers.server.bodies import body_route, body_size
+from ktransformers.server.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import note_unused, service_of
 
@@ -58,6 +61,7 @@ def _count(request: Request, body: ConversationBody) -> Response:
             max_len=max(service.model.max_len, MAX_TOKENS),
             force_think=config.force_think,
             reads_special_tokens=config.reads_special_tokens,
+            note_changes=partial(note_ignored, request.scope),
         )
     except ContextLengthError as error:
         raise too_long(error) from error

@@ -26,6 +26,7 @@ from ktransformers.server.api.ollama.schemas import AnswerBody, ChatBody, Genera
 from ktransformers.server.json_limits import MAX_DEPTH, json_size
 from ktransformers.server.service import Service
 from ktransformers.tokenizer import Tokenizer
+from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES
 
 __all__ = ["chat_request", "generate_request", "is_load", "knows_thinking"]
 
@@ -38,7 +39,7 @@ _THINK_SWITCHES = ("enable_thinking", "thinking")
 
 def knows_thinking(tokenizer: Tokenizer) -> bool:
     """Whether the model reasons before it answers, or can."""
-    switches = (*_THINK_SWITCHES, "reasoning_effort")
+    switches = (*_THINK_SWITCHES, *EFFORT_VARIABLES)
     return tokenizer.reasoning_tags is not None or any(map(tokenizer.template_knows, switches))
 
 
@@ -155,7 +156,7 @@ def _thinking(tokenizer: Tokenizer, think: bool | str | None, ignored: list[str]
         return {}, None
     wanted = think is not False
     variables = {name: wanted for name in _THINK_SWITCHES if tokenizer.template_knows(name)}
-    effort = think if isinstance(think, str) and tokenizer.template_knows("reasoning_effort") else None
+    effort = think if isinstance(think, str) and any(map(tokenizer.template_knows, EFFORT_VARIABLES)) else None
     is_always_on = tokenizer.reasoning_tags is not None and not variables
     is_done = effort is not None if isinstance(think, str) else bool(variables) or wanted == is_always_on
     if not is_done:

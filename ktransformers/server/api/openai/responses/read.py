@@ -24,6 +24,7 @@ from ktransformers.server.api.openai.responses.items import Turns, kind_of
 from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.responses.store import ResponseStore, Turn
 from ktransformers.server.api.openai.responses.tools import ToolSet, read_tools
+from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES
 
 __all__ = ["Exchange", "begin_exchange"]
 
@@ -96,7 +97,7 @@ class Exchange:
         messages = _with_instructions(body.instructions, turns.end())
         if not messages:
             raise ConfigError("input: there is nothing to answer; send a text or a message")
-        knows_effort = self.template_knows("reasoning_effort")
+        knows_effort = any(map(self.template_knows, EFFORT_VARIABLES))
         self.note([*self._ignored_fields(knows_effort), *self.tools.ignored, *turns.ignored])
         if body.keeps:
             listed = (_listed(item, self.id, index) for index, item in enumerate(self.items))
