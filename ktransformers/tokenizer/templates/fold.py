@@ -176,6 +176,7 @@ class _Fold:
 
     def systems(self, turns: Sequence[_Turn]) -> list[_Turn]:
         """System and developer turns where the template keeps them, others as text of the user's turns."""
+        turns = [self._known_role(turn) for turn in turns]
         beginning = list(takewhile(lambda turn: _kind(turn) in "SD", turns))
         rest = turns[len(beginning) :]
         made: list[_Turn] = []
@@ -207,6 +208,11 @@ class _Fold:
                 pending = ""
             made.append(turn)
         return [*made, {"role": "user", "content": pending}] if pending else made
+
+    def _known_role(self, turn: _Turn) -> _Turn:
+        """`developer` is OpenAI's newer word for system; most models have never seen it."""
+        is_other = _kind(turn) == "D" and not self._traits.knows_developer
+        return {**turn, "role": "system"} if is_other else turn
 
     def _is_between(self, made: Sequence[_Turn], rest: Sequence[_Turn]) -> bool:
         """Whether a call's result is still to come, and comes before the next of the assistant's turns."""

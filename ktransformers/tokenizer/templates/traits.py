@@ -186,10 +186,10 @@ class Traits:
     @cached_property
     def developer_first(self) -> bool:
         """Whether a first developer turn is kept."""
-        return self._knows_developer and all(self.keeps(word, in_order=False) for word in ("DU", "DUAU"))
+        return all(self.keeps(word, in_order=False) for word in ("DU", "DUAU"))
 
     @cached_property
-    def _knows_developer(self) -> bool:
+    def knows_developer(self) -> bool:
         """Whether it does anything with the word but write it: those that write any role's name know no developer."""
         made, other = sample("DU", parts=self.parts).messages, "moderator"
         text = self._prober.render(made, self._tools)
@@ -212,14 +212,10 @@ class Traits:
         """Whether a conversation may begin with these turns of the system (S) and the developer (D), two or more."""
         pairs = {letters[at : at + 2] for at in range(len(letters) - 1)}
         words = {pair * 2 + "U" if pair[0] == pair[1] else pair + "U" for pair in pairs}
-        if "D" in letters and not self._knows_developer:
-            return False
         return all(map(self.keeps, words))
 
     def keeps_late(self, letter: str, *, between: bool = False) -> bool:
         """Whether a system (S) or developer (D) turn is kept behind others. between: a call and its result."""
-        if letter == "D" and not self._knows_developer:
-            return False
         words = [word.replace("?", letter) for word in _LATE]
         if self.system_first:
             words += [f"S{word}" for word in words]
