@@ -91,7 +91,9 @@ _HEAD = """
   {%- if m.role == 'user' %}{% set ns.asked = true %}{% endif %}
   {%- if m.role == 'system' %}
     {%- if SYSTEM == 'last_wins' or (SYSTEM == 'last_user' and loop.first) %}{% set ns.system = text_of(m) %}
-    {%- elif SYSTEM == 'hoists' %}{% set ns.system = ns.system ~ ('\\n\\n' if ns.system else '') ~ text_of(m) %}{% endif %}
+    {%- elif SYSTEM == 'hoists' %}
+      {%- set ns.system = ns.system ~ ('\\n\\n' if ns.system else '') ~ text_of(m) %}
+    {%- endif %}
   {%- endif %}
 {%- endfor -%}
 {%- if NEEDS_USER and not ns.asked %}{{ raise_exception('No user query found in messages.') }}{% endif -%}
@@ -110,9 +112,8 @@ _BODY = """
     {%- elif SYSTEM == 'raises' %}{{ raise_exception('System role not supported') }}
     {%- elif SYSTEM == 'first_raises' %}{{ raise_exception('System message must be at the beginning.') }}
     {%- elif SYSTEM == 'last_user' and not loop.first %}{{ raise_exception('Only the first may be system') }}{% endif %}
-  {%- elif m.role == 'developer' %}
-    {%- if DEVELOPER == 'echo' %}{{ turn('developer', text_of(m)) }}
-    {%- elif DEVELOPER == 'knows' and loop.first %}{{ turn('instructions', text_of(m)) }}
+  {%- elif m.role == 'developer' and DEVELOPER != 'echo' %}
+    {%- if DEVELOPER == 'knows' and loop.first %}{{ turn('instructions', text_of(m)) }}
     {%- elif DEVELOPER == 'raises' %}{{ raise_exception('Unexpected message role.') }}{% endif %}
   {%- elif m.role == 'user' %}
     {%- if loop.last and SYSTEM == 'last_user' and ns.system %}{{ turn('user', ns.system ~ '\\n\\n' ~ text_of(m)) }}
@@ -136,8 +137,9 @@ _BODY = """
   {%- elif m.role == 'tool' and RESULTS != 'drops' %}
     {%- if RESULTS == 'raises' %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}
     {%- if RESULTS == 'needs_call' and not ns.called %}{{ raise_exception('no previous tool call') }}{% endif %}
-    {%- if IDS == 'nine' and m.tool_call_id | length != 9 %}{{ raise_exception('IDs should be of length 9!') }}{% endif %}
+    {%- if IDS == 'nine' and m.tool_call_id | length != 9 %}{{ raise_exception('not nine letters') }}{% endif %}
     {{- turn('tool', text_of(m)) }}
+  {%- elif DEVELOPER == 'echo' %}{{ turn(m.role, text_of(m)) }}
   {%- endif %}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ BEGIN }}{% endif %}
@@ -178,11 +180,11 @@ def templates() -> dict[str, str]:
     return made | {path.stem: path.read_text() for path in sorted(FILES.glob("*.jinja"))}
 
 
-CONVERSATIONS = (
-    "U SU SUAU SSU SSSU S US SUS UAS SUASU USU UAUSA SUAUASUASU UASSU DU DUAU SDU DSU SUD SUADU UAUD UU UUAUU UAAU AU SAU A "
-    "UA SUCT SUCTA UCTU UXT SUXTXTA UBTT SUBTTA UBTTUCTA UCT UCTCTCT UCTAUCTAU UCST UCTS SUCTSU UCTSA UCTDA UCU UT SAT T"
-).split()
-"""One letter for each turn: S system, D developer, U user, A assistant, T result; C a call, B two, X text and a call."""
+CONVERSATIONS = """
+U SU SUAU SSU SSSU S US SUS UAS SUASU USU UAUSA SUAUASUASU UASSU DU DUAU SDU DSU SUD SUADU UAUD UU UUAUU UAAU AU SAU A
+UA SUCT SUCTA UCTU UXT SUXTXTA UBTT SUBTTA UBTTUCTA UCT UCTCTCT UCTAUCTAU UCST UCTS SUCTSU UCTSA UCTDA UCU UT SAT T
+""".split()  # noqa: SIM905 - columns of quotes say less
+"""A letter for each turn: S system, D developer, U user, A assistant, T result; C a call, B two, X text and a call."""
 
 _ROLES = {"S": "system", "D": "developer", "U": "user", "T": "tool"}
 

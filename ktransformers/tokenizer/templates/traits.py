@@ -62,6 +62,7 @@ class Traits:
                 and is_kept(text, made.texts, in_order=in_order)
                 and is_kept(text, made.names, in_order=False)
                 and not (made.names and f"{{'{ARGUMENT}'" in text)  # a mapping as Python writes it
+                and not (parts and "[{'type': 'text'" in text)
             )
         return self._known[key]
 

@@ -29,13 +29,15 @@ _log = logging.getLogger(__name__)
 class Ending:
     """How a prompt ends: with the header of an answer (opens), or inside the last message (continues).
 
-    behind: what the answer has thought so far; the prompt goes on there. tags: around the model's reasoning.
+    behind: what the answer has thought so far; the prompt goes on there. tags: around the model's reasoning. is_apart:
+    the last message is not shown to the template, but written behind the header of an answer.
     """
 
     opens: bool = True
     continues: bool = False
     behind: str | None = None
     tags: tuple[str, str] | None = None
+    is_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +79,26 @@ class TemplateTurns:
         variables = self._variables(variables)
         refused: ConversationError | None = None
         for folded in self._folded(messages, bool(tools), ending.continues):
-            try:
-                made = self._rendered(folded.messages, tools, variables, ending, guard_of)
-            except ConversationError as error:
-                refused = refused or error
-            else:
-                self._say(folded.changes)
-                return replace(made, changes=folded.changes)
+            for end in self._endings(folded.messages, ending):
+                try:
+                    made = self._rendered(folded.messages, tools, variables, end, guard_of)
+                except ConversationError as error:
+                    refused = refused or error
+                else:
+                    self._say(folded.changes)
+                    return replace(made, changes=folded.changes)
         assert refused is not None
         raise refused
+
+    def _endings(self, messages: Sequence[Message], ending: Ending) -> Iterator[Ending]:
+        """How the prompt may end: as asked, or with an unfinished answer behind what the template writes."""
+        last = messages[-1]
+        is_text = isinstance(last.get("content"), str) and not last.get("tool_calls")
+        can_be_apart = ending.continues and is_text and len(messages) > 1
+        if not can_be_apart or self.keeps_beginnings:
+            yield ending
+        if can_be_apart:
+            yield replace(ending, continues=False, is_apart=True)
 
     def _folded(self, messages: Sequence[Message], has_tools: bool, continues: bool) -> Iterator[Folded]:
         traits = self._traits[has_tools]
@@ -104,17 +117,17 @@ class TemplateTurns:
         ending: Ending,
         guard_of: Callable[[Any], Guard | None],
     ) -> Rendered:
-        last, continues, behind = messages[-1], ending.continues, ending.behind
-        is_text = isinstance(last.get("content"), str) and not last.get("tool_calls")
-        if continues and is_text and len(messages) > 1 and not self.keeps_beginnings:
-            messages, continues, behind = messages[:-1], False, str(last["content"])
-        opens = (ending.opens or ending.continues) and not continues
+        behind, opens = ending.behind, ending.opens and not ending.continues
+        if ending.is_apart:
+            messages, behind, opens = messages[:-1], str(messages[-1]["content"]), True
         guard = guard_of((messages, tools, variables, behind))
         if guard is not None:
             messages, tools, variables, behind = (guard.marked(one) for one in (messages, tools, variables, behind))
-        text = self._render(messages, tools, add_generation_prompt=opens, continue_final_message=continues, **variables)
+        text = self._render(
+            messages, tools, add_generation_prompt=opens, continue_final_message=ending.continues, **variables
+        )
         if behind is not None:
-            text = (open_reasoning if ending.behind is not None else close_reasoning)(text, ending.tags) + behind
+            text = (close_reasoning if ending.is_apart else open_reasoning)(text, ending.tags) + behind
         return Rendered(text, guard)
 
     def _variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
