@@ -85,3 +85,43 @@ def test_ordinary_templates_render_as_transformers_renders_them(render) -> None:
     (wanted,), _ = render_jinja_template([messages], chat_template=ORDINARY, add_generation_prompt=True)
     assert "text" not in wanted.splitlines()[0]
     assert render(ORDINARY) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "made"),
+    [
+        ("{% set l = [] %}{% set _ = l.append('a') %}{% set _ = l.append('b') %}{{ l.pop(0) }}{{ l | join }}", "ab"),
+        (
+            "{% set n = namespace(l=['x']) %}{% for i in range(3) %}{% set _ = n.l.append(i) %}{% endfor %}{{ n.l }}",
+            None,
+        ),
+        ("{% set l = messages | list %}{% set _ = l.append('a') %}{{ l | length }}{{ messages | length }}", "21"),
+        ("{% set l = [1] + [2] %}{% set _ = l.extend([3]) %}{{ l | length }}", "3"),
+    ],
+)
+def test_templates_change_the_lists_that_they_made(render, template: str, made: str | None) -> None:
+    for _ in range(2):  # nothing is left of the rendering before
+        assert render(template) == (made or "['x', 0, 1, 2]")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set _ = messages.append(1) %}",
+        "{% set _ = messages[0].content.append(1) %}",
+        "{% set _ = given.append(1) %}",
+        "{% set _ = [given] | first | list %}{% set _ = ([given] | first).append(1) %}",
+        "{% set _ = messages[0].update({'content': 'x'}) %}",
+    ],
+)
+def test_templates_change_nothing_that_is_given_to_them(render, template: str) -> None:
+    given: list[int] = []
+    with pytest.raises(ConversationError, match=r"unsafe|no attribute"):
+        render(template, given=given)
+    assert given == []
+
+
+@pytest.mark.parametrize("change", ["l.extend(l)", "l.extend(l + l)"])
+def test_lists_do_not_grow_without_end(render, change: str) -> None:
+    with pytest.raises(ConversationError, match=r"more than|longer than"):
+        render(f"{{% set l = [1, 2] %}}{{% for i in range(99) %}}{{% set _ = {change} %}}{{% endfor %}}")
