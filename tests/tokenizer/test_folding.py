@@ -11,6 +11,8 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ktransformers.core import SamplingParams
+from ktransformers.engine.outputs import PromptReader
 from ktransformers.errors import ConfigError, ConversationError
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
 from ktransformers.server.answers.requests import Conversation, Message
@@ -43,6 +45,10 @@ TOOL = {
     },
 }
 Messages = list[dict[str, Any]]
+NAMES = [
+    pytest.param(name, marks=[] if name.endswith("-chatml") or "-" not in name else pytest.mark.exhaustive)
+    for name in TEMPLATES
+]
 
 
 def upstream(template: str, messages: Messages, tools: list[Any] | None = None, *, opens: bool = True) -> str | None:
@@ -70,7 +76,7 @@ def is_ordered(text: str, word: str, messages: Messages, *, skip: int = 0) -> bo
     return places == sorted(places)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tools", [None, [TOOL]], ids=["plain", "tools"])
 def test_no_text_is_lost(name: str, tools: list[Any] | None) -> None:
     tokenizer = byte_tokenizer(TEMPLATES[name])
@@ -86,7 +92,7 @@ def test_no_text_is_lost(name: str, tools: list[Any] | None) -> None:
 OWN_WAY = ("US", "USU", "UD", "UAUD", "UT", "SUD")  # alternating templates take any role in the assistant's place
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "kimi_k2_turn"])
+@pytest.mark.parametrize("name", [name for name in NAMES if "kimi_k2_turn" not in name.values])
 def test_what_a_template_keeps_is_written_as_it_writes_it(name: str) -> None:
     tokenizer = byte_tokenizer(TEMPLATES[name])
     num_kept = 0
@@ -137,7 +143,7 @@ def _texts(numbers: str) -> list[str]:
     return ["\n\n".join(f"text {int(number):02}." for number in numbers.split(",") if number)]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_that_goes_on_begins_as_before(name: str) -> None:
     """Else no page of the cache is found again."""
     if "mistral_nemo" in name:
@@ -312,6 +318,15 @@ def test_changes_are_named_and_logged_once(caplog: pytest.LogCaptureFixture) -> 
     tokenizer.apply_chat_template(conversation("SUAU"), note_changes=lambda names: pytest.fail(str(names)))
 
 
+def test_python_and_the_terminal_fold_too() -> None:
+    """Whose prompts come from Tokenizer.apply_chat_template, as the server's do."""
+    tokenizer = byte_tokenizer(template_of(Habits(system="first_raises"), "chatml"))
+    ids = PromptReader(tokenizer, SamplingParams()).conversation_ids(conversation("SUAS"), None, {})
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith(
+        "<|im_start|>user\ntext 03.<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_what_is_refused_for_good_is_still_an_error() -> None:
     tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('never') if x }}")
     with pytest.raises(ConfigError, match="never"):
@@ -349,8 +364,8 @@ def test_slow_templates_are_not_probed_for_long(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_probes_are_few_and_none_is_made_twice() -> None:
-    for name, template in TEMPLATES.items():
-        tokenizer = byte_tokenizer(template)
+    for name in (*(f"{family}-chatml" for family in FAMILIES), "mistral_nemo", "kimi_k2", "gemma4"):
+        tokenizer = byte_tokenizer(TEMPLATES[name])
         probed: list[str] = []
         prober = tokenizer.turns.prober
         render = prober._render

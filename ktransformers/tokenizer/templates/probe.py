@@ -154,7 +154,7 @@ class Prober:
 
         None when the template refuses it, or when the time is used up.
         """
-        if self.is_exhausted:
+        if self._seconds <= 0:
             return None
         began = time.thread_time()
         try:
@@ -163,5 +163,5 @@ class Prober:
             return None
         finally:
             self._seconds -= time.thread_time() - began
-            if self.is_exhausted:
+            if self._seconds <= 0:
                 _log.warning("the chat template is slow: what it does with unusual turns is not looked at")

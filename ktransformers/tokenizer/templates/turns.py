@@ -145,7 +145,7 @@ class TemplateTurns:
         key = (variable, word)
         if key not in self._takes_effort:
             made = sample("U").messages
-            text = self.prober.render(made, **{variable: word})
+            text = self.prober.render(made, None, **{variable: word})
             self._takes_effort[key] = text is not None or self.prober.is_exhausted
         return self._takes_effort[key]
 
@@ -154,8 +154,7 @@ class TemplateTurns:
         """Whether the text of a last, unfinished turn of the assistant can be the end of what the template writes."""
         if self._keeps_beginnings is None:
             made = sample("UA")
-            options = {"add_generation_prompt": False, "continue_final_message": True}
-            text = self.prober.render(made.messages, **options)
+            text = self.prober.render(made.messages, add_generation_prompt=False, continue_final_message=True)
             self._keeps_beginnings = self.prober.is_exhausted or (
                 text is not None and is_kept(text, made.texts) and text.endswith(made.texts[-1])
             )
