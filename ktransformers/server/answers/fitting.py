@@ -34,9 +34,9 @@ NoteChanges = Callable[[Sequence[str]], None]
 def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges) -> Shortened:
     """Prompt ids of a conversation, and how many of its oldest turns were left out to make it fit.
 
-    note_changes: as chat_prompt has it. Turns are left out where the request or else the operator (--context_overflow) says so. Raises ContextLengthError for
-    one that is too long otherwise, or all the same, FieldError for more than the request itself allows, and what
-    chat_prompt raises.
+    note_changes: as chat_prompt has it. Turns are left out where the request, or else the operator
+    (--context_overflow), says so. Raises ContextLengthError for one that is too long otherwise, or all the same,
+    FieldError for more than the request itself allows, and what chat_prompt raises.
     """
     conversation, max_len = asked.conversation, service.model.max_len
     is_dropping = conversation.drops_oldest
