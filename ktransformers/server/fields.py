@@ -263,9 +263,13 @@ def ignored_header(scope: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class LoggedNames:
-    """Says each name once, and no more than `limit`: whoever sends others all the time does not fill the log."""
+    """Says each name once, and no more than `limit`: whoever sends others all the time does not fill the log.
+
+    words: what is said, with %s for the name.
+    """
 
     limit: int = 200
+    words: str = "requests carry %s, which has no effect here (--strict_requests refuses it)"
     _said: set[str] = field(default_factory=set)
 
     def say(self, names: Iterable[str]) -> None:
@@ -274,4 +278,4 @@ class LoggedNames:
             if name not in self._said and len(self._said) < self.limit:
                 self._said.add(name)
                 shown = "a field with an odd name" if name == _ODD else name
-                logger.warning("requests carry %s, which has no effect here (--strict_requests refuses it)", shown)
+                logger.warning(self.words, shown)

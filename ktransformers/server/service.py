@@ -27,12 +27,14 @@ from ktransformers.server.recent import RecentRequests, SpeedMeter
 from ktransformers.server.traces import TraceSink
 from ktransformers.server.workers import TextWorkers
 
-__all__ = ["ModelGroup", "Service", "note_unused", "service_of"]
+__all__ = ["ModelGroup", "Service", "note_altered", "note_unused", "service_of"]
 
 _MAX_VALUES = 1 << 19  # parsing and checking as many token ids takes some hundredths of a second
 _MAX_NODES = 1 << 16  # strings and objects are checked one by one: a tenth of a second
 
 logger = logging.getLogger(__name__)
+
+_ALTERED = "conversations carry %s that no model can be told as it is: it is told what comes nearest (docs/server.md)"
 
 MAX_LOGGED_NAMES = 100
 """Names of models that are not served, said in the log; whoever sends others all the time does not fill it."""
@@ -78,6 +80,7 @@ class Service:
     _json_limits: JsonLimits | None = None
     _logged: set[str] = field(default_factory=set)  # names of models, each said once
     _ignored_fields: LoggedNames = field(default_factory=LoggedNames)
+    _altered_fields: LoggedNames = field(default_factory=lambda: LoggedNames(words=_ALTERED))
     _has_said_most: bool = False
 
     def __post_init__(self) -> None:
@@ -153,6 +156,10 @@ class Service:
             raise is_unwanted(names[0])
         self.log_ignored(names)
 
+    def log_altered(self, names: Iterable[str]) -> None:
+        """Say in the log, once per name, what of conversations the model is told otherwise than it was sent."""
+        self._altered_fields.say(names)
+
     @property
     def fingerprint(self) -> str:
         """What an answer depends on besides the request: this program's version, the model, and what computes it."""
@@ -193,6 +200,12 @@ def note_unused(request: Request, names: Sequence[str]) -> None:
     Raises FieldError with --strict_requests.
     """
     service_of(request).check_ignored(names)
+    note_ignored(request.scope, names)
+
+
+def note_altered(request: Request, names: Sequence[str]) -> None:
+    """Fields of this request that the model is told otherwise, for the log and the response's header."""
+    service_of(request).log_altered(names)
     note_ignored(request.scope, names)
 
 

@@ -17,8 +17,8 @@ class AnswerParser(Protocol):
     def feed(self, text: str) -> list[ParsedEvent]:
         """What this piece makes certain."""
 
-    def flush(self) -> list[ParsedEvent]:
-        """The end of the answer. Call once."""
+    def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
+        """The end of the answer. Call once. is_cut: the model was stopped before it was done."""
 
 
 class TaggedAnswerParser:
@@ -45,15 +45,15 @@ class TaggedAnswerParser:
         part = self._reasoning.feed(text)
         return self._events(part.reasoning, part.content)
 
-    def flush(self) -> list[ParsedEvent]:
-        """The end of the answer. Call once."""
+    def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
+        """The end of the answer. Call once. is_cut: the model was stopped before it was done."""
         part = self._reasoning.flush()
         events = self._events(part.reasoning, part.content)
         if self._unwrapper:
             events += self._found(self._unwrapper.flush())
         if self._trimmer:
             events += self._read(self._trimmer.flush())
-        return events + (self._tools.flush() if self._tools else [])
+        return events + (self._tools.flush(is_cut) if self._tools else [])
 
     def _events(self, reasoning: str, content: str) -> list[ParsedEvent]:
         events: list[ParsedEvent] = [ReasoningPiece(reasoning)] if reasoning else []

@@ -177,7 +177,7 @@ def test_hermes(text: str, expected: tuple[str, list[tuple[str, str]]] | None) -
     [
         ("qwen3_coder", "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "", [("add", '{"a": 1}')]),
         ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\nx\n</parameter>", "", [("add", '{"a": "x"}')]),
-        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1", "", [("add", '{"a": ')]),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1", "", [("add", '{"a": 1}')]),
         ("qwen3_coder", "<tool_call>\n<function=x>\n<parameter=n>\n1\n</parameter>\n<parameter=s>\nNaN\n</parameter>\n"
          "</function>", "", [("x", '{"n": 1, "s": "NaN"}')]),
         ("glm45", "<tool_call>now</tool_call>", "", [("now", "{}")]),

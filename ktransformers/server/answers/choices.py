@@ -53,7 +53,7 @@ class Choice(ABC):
             yield self._started(event)
         if event.token_id is not None:
             yield TokenAdded(event.token_id, event.logprobs, is_end=isinstance(event.stop, int))
-        yield from self._split(event.text, event.finish_reason is not None)
+        yield from self._split(event.text, event.finish_reason is not None, _is_cut(event))
         if event.finish_reason is not None:
             stop = event.stop if isinstance(event.stop, str) else None
             yield AnswerFinished(self._reason(event.finish_reason), stop, event.stats)
@@ -65,8 +65,14 @@ class Choice(ABC):
         return _REASONS[reason]
 
     @abstractmethod
-    def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
-        """The events of the answer's next piece of text, which may be empty."""
+    def _split(self, text: str, is_last: bool, is_cut: bool) -> Iterator[AnswerEvent]:
+        """The events of the answer's next piece of text, which may be empty. is_cut: the model was not done."""
+
+
+def _is_cut(event: TokenEvent) -> bool:
+    """Whether the answer ends here though the model would have gone on."""
+    reason = event.finish_reason
+    return reason is not None and (reason is not FinishReason.STOP or isinstance(event.stop, str))
 
 
 class ChatChoice(Choice):
@@ -76,13 +82,14 @@ class ChatChoice(Choice):
     """
 
     def __init__(self, parser: AnswerParser, id: str = ""):
-        self._parser, self._id = parser, id or new_id("answer")
-        self._num_calls = 0
+        self._parser, self._id, self._is_cut = parser, id or new_id("answer"), False
+        self._num_calls, self._is_inside = 0, False  # calls so far; whether the answer was cut inside of the last one
 
-    def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
+    def _split(self, text: str, is_last: bool, is_cut: bool) -> Iterator[AnswerEvent]:
         yield from map(self._named, self._parser.feed(text))
+        self._is_cut = is_cut
         if is_last:
-            yield from map(self._named, self._parser.flush())
+            yield from map(self._named, self._parser.flush(is_cut))
 
     def _named(self, event: ParsedEvent) -> AnswerEvent:
         index = self._num_calls - 1
@@ -92,15 +99,18 @@ class ChatChoice(Choice):
             case ReasoningPiece(text):
                 return ReasoningDelta(text)
             case CallStarted(name):
-                self._num_calls += 1
+                self._num_calls, self._is_inside = index + 2, True
                 return ToolCallStarted(index + 1, derived_id("call", self._id, index + 1), name)
             case ArgumentsPiece(text):
                 return ToolArgumentsDelta(index, text)
-            case CallEnded():
-                return ToolCallEnded(index)
+            case CallEnded(is_whole):
+                self._is_inside = self._is_cut and not is_whole
+                return ToolCallEnded(index, is_whole)
 
     def _reason(self, reason: FinishReason) -> AnswerReason:
-        return AnswerReason.TOOL_CALLS if reason is FinishReason.STOP and self._num_calls else _REASONS[reason]
+        """Calls are no reason to run tools when a stop string cut the last of them."""
+        has_calls = reason is FinishReason.STOP and self._num_calls > 0 and not self._is_inside
+        return AnswerReason.TOOL_CALLS if has_calls else _REASONS[reason]
 
 
 class TextChoice(Choice):
@@ -112,7 +122,7 @@ class TextChoice(Choice):
     def _started(self, event: TokenEvent) -> AnswerStarted:
         return AnswerStarted(event.stats, self._prompt_text, event.prompt_logprobs)
 
-    def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
+    def _split(self, text: str, is_last: bool, is_cut: bool) -> Iterator[AnswerEvent]:
         if text:
             yield TextDelta(text)
 

@@ -94,9 +94,13 @@ class ToolArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnded:
-    """The arguments are complete."""
+    """There are no more arguments. is_whole: they are an object that the model closed.
+
+    Else they are the beginning of one: the answer was cut there, or the model went on with what is no JSON.
+    """
 
     index: int
+    is_whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +134,12 @@ class AnswerStep:
 
 @dataclass(slots=True)
 class WholeCall:
-    """A tool call of a whole answer."""
+    """A tool call of a whole answer. is_whole: see ToolCallEnded."""
 
     id: str
     name: str
     arguments: str = ""
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -157,5 +162,7 @@ class WholeAnswer:
                 self.calls.append(WholeCall(id, name))
             case ToolArgumentsDelta(index, text):
                 self.calls[index].arguments += text
+            case ToolCallEnded(index, is_whole):
+                self.calls[index].is_whole = is_whole
             case AnswerFinished():
                 self.finished = event

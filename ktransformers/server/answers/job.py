@@ -46,8 +46,9 @@ class Job:
     """A checked request, ready to run. model: the name for the answer. created: seconds since 1970.
 
     choices[i] turns the tokens of requests[i] into events; n answers to each prompt are neighbours. ignored: fields of
-    the request that have no effect on this model, and what of its messages was folded for the model's template.
-    num_dropped: turns that were left out, the oldest. hear: told of each event of an answer, and whose it is, by index.
+    the request that have no effect on this model, those that were altered, and what of its messages was folded for the
+    model's template. num_dropped: turns that were left out, the oldest. hear: told of each event of an answer, and
+    whose it is, by index.
     order: of the events that requests have in their past, whose they are.
     """
 
@@ -111,6 +112,8 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
     if isinstance(asked, ChatRequest):
         ignored += template_kwargs(service.model.tokenizer, asked.conversation).ignored
         service.check_ignored(ignored)
+        service.log_altered(asked.conversation.altered)
+        ignored += dict.fromkeys(asked.conversation.altered)
         with in_words_of(service, "conversation"):
             prompts, choices, num_dropped = _chat(service, asked, ignored.extend)
     else:

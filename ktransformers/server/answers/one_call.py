@@ -24,10 +24,11 @@ class OneCall(Choice):
     def _cut(self, event: TokenEvent) -> Iterator[AnswerEvent]:
         for one in self._choice.feed(event):
             yield one
-            if isinstance(one, ToolCallEnded):
+            is_cut = event.finish_reason is not None and isinstance(one, ToolCallEnded) and not one.is_whole
+            if isinstance(one, ToolCallEnded) and not is_cut:  # else the choice inside says why it ends
                 self._is_over = True
                 yield AnswerFinished(AnswerReason.TOOL_CALLS, None, event.stats)
                 return
 
-    def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
+    def _split(self, text: str, is_last: bool, is_cut: bool) -> Iterator[AnswerEvent]:
         raise NotImplementedError("the choice inside splits its text")

@@ -157,6 +157,7 @@ class Conversation:
     the answer. continues: the last message is the beginning of the answer, which goes on from its last character.
     drops_oldest: whether the oldest turns leave where all are longer than the context; None: as the operator says.
     max_prompt_len: they leave until the prompt has at most so many tokens.
+    altered: fields of messages that stand in `messages` otherwise than they were sent, see `history.py`.
     """
 
     messages: Sequence[Message]
@@ -169,6 +170,7 @@ class Conversation:
     continues: bool = False
     drops_oldest: bool | None = None
     max_prompt_len: int | None = None
+    altered: Sequence[str] = ()
 
     @property
     def continues_text(self) -> bool:

@@ -17,7 +17,7 @@ from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.bodies import body_route, body_size
 from ktransformers.server.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import note_unused, service_of
+from ktransformers.server.service import note_altered, note_unused, service_of
 
 __all__ = ["detokenize_router", "router"]
 
@@ -36,6 +36,7 @@ def _tokens(request: Request, body: TokenizeBody) -> list[int]:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, max_len=max_len)
     conversation = tokenized_conversation(body)
     note_unused(request, template_kwargs(tokenizer, conversation).ignored)
+    note_altered(request, conversation.altered)
     return chat_prompt(
         tokenizer,
         conversation,

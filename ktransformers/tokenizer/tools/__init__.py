@@ -2,7 +2,7 @@
 
 events.py      what is told          cursor.py      reading text that is still being written
 json_text.py   JSON and its kin      base.py        what all parsers share
-xml_text.py sections.py values.py    what several families share
+xml_text.py parameters.py sections.py values.py    what several families share
 formats.py     the formats by name, and which one a chat template writes
 """
 

@@ -42,6 +42,7 @@ class ToolParser(ABC):
         self._events: list[ParsedEvent] = []
         self._blank: list[str] | None = None  # after a call: what may be nothing but blanks between calls
         self._num_calls = 0
+        self._hides_begun = True  # calls begin with a tag here, so that what was begun is no text
         self._running = self._run()
 
     def feed(self, text: str) -> list[ParsedEvent]:
@@ -51,9 +52,12 @@ class ToolParser(ABC):
             next(self._running, None)
         return self._taken()
 
-    def flush(self) -> list[ParsedEvent]:
-        """The end of the answer. Call once."""
-        self.cursor.end()
+    def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
+        """The end of the answer. Call once. is_cut: the model was stopped before it was done.
+
+        A call that it had begun is not whole then, whatever it has written of it; one without a name is not told.
+        """
+        self.cursor.end(is_cut)
         for _ in self._running:
             raise AssertionError("a parser waits for more than the end")
         return self._taken()
@@ -110,9 +114,9 @@ class ToolParser(ABC):
         if text:
             self._events.append(ArgumentsPiece(text))
 
-    def end_call(self) -> None:
-        """The last call is complete."""
-        self._events.append(CallEnded())
+    def end_call(self, is_whole: bool) -> None:
+        """There is no more of the last call. is_whole: see CallEnded."""
+        self._events.append(CallEnded(is_whole))
         self._blank = []
 
     def keep(self, tag: str) -> None:
@@ -120,15 +124,15 @@ class ToolParser(ABC):
         self.cursor.kept = [tag]
 
     def give_back(self) -> None:
-        """No call started: what was read is text."""
+        """No call started: what was read is text, unless the model was stopped while it began one."""
         kept, self.cursor.kept = self.cursor.kept, None
-        if kept:
+        if kept and not (self._hides_begun and self.cursor.is_cut_here):
             self.say("".join(kept))
 
 
 def _close_run(events: list[ParsedEvent], run: list[str]) -> None:
     if len(run) > 1:
-        events[-1] = type(events[-1])("".join(run))  # type: ignore[call-arg]
+        events[-1] = type(events[-1])("".join(run))  # type: ignore[arg-type]
 
 
 class TaggedParser(ToolParser):
@@ -194,7 +198,7 @@ class JsonCalls:
         found = _Found()
         is_whole = (yield from self._members(found)) and self._is_call(found)
         if found.has_started:
-            self._parser.end_call()
+            self._parser.end_call(found.arguments is not None)
         return is_whole
 
     def array(self) -> Steps[bool]:
@@ -251,8 +255,9 @@ class JsonCalls:
         if not found.name or (found.arguments is None and self._needs_arguments):
             return False
         found.has_started = True
+        found.arguments = "{}" if found.arguments is None else found.arguments
         self._parser.start_call(found.name)
-        self._parser.argue("{}" if found.arguments is None else found.arguments)
+        self._parser.argue(found.arguments)
         return True
 
     def _arguments(self, char: str, found: _Found) -> Steps[str | None]:

@@ -33,15 +33,30 @@ class Cursor:
 
     def __init__(self) -> None:
         self._text, self._at, self._is_end = "", 0, False
+        self.is_cut = False
         self.kept: list[str] | None = None
 
     def add(self, text: str) -> None:
         """More of the text."""
         self._text, self._at = self._text[self._at :] + text, 0
 
-    def end(self) -> None:
-        """There will be no more."""
-        self._is_end = True
+    def end(self, is_cut: bool = False) -> None:
+        """There will be no more. is_cut: because the writer was stopped, not because it was done."""
+        self._is_end, self.is_cut = True, is_cut
+
+    @property
+    def is_cut_here(self) -> bool:
+        """Whether all is read, of a text whose writer was stopped: what seems to be missing was not left out."""
+        return self.is_cut and self._at == len(self._text)
+
+    def put_back(self, text: str) -> None:
+        """Undo what was read last. Not while what is read is kept."""
+        if not text:
+            return
+        if self._at >= len(text):
+            self._at -= len(text)
+        else:  # it came in other pieces
+            self._text, self._at = text + self._text[self._at :], 0
 
     def _take_to(self, end: int) -> str:
         taken, self._at = self._text[self._at : end], end

@@ -42,7 +42,9 @@ class ArgumentsPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The arguments are complete."""
+    """There are no more arguments. is_whole: they are an object that the model closed; else it broke off inside."""
+
+    is_whole: bool = True
 
 
 ParsedEvent = TextPiece | ReasoningPiece | CallStarted | ArgumentsPiece | CallEnded

@@ -63,9 +63,9 @@ class ResponseTemplateParser:
                 told += self._give_up(error)
         return told
 
-    def flush(self) -> list[ParsedEvent]:
-        """The end of the answer. Call once."""
-        if self._is_broken:
+    def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
+        """The end of the answer. Call once. is_cut: the model was stopped; a call that it had begun is not told then."""
+        if self._is_broken or (is_cut and self._region):
             return []
         try:
             return self._read(self._parser.finalize()[1])

@@ -38,7 +38,7 @@ class SectionParser(TaggedParser):
                 return
             self.start_call(name)
             is_whole = yield from JsonReader(self.cursor).value(self.argue)
-            self.end_call()
+            self.end_call(is_whole)
             if not is_whole or not (yield from self.foot()):
                 return
             self.keep("")

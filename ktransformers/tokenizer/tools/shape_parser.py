@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from ktransformers.tokenizer.tools.base import NAME_LEN, JsonCalls, TaggedParser
+from ktransformers.tokenizer.tools.base import NAME_LEN, JsonCalls
 from ktransformers.tokenizer.tools.cursor import Steps
 from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.json_text import JsonReader
 from ktransformers.tokenizer.tools.keyword_arguments import read_keywords
+from ktransformers.tokenizer.tools.parameters import ParameterParser, ParameterWriter, ValueTags
 from ktransformers.tokenizer.tools.shapes import Shape, Spelling
-from ktransformers.tokenizer.tools.xml_text import ParameterWriter
 
 __all__ = ["ShapeParser", "tags_of"]
 
@@ -51,7 +51,7 @@ def _tags(shape: Shape) -> _Tags:
     return _Tags(shape.open.rstrip(_BRACKETS).strip(), call, shape.close.lstrip(_BRACKETS).strip())
 
 
-class ShapeParser(TaggedParser):
+class ShapeParser(ParameterParser):
     """Reads one answer whose calls have this shape. tools: see ToolSchemas."""
 
     def __init__(self, shape: Shape, tools: ToolSchemas | None = None):
@@ -70,6 +70,7 @@ class ShapeParser(TaggedParser):
         if self.opening:
             yield from super()._run()
             return
+        self._hides_begun = False
         self.keep("")  # without a tag only the beginning of an answer can be a call
         yield from self.cursor.blanks()
         yield from self.calls("")
@@ -144,7 +145,7 @@ class ShapeParser(TaggedParser):
             return False
         self.start_call(name)
         is_whole = yield from JsonReader(self.cursor).value(self.argue)
-        self.end_call()
+        self.end_call(is_whole)
         self.keep("")
         if is_whole:
             yield from self._literal(self._foot)
@@ -185,15 +186,16 @@ class ShapeParser(TaggedParser):
                 self.start_call(name)
                 has_begun = True
             if not (yield from self._parameter(writer, before[1:])):
-                self.end_call()
+                self.end_call(is_whole=False)
                 return False
         is_closed = yield from self._closes()
         if not has_begun:
             if not is_closed:
                 return False
             self.start_call(name)
-        writer.close()
-        self.end_call()
+        is_whole = is_closed or not self.cursor.is_cut_here
+        writer.close(is_whole)
+        self.end_call(is_whole)
         return is_closed
 
     def _closes(self) -> Steps[bool]:
@@ -219,7 +221,17 @@ class ShapeParser(TaggedParser):
         is_string = None if kind is None else kind == self._shape.kinds.get("string", "true")
         tag = after.replace("KEY", key).strip()
         trims = before.endswith("\n") and after.startswith("\n")
-        return (yield from writer.read(key, tag, trims=trims, is_string=is_string))
+        return (yield from writer.read(key, ValueTags(tag), trims=trims, is_string=is_string))
+
+    @override
+    def next_key(self, tag: str) -> Steps[str]:
+        yield from ()
+        return ""  # see ValueTags: there is nothing to recover by
+
+    @override
+    def begins_call(self, tag: str) -> Steps[bool]:
+        yield from ()
+        return False
 
     def _inner(self, part: str) -> Steps[bool]:
         """A fixed text within a parameter's head; blanks behind the last one belong to the value."""
@@ -236,7 +248,7 @@ class ShapeParser(TaggedParser):
             return False
         self.start_call(name)
         is_whole = yield from read_keywords(self)
-        self.end_call()
+        self.end_call(is_whole)
         self.keep("")
         if is_whole:
             yield from self._literal(self._foot.removeprefix(")"))

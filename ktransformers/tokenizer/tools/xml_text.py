@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from ktransformers.tokenizer.tools.base import NAME_LEN, TaggedParser
+from ktransformers.tokenizer.tools.base import NAME_LEN
 from ktransformers.tokenizer.tools.cursor import Steps
-from ktransformers.tokenizer.tools.json_text import escaped
-from ktransformers.tokenizer.tools.values import as_json, kinds_of
+from ktransformers.tokenizer.tools.parameters import ParameterParser, ParameterWriter, ValueTags
 
-__all__ = ["ParameterWriter", "XmlForm", "XmlParser"]
+__all__ = ["XmlForm", "XmlParser"]
 
-_STRING = frozenset({"string"})
 _HEAD = re.compile(r"[^<>\r\n]*")
 _NAME = re.compile(r"""\sname\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"']+))""")
 _IS_STRING = re.compile(r"""\sstring\s*=\s*["']?(true|false)""")
@@ -34,43 +32,14 @@ class XmlForm:
     parameter: tuple[str, str]
     trims: bool = False
 
-
-class ParameterWriter:
-    """Writes parameters as members of a JSON object: strings as they come, other values when they are complete."""
-
-    def __init__(self, parser: TaggedParser, name: str):
-        self._parser, self._name = parser, name
-        self._before = "{"
-
-    def read(self, key: str, tag: str, *, trims: bool = False, is_string: bool | None = None) -> Steps[bool]:
-        """The value up to `tag`. is_string: None when the schema has to say it. False: the text ends inside."""
-        parser, cursor = self._parser, self._parser.cursor
-        kinds = _STRING if is_string else kinds_of(parser.tools, self._name, key)
-        if is_string is False:
-            kinds -= _STRING
-        parser.argue(f'{self._before}"{escaped(key)}": ')
-        self._before = ", "
-        if trims and not (yield from cursor.match("\r\n")):
-            yield from cursor.match("\n")
-        tags = (f"\n{tag}", tag) if trims else (tag,)
-        if kinds == _STRING:
-            parser.argue('"')
-            found = yield from cursor.find(tags, lambda piece: parser.argue(escaped(piece)))
-            if found is not None:
-                parser.argue('"')
-            return found is not None
-        parts: list[str] = []
-        found = yield from cursor.find(tags, parts.append)
-        if found is not None:
-            parser.argue(as_json("".join(parts), kinds))
-        return found is not None
-
-    def close(self) -> None:
-        """There are no more."""
-        self._parser.argue("{}" if self._before == "{" else "}")
+    @property
+    def value_tags(self) -> ValueTags:
+        """By which values end."""
+        calls = tuple(dict.fromkeys((*self.opening, self.call[0])))
+        return ValueTags(self.parameter[1], self.parameter[0], (self.call[1], *self.closing), calls)
 
 
-class XmlParser(TaggedParser):
+class XmlParser(ParameterParser):
     """forms: of one family's versions; they differ in the tags that open them."""
 
     forms: tuple[XmlForm, ...]
@@ -81,7 +50,7 @@ class XmlParser(TaggedParser):
 
     @override
     def calls(self, tag: str) -> Steps[None]:
-        form = next(form for form in self.forms if tag in form.opening)
+        form = self._form_of(tag)
         is_open = tag == form.call[0]
         while True:
             if not is_open:
@@ -90,36 +59,104 @@ class XmlParser(TaggedParser):
                     return
             is_open = False
             name, _ = yield from self._head(form.call[0])
-            if not name or not (yield from self._call(form, name)):
+            if not name:
                 return
+            yield from self._call(form, name)
             self.keep("")
+
+    def _form_of(self, tag: str) -> XmlForm:
+        return next(form for form in self.forms if tag in (*form.opening, form.call[0]))
 
     def _head(self, tag: str) -> Steps[tuple[str, bool | None]]:
         """The rest of an opening tag: the name in it, and whether it says that a value is a string."""
         head = yield from self.cursor.word(_HEAD, 2 * NAME_LEN)
-        if not (yield from self.cursor.match(">")):
-            return "", None
-        if tag.endswith("="):
-            return head.strip().strip("\"'"), None
-        name, kind = _NAME.search(head), _IS_STRING.search(head)
-        return next(filter(None, name.groups()), "") if name else "", kind and kind[1] == "true"
+        if (yield from self.cursor.match(">")):
+            return _named(tag, head)
+        char = yield from self.cursor.peek()
+        name, _ = _named(tag, head) if tag.endswith("=") and char in ("\r", "\n") else ("", None)
+        return (name, None) if name in self.tools or not self._is_call(tag) else ("", None)  # the bracket was forgotten
 
-    def _call(self, form: XmlForm, name: str) -> Steps[bool]:
-        """The parameters and the closing tag. False: it broke off."""
-        self.start_call(name)
-        writer, parameter = ParameterWriter(self, name), form.parameter
-        is_whole = False
-        while True:
-            yield from self.cursor.blanks()
-            if not (yield from self.cursor.match(parameter[0])):
-                is_whole = yield from self.cursor.match(form.call[1])
-                break
-            key, is_string = yield from self._head(parameter[0])
-            if not key:
-                break
-            if not (yield from writer.read(key, parameter[1], trims=form.trims, is_string=is_string)):
-                self.end_call()
+    def _is_call(self, tag: str) -> bool:
+        return any(tag == form.call[0] for form in self.forms)
+
+    @override
+    def next_key(self, tag: str) -> Steps[str]:
+        read: list[str] = []
+        yield from self.cursor.run_of(_HEAD, read.append, 2 * NAME_LEN)
+        key, _ = _named(tag, "".join(read))
+        if (yield from self.cursor.match(">")):
+            read.append(">")
+        else:
+            key = ""
+        self.cursor.put_back("".join(read))
+        return key
+
+    @override
+    def begins_call(self, tag: str) -> Steps[bool]:
+        form, read = self._form_of(tag), list[str]()
+        if tag != form.call[0]:
+            yield from self.cursor.blanks(read.append)
+            if not (yield from self.cursor.match(form.call[0])):
+                self.cursor.put_back("".join(read))
                 return False
-        writer.close()
-        self.end_call()
-        return is_whole
+            read.append(form.call[0])
+        name = yield from self.next_key(form.call[0])
+        self.cursor.put_back("".join(read))
+        return bool(name)
+
+    def _call(self, form: XmlForm, name: str) -> Steps[None]:
+        """The parameters and the closing tag."""
+        self.start_call(name)
+        writer = ParameterWriter(self, name)
+        is_closed, rest = yield from self._parameters(form, writer)
+        is_whole = is_closed or not self.cursor.is_cut_here
+        writer.close(is_whole)
+        self.end_call(is_whole)
+        self.say(rest)
+
+    def _parameters(self, form: XmlForm, writer: ParameterWriter) -> Steps[tuple[bool, str]]:
+        """All of them. Whether the call's closing tag followed; and what is no part of the call. Tags may be doubled.
+
+        What stands between parameters and is none is left out.
+        """
+        cursor, tags = self.cursor, form.value_tags
+        outside = (*form.closing, *tags.calls)
+        while True:
+            yield from cursor.blanks()
+            if (yield from cursor.match(tags.close)):
+                continue
+            if (yield from cursor.match(form.call[1])):
+                return True, ""
+            if (yield from cursor.match(tags.parameter)):
+                key, is_string = yield from self._head(tags.parameter)
+                while key and (yield from self._is_doubled(tags.parameter, key)):
+                    pass
+                if key and not (yield from writer.read(key, tags, trims=form.trims, is_string=is_string)):
+                    return False, ""
+                continue
+            read: list[str] = []
+            found = yield from cursor.find((*tags.all, *form.closing), read.append)
+            if found is None or found in outside:
+                cursor.put_back(found or "")
+                return False, "".join(read)
+            cursor.put_back(found)
+
+    def _is_doubled(self, tag: str, key: str) -> Steps[bool]:
+        """Whether the opening tag of this parameter follows once more, which is read then."""
+        read: list[str] = []
+        yield from self.cursor.blanks(read.append)
+        if (yield from self.cursor.match(tag)):
+            if (yield from self.next_key(tag)) == key:
+                yield from self._head(tag)
+                return True
+            read.append(tag)
+        self.cursor.put_back("".join(read))
+        return False
+
+
+def _named(tag: str, head: str) -> tuple[str, bool | None]:
+    """What the text between an opening tag's beginning and its bracket says."""
+    if tag.endswith("="):
+        return head.strip().strip("\"'"), None
+    name, kind = _NAME.search(head), _IS_STRING.search(head)
+    return next(filter(None, name.groups()), "") if name else "", kind and kind[1] == "true"

@@ -126,19 +126,15 @@ def test_calls_are_whole_however_their_arguments_come() -> None:
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"a": ', '{"a": ' + "[" * 5000 + "]" * 5000 + "}"])
-def test_what_is_no_object_stays_text(text: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "shown"), [(AnswerReason.STOP, "stop"), (AnswerReason.LENGTH, "length"), (AnswerReason.ABORT, "abort")]
+)
+def test_a_call_without_an_object_is_left_out(text: str, reason: AnswerReason, shown: str) -> None:
     made = writer()
-    made.keep(step(ToolCallStarted(0, "x", "add"), ToolArgumentsDelta(0, text), ToolCallEnded(0)))
-    made.keep(step(finished(AnswerReason.STOP)))
-    assert made.body()["message"] == {"role": "assistant", "content": text}
-
-
-def test_a_call_that_is_cut_off_stays_text() -> None:
-    made = writer()
-    made.keep(step(ToolCallStarted(0, "x", "add"), ToolArgumentsDelta(0, '{"a')))
-    made.keep(step(finished(AnswerReason.LENGTH)))
-    body = made.body()
-    assert (body["message"]["content"], body["done_reason"]) == ('{"a', "length")
+    called = (ToolCallStarted(0, "x", "add"), ToolArgumentsDelta(0, text), ToolCallEnded(0, is_whole=False))
+    made.keep(step(TextDelta("so"), *called, finished(reason)))
+    assert made.body()["message"] == {"role": "assistant", "content": "so"}
+    assert made.body()["done_reason"] == shown
 
 
 PLAIN, SWITCH = CHAT_TEMPLATE, CHAT_TEMPLATE + "{% if enable_thinking %}<think>{% endif %}"

@@ -418,9 +418,6 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [3]}}, "tool_choice.tools"),
         (item(role="user", content=[{"type": "input_text"}]), "input[0].content[0].text must be a string"),
         (item(role="user", content=3), "input[0].content: "),
-        (item(type="function_call", call_id="c"), "input[0].name: "),
-        (item(type="function_call", call_id="c", name="f", arguments="{"), "input[0].arguments is not valid JSON"),
-        (item(type="function_call", call_id="c", name="f", arguments="[" * 200), "within each other"),
         (item(type="compaction", encrypted_content="x"), "input[0]: "),
         (item(content="x"), "input[0].type must be a string"),
         (item(type="item_reference", id=3), "input[0].id"),
@@ -461,7 +458,9 @@ def test_what_clients_send_by_habit() -> None:
         {"role": "user", "content": "Go on"},
     ]  # fmt: skip
     response = service.ask({"input": history})
-    assert response.headers[IGNORED] == "input.web_search_call, input.reasoning.encrypted_content"
+    assert response.headers[IGNORED] == (
+        "input.web_search_call, input.reasoning.encrypted_content, input.function_call, input.custom_tool_call"
+    )
     assert service.backend.prompts[2] == (
         "<|im_start|>system\nBe brief.<|im_end|><|im_start|>user\nHi<|im_end|><|im_start|>assistant [hm]\nNo."
         '<tool_call>{"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"]}}</tool_call><|im_end|>'

@@ -22,7 +22,7 @@ from ktransformers.server.api.anthropic.writer import MessageWriter
 from ktransformers.server.bodies import body_route, body_size
 from ktransformers.server.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import note_unused, service_of
+from ktransformers.server.service import note_altered, note_unused, service_of
 
 __all__ = ["router"]
 
@@ -54,6 +54,7 @@ def _count(request: Request, body: ConversationBody) -> Response:
     service, reading = service_of(request), read_conversation(body)
     tokenizer, config = service.model.tokenizer, service.config
     note_unused(request, reading.ignored + template_kwargs(tokenizer, reading.conversation).ignored)
+    note_altered(request, reading.conversation.altered)
     try:
         ids = chat_prompt(
             tokenizer,

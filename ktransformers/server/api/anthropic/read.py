@@ -14,6 +14,7 @@ from itertools import groupby
 from ktransformers.core import Constraint
 from ktransformers.errors import ConfigError, FieldError, UnsupportedError
 from ktransformers.server.answers.constraints import constraint_of
+from ktransformers.server.answers.history import Alter, left_out, past_arguments
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -25,15 +26,17 @@ from ktransformers.server.answers.requests import (
 )
 from ktransformers.server.api.anthropic.schemas import (
     Block,
+    CompactionBlock,
     ConversationBody,
     DocumentBlock,
     InputMessage,
+    LeftOutBlock,
     MessagesBody,
-    OtherBlock,
     OutputConfig,
     RedactedThinkingBlock,
     ResultBlock,
     SearchResultBlock,
+    ServerBlock,
     TextBlock,
     ThinkingBlock,
     ToolDefinition,
@@ -69,23 +72,25 @@ class Reading:
 # The conversation.
 
 
-def _shown(block: ResultBlock) -> str:
+def _shown(block: ResultBlock | Block, alter: Alter) -> str:
     match block:
         case TextBlock():
             return block.text
         case DocumentBlock():
-            text = block.source.data or _text(block.source.content or ())
+            text = block.source.data or _text(block.source.content or (), alter)
             return "\n".join(part for part in (block.title, block.context, text) if part)
         case SearchResultBlock():
-            return "\n".join((block.title, block.source, _text(block.content)))
+            return "\n".join((block.title, block.source, _text(block.content, alter)))
         case ToolReferenceBlock():
             return block.tool_name
-        case OtherBlock():
-            raise UnsupportedError(f"content of the type {block.type[:64]!r} is not supported")
+        case LeftOutBlock():
+            alter(f"messages.tool_result.{block.type}")
+            return left_out(block.type[:64])
+    raise AssertionError(block)
 
 
-def _text(blocks: Sequence[ResultBlock]) -> str:
-    return "\n".join(_shown(block) for block in blocks)
+def _text(blocks: Sequence[ResultBlock], alter: Alter) -> str:
+    return "\n".join(_shown(block, alter) for block in blocks)
 
 
 def _system(system: Sequence[TextBlock] | None) -> str:
@@ -94,17 +99,18 @@ def _system(system: Sequence[TextBlock] | None) -> str:
     return "\n".join(text for text in shown if text)
 
 
-def _result(block: ToolResultBlock) -> str:
+def _result(block: ToolResultBlock, alter: Alter) -> str:
     """Templates know no failed calls: the text has to say it."""
-    text = _text(block.content or ())
+    text = _text(block.content or (), alter)
     return f"Error: {text}" if block.is_error and "error" not in text[:64].lower() else text
 
 
 class _Turns:
-    """Makes the template's turns of the messages, one after the other."""
+    """Makes the template's turns of the messages, one after the other. altered: see Conversation."""
 
     def __init__(self, note: Note):
         self.made: list[Message] = []
+        self.altered: list[str] = []
         self._note = note
         self._is_begun = False  # whether others than the system spoke
         self._tool_names: dict[str, str] = {}  # by the ids of calls
@@ -125,25 +131,46 @@ class _Turns:
                 case RedactedThinkingBlock():
                     self._note("messages.redacted_thinking")
                 case ToolUseBlock():
-                    self._tool_names[block.id] = block.name
-                    calls.append(PastCall(name=block.name, arguments=block.input, id=block.id))
+                    calls.append(self._call(block))
+                case ServerBlock():
+                    self._note(f"messages.{block.type}")
+                case CompactionBlock():
+                    texts.append(self._summary(block))
                 case _:
                     raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the assistant's turns")
         yield Message(role="assistant", text="".join(texts), reasoning="\n".join(thoughts), tool_calls=tuple(calls))
+
+    def _call(self, block: ToolUseBlock) -> PastCall:
+        name = block.name or ""
+        if block.id:
+            self._tool_names[block.id] = name
+        arguments = past_arguments(block.input, "messages.tool_use.input", self.altered.append)
+        return PastCall(name=name, arguments=arguments, id=block.id or None)
+
+    def _summary(self, block: CompactionBlock) -> str:
+        """What is left of earlier turns is told where it stands; one that failed stands for nothing."""
+        if not block.content:
+            self._note("messages.compaction")
+        return block.content or ""
 
     def _user(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
         texts: list[str] = []
         for index, block in enumerate(blocks):
             match block:
                 case TextBlock() | DocumentBlock() | SearchResultBlock() | ToolReferenceBlock():
-                    texts.append(_shown(block))
+                    texts.append(_shown(block, self.altered.append))
+                case ServerBlock():
+                    self._note(f"messages.{block.type}")
+                case CompactionBlock():
+                    texts.append(self._summary(block))
                 case ToolResultBlock():
                     if texts:
                         yield Message(role="user", text="\n".join(texts))
                         texts = []
-                    id = block.tool_use_id
-                    name = self._tool_names.get(id)
-                    yield Message(role="tool", text=_result(block), tool_call_id=id, name=name)
+                    id = block.tool_use_id or None
+                    name = None if id is None else self._tool_names.get(id)
+                    text = _result(block, self.altered.append)
+                    yield Message(role="tool", text=text, tool_call_id=id, name=name)
                 case _:
                     raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the user's turns")
         if texts:
@@ -178,7 +205,8 @@ def _joined(turns: Iterable[Message]) -> Iterator[Message]:
         )
 
 
-def _messages(body: ConversationBody, note: Note) -> list[Message]:
+def _messages(body: ConversationBody, note: Note) -> tuple[list[Message], list[str]]:
+    """The turns, and what of them was altered."""
     turns = _Turns(note)
     system = _system(body.system)
     if system:
@@ -190,7 +218,7 @@ def _messages(body: ConversationBody, note: Note) -> list[Message]:
         raise ConfigError("messages: there is nothing to answer")
     if messages[-1].tool_calls:
         raise ConfigError("the last message calls a tool: send its result")
-    return messages
+    return messages, turns.altered
 
 
 # Tools.
@@ -198,7 +226,13 @@ def _messages(body: ConversationBody, note: Note) -> list[Message]:
 
 def _tools(body: ConversationBody, note: Note) -> list[Tool]:
     choice = body.tool_choice
-    tools = [made for index, tool in enumerate(body.tools or ()) for made in _tool(tool, f"tools[{index}]", note)]
+    named = [_tool(tool, f"tools[{index}]", note) for index, tool in enumerate(body.tools or ())]
+    tools = [tool for tool in named if isinstance(tool, Tool)]
+    refused = [tool for tool in named if isinstance(tool, _Foreign)]
+    if refused and not tools:  # beside others, an answer is of use without them
+        raise UnsupportedError(refused[0].why)
+    for one in refused:
+        note(f"tools.{one.type}")
     if choice is not None and choice.type == "tool" and choice.name not in {tool.name for tool in tools}:
         raise FieldError(f"tool_choice.name: there is no tool {(choice.name or '')[:100]!r}", "tool_choice.name")
     if choice is not None and choice.type == "any" and not tools:
@@ -217,31 +251,42 @@ def _tool_choice(body: ConversationBody) -> ToolChoice:
     )
 
 
-def _tool(tool: ToolDefinition, at: str, note: Note) -> Iterator[Tool]:
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """A tool that does not exist here. why: said where it is the only one."""
+
+    type: str
+    why: str
+
+
+def _tool(tool: ToolDefinition, at: str, note: Note) -> Tool | _Foreign | None:
     if tool.type not in (None, "custom"):
         if tool.type.startswith(_SEARCH_TOOLS):
             note("tools.tool_search_tool")
-            return
-        raise UnsupportedError(
+            return None
+        return _Foreign(
+            tool.type,
             f"{at}: {tool.type[:64]!r} is a tool that Anthropic runs, or whose schema only its models know; "
-            "use tools of your own, with an input_schema"
+            "use tools of your own, with an input_schema",
         )
-    if tool.input_schema is None:
-        raise ConfigError(f"{at}.input_schema: Field required")
-    yield Tool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    for field in ("name", "input_schema"):
+        if getattr(tool, field) is None:
+            raise ConfigError(f"{at}.{field}: Field required")
+    return Tool(name=tool.name or "", description=tool.description, parameters=tool.input_schema)
 
 
 def read_conversation(body: ConversationBody) -> Reading:
     """Raises ConfigError and UnsupportedError for what this server does not do."""
     ignored: list[str] = []
     config, thinking = body.output_config or OutputConfig(), body.thinking
-    messages = _messages(body, ignored.append)
+    messages, altered = _messages(body, ignored.append)
     if config.format is not None and messages[-1].role == "assistant":
         raise ConfigError(
             "output_config.format: the last message is the assistant's and begins the answer already; send one of them"
         )
     conversation = Conversation(
         messages=messages,
+        altered=altered,
         tools=_tools(body, ignored.append),
         template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=_EFFORTS.get(config.effort or "", config.effort),

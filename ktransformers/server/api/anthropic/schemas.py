@@ -22,15 +22,18 @@ from pydantic import (
 
 __all__ = [
     "Block",
+    "CompactionBlock",
     "ConversationBody",
     "DocumentBlock",
     "InputMessage",
+    "LeftOutBlock",
     "MessagesBody",
     "OtherBlock",
     "OutputConfig",
     "RedactedThinkingBlock",
     "ResultBlock",
     "SearchResultBlock",
+    "ServerBlock",
     "TextBlock",
     "Thinking",
     "ThinkingBlock",
@@ -131,12 +134,31 @@ class RedactedThinkingBlock(_Part):
 
 
 class ToolUseBlock(_Part):
-    """A call that an earlier answer made."""
+    """A call that an earlier answer made. input: an object, or whatever the model wrote instead."""
 
     type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any] = Field(default_factory=dict)
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+
+
+class ServerBlock(_Part):
+    """What ran on the servers of others, and what it gave: a tool, a fetch, a container."""
+
+    type: str
+
+
+class CompactionBlock(_Part):
+    """What another server made of the turns before. content: None where it failed."""
+
+    type: Literal["compaction"]
+    content: str | None = None
+
+
+class LeftOutBlock(_Part):
+    """A part of a tool's result that no model here is shown. What it says besides its type is not looked at."""
+
+    type: str = "content"
 
 
 class OtherBlock(_Part):
@@ -152,7 +174,10 @@ class OtherBlock(_Part):
 
 
 _RESULT_TYPES = ("text", "document", "search_result", "tool_reference")
-_TYPES = (*_RESULT_TYPES, "thinking", "redacted_thinking", "tool_use", "tool_result")
+_TYPES = (*_RESULT_TYPES, "thinking", "redacted_thinking", "tool_use", "tool_result", "compaction")
+_SERVER_TYPES = frozenset(
+    {"server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload", "mcp_tool_listing", "fallback"}
+)
 
 
 def _tag_in(known: tuple[str, ...], value: Any) -> str:
@@ -162,11 +187,20 @@ def _tag_in(known: tuple[str, ...], value: Any) -> str:
 
 
 def _result_tag(value: Any) -> str:
-    return _tag_in(_RESULT_TYPES, value)
+    tag = _tag_in(_RESULT_TYPES, value)
+    source = value.get("source") if isinstance(value, dict) and tag == "<document>" else None
+    is_text = not isinstance(source, dict) or source.get("type") in ("text", "content")
+    return tag if is_text else "<other>"
+
+
+def _is_of_servers(type: Any) -> bool:
+    """Results of their tools are named after them: web_search_tool_result, bash_code_execution_tool_result, ..."""
+    return isinstance(type, str) and (type in _SERVER_TYPES or type.endswith("_tool_result"))
 
 
 def _tag(value: Any) -> str:
-    return _tag_in(_TYPES, value)
+    type = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<server>" if _is_of_servers(type) else _tag_in(_TYPES, value)
 
 
 ResultBlock = Annotated[
@@ -174,7 +208,7 @@ ResultBlock = Annotated[
     | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
-    | Annotated[OtherBlock, Tag("<other>")],
+    | Annotated[LeftOutBlock, Tag("<other>")],
     Discriminator(_result_tag),
 ]
 
@@ -186,7 +220,7 @@ class ToolResultBlock(_Part):
     """What a call gave, or why it failed."""
 
     type: Literal["tool_result"]
-    tool_use_id: str
+    tool_use_id: str | None = None
     content: Annotated[_ResultBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _ResultBlocks)] | None = (
         None
     )
@@ -202,6 +236,8 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ServerBlock, Tag("<server>")]
+    | Annotated[CompactionBlock, Tag("<compaction>")]
     | Annotated[OtherBlock, Tag("<other>")],
     Discriminator(_tag),
 ]
@@ -220,9 +256,19 @@ class ToolDefinition(_Part):
     """A tool that the client runs. input_schema: a JSON schema, shown to the model as it is."""
 
     type: str | None = None
-    name: Name
+    name: Name | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_others(cls, data: Any) -> Any:
+        """OpenAI's shapes."""
+        if not isinstance(data, dict) or data.get("type") != "function" or "input_schema" in data:
+            return data
+        function = data["function"] if isinstance(data.get("function"), dict) else data
+        schema = function.get("parameters")
+        return function | {"type": "custom", "input_schema": {"type": "object"} if schema is None else schema}
 
 
 class ToolChoice(_Part):

@@ -7,9 +7,10 @@ Blocks are numbered from 0 and never overlap. An error in the middle is a last e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, ClassVar
+
+from pydantic_core import from_json
 
 from ktransformers.core import GenerationStats
 from ktransformers.errors import KTransformersError, NotReadyError
@@ -198,9 +199,9 @@ class MessageWriter(Writer):
 
 
 def _object(arguments: str) -> Fields:
-    """The arguments of a call; those of one that max_tokens cut off are no JSON, and stop_reason says why."""
+    """The arguments of a call; of one that was cut off the members that are whole, as official clients read streams."""
     try:
-        made = json.loads(arguments or "{}")
+        made = from_json(arguments or "{}", allow_partial=True)
     except ValueError:
         return {}
     return made if isinstance(made, dict) else {}

@@ -5,12 +5,12 @@ What a field asks that this model or server has no way to do, and that may be le
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktransformers.errors import ConfigError
 from ktransformers.server.answers.constraints import constraint_of
+from ktransformers.server.answers.history import Alter, left_out, past_arguments, result_text
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -23,7 +23,6 @@ from ktransformers.server.answers.requests import (
 )
 from ktransformers.server.api.ollama.names import plain_name
 from ktransformers.server.api.ollama.schemas import AnswerBody, ChatBody, GenerateBody, Options, PastMessage
-from ktransformers.server.json_limits import MAX_DEPTH, json_size
 from ktransformers.server.service import Service
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES
@@ -49,17 +48,17 @@ def is_load(body: ChatBody | GenerateBody) -> bool:
 
 
 def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRequest:
-    """Raises ConfigError for arguments of earlier calls that are no JSON object."""
-    messages = _messages(body.messages)
+    altered: list[str] = []
+    messages = _messages(body.messages, altered.append)
     tools = [
         Tool(name=tool.function.name, description=tool.function.description, parameters=tool.function.parameters)
         for tool in body.tools
     ]
-    return _chat(service, body, messages, tools, ignored)
+    return _chat(service, body, messages, tools, ignored, altered)
 
 
 def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -> ChatRequest | TextRequest:
-    """The prompt as the one turn of a conversation, or raw. Errors as chat_request."""
+    """The prompt as the one turn of a conversation, or raw."""
     if not body.raw:
         messages = [Message(role="system", text=body.system)] if body.system else []
         return _chat(service, body, [*messages, Message(role="user", text=body.prompt)], [], ignored)
@@ -75,7 +74,12 @@ def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -
 
 
 def _chat(
-    service: Service, body: AnswerBody, messages: list[Message], tools: list[Tool], ignored: list[str]
+    service: Service,
+    body: AnswerBody,
+    messages: list[Message],
+    tools: list[Tool],
+    ignored: list[str],
+    altered: Sequence[str] = (),
 ) -> ChatRequest:
     variables, effort = _thinking(service.model.tokenizer, body.think, ignored)
     return ChatRequest(
@@ -88,6 +92,7 @@ def _chat(
             template_kwargs=variables,
             reasoning_effort=effort,
             drops_oldest=_drops_oldest(body),
+            altered=altered,
         ),
     )
 
@@ -97,13 +102,13 @@ def _drops_oldest(body: AnswerBody) -> bool | None:
     return any(asked) if asked else None
 
 
-def _messages(bodies: list[PastMessage]) -> list[Message]:
+def _messages(bodies: list[PastMessage], alter: Alter) -> list[Message]:
     """The turns. Calls and their results get ids where clients keep none: some chat templates insist on them."""
     made: list[Message] = []
     waiting: list[PastCall] = []  # for their results
     num_calls = 0
-    for index, body in enumerate(bodies):
-        message = _message(body, index)
+    for body in bodies:
+        message = _message(body, alter)
         if message.tool_calls:
             waiting = [
                 replace(call, id=call.id or f"call{num_calls + i:05}") for i, call in enumerate(message.tool_calls)
@@ -118,36 +123,32 @@ def _messages(bodies: list[PastMessage]) -> list[Message]:
     return made
 
 
-def _message(message: PastMessage, index: int) -> Message:
+def _message(message: PastMessage, alter: Alter) -> Message:
     return Message(
         role=message.role,
-        text=message.content or "",
+        text=_text(message, alter),
         reasoning=message.thinking or "",
         name=message.tool_name or message.name,
         tool_call_id=message.tool_call_id,
         tool_calls=[
             PastCall(
-                id=call.id,
+                id=None if call.id in (None, "") else str(call.id),
                 name=call.function.name,
-                arguments=_arguments(call.function.arguments, f"messages[{index}].tool_calls[{i}]"),
+                arguments=past_arguments(call.function.arguments, "messages.tool_calls.function.arguments", alter),
             )
-            for i, call in enumerate(message.tool_calls or ())
+            for call in message.tool_calls or ()
         ],
     )
 
 
-def _arguments(arguments: dict[str, Any] | str, at: str) -> dict[str, Any]:
-    if isinstance(arguments, dict):
-        return arguments
-    if json_size(arguments.encode("utf-8", "surrogatepass")).depth > MAX_DEPTH:
-        raise ConfigError(f"{at}.function.arguments has more than {MAX_DEPTH} lists and objects within each other")
-    try:
-        parsed = json.loads(arguments or "{}")
-    except ValueError as error:
-        raise ConfigError(f"{at}.function.arguments is not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{at}.function.arguments must be a JSON object")
-    return parsed
+def _text(message: PastMessage, alter: Alter) -> str:
+    """The content, with a word for each image that a tool's result has beside it."""
+    content = "" if message.content is None else message.content
+    text = content if isinstance(content, str) else result_text(content, "messages.content", alter)
+    if not message.images:
+        return text
+    alter("messages.images")
+    return "\n".join(filter(None, (text, *(left_out("image") for _ in message.images))))
 
 
 def _thinking(tokenizer: Tokenizer, think: bool | str | None, ignored: list[str]) -> tuple[dict[str, Any], str | None]:

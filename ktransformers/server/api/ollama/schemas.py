@@ -161,24 +161,24 @@ class AnswerBody(OllamaBody):
 
 
 class CalledFunction(_Model):
-    """arguments: an object; as JSON in a text too, as other dialects have it."""
+    """arguments: an object; as JSON in a text too, as other dialects have it; or whatever the model wrote instead."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: dict[str, Any] | str = {}
+    name: Annotated[str, Field(max_length=256)] = ""
+    arguments: Any = None
 
 
 class PastCallBody(_Model):
     """A call that an earlier answer made."""
 
-    id: str | None = None
-    function: CalledFunction
+    id: str | int | None = None
+    function: CalledFunction = CalledFunction()
 
 
 class PastMessage(_Model):
     """One turn. The role goes to the model's chat template as it is. tool_name: whose result this is."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | None = None
+    content: Any = None
     thinking: str | None = None
     images: list[Any] | None = None
     tool_calls: Annotated[list[PastCallBody], Field(fail_fast=True)] | None = None
@@ -188,6 +188,10 @@ class PastMessage(_Model):
 
     @model_validator(mode="after")
     def _is_text(self) -> PastMessage:
+        if self.role == "tool":  # whatever it is, it comes back in each further turn
+            return self
+        if self.content is not None and not isinstance(self.content, str):
+            raise ValueError("content must be a text")
         if self.images:
             raise ValueError("images are not supported: this server reads text alone")
         return self

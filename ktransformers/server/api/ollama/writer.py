@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ from ktransformers.server.json_limits import MAX_DEPTH, json_size
 from ktransformers.server.responses import json_bytes
 
 __all__ = ["ChatWriter", "Fields", "GenerateWriter", "OllamaWriter", "error_fields", "nanoseconds", "timestamp"]
+
+logger = logging.getLogger(__name__)
 
 Fields = dict[str, Any]
 """A part of the JSON that is sent."""
@@ -115,8 +118,6 @@ class OllamaWriter(Writer):
                 case ToolCallEnded(index):
                     self._close(index)
                 case AnswerFinished():
-                    for index in list(self._open):  # cut off in the middle of it
-                        piece.text += self._open.pop(index).arguments
                     self._finished = event
 
     def body(self) -> Fields:
@@ -124,11 +125,13 @@ class OllamaWriter(Writer):
         return self._shown() | self._end()
 
     def _close(self, index: int) -> None:
-        """Arguments are an object here: what is none stays text."""
+        """Arguments are an object here, so a call whose arguments are none cannot be told; `done_reason` says if it was
+        cut off.
+        """
         call = self._open.pop(index)
         arguments = _object(call.arguments)
         if arguments is None:
-            self._piece.text += call.arguments
+            logger.info("a tool call is left out of an answer: its arguments are no whole JSON object")
             return
         function = {"index": index, "name": call.name, "arguments": arguments}
         self._piece.calls.append({"id": call.id, "function": function})

@@ -6,12 +6,13 @@ tool calls (JSON as text here, an object there).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ktransformers.errors import ConfigError, FieldError
 from ktransformers.server.answers.constraints import constraint_of
+from ktransformers.server.answers.custom_tools import CUSTOM_INPUT
+from ktransformers.server.answers.history import Alter, past_arguments, result_text
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -29,6 +30,7 @@ from ktransformers.server.api.openai.schemas import (
     CompletionBody,
     FunctionTool,
     GenerationFields,
+    MessageToolCall,
     TokenizeBody,
 )
 from ktransformers.server.api.openai.schemas.messages import (
@@ -37,7 +39,6 @@ from ktransformers.server.api.openai.schemas.messages import (
     NamedFunction,
     NamedTool,
 )
-from ktransformers.server.json_limits import MAX_DEPTH, json_size
 
 __all__ = ["chat_request", "num_prompts", "text_request", "tokenized_conversation"]
 
@@ -45,50 +46,51 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions whose request names no limit."""
 
 
-def _arguments(value: str | dict[str, Any] | None, at: str) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return value
-    text = value or "{}"
-    if json_size(text.encode("utf-8", "surrogatepass")).depth > MAX_DEPTH:
-        raise ConfigError(f"{at}.arguments has more than {MAX_DEPTH} lists and objects within each other")
-    try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{at}.arguments is not valid JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{at}.arguments must be a JSON object")
-    return arguments
+def _call(call: MessageToolCall, alter: Alter) -> PastCall:
+    id = None if call.id in (None, "") else str(call.id)
+    if call.custom is not None:
+        text = call.custom.input
+        if not isinstance(text, str):
+            text = "" if text is None else result_text(text, "messages.tool_calls.custom.input", alter)
+        return PastCall(id=id, name=call.custom.name or "", arguments={CUSTOM_INPUT: text})
+    if call.function is None:
+        alter("messages.tool_calls.function")
+        return PastCall(id=id, name="", arguments={})
+    arguments = past_arguments(call.function.arguments, "messages.tool_calls.function.arguments", alter)
+    return PastCall(id=id, name=call.function.name or "", arguments=arguments)
 
 
-def _calls(message: ChatMessage, at: str) -> list[PastCall]:
-    calls = [
-        PastCall(id=call.id, name=call.function.name, arguments=_arguments(call.function.arguments, f"{at}.{where}"))
-        for i, call in enumerate(message.tool_calls or ())
-        if (where := f"tool_calls[{i}].function")
-    ]
+def _calls(message: ChatMessage, alter: Alter) -> list[PastCall]:
+    calls = [_call(call, alter) for call in message.tool_calls or ()]
     if message.function_call is not None and not calls:
         call = message.function_call
-        calls = [PastCall(name=call.name, arguments=_arguments(call.arguments, f"{at}.function_call"))]
+        arguments = past_arguments(call.arguments, "messages.function_call.arguments", alter)
+        calls = [PastCall(name=call.name or "", arguments=arguments)]
     return calls
 
 
-def _message(message: ChatMessage, index: int) -> Message:
+def _message(message: ChatMessage, alter: Alter) -> Message:
     content = message.content
     parts = content if isinstance(content, list) else ()
     thoughts = "\n".join(part.content for part in parts if part.is_reasoning)
     text = "\n".join(part.content for part in parts if not part.is_reasoning)
+    for part in parts:
+        if part.left_out is not None:
+            alter(f"messages.content.{part.left_out}")
+    if message.has_result_as_json:
+        alter("messages.content")
     return Message(
         role="tool" if message.role == "function" else message.role,
         text=(content if isinstance(content, str) else text) or message.refusal or "",
         reasoning=message.reasoning_content or message.reasoning or thoughts,
         name=message.name,
         tool_call_id=message.tool_call_id,
-        tool_calls=_calls(message, f"messages[{index}]"),
+        tool_calls=_calls(message, alter),
     )
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    return [_message(message, index) for index, message in enumerate(messages)]
+def _messages(messages: Sequence[ChatMessage], alter: Alter) -> list[Message]:
+    return [_message(message, alter) for message in messages]
 
 
 def _functions(functions: Iterable[FunctionDefinition]) -> list[Tool]:
@@ -178,7 +180,8 @@ def _overflow(truncate_prompt_tokens: int | None) -> dict[str, Any]:
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
-    """Raises ConfigError for arguments of earlier tool calls that are no JSON, FieldError for a tool that is none."""
+    """Raises FieldError for a tool that is none."""
+    altered: list[str] = []
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tools = _allowed(body, _tools(body.tools) if body.functions is None else _functions(body.functions))
     return ChatRequest(
@@ -191,7 +194,8 @@ def chat_request(body: ChatBody) -> ChatRequest:
         cache_salt=body.cache_salt or "",
         is_prompt_only=max_tokens == 0,
         conversation=Conversation(
-            messages=_messages(body.messages),
+            messages=_messages(body.messages, altered.append),
+            altered=altered,
             tools=tools,
             template_kwargs=body.chat_template_kwargs or {},
             reasoning_effort=body.reasoning_effort,
@@ -207,8 +211,10 @@ def chat_request(body: ChatBody) -> ChatRequest:
 
 def tokenized_conversation(body: TokenizeBody) -> Conversation:
     """What /tokenize counts. Errors as `chat_request`."""
+    altered: list[str] = []
     return Conversation(
-        messages=_messages(body.messages or ()),
+        messages=_messages(body.messages or (), altered.append),
+        altered=altered,
         tools=[] if body.tool_choice == "none" else _tools(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,

@@ -31,5 +31,4 @@ class GemmaParser(TaggedParser):
         name = yield from self.cursor.word(_NAME, NAME_LEN)
         if name and (yield from self.cursor.peek()) == "{":
             self.start_call(name)
-            yield from GemmaReader(self.cursor).value(self.argue)
-            self.end_call()
+            self.end_call((yield from GemmaReader(self.cursor).value(self.argue)))

@@ -9,21 +9,25 @@ import re
 
 from typing_extensions import override
 
-from ktransformers.tokenizer.tools.base import NAME_LEN, TaggedParser
+from ktransformers.tokenizer.tools.base import NAME_LEN
 from ktransformers.tokenizer.tools.cursor import Steps
-from ktransformers.tokenizer.tools.xml_text import ParameterWriter
+from ktransformers.tokenizer.tools.parameters import ParameterParser, ParameterWriter, ValueTags
 
 __all__ = ["GlmParser"]
 
 _NAME = re.compile(r"[^\s<>{}\"]*")
 _KEY = re.compile(r"[^<>\r\n]*")
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_KEY_TAG, _KEY_END = "<arg_key>", "</arg_key>"
+_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+_TAGS = ValueTags(_VALUE_END, _KEY_TAG, (_CALL_END,), (_CALL,))
 
 
-class GlmParser(TaggedParser):
+class GlmParser(ParameterParser):
     """Strings stand there as they are, other values as JSON; the schema tells which is which."""
 
-    opening = ("<tool_call>",)
-    closing = ("</tool_call>",)
+    opening = (_CALL,)
+    closing = (_CALL_END,)
 
     @override
     def calls(self, tag: str) -> Steps[None]:
@@ -31,27 +35,61 @@ class GlmParser(TaggedParser):
         name = yield from self.cursor.word(_NAME, NAME_LEN)
         if not name or (yield from self.cursor.blanks()) != "<":
             return
-        if (yield from self.cursor.match("</tool_call>")):
+        if (yield from self.cursor.match(_CALL_END)):
             self.start_call(name)
-            ParameterWriter(self, name).close()
-            self.end_call()
-        elif (yield from self.cursor.match("<arg_key>")):
+            ParameterWriter(self, name).close(is_whole=True)
+            self.end_call(is_whole=True)
+        elif (yield from self.cursor.match(_KEY_TAG)):
+            self.cursor.kept = None
             self.start_call(name)
-            yield from self._parameters(ParameterWriter(self, name))
-            self.end_call()
+            self.cursor.put_back(_KEY_TAG)
+            writer = ParameterWriter(self, name)
+            is_closed = yield from self._parameters(writer)
+            is_whole = is_closed or not self.cursor.is_cut_here
+            writer.close(is_whole)
+            self.end_call(is_whole)
 
-    def _parameters(self, writer: ParameterWriter) -> Steps[None]:
+    def _parameters(self, writer: ParameterWriter) -> Steps[bool]:
+        """Whether the call's closing tag follows. Tags may be doubled, and those around a value missing."""
         cursor = self.cursor
         while True:
+            yield from cursor.blanks()
+            if (yield from cursor.match(_VALUE_END)) or (yield from cursor.match(_KEY_END)):
+                continue
+            if not (yield from cursor.match(_KEY_TAG)):
+                is_closed = yield from cursor.match(_CALL_END)
+                cursor.put_back(_CALL_END if is_closed else "")
+                return is_closed
             key = (yield from cursor.word(_KEY, NAME_LEN)).strip()
-            if not key or not (yield from cursor.match("</arg_key>")):
-                break
-            yield from cursor.blanks()
-            if not (yield from cursor.match("<arg_value>")):
-                break
-            if not (yield from writer.read(key, "</arg_value>")):
+            yield from cursor.match(_KEY_END)
+            yield from self._to_value()
+            is_cut = cursor.is_cut_here  # before there was a value
+            if key and not is_cut and not (yield from writer.read(key, _TAGS)):
+                return False
+
+    def _to_value(self) -> Steps[None]:
+        """Past the value's opening tags."""
+        while True:
+            read: list[str] = []
+            yield from self.cursor.blanks(read.append)
+            if not (yield from self.cursor.match(_VALUE)):
+                self.cursor.put_back("".join(read))
                 return
-            yield from cursor.blanks()
-            if not (yield from cursor.match("<arg_key>")):
-                break
-        writer.close()
+
+    @override
+    def next_key(self, tag: str) -> Steps[str]:
+        read: list[str] = []
+        yield from self.cursor.run_of(_KEY, read.append, NAME_LEN)
+        key = "".join(read).strip()
+        is_closed = yield from self.cursor.match(_KEY_END)
+        self.cursor.put_back("".join(read) + (_KEY_END if is_closed else ""))
+        return key if is_closed else ""
+
+    @override
+    def begins_call(self, tag: str) -> Steps[bool]:
+        read: list[str] = []
+        yield from self.cursor.blanks(read.append)
+        num_chars = yield from self.cursor.run_of(_NAME, read.append, NAME_LEN)
+        char = yield from self.cursor.blanks(read.append)
+        self.cursor.put_back("".join(read))
+        return bool(num_chars) and char == "<"

@@ -77,12 +77,11 @@ class HarmonyParser(ToolParser):
             char = yield from self.cursor.blanks()
             if char == "{":
                 self.start_call(call[2])
-                yield from JsonReader(self.cursor).value(self.argue)
-                self.end_call()
+                self.end_call((yield from JsonReader(self.cursor).value(self.argue)))
             elif (yield from self._is_over()):
                 self.start_call(call[2])
                 self.argue("{}")
-                self.end_call()
+                self.end_call(is_whole=True)
             self.give_back()
         self.cursor.kept = None
         sink = self.think if is_reasoning and not call else self.say

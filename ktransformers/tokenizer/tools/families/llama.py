@@ -23,6 +23,7 @@ class UntaggedParser(ToolParser):
     brackets: str
 
     def _run(self) -> Steps[None]:
+        self._hides_begun = False  # any JSON begins so
         tag: str | None = ""
         while tag is not None:
             self.keep(tag)
@@ -73,7 +74,7 @@ class LlamaPythonicParser(UntaggedParser):
             self.cursor.skip()
             self.start_call(name)
             is_whole = yield from read_keywords(self)
-            self.end_call()
+            self.end_call(is_whole)
             if not is_whole:
                 return
             if (yield from self.cursor.blanks()) != ",":

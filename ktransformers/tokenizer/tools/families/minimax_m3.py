@@ -62,7 +62,7 @@ class MiniMaxM3Parser(TaggedParser):
                 return
             self.start_call(name)
             is_whole = yield from self._parameters(name)
-            self.end_call()
+            self.end_call(is_whole)
             if not is_whole:
                 return
             self.keep("")
@@ -85,8 +85,12 @@ class MiniMaxM3Parser(TaggedParser):
             schema = _member(root, root, key)
             if not (yield from self._parameter(key, schema, root)):
                 return False
-        self.argue("{}" if before == "{" else "}")
-        return False
+        is_whole = not self.cursor.is_cut_here  # the closing tag was forgotten
+        if is_whole:
+            self.argue("{}" if before == "{" else "}")
+        elif before == "{":
+            self.argue("{")
+        return is_whole
 
     def _tag(self) -> Steps[str]:
         """The name in an opening tag behind its mark; "" when there is none."""

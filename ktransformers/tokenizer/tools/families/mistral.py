@@ -36,5 +36,4 @@ class MistralParser(TaggedParser):
         yield from self.cursor.match("[ARGS]")
         if name and (yield from self.cursor.blanks()) == "{":
             self.start_call(name)
-            yield from JsonReader(self.cursor).value(self.argue)
-            self.end_call()
+            self.end_call((yield from JsonReader(self.cursor).value(self.argue)))

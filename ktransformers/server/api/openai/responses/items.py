@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -17,11 +16,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.server.answers.custom_tools import CUSTOM_INPUT
+from ktransformers.server.answers.history import is_arguments, left_out, past_arguments, result_text
 from ktransformers.server.answers.requests import Message, PastCall
-from ktransformers.server.api.openai.responses.tools import CUSTOM_INPUT, shown_name
-from ktransformers.server.json_limits import MAX_DEPTH, json_size
+from ktransformers.server.api.openai.responses.tools import shown_name
 
-__all__ = ["Turns", "kind_of", "sealed", "unsealed"]
+__all__ = ["Turns", "answered_calls", "kind_of", "sealed", "unsealed"]
 
 _SEAL = b"ktransformers reasoning 1\n"
 _MAX_SEALED = 4 << 20
@@ -35,7 +35,6 @@ _REFUSED_PARTS = {
 }
 _REFUSED_ITEMS = {
     "compaction": "what another server compacted cannot be read here; send the items themselves",
-    "computer_call_output": "screenshots are not supported",
 }
 
 
@@ -51,17 +50,19 @@ class _MessageItem(_Item):
 
 
 class _FunctionCall(_Item):
-    call_id: str
-    name: str
-    arguments: str
+    call_id: str | None = None
+    id: str | None = None
+    name: str | None = None
+    arguments: Any = None
     namespace: str | None = None
     status: str | None = None
 
 
 class _CustomCall(_Item):
-    call_id: str
-    name: str
-    input: str
+    call_id: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
     namespace: str | None = None
     status: str | None = None
 
@@ -75,7 +76,7 @@ class _ShellCall(_Item):
 class _CallOutput(_Item):
     call_id: str | None = None
     id: str | None = None
-    output: str | list[dict[str, Any]]
+    output: Any = None
 
 
 class _ReasoningItem(_Item):
@@ -124,27 +125,11 @@ def kind_of(item: Mapping[str, Any]) -> str:
     return "message" if kind is None and "role" in item else str(kind)
 
 
-def _arguments(text: str, at: str) -> dict[str, Any]:
-    if json_size(text.encode("utf-8", "surrogatepass")).depth > MAX_DEPTH:
-        raise ConfigError(f"{at}.arguments has more than {MAX_DEPTH} lists and objects within each other")
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError(f"{at}.arguments is not valid JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{at}.arguments must be a JSON object")
-    return arguments
-
-
-def _is_cut(call: _FunctionCall) -> bool:
-    """Whether an answer ended in the middle of this call, which then was never made."""
-    if call.status != "incomplete":
-        return False
-    try:
-        json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        return True
-    return False
+def answered_calls(items: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Ids of the calls whose results are among these items."""
+    outputs = (item for item in items if kind_of(item) in _KINDS and _KINDS[kind_of(item)][0] == "output")
+    ids = (item.get("call_id") or item.get("id") for item in outputs)
+    return frozenset(id for id in ids if isinstance(id, str))
 
 
 def _text(content: str | Iterable[Mapping[str, Any]] | None, at: str) -> str:
@@ -176,10 +161,15 @@ def _read(model: type[_Item], item: Mapping[str, Any], at: str) -> Any:
 
 @dataclass(slots=True)
 class Turns:
-    """Feed it items in their order. ignored: types of items, and fields, that mean nothing here."""
+    """Feed it items in their order. answered: ids of calls that have a result among all items, see `answered_calls`.
 
+    ignored: types of items, and fields, that mean nothing here. altered: what the model is told otherwise than it came.
+    """
+
+    answered: frozenset[str] = frozenset()
     messages: list[Message] = field(default_factory=list)
     ignored: dict[str, None] = field(default_factory=dict)
+    altered: dict[str, None] = field(default_factory=dict)
     _reasoning: str = ""
     _text: str | None = None
     _calls: list[PastCall] = field(default_factory=list)
@@ -201,13 +191,13 @@ class Turns:
             case "message":
                 self._add_message(read, at)
             case "call":
-                self._add_function_call(read, at)
+                self._add_function_call(read)
             case "custom":
                 self._add_custom_call(read)
             case "shell":
                 self._add_call(read.call_id or read.id, "local_shell", read.action)
             case "output":
-                self._add_output(read.call_id or read.id, _text(read.output, f"{at}.output"))
+                self._add_output(read.call_id or read.id, self._output(read.output, f"input.{kind}.output"))
             case "reasoning":
                 self._add_reasoning(read, at)
 
@@ -232,15 +222,46 @@ class Turns:
             self.end()
         self._text = text
 
-    def _add_function_call(self, item: _FunctionCall, at: str) -> None:
-        if not _is_cut(item):
-            self._add_call(item.call_id, shown_name(item.name, item.namespace), _arguments(item.arguments, at))
+    def _alter(self, name: str) -> None:
+        self.altered[name] = None
+
+    def _is_unmade(self, item: _FunctionCall | _CustomCall) -> bool:
+        """Whether an answer ended in the middle of this call, and nobody has made it all the same."""
+        return item.status == "incomplete" and (item.call_id or item.id) not in self.answered
+
+    def _add_function_call(self, item: _FunctionCall) -> None:
+        field = "input.function_call.arguments"
+        if self._is_unmade(item) and not (isinstance(item.arguments, str) and is_arguments(item.arguments)):
+            self._alter("input.function_call")
+            return
+        arguments = past_arguments(item.arguments, field, self._alter)
+        self._add_call(item.call_id or item.id, shown_name(item.name or "", item.namespace), arguments)
 
     def _add_custom_call(self, item: _CustomCall) -> None:
-        if item.status != "incomplete":
-            self._add_call(item.call_id, shown_name(item.name, item.namespace), {CUSTOM_INPUT: item.input})
+        if self._is_unmade(item):
+            self._alter("input.custom_tool_call")
+            return
+        text = "" if item.input is None else item.input
+        if not isinstance(text, str):
+            text = result_text(text, "input.custom_tool_call.input", self._alter)
+        self._add_call(item.call_id or item.id, shown_name(item.name or "", item.namespace), {CUSTOM_INPUT: text})
 
-    def _add_call(self, call_id: str | None, name: str, arguments: dict[str, Any]) -> None:
+    def _output(self, output: Any, field: str) -> str:
+        """A result is refused for nothing that it holds: it comes back in each further turn."""
+        if output is None or isinstance(output, str):
+            return output or ""
+        if not isinstance(output, list) or not all(isinstance(part, dict) and "type" in part for part in output):
+            return result_text(output, field, self._alter)
+        texts = []
+        for part in output:
+            text, kind = part.get("refusal" if part["type"] == "refusal" else "text"), str(part["type"])
+            if not isinstance(text, str):
+                self._alter(f"{field}.{kind}")
+                text = left_out(kind.removeprefix("input_"))
+            texts.append(text)
+        return "\n".join(texts)
+
+    def _add_call(self, call_id: str | None, name: str, arguments: Mapping[str, Any]) -> None:
         if call_id is not None:
             self._names[call_id] = name
         self._calls.append(PastCall(id=call_id, name=name, arguments=arguments))

@@ -23,9 +23,10 @@ from ktransformers.server.answers.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
+from ktransformers.server.answers.custom_tools import custom_text
 from ktransformers.server.answers.requests import derived_id
 from ktransformers.server.api.openai.responses.items import sealed
-from ktransformers.server.api.openai.responses.tools import Callable, custom_text
+from ktransformers.server.api.openai.responses.tools import Callable
 
 __all__ = ["Fields", "Output", "OutputOptions"]
 
@@ -173,14 +174,14 @@ class _CustomCall(_Item):
         made: Fields = {"id": self.id, "type": "custom_tool_call", "status": status, "call_id": self._call_id}
         if self._called.namespace is not None:
             made["namespace"] = self._called.namespace
-        return made | {"name": self._called.name, "input": custom_text(self.text)}
+        return made | {"name": self._called.name, "input": custom_text(self.text, status == "completed")}
 
     def more(self, text: str, logprobs: list[Fields]) -> Iterator[Fields]:
         self._pieces.append(text)
         yield from ()
 
     def done(self, status: str) -> Iterator[Fields]:
-        text = custom_text(self.text)
+        text = custom_text(self.text, status == "completed")
         yield self._event("custom_tool_call_input.delta", delta=text)
         yield self._event("custom_tool_call_input.done", input=text)
         yield from super().done(status)
@@ -216,8 +217,8 @@ class Output:
                 yield from self._begin(self._call(id, name))
             case ToolArgumentsDelta(index, text) if self._takes(index) and self._open is not None:
                 yield from self._open.more(text, [])
-            case ToolCallEnded(index) if self._takes(index):
-                yield from self._end("completed")
+            case ToolCallEnded(index, is_whole) if self._takes(index):
+                yield from self._end("completed" if is_whole else "incomplete")
             case AnswerFinished():
                 yield from self._finish(event)
 

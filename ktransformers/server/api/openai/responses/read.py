@@ -20,7 +20,7 @@ from ktransformers.server.answers.requests import (
     derived_id,
 )
 from ktransformers.server.api.openai.responses.earlier import Earlier
-from ktransformers.server.api.openai.responses.items import Turns, kind_of
+from ktransformers.server.api.openai.responses.items import Turns, answered_calls, kind_of
 from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.responses.store import ResponseStore, Turn
 from ktransformers.server.api.openai.responses.tools import ToolSet, read_tools
@@ -88,10 +88,10 @@ class Exchange:
         body = self.body
         self.tools = read_tools(body.tools, body.tool_choice)
         self.items = self._resolved()
-        turns = Turns()
-        for turn in self.earlier.history:
-            for item in turn.items():
-                turns.add(item, "previous_response_id")
+        earlier = [item for turn in self.earlier.history for item in turn.items()]
+        turns = Turns(answered_calls([*earlier, *self.items]))
+        for item in earlier:
+            turns.add(item, "previous_response_id")
         for index, item in enumerate(self.items):
             turns.add(item, f"input[{index}]")
         messages = _with_instructions(body.instructions, turns.end())
@@ -111,6 +111,7 @@ class Exchange:
             cache_salt=body.cache_salt or "",
             conversation=Conversation(
                 messages=messages,
+                altered=tuple(turns.altered),
                 tools=self.tools.shown,
                 template_kwargs=body.chat_template_kwargs or {},
                 reasoning_effort=body.reasoning.effort if body.reasoning and knows_effort else None,

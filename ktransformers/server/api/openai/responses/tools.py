@@ -5,7 +5,6 @@ Tools that OpenAI's servers run, or models were trained for (web_search, local_s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -13,12 +12,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ktransformers.errors import ConfigError, FieldError, UnsupportedError
+from ktransformers.server.answers.custom_tools import custom_tool
 from ktransformers.server.answers.requests import Tool, ToolChoice
 
-__all__ = ["CUSTOM_INPUT", "Callable", "ToolSet", "custom_text", "read_tools", "shown_name"]
-
-CUSTOM_INPUT = "input"
-"""The one parameter of a custom tool as the model sees it."""
+__all__ = ["Callable", "ToolSet", "read_tools", "shown_name"]
 
 
 class _Definition(BaseModel):
@@ -57,16 +54,6 @@ class ToolSet:
 def shown_name(name: str, namespace: str | None) -> str:
     """What the model calls it: names of groups are part of it."""
     return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
-
-
-def custom_text(arguments: str) -> str:
-    """The text for a custom tool in the arguments that the model wrote; these themselves if it wrote something else."""
-    try:
-        made = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = made.get(CUSTOM_INPUT) if isinstance(made, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> ToolSet:
@@ -125,13 +112,9 @@ def _show(into: ToolSet, tool: _Definition, at: str, namespace: str | None) -> N
 
 
 def _custom(tool: _Definition, shown: str) -> Tool:
-    """The grammar of its input is shown to the model, which is free to write something else."""
-    form, description = tool.format or {}, tool.description or ""
-    if form.get("type") == "grammar":
-        description += f"\n\nThe input must follow this {form.get('syntax')} grammar:\n{form.get('definition')}"
-    text = {"type": "string", "description": "The tool's input, as plain text."}
-    parameters = {"type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT]}
-    return Tool(name=shown, description=description.strip() or None, parameters=parameters)
+    form = tool.format or {}
+    definition = str(form.get("definition")) if form.get("type") == "grammar" else None
+    return custom_tool(shown, tool.description, form.get("syntax"), definition)
 
 
 def _allowed(choice: Any) -> set[str] | None:

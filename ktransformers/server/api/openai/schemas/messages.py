@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from ktransformers.server.answers.history import left_out
 from ktransformers.server.api.openai.schemas.base import History
 
 __all__ = [
@@ -38,12 +40,13 @@ _MEDIA = {
 
 
 class ContentPart(History):
-    """One part of a message's content."""
+    """One part of a message's content. left_out: what a tool's result had in its place."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
+    left_out: str | None = None
 
     @field_validator("type")
     @classmethod
@@ -76,18 +79,26 @@ Content = Annotated[
 
 
 class FunctionCall(History):
-    """arguments: a JSON object, as text or as it is."""
+    """arguments: a JSON object, as text or as it is; or whatever the model wrote instead."""
 
-    name: str
-    arguments: str | dict[str, Any] | None = None
+    name: str | None = None
+    arguments: Any = None
+
+
+class CustomCall(History):
+    """input: text."""
+
+    name: str | None = None
+    input: Any = None
 
 
 class MessageToolCall(History):
-    """A call that an earlier answer made."""
+    """A call that an earlier answer made, as the client has it: right or wrong."""
 
-    id: str | None = None
-    type: Literal["function"] | None = "function"
-    function: FunctionCall
+    id: str | int | None = None
+    type: str | None = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class ChatMessage(History):
@@ -108,6 +119,28 @@ class ChatMessage(History):
     function_call: FunctionCall | None = None
     prefix: bool | None = None
     partial: bool | None = None
+    has_result_as_json: Annotated[bool, Field(exclude=True)] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _result_as_text(cls, data: Any) -> Any:
+        """A tool's result comes back in each further turn, so that none of it is a reason to refuse the conversation."""
+        if not isinstance(data, dict) or data.get("role") not in ("tool", "function"):
+            return data
+        content = data.get("content")
+        if content is None or isinstance(content, str):
+            return data
+        if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+            return data | {"content": [_as_text(part) for part in content]}
+        return data | {"content": json.dumps(content, ensure_ascii=False), "has_result_as_json": True}
+
+
+def _as_text(part: dict[str, Any]) -> dict[str, Any]:
+    kind = part["type"]
+    if kind in _TEXTS:
+        return part
+    shown = _MEDIA[kind].removesuffix("s") if isinstance(kind, str) and kind in _MEDIA else str(kind)[:64]
+    return {"type": "text", "text": left_out(shown), "left_out": str(kind)}
 
 
 class FunctionDefinition(History):

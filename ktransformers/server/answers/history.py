@@ -1,0 +1,76 @@
+"""What histories hold that no chat template takes as it is: calls that were cut or wrong, results that are no text.
+
+A conversation goes on with them: a refusal would come back in each further turn, since clients send the same again.
+What the model is told in their place is said to `alter`, by the name of the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ktransformers.server.json_limits import MAX_DEPTH, json_size
+
+__all__ = ["INVALID_ARGUMENTS", "Alter", "is_arguments", "left_out", "past_arguments", "result_text"]
+
+Alter = Callable[[str], None]
+"""Called with the name of each field that the model is told otherwise than it was sent."""
+
+INVALID_ARGUMENTS = "invalid_arguments"
+"""The one argument that stands for those that are no JSON object; its value is what the model wrote.
+
+Templates take mappings; most refuse anything else, and some write the members one by one.
+"""
+
+
+def past_arguments(value: Any, field: str, alter: Alter) -> Mapping[str, Any]:
+    """The arguments of an earlier call, an object or JSON as text. None and an empty text are no arguments."""
+    if isinstance(value, Mapping):
+        return value
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    found = _object(value) if isinstance(value, str) else None
+    if found is not None:
+        return found
+    alter(field)
+    if isinstance(value, str):
+        return {} if value.strip() == "null" else _quoted(value) or {INVALID_ARGUMENTS: value}
+    return {INVALID_ARGUMENTS: json.dumps(value, ensure_ascii=False)}
+
+
+def is_arguments(text: str) -> bool:
+    """Whether a text is what arguments of a call have to be."""
+    return not text.strip() or _object(text) is not None
+
+
+def _parsed(text: str) -> Any:
+    """What the text is in JSON; None for what is none, or deeper than templates go."""
+    if json_size(text.encode("utf-8", "surrogatepass")).depth > MAX_DEPTH:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _object(text: str) -> Mapping[str, Any] | None:
+    made = _parsed(text)
+    return made if isinstance(made, dict) else None
+
+
+def _quoted(text: str) -> Mapping[str, Any] | None:
+    """Of arguments that were written as JSON twice."""
+    made = _parsed(text)
+    return _object(made) if isinstance(made, str) else None
+
+
+def left_out(kind: str) -> str:
+    """What the model reads in place of a part of a tool's result that is no text. kind: of the part."""
+    return f"[{kind} left out: only text can be read here]"
+
+
+def result_text(value: Any, field: str, alter: Alter) -> str:
+    """A tool's result that is neither text nor parts of one, as JSON."""
+    alter(field)
+    return json.dumps(value, ensure_ascii=False)
