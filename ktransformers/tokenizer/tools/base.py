@@ -150,13 +150,25 @@ class TaggedParser(ToolParser):
             if tag is None:
                 return
             if tag in self.closing:
-                is_open = False
+                self._blank = None if self._blank is None else []
+                is_open = yield from self._closes_again()
                 continue
             self.keep(tag)
             num_calls = self._num_calls
             yield from self.calls(tag)
             is_open = is_open or self._num_calls > num_calls
             self.give_back()
+
+    def _closes_again(self) -> Steps[bool]:
+        """Whether another closing tag follows, which models write now and then."""
+        read: list[str] = []
+        yield from self.cursor.blanks(read.append)
+        for tag in self.closing:
+            if (yield from self.cursor.match(tag)):
+                self.cursor.put_back(tag)
+                return True
+        self.cursor.put_back("".join(read))
+        return False
 
     @abstractmethod
     def calls(self, tag: str) -> Steps[None]:

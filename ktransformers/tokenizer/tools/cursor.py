@@ -77,8 +77,13 @@ class Cursor:
         return self._take_to(self._at + 1)
 
     def match(self, literal: str) -> Steps[bool]:
-        """Whether the text goes on with `literal`, which is then taken; otherwise nothing is."""
+        """Whether the text goes on with `literal`, which is then taken; otherwise nothing is.
+
+        But of a text that was cut inside of it, the rest is.
+        """
         while not self._text.startswith(literal, self._at):
+            if self.is_cut and literal.startswith(self._text[self._at :]):
+                self._take_to(len(self._text))
             if self._is_end or not literal.startswith(self._text[self._at : self._at + len(literal)]):
                 return False
             yield
@@ -106,10 +111,10 @@ class Cursor:
         yield from self.run_of(_BLANK, sink or _forget)
         return (yield from self.peek())
 
-    def find(self, tags: tuple[str, ...], sink: Sink) -> Steps[str | None]:
+    def find(self, tags: tuple[str, ...], sink: Sink, *, drops_begun: bool = False) -> Steps[str | None]:
         """Takes the text up to the first of `tags` and that tag, which it returns; None when the text ends before.
 
-        No tag may have another one inside.
+        No tag may have another one inside. drops_begun: what there is of one where the text was cut is not handed on.
         """
         pattern, longest = _any_of(tags), max(map(len, tags))
         while True:
@@ -119,10 +124,12 @@ class Cursor:
                     sink(self._take_to(found.start()))
                 return self._take_to(found.end())
             tail = self._text[max(self._at, len(self._text) - longest) :]
-            certain = len(self._text) - (0 if self._is_end else held_back(tail, tags))
+            is_known = self._is_end and not (self.is_cut and drops_begun)
+            certain = len(self._text) - (0 if is_known else held_back(tail, tags))
             if certain > self._at:
                 sink(self._take_to(certain))
             if self._is_end:
+                self._take_to(len(self._text))
                 return None
             yield
 

@@ -245,7 +245,8 @@ class GemmaReader(JsonReader):
         if not (yield from self._cursor.match(self._quote)):
             return False
         sink('"')
-        if (yield from self._cursor.find((self._quote,), lambda piece: sink(escaped(piece)))) is None:
+        quotes = (self._quote,)
+        if (yield from self._cursor.find(quotes, lambda piece: sink(escaped(piece)), drops_begun=True)) is None:
             return False
         sink('"')
         return True

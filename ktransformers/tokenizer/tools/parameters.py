@@ -25,6 +25,7 @@ from ktransformers.tokenizer.tools.values import as_json, kinds_of
 __all__ = ["ParameterParser", "ParameterWriter", "ValueTags"]
 
 _STRING = frozenset({"string"})
+_BRACKETS = {"object": "{", "array": "["}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class ParameterWriter:
         sink = _Trimmed(into) if trims else _Sink(into)
         watched = tags.all + tuple(f"\n{tag}" for tag in tags.all if trims)
         while True:
-            found = yield from cursor.find(watched, sink)
+            found = yield from cursor.find(watched, sink, drops_begun=True)
             if found is None:
                 return not cursor.is_cut
             sink.release()
@@ -144,10 +145,11 @@ class ParameterWriter:
 
     def _tell_begun(self, text: str, kinds: frozenset[str]) -> None:
         """What there is of a value that was cut off, as JSON that goes no further."""
-        is_json = "string" not in kinds if kinds else text.lstrip()[:1] in ("{", "[")
-        if not is_json:
-            self._parser.argue(f'"{escaped(text)}')
-            return
+        if (not kinds or "string" in kinds) and as_json(text, kinds).startswith('"'):
+            brackets = "".join(bracket for kind, bracket in _BRACKETS.items() if not kinds or kind in kinds)
+            if text.strip() and text.lstrip()[0] not in brackets:
+                self._parser.argue(f'"{escaped(text)}')
+                return
         cursor = Cursor()
         cursor.add(text)
         cursor.end()

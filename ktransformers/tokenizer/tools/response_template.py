@@ -64,7 +64,7 @@ class ResponseTemplateParser:
         return told
 
     def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
-        """The end of the answer. Call once. is_cut: the model was stopped; a call that it had begun is not told then."""
+        """The end of the answer. Call once. is_cut: the model was stopped, and a call that it had begun is not told."""
         if self._is_broken or (is_cut and self._region):
             return []
         try:

@@ -51,17 +51,20 @@ class XmlParser(ParameterParser):
     @override
     def calls(self, tag: str) -> Steps[None]:
         form = self._form_of(tag)
-        is_open = tag == form.call[0]
+        is_open, is_closed = tag == form.call[0], False
         while True:
             if not is_open:
                 yield from self.cursor.blanks()
+                while is_closed and (yield from self.cursor.match(form.call[1])):  # once more
+                    self.keep("")
+                    yield from self.cursor.blanks()
                 if not (yield from self.cursor.match(form.call[0])):
                     return
             is_open = False
             name, _ = yield from self._head(form.call[0])
             if not name:
                 return
-            yield from self._call(form, name)
+            is_closed = yield from self._call(form, name)
             self.keep("")
 
     def _form_of(self, tag: str) -> XmlForm:
@@ -104,8 +107,8 @@ class XmlParser(ParameterParser):
         self.cursor.put_back("".join(read))
         return bool(name)
 
-    def _call(self, form: XmlForm, name: str) -> Steps[None]:
-        """The parameters and the closing tag."""
+    def _call(self, form: XmlForm, name: str) -> Steps[bool]:
+        """The parameters and the closing tag. False: there was none."""
         self.start_call(name)
         writer = ParameterWriter(self, name)
         is_closed, rest = yield from self._parameters(form, writer)
@@ -113,6 +116,7 @@ class XmlParser(ParameterParser):
         writer.close(is_whole)
         self.end_call(is_whole)
         self.say(rest)
+        return is_closed
 
     def _parameters(self, form: XmlForm, writer: ParameterWriter) -> Steps[tuple[bool, str]]:
         """All of them. Whether the call's closing tag followed; and what is no part of the call. Tags may be doubled.

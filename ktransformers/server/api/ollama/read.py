@@ -48,6 +48,7 @@ def is_load(body: ChatBody | GenerateBody) -> bool:
 
 
 def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRequest:
+    """The next turn of a conversation."""
     altered: list[str] = []
     messages = _messages(body.messages, altered.append)
     tools = [

@@ -61,19 +61,19 @@ class GlmParser(ParameterParser):
                 cursor.put_back(_CALL_END if is_closed else "")
                 return is_closed
             key = (yield from cursor.word(_KEY, NAME_LEN)).strip()
-            yield from cursor.match(_KEY_END)
             yield from self._to_value()
             is_cut = cursor.is_cut_here  # before there was a value
             if key and not is_cut and not (yield from writer.read(key, _TAGS)):
                 return False
 
     def _to_value(self) -> Steps[None]:
-        """Past the value's opening tags."""
+        """Past the tags in front of a value."""
         while True:
             read: list[str] = []
             yield from self.cursor.blanks(read.append)
-            if not (yield from self.cursor.match(_VALUE)):
-                self.cursor.put_back("".join(read))
+            if not (yield from self.cursor.match(_VALUE)) and not (yield from self.cursor.match(_KEY_END)):
+                if not self.cursor.is_cut_here:
+                    self.cursor.put_back("".join(read))
                 return
 
     @override

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktransformers.server.answers.custom_tools import custom_text
 from ktransformers.server.answers.events import (
     AnswerEvent,
     AnswerFinished,
@@ -23,7 +24,6 @@ from ktransformers.server.answers.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from ktransformers.server.answers.custom_tools import custom_text
 from ktransformers.server.answers.requests import derived_id
 from ktransformers.server.api.openai.responses.items import sealed
 from ktransformers.server.api.openai.responses.tools import Callable

@@ -124,7 +124,7 @@ class ChatMessage(History):
     @model_validator(mode="before")
     @classmethod
     def _result_as_text(cls, data: Any) -> Any:
-        """A tool's result comes back in each further turn, so that none of it is a reason to refuse the conversation."""
+        """A tool's result comes back in each further turn, so nothing in it is a reason to refuse the conversation."""
         if not isinstance(data, dict) or data.get("role") not in ("tool", "function"):
             return data
         content = data.get("content")
