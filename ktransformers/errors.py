@@ -107,11 +107,14 @@ class UnsupportedError(ConfigError):
 
 
 class FieldError(ConfigError):
-    """A field of a request is wrong, or cannot be honoured. param: its name, in the client's spelling."""
+    """A field of a request is wrong, or cannot be honoured. param: its name, in the client's spelling.
 
-    def __init__(self, message: str, param: str):
+    code: the word by which clients of the dialect know this refusal, where they have one.
+    """
+
+    def __init__(self, message: str, param: str, code: str | None = None):
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class ConversationError(ConfigError):

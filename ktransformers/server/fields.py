@@ -69,7 +69,7 @@ class Rule:
 
     to: the fields that a value means, in their own names; they are sorted in turn. nearest: refuse the value, and say
     what to use instead. is_ignored: it has no effect here, and the response says so. Neither: the field itself stays,
-    unless is_hint. inner: of a field that is an object, the table of its own fields.
+    unless is_hint. inner: of a field that is an object, the table of its own fields. code: of the refusal.
     """
 
     neutral: tuple[Any, ...] = ()
@@ -78,6 +78,7 @@ class Rule:
     is_hint: bool = False
     is_ignored: bool = False
     inner: Mapping[str, Rule] | None = None
+    code: str | None = None
 
 
 FieldTable = Mapping[str, Rule]
@@ -108,9 +109,9 @@ def mapped(to: str | Callable[[Any], Mapping[str, Any]], *neutral: Any) -> Rule:
     return Rule(neutral, lambda value: {to: value})
 
 
-def refuse(nearest: str, *neutral: Any) -> Rule:
+def refuse(nearest: str, *neutral: Any, code: str | None = None) -> Rule:
     """It would change the answer and cannot be honoured. nearest: what to do instead, as in "use nearest"."""
-    return Rule(neutral, nearest=nearest)
+    return Rule(neutral, nearest=nearest, code=code)
 
 
 def without_effect(*neutral: Any) -> Rule:
@@ -182,7 +183,7 @@ def _sorted_within(name: str, value: Mapping[str, Any], table: FieldTable) -> So
         return _sorted(value, table)
     except FieldError as error:
         param = f"{name}.{error.param}" if error.param else name
-        raise FieldError(f"{name}.{error}" if error.param else f"{name}: {error}", param) from error
+        raise FieldError(f"{name}.{error}" if error.param else f"{name}: {error}", param, error.code) from error
 
 
 def _meaning(name: str, value: Any, table: FieldTable, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -203,7 +204,7 @@ def _apply(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, Any]]:
     if value is None or rule.is_hint or any(_is_same(value, neutral) for neutral in rule.neutral):
         return
     if rule.nearest is not None:
-        raise FieldError(f"{name}: this server does not support it; use {rule.nearest}", name)
+        raise FieldError(f"{name}: this server does not support it; use {rule.nearest}", name, rule.code)
     if rule.to is None:
         yield name, value
         return

@@ -127,7 +127,9 @@ def _entry(error: KTransformersError) -> tuple[int, str, str | None]:
 def error_body(error: KTransformersError, path: str = "") -> dict[str, Any]:
     """What is sent about an error, in the shape of this path."""
     status, type, code = _entry(error)
-    param = (error.param or None) if isinstance(error, FieldError) else None
+    param = None
+    if isinstance(error, FieldError):
+        param, code = error.param or None, error.code or code
     if isinstance(error, ContextLengthError):
         param = next((name for suffix, name in _PROMPT_FIELDS if path.endswith(suffix)), "messages")
     return _body(path, status, str(error), type, param, code)

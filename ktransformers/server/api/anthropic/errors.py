@@ -11,10 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.errors import ContextLengthError
 
-__all__ = ["ERROR_RESPONSES", "PATH", "RequestIds", "error_shape", "too_long"]
+__all__ = ["ERROR_RESPONSES", "PATH", "THREAD_CODE", "RequestIds", "error_shape", "too_long"]
 
 PATH = "/v1/messages"
 """Where this dialect's routes begin."""
+
+THREAD_CODE = "thread_unsupported_request"
+"""By which official clients know that they have to send whole conversations, and go on with that."""
 
 _REQUEST_ID: ContextVar[str | None] = ContextVar("anthropic_request_id", default=None)
 
@@ -38,6 +41,8 @@ def error_shape(status: int, message: str, code: str | None, param: str | None) 
     error: dict[str, Any] = {"type": type, "message": message}
     if code is not None:
         error["details"] = {"error_code": code}
+    if code == THREAD_CODE:
+        error["details"]["unsupported"] = [param]
     return {"type": "error", "error": error, "request_id": _REQUEST_ID.get()}
 
 

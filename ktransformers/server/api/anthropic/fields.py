@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ktransformers.server.api.anthropic.errors import THREAD_CODE
 from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
 
 __all__ = ["TABLE"]
@@ -74,7 +75,7 @@ TABLE: FieldTable = {
     # What happens at Anthropic's, and not here.
     "container": refuse("tools of your own: this server runs no code"),
     "mcp_servers": refuse("tools of your own: this server calls none", []),
-    "thread": refuse("messages: this server keeps no conversations"),
+    "thread": refuse("messages alone: this server keeps no conversations", code=THREAD_CODE),
     "prefill": refuse("a last message of the role assistant"),
     "prompt": refuse("messages"),
     "response_format": refuse("output_config.format", {"type": "text"}),
