@@ -146,12 +146,14 @@ class ConstraintKind(StrEnum):
 class Constraint:
     """What an answer, its reasoning excepted, must look like from its first character to its last.
 
-    exit_ids: an answer that begins with one of these tokens is free: it calls a tool.
+    exit_ids: an answer that begins with one of these tokens is free: it calls a tool. widened: parts of the request's
+    schema that `text` does not hold answers to, for whoever tells the client.
     """
 
     kind: ConstraintKind
     text: str = ""
     exit_ids: tuple[int, ...] = ()
+    widened: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, wanted: object) -> Constraint:

@@ -42,6 +42,7 @@ __all__ = [
     "note_dropped",
     "note_ignored",
     "refuse",
+    "schema_place",
     "sort_fields",
     "within",
     "without_effect",
@@ -61,6 +62,13 @@ _SCOPE_KEY = "ktransformers.ignored"
 _DROPPED_KEY = "ktransformers.dropped"
 _ODD = "?"  # stands for names that no header could carry
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_PLACE = re.compile(r"[A-Za-z0-9_.\-*]{1,80}#(?:/[A-Za-z0-9_.\-$*]{1,64}){1,16}")
+"""Of a schema's keyword: the field that has the schema, and a JSON pointer in it."""
+
+_USERS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+"""Keywords below which a schema has names of the user's."""
+
+_MAX_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +152,7 @@ def within(table: FieldTable, *neutral: Any) -> Rule:
 
 def is_unwanted(name: str) -> FieldError:
     """The error for a field without effect where the operator wants none of them."""
-    return FieldError(f"{name[:64]!r} has no effect here, and --strict_requests refuses such fields", name)
+    return FieldError(f"{name[:200]!r} has no effect here, and --strict_requests refuses such fields", name)
 
 
 def sort_fields(body: Mapping[str, Any], table: FieldTable, *, is_strict: bool = False) -> SortedFields:
@@ -238,9 +246,30 @@ def _is_same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
+def schema_place(name: str, at: str, keyword: str) -> str:
+    """A keyword of a schema as a header may carry it. name: of the field that has the schema. at: a JSON pointer."""
+    steps = [*at.split("/")[1:], keyword]
+    if len(steps) > _MAX_STEPS:
+        steps = [*steps[:2], "*", *steps[3 - _MAX_STEPS :]]
+    shown = [one if re.fullmatch(r"[A-Za-z0-9_.\-$]{1,64}", one) else "*" for one in steps]
+    field_name = ".".join(one if _NAME.fullmatch(one) else "*" for one in name.split(".", 1))
+    return f"{field_name}#/{'/'.join(shown)}"
+
+
+def _without_names(place: str) -> str:
+    """The same without any word of the user's, for the log."""
+    name, _, pointer = place.partition("#")
+    shown, is_name = list[str](), False
+    for one in pointer.split("/")[1:]:
+        shown.append("*" if is_name else one)
+        is_name = not is_name and one in _USERS
+    return f"{'tools' if name.startswith('tools.') else name}#/{'/'.join(shown)}"
+
+
 def _shown(names: Iterable[str]) -> list[str]:
     """Names as a header and a log may carry them."""
-    return list(dict.fromkeys(name if _NAME.fullmatch(name) else _ODD for name in names))[:_MAX_SHOWN]
+    shown = (name if _NAME.fullmatch(name) or _PLACE.fullmatch(name) else _ODD for name in names)
+    return list(dict.fromkeys(shown))[:_MAX_SHOWN]
 
 
 def note_ignored(scope: MutableMapping[str, Any], names: Iterable[str]) -> None:
@@ -275,8 +304,11 @@ class LoggedNames:
 
     def say(self, names: Iterable[str]) -> None:
         """Log the new ones among them."""
-        for name in _shown(names):
+        for name in dict.fromkeys(_without_names(one) if "#" in one else one for one in _shown(names)):
             if name not in self._said and len(self._said) < self.limit:
                 self._said.add(name)
+                if "#" in name:
+                    logger.warning("requests have schemas with %s, which answers are not held to", name)
+                    continue
                 shown = "a field with an odd name" if name == _ODD else name
                 logger.warning(self.words, shown)

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ktransformers.core import Constraint, ConstraintKind
 from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.schemas import JSON_OPTIONS, SchemaError, Widened, core_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
-__all__ = ["JSON_OPTIONS", "MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words", "check_schema", "pack_ids"]
+__all__ = ["MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words", "core_of_text", "pack_ids"]
 
 MAX_CONSTRAINT_CHARS = 1 << 18
 """Longest text of a constraint: reading one as long as this takes some tenths of a second."""
@@ -39,14 +40,8 @@ _MAX_LEVELS = 1000
 process at about twice as many on a thread with 8 MiB of it."""
 
 _MAX_REASON_CHARS = 400
-JSON_OPTIONS: JsonCompileOptions = {
-    "lenient": False,
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
-"""On one line, as most models write calls of tools. Any amount of whitespace would let a model write nothing else to
-the end of its tokens, and llguidance repeats a whitespace_pattern."""
+
+logger = logging.getLogger(__name__)
 
 
 def pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:
@@ -231,61 +226,39 @@ def _grammar(constraint: Constraint) -> str:
 def _of_schema(text: str) -> str:
     from llguidance import LLMatcher
 
+    core, widened = core_of_text(text)
+    _log_widened(tuple(one.keyword for one in widened))
+    try:
+        return LLMatcher.grammar_from_json_schema(core, overrides=JSON_OPTIONS)
+    except ValueError as error:  # more within each other than its reader goes into
+        raise ConfigError(f"the JSON schema cannot be read: {error}") from error
+
+
+def core_of_text(text: str) -> tuple[str, tuple[Widened, ...]]:
+    """A request's JSON schema in keywords that grammars follow, and where it takes more than was asked.
+
+    Raises ConfigError for what is no schema, and for one that cannot be followed.
+    """
+    if len(text) > MAX_CONSTRAINT_CHARS:
+        raise ConfigError(f"the JSON schema has {len(text)} characters; at most {MAX_CONSTRAINT_CHARS} are read")
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the JSON schema is no JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise ConfigError("a JSON schema must be an object")
-    check_schema(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
-    except ValueError as error:  # more within each other than its reader goes into
-        raise ConfigError(f"the JSON schema cannot be read: {error}") from error
+        core = core_schema(schema)
+    except SchemaError as error:
+        raise SchemaError(error.at, error.keyword, error.reason, "the JSON schema cannot be followed: ") from error
+    return core.text, core.widened
 
 
-def check_schema(schema: Any) -> None:
-    """Raises ConfigError for a JSON schema that must not reach llguidance."""
-    if isinstance(schema, dict) and "x-guidance" in schema:
-        raise ConfigError("the JSON schema must not have x-guidance: how it is followed is not the request's to say")
-    _check_levels("JSON schema", _schema_levels(schema))
-    _check_patterns(schema)
-
-
-def _check_patterns(schema: Any) -> None:
-    """Raises ConfigError for a property that a pattern beside it matches too: llguidance would not hold it to that."""
-    from llguidance import LLMatcher
-
-    both = [
-        {
-            "enum": list(one["properties"]),
-            "anyOf": [{"type": "string", "pattern": pattern} for pattern in one["patternProperties"]],
-        }
-        for one in _objects_in(schema)
-        if all(isinstance(one.get(key), dict) and one[key] for key in ("properties", "patternProperties"))
-    ]
-    if not both:
-        return
-    # One schema of all names that a pattern beside them matches, which has no answer where there are none.
-    grammar = LLMatcher.grammar_from_json_schema({"anyOf": both}, overrides=JSON_OPTIONS)
-    error = LLMatcher.validate_grammar(grammar, limits=_limits())
-    if "Unsatisfiable" not in error:
-        raise ConfigError(
-            "the JSON schema has an object with a property that one of its patternProperties matches too, which "
-            "cannot be enforced; put the patternProperties into an allOf beside it"
-        )
-
-
-def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects of a document, however deep."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            yield one
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
+@functools.cache
+def _log_widened(keywords: tuple[str, ...]) -> None:
+    """Once for each list of them; requests to a server are named there (server/answers/constraints.py)."""
+    if keywords:
+        logger.warning("answers are not held to all of a JSON schema; left out: %s", ", ".join(dict.fromkeys(keywords)))
 
 
 def _of_choices(text: str) -> str:
@@ -315,41 +288,6 @@ def _check_levels(what: str, levels: int) -> None:
         raise ConfigError(
             f"the {what} has parts that may lie {levels} levels within each other; at most {_MAX_LEVELS} do"
         )
-
-
-def _schema_levels(schema: Any) -> int:
-    """At least as many levels as a reader goes down: the schema's own, and those of all that it refers to."""
-    targets: set[str] = set()
-    own = _depth(schema, targets)
-    return own + sum(_depth(_pointed(schema, target), set()) for target in targets)
-
-
-def _depth(value: Any, targets: set[str]) -> int:
-    """Levels of lists and objects; adds what they refer to."""
-    deepest, waiting = 0, [(value, 1)]
-    while waiting:
-        one, level = waiting.pop()
-        deepest = max(deepest, level)
-        if isinstance(one, dict):
-            targets.update(ref for key, ref in one.items() if key in _REFERENCES and isinstance(ref, str))
-            waiting += [(inner, level + 1) for inner in one.values()]
-        elif isinstance(one, list):
-            waiting += [(inner, level + 1) for inner in one]
-    return deepest
-
-
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-
-
-def _pointed(schema: Any, target: str) -> Any:
-    """What a JSON pointer leads to; the whole schema for one that leads elsewhere."""
-    found = schema
-    for part in target.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or name not in found:
-            return schema
-        found = found[name]
-    return found
 
 
 def _depth_of_text(text: str) -> int:

@@ -35,7 +35,7 @@ from ktransformers.tokenizer.templates.calls import spelled
 from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
 from ktransformers.tokenizer.tools.families.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.formats import HARMONY
-from ktransformers.tokenizer.tools.grammars import tool_grammar
+from ktransformers.tokenizer.tools.grammars import WidenedOf, tool_grammar
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
 from ktransformers.tokenizer.tools.shapes import shape_of
 from ktransformers.tokenizer.verbatim import Guard, Verbatim
@@ -383,10 +383,18 @@ class Tokenizer:
             end = end.replace(added[token_id].content, "")
         return end.strip()
 
-    def tool_grammar(self, tools: ToolSchemas, *, parallel: bool = True, max_thoughts: int | None = None) -> str | None:
+    def tool_grammar(
+        self,
+        tools: ToolSchemas,
+        *,
+        parallel: bool = True,
+        max_thoughts: int | None = None,
+        widened: WidenedOf | None = None,
+    ) -> str | None:
         """What calls of these tools (one, if parallel any number) look like behind the reasoning, in llguidance's Lark.
 
         None for a checkpoint's own format. max_thoughts: tokens of the reasoning, where the grammar has to know it.
+        widened: gets, by the tool's name, where calls are not held to its schema.
         Raises ConfigError for tools that the format cannot spell.
         """
         form = self._format.tools
@@ -398,8 +406,8 @@ class Tokenizer:
             return found if found in self.added_ids else None  # as Grammars see it
 
         shape = form.shape or shape_of(form.name, self._template_text())
-        tags = dict.fromkeys([*form.tokens, *self._tags_in(shape.texts)])
-        return tool_grammar(shape, tuple(tags), tools, special, parallel=parallel, max_thoughts=max_thoughts)
+        tags = tuple(dict.fromkeys([*form.tokens, *self._tags_in(shape.texts)]))
+        return tool_grammar(shape, tags, tools, special, parallel=parallel, max_thoughts=max_thoughts, widened=widened)
 
     def _tags_in(self, texts: Sequence[str]) -> list[str]:
         """The special tokens that these texts hold."""

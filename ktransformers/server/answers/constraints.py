@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktransformers.core import Constraint, Reasoning
-from ktransformers.errors import ConfigError
+from ktransformers.core import Constraint, ConstraintKind, Reasoning
+from ktransformers.errors import ConfigError, FieldError
+from ktransformers.server.fields import schema_place
 from ktransformers.tokenizer import Tokenizer
+from ktransformers.tokenizer.grammars import core_of_text
 
 __all__ = ["CONSTRAINT_FIELDS", "beside_tools", "constraint_of", "has_own_thoughts", "reasoning_of"]
 
@@ -69,10 +71,41 @@ def constraint_of(body: Mapping[str, Any]) -> Constraint | None:
         raise ConfigError(f"{' and '.join(found)} both say what the answer must look like: send one of them")
     for name, wanted in found.items():
         try:
-            return Constraint.of(wanted)
+            made = Constraint.of(wanted)
         except ConfigError as error:
             raise type(error)(f"{name}: {error}") from error
+        return _followed(name, made, body[name]) if made.kind is ConstraintKind.JSON_SCHEMA else made
     return None
+
+
+def _followed(name: str, asked: Constraint, value: Any) -> Constraint:
+    """A schema in keywords that grammars follow. Raises FieldError for one that must be followed whole and cannot."""
+    try:
+        core, widened = core_of_text(asked.text)
+    except ConfigError as error:
+        raise FieldError(f"{name}: {error}", name) from error
+    if widened and _is_strict(value):
+        raise FieldError(
+            f"{name}: the schema {_name_of(value)}is strict, and answers cannot be held to {widened[0]}: leave that "
+            "out, or strict, and the rest is followed",
+            name,
+        )
+    return replace(asked, text=core, widened=tuple(schema_place(name, *one) for one in widened))
+
+
+def _said(value: Any) -> Mapping[str, Any]:
+    """What says strict and a name: OpenAI's json_schema, or the format itself."""
+    inner = value.get("json_schema") if isinstance(value, Mapping) else None
+    return inner if isinstance(inner, Mapping) else value if isinstance(value, Mapping) else {}
+
+
+def _is_strict(value: Any) -> bool:
+    return "type" in (value if isinstance(value, Mapping) else {}) and _said(value).get("strict") is True
+
+
+def _name_of(value: Any) -> str:
+    name = _said(value).get("name")
+    return f"{name[:64]!r} " if isinstance(name, str) else ""
 
 
 def _wanted(name: str, value: Any) -> Mapping[str, Any] | None:

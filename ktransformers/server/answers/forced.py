@@ -10,7 +10,9 @@ from ktransformers.errors import ConfigError, FieldError, UnsupportedError
 from ktransformers.server.answers.constraints import has_own_thoughts, reasoning_of
 from ktransformers.server.answers.requests import Conversation, Tool, ToolChoice
 from ktransformers.server.backend.base import ModelInfo
+from ktransformers.server.fields import schema_place
 from ktransformers.tokenizer import Tokenizer
+from ktransformers.tokenizer.tools.grammars import WidenedOf
 
 __all__ = ["forced_calls", "reason_of_refusal"]
 
@@ -22,7 +24,8 @@ def forced_calls(
 ) -> dict[str, Any]:
     """Fields of SamplingParams for an answer that calls what the choice says, and does nothing else but think before.
 
-    Raises FieldError for tools that cannot be spelled, UnsupportedError for a format of calls without a grammar.
+    Raises FieldError for tools that cannot be spelled, or not as strictly as they say, UnsupportedError for a format of
+    calls without a grammar.
     """
     tools = _chosen(conversation.tools, choice)
     if not tools:
@@ -51,8 +54,10 @@ def _chosen(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
 
 def _constraint(tokenizer: Tokenizer, tools: Sequence[Tool], choice: ToolChoice, budget: int | None) -> Constraint:
     schemas: Mapping[str, Mapping[str, Any] | None] = {tool.name: tool.parameters for tool in tools}
+    widened: WidenedOf = {}
+    parallel = choice.max_calls != 1
     try:
-        grammar = tokenizer.tool_grammar(schemas, parallel=choice.max_calls != 1, max_thoughts=budget)
+        grammar = tokenizer.tool_grammar(schemas, parallel=parallel, max_thoughts=budget, widened=widened)
     except ConfigError as error:
         raise FieldError(f"{_FIELD}: {error}", _FIELD) from error
     if grammar is None:
@@ -60,4 +65,12 @@ def _constraint(tokenizer: Tokenizer, tools: Sequence[Tool], choice: ToolChoice,
             f"{_FIELD}: calls in this model's own format ({tokenizer.tool_format}) cannot be forced; use auto, or "
             "start the server with --tool_format"
         )
-    return Constraint(ConstraintKind.TOOL_CALLS, grammar)
+    for tool in tools:
+        if tool.strict and widened.get(tool.name):
+            raise FieldError(
+                f"{_FIELD}: calls of {tool.name[:64]!r} cannot be forced: it is strict, and arguments cannot be "
+                f"held to {widened[tool.name][0]}: leave that out, or strict, and the rest is followed",
+                _FIELD,
+            )
+    places = (schema_place(f"tools.{name}", *one) for name, found in widened.items() for one in found)
+    return Constraint(ConstraintKind.TOOL_CALLS, grammar, widened=tuple(places))

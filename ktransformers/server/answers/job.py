@@ -119,7 +119,13 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
     else:
         with in_words_of(service):
             prompts, choices = _texts(service, asked)
-    requests = _generations(service, asked, prompts, _rules(service, asked, prompts[0]))
+    rules = _rules(service, asked, prompts[0])
+    constraint = rules.get("constraint")
+    if constraint is not None and constraint.widened:
+        service.check_ignored(constraint.widened)
+        ignored += constraint.widened
+        rules["constraint"] = replace(constraint, widened=())
+    requests = _generations(service, asked, prompts, rules)
     return Job(
         service=service,
         id=asked.id,

@@ -1,29 +1,34 @@
 """Grammars of tool calls: what a model must write so that nothing but calls of these tools comes out.
 
-A grammar is about the answer's text from its first character on, after the reasoning. Where arguments are JSON, schemas
-go into it as they are, and llguidance refuses what it cannot follow; other spellings have grammars of their own.
+A grammar is about the answer's text from its first character on, after the reasoning. Schemas are made into core
+schemas (tokenizer/schemas) first. Where arguments are JSON, those go into the grammar as they are; other spellings have
+grammars of their own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.schemas import Widened, core_schema
 from ktransformers.tokenizer.tools.base import NAME_LEN
 from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.json_text import escaped
-from ktransformers.tokenizer.tools.lark import ANY_TEXT, Rules
-from ktransformers.tokenizer.tools.schema_parts import members, resolved
+from ktransformers.tokenizer.tools.lark import ANY_TEXT, Rules, literal
+from ktransformers.tokenizer.tools.schema_parts import alternatives, members
 from ktransformers.tokenizer.tools.shapes import Shape, Spelling
 from ktransformers.tokenizer.tools.spelled_values import GemmaValues, python_arguments
 from ktransformers.tokenizer.tools.tagged_values import TaggedValues
 
-__all__ = ["tool_grammar"]
+__all__ = ["WidenedOf", "tool_grammar"]
 
 SpecialId = Callable[[str], int | None]
 """The id of a tag that is a special token, None for one that is text."""
+
+WidenedOf = dict[str, list[Widened]]
+"""By a tool's name, where calls are not held to its schema."""
 
 _NAME = re.compile(r"[\w.\-]+")
 
@@ -36,20 +41,29 @@ def tool_grammar(
     *,
     parallel: bool,
     max_thoughts: int | None = None,
+    widened: WidenedOf | None = None,
 ) -> str:
     """Lark text for one call of `tools`, or, if parallel, one or more. tags: those of the format.
 
     For a choice of one tool let it be the only one of `tools`. max_thoughts: tokens of the reasoning, where the shape
-    has it. Raises ConfigError, with the tool's name, for what the format cannot spell.
+    has it. widened: gets, by the tool's name, where calls are not held to its schema. Raises ConfigError, with the
+    tool's name, for what the format cannot spell.
     """
     ids = {tag: found for tag in tags if (found := special(tag)) is not None}
-    return _Writer(shape, tools, Rules(ids)).write(parallel, max_thoughts)
+    return _Writer(shape, tools, Rules(ids), {} if widened is None else widened).write(parallel, max_thoughts)
 
 
 class _Writer:
-    def __init__(self, shape: Shape, tools: ToolSchemas, rules: Rules):
-        self._shape, self._tools, self._rules = shape, tools, rules
-        self._tagged = TaggedValues(rules, tools, shape) if shape.spelling is Spelling.TAGS else None
+    def __init__(self, shape: Shape, tools: ToolSchemas, rules: Rules, widened: WidenedOf):
+        self._shape, self._tools, self._rules, self._widened = shape, tools, rules, widened
+        self._now = ""  # the tool whose rules are being written
+        is_tagged = shape.spelling is Spelling.TAGS
+        self._tagged = TaggedValues(rules, tools, shape, self._widen) if is_tagged else None
+
+    def _widen(self, at: str, keyword: str) -> None:
+        found = self._widened.setdefault(self._now, [])
+        if Widened(at, keyword) not in found:
+            found.append(Widened(at, keyword))
 
     def write(self, parallel: bool, max_thoughts: int | None) -> str:
         shape, spelled = self._shape, self._rules.spelled
@@ -88,26 +102,32 @@ class _Writer:
         return f" /{self._shape.number}/ ".join(parts).strip()
 
     def _arguments(self, rule: str, name: str) -> str:
-        """The rules of a call's arguments."""
-        root = self._tools[name]
-        schema = _of_object(root)
-        match self._shape.spelling:
-            case Spelling.JSON:
-                return self._rules.json(rule, schema, root)
-            case Spelling.PYTHON:
-                return python_arguments(self._rules, rule, resolved(schema, root), root)
-            case Spelling.GEMMA:
-                return self._rules.add(rule, GemmaValues(self._rules, rule, schema).arguments())
+        """The rules of a call's arguments, which are an object whether their schema says so or not."""
+        self._now = name
+        core = core_schema(self._tools[name] or {}, is_object=True)
+        for one in core.widened:
+            self._widen(*one)
+        root = core.schema
+        if self._shape.spelling is Spelling.JSON:
+            return self._rules.json(rule, root, root)
+        gemma = GemmaValues(self._rules, rule, root, self._widen)
+        options = [
+            self._listed(f"{rule}_{number}", name, leaf.schema, root, gemma)
+            for number, leaf in enumerate(alternatives(root, root))
+        ]
+        return f"({' | '.join(options)})"
+
+    def _listed(self, rule: str, name: str, schema: Any, root: Any, gemma: GemmaValues) -> str:
+        """What stands for arguments that are not JSON, of one of the alternatives that a schema has for them."""
+        if self._shape.spelling is Spelling.GEMMA:
+            return gemma.arguments(schema)
+        for keyword in ("minProperties", "maxProperties"):
+            if keyword in schema:
+                self._widen("#", keyword)
+        if self._shape.spelling is Spelling.PYTHON:
+            return python_arguments(self._rules, rule, schema, root, self._widen)
         assert self._tagged is not None
-        found = members(resolved(schema, root))
+        found = members(schema)
         written = [self._tagged.write(f"{rule}_{at}", name, member, root) for at, member in enumerate(found)]
-        return " ".join(one if member.is_required else f"{one}?" for one, member in zip(written, found, strict=True))
-
-
-def _of_object(schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The schema of a tool's parameters, which are an object whether it says so or not. Raises ConfigError."""
-    whole = dict(schema or {})
-    kinds = whole.get("type", "object")
-    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-        raise ConfigError(f"its parameters are of the type {str(kinds)[:64]!r}, not an object")
-    return {**whole, "type": "object"}
+        parts = (one if member.is_required else f"{one}?" for one, member in zip(written, found, strict=True))
+        return " ".join(parts) or literal("")

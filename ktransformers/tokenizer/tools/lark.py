@@ -6,21 +6,20 @@ token, which no text can match; names of terminals, which are regular expression
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ktransformers.errors import ConfigError
-from ktransformers.tokenizer.grammars import JSON_OPTIONS, check_schema
-from ktransformers.tokenizer.tools.schema_parts import Leaf, count_of
+from ktransformers.tokenizer.schemas import JSON_OPTIONS
+from ktransformers.tokenizer.tools.schema_parts import Leaf
 
 __all__ = ["ANY_TEXT", "Rules", "literal", "regex", "text_of", "union"]
 
 ANY_TEXT = "/(.|\\n)*/"
 _MAX_RULES = 20_000
-_SHARED = ("$defs", "definitions")
-"""Where a schema keeps what its parts refer to."""
 
 
 def literal(text: str) -> str:
@@ -47,10 +46,9 @@ class Rules:
         return name
 
     def json(self, name: str, schema: Any, root: Any) -> str:
-        """A rule for a value of this part of `root`, written as JSON."""
-        shared = {key: root[key] for key in _SHARED if isinstance(root, Mapping) and key in root}
-        whole = {**(schema if isinstance(schema, Mapping) else {}), **shared}
-        check_schema(whole)
+        """A rule for a value of this part of the core schema `root`, written as JSON."""
+        shared = _shared(schema, root)
+        whole = {**(schema if isinstance(schema, Mapping) else {}), **({"$defs": shared} if shared else {})}
         return self.add(name, f"%json {json.dumps({**whole, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}")
 
     def spelled(self, text: str) -> str:
@@ -80,46 +78,87 @@ class Rules:
         return self.add(name, f"{name}_text", self.spelled(rest))
 
 
-def text_of(leaf: Leaf) -> str:
-    """An expression of terminals for a leaf's strings. Raises ConfigError for a pattern that cannot be followed."""
+def _shared(schema: Any, root: Any) -> dict[str, Any]:
+    """What of the root's $defs a part of it leads to."""
+    defs = root.get("$defs", {}) if isinstance(root, Mapping) else {}
+    found: dict[str, Any] = {}
+    waiting = [schema] if defs else []
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping):
+            name = str(one.get("$ref", "")).removeprefix("#/$defs/")
+            if name in defs and name not in found:
+                found[name] = defs[name]
+                waiting.append(defs[name])
+            waiting += [inner for key, inner in one.items() if key != "$defs"]
+        elif isinstance(one, list):
+            waiting += one
+    return found
+
+
+def text_of(leaf: Leaf, widen: Callable[[str], None]) -> str:
+    """An expression of terminals for a leaf's strings. widen: told of a keyword that cannot be followed."""
     if leaf.values is not None:
         return f"/({'|'.join(regex(str(value)) for value in leaf.values)})/"
     schema, terms = leaf.schema, list[str]()
-    least, most = count_of(schema, "minLength", 0), count_of(schema, "maxLength", -1)
+    least, most = schema.get("minLength", 0), schema.get("maxLength", -1)
     if least > 0 or most >= 0:
         terms.append(f"/(.|\\n){{{max(least, 0)},{most if most >= 0 else ''}}}/")
-    if "pattern" in schema:
-        terms.append(f"/{_searched(str(schema['pattern']))}/")
+    for pattern in (schema.get("pattern"), *(one["pattern"] for one in schema.get("allOf", ()))):
+        term = None if pattern is None else _followed(pattern)
+        if term is not None:
+            terms.append(term)
+        elif pattern is not None:
+            widen("pattern")
     return " & ".join(terms or [ANY_TEXT])
 
 
-def _searched(pattern: str) -> str:
-    """A regular expression for all texts in which `pattern` is found."""
+@functools.lru_cache(maxsize=1024)
+def _followed(pattern: str) -> str | None:
+    """A terminal for all texts in which `pattern` is found; None: there is none."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        term = "/" + "|".join(_searched(branch) for branch in _branches(pattern)) + "/"
+        grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {term}")
+        said = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(verbose_errors=False))
+    except ValueError:
+        return None
+    return None if said else term
+
+
+def _searched(branch: str) -> str:
+    """A regular expression for all texts in which `branch` is found, which has no bar outside of parentheses."""
     from llguidance import regex_to_lark
 
-    body = pattern.removeprefix("^")
+    body = branch.removeprefix("^")
+    is_begun = body != branch
     is_ended = re.search(r"(?<!\\)(\\\\)*\$\Z", body) is not None
     body = body[:-1] if is_ended else body
-    is_begun = body != pattern and pattern.startswith("^")
-    if (is_begun or is_ended) and _has_choice(body):
-        raise ConfigError(f"the pattern {pattern[:100]!r}: put what is between ^ and $ in parentheses")
-    try:
-        inner = regex_to_lark(body, "dw")  # both are of ASCII, as in ECMAScript
-    except ValueError as error:
-        raise ConfigError(f"the pattern {pattern[:100]!r} cannot be followed: {error}") from error
+    inner = regex_to_lark(body, "dw")  # both are of ASCII, as in ECMAScript
     anything = "(.|\\n)*"
     return f"{'' if is_begun else anything}({inner}){'' if is_ended else anything}"
 
 
-def _has_choice(pattern: str) -> bool:
-    """Whether a regular expression has a bar outside of all parentheses."""
-    bare = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
-    depth = 0
-    for letter in bare:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "|" and not depth:
-            return True
-    return False
+def _branches(pattern: str) -> list[str]:
+    """The alternatives of a regular expression: what stands between bars outside of parentheses."""
+    found, start, depth, opened = list[str](), 0, 0, 0
+    is_whole = pattern.startswith("(")  # one pair of parentheses around all
+    for token in _TOKENS.finditer(pattern):
+        if token[0] == "|" and not depth:
+            found.append(pattern[start : token.start()])
+            start = token.end()
+        depth += (token[0] == "(") - (token[0] == ")")
+        opened += not depth
+        is_whole = is_whole and (depth > 0 or token.end() == len(pattern))
+    found.append(pattern[start:])
+    if is_whole and opened == 1 and (inner := _GROUP.match(pattern)):
+        return _branches(pattern[inner.end() : -1])
+    return [one for branch in found for one in _branches(branch)] if len(found) > 1 else found
+
+
+_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_GROUP = re.compile(r"\((?:\?:|\?<\w+>|(?!\?))")
 
 
 def union(expressions: Sequence[str]) -> str:

@@ -1,8 +1,7 @@
-"""JSON schemas taken apart, for values that are not written as JSON and so have to be spelled by our own grammars.
+"""Core schemas (tokenizer/schemas) taken apart, for values that are not written as JSON: our own grammars spell them.
 
-What cannot be followed here is a ConfigError that names it, as llguidance refuses what it cannot follow in JSON.
-`format` counts as an annotation, which is what the specification says it is by default.
-Source: JSON Schema, draft 2020-12.
+`format` counts as an annotation, which is what the specification says it is by default. `resolved` is for schemas as
+they were sent, of which parsers want to know the types.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.schemas.nodes import type_of
 
-__all__ = ["Leaf", "Member", "alternatives", "count_of", "members", "resolved"]
+__all__ = ["Leaf", "Member", "alternatives", "members", "resolved"]
 
 Schema = Mapping[str, Any]
 
@@ -28,11 +28,6 @@ _ANNOTATIONS = frozenset(
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "format"),
         *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions", "contentMediaType", "contentEncoding"),
     }
-)
-_LOGIC = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
-_OF_OBJECTS = (
-    *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
-    "unevaluatedProperties",
 )
 _OF_TYPE: dict[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern"}),
@@ -66,16 +61,6 @@ class Member:
     key: str
     schema: Any
     is_required: bool
-
-
-def count_of(schema: Schema, key: str, otherwise: int) -> int:
-    """A number of characters, items or properties. Raises ConfigError for what is none."""
-    value = schema.get(key, otherwise)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if type(value) is not int:
-        raise ConfigError(f"{key} must be a whole number")
-    return value
 
 
 def _pointed(root: Any, target: str) -> Any:
@@ -121,94 +106,36 @@ def _joined(inner: Any, rest: dict[str, Any]) -> Any:
     return {**inner, **rest}
 
 
-def alternatives(schema: Any, root: Any, depth: int = _MAX_DEPTH) -> list[Leaf]:
-    """Every way that a value of this schema may be. Raises ConfigError."""
-    if not depth:
-        raise ConfigError("alternatives lie too deep within each other")
-    found = resolved(schema, root)
-    for name in ("anyOf", "oneOf"):
-        options = found.get(name)
-        if not isinstance(options, list):
+def alternatives(schema: Any, root: Any) -> list[Leaf]:
+    """Every way that a value of this part of the core schema `root` may be. Raises ConfigError for too many."""
+    leaves, waiting, seen = list[Leaf](), [schema], set[int]()
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
             continue
-        beside = [key for key in found if key != name and key not in _ANNOTATIONS]
-        if beside:
-            raise ConfigError(f"{name} beside {beside[0]!r}")
-        leaves = list[Leaf]()
-        for option in options:
-            leaves += alternatives(option, root, depth - 1)
-            if len(leaves) > _MAX_LEAVES:
-                raise ConfigError(f"a value may be more than {_MAX_LEAVES} things")
-        if name == "oneOf" and not _are_apart(leaves):
-            raise ConfigError("oneOf whose options are not of different types")
-        return leaves
-    _refuse(found, _LOGIC)
-    if "enum" in found or "const" in found:
-        return _of_values(found)
-    kinds = found.get("type")
-    if kinds is None:
-        said = [key for key in found if key not in _ANNOTATIONS]
-        if said:
-            raise ConfigError(f"{said[0]!r} without a type")
-        return [Leaf("", found)]
-    return [Leaf(str(kind), {**found, "type": kind}) for kind in (kinds if isinstance(kinds, list) else [kinds])]
+        seen.add(id(one))
+        if isinstance(one, Mapping) and "$ref" in one:
+            waiting.insert(0, _pointed(root, one["$ref"]))
+        elif isinstance(one, Mapping) and "anyOf" in one:
+            waiting = [*one["anyOf"], *waiting]
+        elif one is not False:
+            leaves += _leaves({} if one is True else one)
+        if len(leaves) > _MAX_LEAVES:
+            raise ConfigError(f"a value may be more than {_MAX_LEAVES} things")
+    return leaves
 
 
-def _are_apart(leaves: list[Leaf]) -> bool:
-    kinds = ["number" if leaf.kind == "integer" else leaf.kind for leaf in leaves]
-    return (len(set(kinds)) == len(kinds) and "" not in kinds) or len(kinds) == 1
-
-
-def _of_values(schema: Schema) -> list[Leaf]:
-    """A leaf for each kind of values."""
-    values = schema["enum"] if "enum" in schema else [schema["const"]]
-    if not isinstance(values, list) or not values:
-        raise ConfigError("enum must be a list of values")
-    if "const" in schema and "enum" in schema:
-        raise ConfigError("enum beside const")
-    given = schema.get("type")
-    allowed = None if given is None else given if isinstance(given, list) else [given]
+def _leaves(schema: Schema) -> list[Leaf]:
+    """Of a schema without alternatives: a leaf, or one for each kind of its values."""
+    if "enum" not in schema:
+        return [Leaf(schema.get("type", ""), schema)]
     found: dict[str, list[Any]] = {}
-    for value in values:
-        kind = _kind_of(value)
-        if allowed is None or kind in allowed or (kind == "integer" and "number" in allowed):
-            found.setdefault(kind, []).append(value)
-    if not found:
-        raise ConfigError("enum has no value of the type")
-    _refuse(schema, [key for keys in _OF_TYPE.values() for key in keys])
+    for value in schema["enum"]:
+        found.setdefault(type_of(value), []).append(value)
     return [Leaf(kind, {"enum": list(some)}, tuple(some)) for kind, some in found.items()]
 
 
-def _kind_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return kinds.get(type(value), "object")
-
-
 def members(schema: Schema) -> list[Member]:
-    """An object's properties; those that are required and not described may be anything. Raises ConfigError."""
-    _refuse(schema, (*_LOGIC, *_OF_OBJECTS, "enum", "const"))
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    is_listed = isinstance(required, list) and all(isinstance(key, str) for key in required)
-    if not isinstance(properties, Mapping) or not is_listed:
-        raise ConfigError("properties must be an object, and required a list of names")
-    others = schema.get("additionalProperties", True)
-    missing = [key for key in required if key not in properties]
-    if missing and others is False:
-        raise ConfigError(f"{missing[0]!r} is required and not among the properties")
-    impossible = [key for key, one in properties.items() if one is False]
-    if set(impossible) & set(required):
-        raise ConfigError("a required property may have no value")
-    found = [Member(key, one, key in required) for key, one in properties.items() if key not in impossible]
-    found += [Member(key, others, True) for key in missing]
-    if count_of(schema, "minProperties", 0) > len(required):
-        raise ConfigError("minProperties above the number of required ones")
-    if count_of(schema, "maxProperties", len(found)) < len(found):
-        raise ConfigError("maxProperties below the number of properties")
-    return found
-
-
-def _refuse(schema: Schema, keys: Any) -> None:
-    for key in keys:
-        if key in schema:
-            raise ConfigError(f"{key!r} cannot be followed here")
+    """The properties that a core schema of objects names, in its order."""
+    required = set(schema.get("required", ()))
+    return [Member(key, one, key in required) for key, one in schema.get("properties", {}).items() if one is not False]

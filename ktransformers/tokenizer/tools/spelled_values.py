@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.lark import Rules, literal, text_of
-from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives, count_of, members, resolved
+from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives, members
 
-__all__ = ["GemmaValues", "python_arguments"]
+__all__ = ["GemmaValues", "Widen", "python_arguments"]
 
 _KEYWORD = re.compile(r"[\w.\-]+")
 _BARE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _QUOTE = '<|"|>'
 _MAX_PROPERTIES = 200
 """Of one object; they lie within each other in a grammar."""
-_MAX_ITEMS = 1000
+
+Widen = Callable[[str, str], None]
+"""Told of what a grammar does not follow of a schema: where it stands, and the keyword."""
 
 
 def _listed(rules: Rules, rule: str, items: Sequence[tuple[str, bool]], sep: str) -> str:
@@ -33,12 +35,15 @@ def _listed(rules: Rules, rule: str, items: Sequence[tuple[str, bool]], sep: str
     return rules.add(rule, " | ".join(begin or literal("") for begin in begins))
 
 
-def python_arguments(rules: Rules, rule: str, schema: Mapping[str, Any], root: Any) -> str:
+def python_arguments(rules: Rules, rule: str, schema: Mapping[str, Any], root: Any, widen: Widen) -> str:
     """The rule of what stands between the parentheses. Values are literals that are JSON, but for Python's words."""
     items = []
     for number, member in enumerate(members(schema)):
         if not _KEYWORD.fullmatch(member.key):
-            raise ConfigError(f"the parameter {member.key[:64]!r} has a name that is no keyword")
+            if member.is_required:
+                raise ConfigError(f"the parameter {member.key[:64]!r} has a name that is no keyword")
+            widen(f"#/properties/{member.key}", "properties")
+            continue
         value = f"{rule}_{number}"
         rules.add(value, rules.spelled(f"{member.key}="), _python_value(rules, f"{value}_value", member.schema, root))
         items.append((value, member.is_required))
@@ -49,10 +54,7 @@ _PYTHON_WORDS = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 def _python_value(rules: Rules, rule: str, schema: Any, root: Any) -> str:
-    try:
-        leaves = alternatives(schema, root)
-    except ConfigError:  # llguidance follows more than we do
-        return rules.json(rule, schema, root)
+    leaves = alternatives(schema, root)
     words = [leaf for leaf in leaves if leaf.kind in _PYTHON_WORDS and leaf.values is None]
     others = [leaf.schema for leaf in leaves if leaf not in words]
     options = [literal(word) for leaf in words for word in _PYTHON_WORDS[leaf.kind]]
@@ -62,17 +64,18 @@ def _python_value(rules: Rules, rule: str, schema: Any, root: Any) -> str:
 
 
 class GemmaValues:
-    """Writes the rules of one tool's arguments: `{key:<|"|>text<|"|>,other:[1,true]}`. root: the tool's schema."""
+    """Writes the rules of one tool's arguments: `{key:<|"|>text<|"|>,other:[1,true]}`. root: its core schema."""
 
-    def __init__(self, rules: Rules, prefix: str, root: Mapping[str, Any]):
-        self._rules, self._prefix, self._root = rules, prefix, root
+    def __init__(self, rules: Rules, prefix: str, root: Mapping[str, Any], widen: Widen):
+        self._rules, self._prefix, self._root, self._widen = rules, prefix, root, widen
+        self._at = "#"
         self._known: dict[int, str] = {}  # rules by parts of the root, which may refer to those they are in
         self._anything_rule = ""
         self._count = 0
 
-    def arguments(self) -> str:
-        """The rule of the whole object."""
-        return self._object(self._named(), resolved(self._root, self._root))
+    def arguments(self, schema: Mapping[str, Any]) -> str:
+        """What stands for the whole object, of one of the root's alternatives."""
+        return self._properties(self._named(), schema)
 
     def _named(self) -> str:
         self._count += 1
@@ -93,7 +96,7 @@ class GemmaValues:
             return f"({' | '.join(self._rules.spelled(_spelled(value)) for value in leaf.values)})"
         match leaf.kind:
             case "string":
-                return self._string(text_of(leaf))
+                return self._string(text_of(leaf, lambda keyword: self._widen(self._at, keyword)))
             case "integer" | "number":
                 return self._rules.json(self._named(), leaf.schema, {})
             case "boolean":
@@ -114,34 +117,50 @@ class GemmaValues:
         return f"{self._rules.spelled(_QUOTE)} {text}"
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        for key in ("prefixItems", "contains", "uniqueItems", "unevaluatedItems", "additionalItems"):
-            if schema.get(key):
-                raise ConfigError(f"{key!r} cannot be followed here")
-        least, most = count_of(schema, "minItems", 0), count_of(schema, "maxItems", -1)
-        if least > (_MAX_ITEMS if most < 0 else min(most, _MAX_ITEMS)):
-            raise ConfigError("minItems is above maxItems, or above what can be followed here")
+        least, most = schema.get("minItems", 0), schema.get("maxItems", -1)
+        prefix = [self._value(one) for one in schema.get("prefixItems", ())]
+        others = schema.get("items", True)
+        if others is False:
+            most = len(prefix) if most < 0 else min(most, len(prefix))
         if most == 0:
             return '"[]"'
-        item = self._value(schema.get("items", True))
-        more = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{most - 1 if most > 0 else ""}}}'
-        return f'("[" {item} {more} "]"{"" if least else _OR_EMPTY_LIST})'
+        rest = ""
+        if most < 0 or most > len(prefix):
+            item = self._value(others)
+            counts = max(least - len(prefix), 0), most - len(prefix) if most > 0 else -1
+            rest = _repeated(item, *counts, is_behind=bool(prefix))
+        for place in reversed(range(len(prefix))):
+            rest = " ".join(filter(None, ('","' if place else "", prefix[place], rest)))
+            rest = f"({rest})" if place < least else f"({rest})?"
+        return f'("[" {rest} "]")'
 
     def _object(self, rule: str, schema: Mapping[str, Any]) -> str:
-        found = members(schema)
-        others = schema.get("additionalProperties", True)
-        if not found and others is not False and rule != f"{self._prefix}_1":
-            return self._map(rule, others)
-        items = [(self._member(member), member.is_required) for member in found]
+        if not members(schema) and schema.get("additionalProperties", True) is not False:
+            return self._map(rule, [schema.get("additionalProperties", True)])
+        patterns = schema.get("patternProperties", {})
+        if not members(schema) and patterns:
+            self._widen(self._at, "patternProperties")
+            return self._map(rule, [one for one in patterns.values() if one is not False])
+        return self._properties(rule, schema)
+
+    def _properties(self, rule: str, schema: Mapping[str, Any]) -> str:
+        """An object of the properties that its schema names."""
+        for keyword in ("minProperties", "maxProperties"):
+            if keyword in schema:
+                self._widen(self._at, keyword)
+        items = [(self._member(member), member.is_required) for member in members(schema)]
         return f'"{{" {_listed(self._rules, rule, items, ",")} "}}"'
 
     def _member(self, member: Member) -> str:
         key = member.key if _BARE_KEY.fullmatch(member.key) else _spelled(member.key)
+        around, self._at = self._at, f"{self._at}/properties/{member.key}"
         value = self._value(member.schema)
+        self._at = around
         return self._rules.add(self._named(), self._rules.spelled(f"{key}:"), value)
 
-    def _map(self, rule: str, values: Any) -> str:
-        """An object of any keys."""
-        value = self._value(values)
+    def _map(self, rule: str, values: Sequence[Any]) -> str:
+        """An object of any keys, and one of these values behind each."""
+        value = f"({' | '.join(self._value(one) for one in values)})"
         pair = self._rules.add(rule, "/[A-Za-z_][A-Za-z0-9_]{0,63}/", '":"', value)
         return f'"{{" ({pair} ("," {pair})*)? "}}"'
 
@@ -154,7 +173,12 @@ class GemmaValues:
         return self._anything_rule
 
 
-_OR_EMPTY_LIST = ' | "[]"'
+def _repeated(item: str, least: int, most: int, *, is_behind: bool) -> str:
+    """So many items, most -1: any number, with a comma before each, but for the first where nothing is in front."""
+    if is_behind:
+        return f'("," {item}){{{least},{most if most >= 0 else ""}}}'
+    more = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{most - 1 if most > 0 else ""}}}'
+    return f"({item} {more})" if least else f"({item} {more})?"
 
 
 def _spelled(value: Any) -> str:

@@ -17,6 +17,7 @@ from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.lark import ANY_TEXT, Rules, regex, text_of, union
 from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives
 from ktransformers.tokenizer.tools.shapes import Shape
+from ktransformers.tokenizer.tools.spelled_values import Widen
 from ktransformers.tokenizer.tools.values import as_json, kinds_of
 
 __all__ = ["TaggedValues"]
@@ -45,8 +46,8 @@ _PARTS = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
 class TaggedValues:
     """Writes the rules of parameters, as the shape spells them."""
 
-    def __init__(self, rules: Rules, tools: ToolSchemas, shape: Shape):
-        self._rules, self._tools, self._kinds = rules, tools, shape.kinds
+    def __init__(self, rules: Rules, tools: ToolSchemas, shape: Shape, widen: Widen):
+        self._rules, self._tools, self._kinds, self._widen = rules, tools, shape.kinds, widen
         self._head, self._after = shape.parameter
         self._says_kind = "KIND" in self._head
         self._set_key("")
@@ -78,9 +79,9 @@ class TaggedValues:
             return [self._as_text(rule, member, ANY_TEXT)]
         texts, others = [leaf for leaf in leaves if leaf.kind == "string"], _Others(leaves)
         if self._says_kind:
-            content, rest = union([text_of(leaf) for leaf in texts]), others.all
+            content, rest = union([self._text_of(leaf, member) for leaf in texts]), others.all
         else:
-            content, rest = self._beside(texts, others, kinds), others.spelled_apart
+            content, rest = self._beside(member, texts, others, kinds), others.spelled_apart
         options = [self._as_text(rule, member, content)] if content else []
         groups: dict[str, list[Leaf]] = {}
         for leaf in rest:
@@ -95,7 +96,7 @@ class TaggedValues:
         words = {self._kinds.get(kind, "false") for kind in kinds}
         return words.pop() if len(words) == 1 else ""
 
-    def _beside(self, texts: list[Leaf], others: _Others, kinds: frozenset[str]) -> str:
+    def _beside(self, member: Member, texts: list[Leaf], others: _Others, kinds: frozenset[str]) -> str:
         """What may be written without quotes: strings that are read as such, and values of one word."""
         barred = {_READ_AS[kind] for kind in kinds if kind in _READ_AS}
         if any(leaf.kind in ("integer", "number") for leaf in others.spelled_apart):
@@ -104,12 +105,15 @@ class TaggedValues:
         for leaf in texts:
             if leaf.values is not None:
                 leaf = Leaf("string", leaf.schema, _readable(leaf.values, kinds))
-            found.append(" & ".join([f"({text_of(leaf)})", *(f"~/{one}/" for one in sorted(barred))]))
+            found.append(" & ".join([f"({self._text_of(leaf, member)})", *(f"~/{one}/" for one in sorted(barred))]))
         for leaf in others.words:
             words = leaf.values
             spelled = _PLAIN[leaf.kind] if words is None else "|".join(regex(json.dumps(word)) for word in words)
             found.append(f"/({spelled})/")
         return union(found)
+
+    def _text_of(self, leaf: Leaf, member: Member) -> str:
+        return text_of(leaf, lambda keyword: self._widen(f"#/properties/{member.key}", keyword))
 
     def _as_text(self, rule: str, member: Member, content: str) -> str:
         text = self._rules.text(

@@ -16,7 +16,8 @@ from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import TOOL_FORMATS
 from tests.support.fake_runner import byte_tokenizer
 
-TOOLS = (Tool(name="add", parameters={"type": "object"}), Tool(name="odd", parameters={"not": {}}))
+ODD = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}
+TOOLS = (Tool(name="add", parameters={"type": "object"}), Tool(name="odd", parameters=ODD))
 HELLO = (Message(role="user", text="Hello"),)
 
 

@@ -272,7 +272,7 @@ def _tool(tool: ToolDefinition, at: str, note: Note) -> Tool | _Foreign | None:
     for field in ("name", "input_schema"):
         if getattr(tool, field) is None:
             raise ConfigError(f"{at}.{field}: Field required")
-    return Tool(name=tool.name or "", description=tool.description, parameters=tool.input_schema)
+    return Tool(name=tool.name or "", description=tool.description, parameters=tool.input_schema, strict=tool.strict)
 
 
 def read_conversation(body: ConversationBody) -> Reading:
@@ -301,7 +301,7 @@ def _constraint(body: ConversationBody) -> Constraint | None:
     form = None if body.output_config is None else body.output_config.format
     if form is None:
         return None
-    return constraint_of({"output_config.format": {"type": form.type, "schema": form.schema_}})
+    return constraint_of({"output_config.format": form.model_dump(by_alias=True, exclude_none=True)})
 
 
 def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:

@@ -259,6 +259,7 @@ class ToolDefinition(_Part):
     name: Name | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -288,7 +289,7 @@ class Thinking(_Part):
 
 
 class OutputFormat(BaseModel):
-    """A JSON schema. It is always followed, strict or not."""
+    """A JSON schema. It is always followed; strict: whole, or not at all."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

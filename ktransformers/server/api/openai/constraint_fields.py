@@ -16,7 +16,7 @@ class _Fields(BaseModel):
 
 
 class NamedSchema(_Fields):
-    """A JSON schema. It is always followed, strict or not."""
+    """A JSON schema. It is always followed; strict: whole, or not at all."""
 
     name: str | None = None
     description: str | None = None

@@ -29,7 +29,7 @@ class Reasoning(_Fields):
 
 
 class TextFormat(_Fields):
-    """What the text has to be. A schema is always followed, strict or not."""
+    """What the text has to be. A schema is always followed; strict: whole, or not at all."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

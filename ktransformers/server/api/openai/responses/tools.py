@@ -24,6 +24,7 @@ class _Definition(BaseModel):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
     format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -104,11 +105,15 @@ def _show(into: ToolSet, tool: _Definition, at: str, namespace: str | None) -> N
     is_custom = tool.type == "custom"
     into.callables[shown] = Callable(tool.name, namespace, is_custom)
     if not is_custom:
-        into.shown.append(Tool(name=shown, description=tool.description, parameters=tool.parameters))
+        into.shown.append(_function(tool, shown))
         return
     into.shown.append(_custom(tool, shown))
     if (tool.format or {}).get("type") == "grammar":
         into.ignored["tools.custom.format"] = None
+
+
+def _function(tool: _Definition, shown: str) -> Tool:
+    return Tool(name=shown, description=tool.description, parameters=tool.parameters, strict=tool.strict)
 
 
 def _custom(tool: _Definition, shown: str) -> Tool:
