@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.builder import build_paged_engine
-from ktransformers.engine.pipeline.network import local_address, local_interface
-from ktransformers.engine.ranks.agent import StageAgent, connect, read_secret
+from ktransformers.engine.pipeline.network import local_address, local_interface, meeting_store
+from ktransformers.engine.ranks import agent as agent_module
+from ktransformers.engine.ranks.agent import MOST_PENDING, StageAgent, connect, read_secret
 from ktransformers.engine.ranks.leader import Leader
 from ktransformers.errors import ConfigError, EngineError, StageLostError
 from tests.engine.test_pipeline import logits_in_steps
@@ -125,6 +128,127 @@ def test_who_does_not_gets_none(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def greeted(port: int) -> socket.socket:
+    """A connection whose handshake has begun, and has come no further."""
+    made = socket.create_connection(("127.0.0.1", port))
+    assert len(made.recv(43, socket.MSG_WAITALL)) == 43
+    return made
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Waits for it."""
+    with suppress(ConnectionResetError):  # what it had sent was not read
+        return connection.recv(1) == b""
+    return True
+
+
+@pytest.mark.parametrize("count", [1, 6, MOST_PENDING + 5])
+def test_who_says_nothing_keeps_nobody_out(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their time is endless here: a leader must not wait for it to pass, and neither must the end."""
+    monkeypatch.setattr(agent_module, "_SECONDS", 1e6)
+    with agent(ECHO) as one, ExitStack() as stack:
+        silent = [stack.enter_context(greeted(one.port)) for _ in range(count)]
+        with connect("127.0.0.1", one.port, SECRET) as leader:
+            leader.sendall(b"hello")
+            assert leader.recv(5) == b"hello"
+        assert len(one._pending) <= MOST_PENDING
+        if count > MOST_PENDING:
+            assert is_closed(silent[0])  # the oldest have left
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_all_of_a_handshake_has_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However its bytes come."""
+    clock = Clock()
+    monkeypatch.setattr(agent_module, "time", clock)
+    with caplog.at_level(logging.WARNING), agent(ECHO) as one, greeted(one.port) as dripping:
+        for at in (8.0, 9.9):
+            clock.now = at
+            dripping.sendall(b"x")
+        clock.now = 10.1
+        dripping.sendall(b"x")
+        assert is_closed(dripping)
+        with greeted(one.port):
+            assert one._process is None
+    assert caplog.messages[0] == "127.0.0.1 was refused: it proved nothing within 10 s"
+
+
+def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), agent(ECHO) as one:
+        for _ in range(50):
+            with greeted(one.port) as stranger:
+                stranger.sendall(bytes(64))
+                while stranger.recv(100):
+                    pass
+    assert caplog.messages == ["127.0.0.1 was refused: it has another secret"]
+
+
+def test_a_signal_ends_it_whoever_is_waiting() -> None:
+    code = (
+        "import sys; from ktransformers.cli.main import main; import ktransformers.engine.ranks.agent as agent;"
+        "agent._SECONDS = 1e6; sys.exit(main(sys.argv[1:]))"
+    )
+    with TemporaryDirectory() as folder:
+        secret = Path(folder) / "secret"
+        secret.write_bytes(SECRET)
+        secret.chmod(0o600)
+        command = [sys.executable, "-c", code, "stage", "--port", "0", "--stage_key_file", str(secret)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            port = int(process.stdout.readline().rpartition(":")[2])
+            with greeted(port) as silent, greeted(port) as dripping:
+                dripping.sendall(b"x")
+                process.terminate()
+                assert process.wait(60) == 0
+                assert is_closed(silent)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", r"closed the connection before it had answered.*busy"),
+        (b"kt-stage 1\n", r"closed the connection before it had answered.*busy"),
+        (b"kt-stage 1\n" + bytes(32), r"closed the connection before it had answered.*busy"),
+        (b"kt-stage 1\n" + bytes(64), r"another secret\): is --stage_key_file the same"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", r"is no `ktransformers stage` of this version"),
+        (None, r"did not answer within 0 s: it is busy"),
+    ],
+)
+def test_a_leader_blames_the_key_file_for_nothing_else(
+    data: bytes | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: what listens does not even accept."""
+    monkeypatch.setattr(agent_module, "_SECONDS", 0.2 if data is None else 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            with other.accept()[0] as connection:
+                connection.sendall(data or b"")
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(100):
+                    pass
+
+        thread = threading.Thread(target=answer)
+        if data is not None:
+            thread.start()
+        with pytest.raises(EngineError, match=says) as caught:
+            connect("127.0.0.1", other.getsockname()[1], SECRET)
+        assert ("key_file" in str(caught.value)) == ("key_file" in says)
+        if data is not None:
+            thread.join()
+
+
 def test_where_no_stage_is() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -170,6 +294,29 @@ def test_hosts(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             EngineConfig(model_path=tmp_path, stage_hosts="a:1", **settings).resolved()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_meeting_place_listens_at_one_address(address: str) -> None:
+    try:
+        store = meeting_store(address, 2)
+    except EngineError as error:
+        pytest.skip(str(error))
+    store.set("a", "b")
+    assert listeners(store.port) == [address]
+
+
+def listeners(port: int) -> list[str]:
+    """The addresses at which sockets of this machine listen on a port, as the kernel says."""
+    found = []
+    for file, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]:
+            _, local, _, state = line.split()[:4]
+            packed, number = local.split(":")
+            if state == "0A" and int(number, 16) == port:
+                words = [bytes.fromhex(packed[at : at + 8])[::-1] for at in range(0, len(packed), 8)]
+                found.append(socket.inet_ntop(family, b"".join(words)))
+    return found
 
 
 def test_the_way_to_another_machine() -> None:

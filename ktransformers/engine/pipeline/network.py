@@ -1,12 +1,17 @@
-"""Which address and interface of this machine lead to another one."""
+"""Which address and interface of this machine lead to another one, and where the processes of a model meet."""
 
 from __future__ import annotations
 
 import os
 import socket
 import struct
+from typing import Any
 
-__all__ = ["local_address", "local_interface"]
+from torch import distributed
+
+from ktransformers.errors import EngineError, reason_of
+
+__all__ = ["local_address", "local_interface", "meeting_store"]
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
@@ -35,3 +40,19 @@ def local_interface(host: str) -> str | None:
             if found[20:24] == wanted:
                 return name
     return None
+
+
+def meeting_store(address: str, size: int) -> Any:
+    """The TCPStore over which `size` processes find each other, its server in this one, on a free port of `address`.
+
+    By itself torch listens at every address of the machine, whatever it is given. Raises EngineError.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        raise EngineError(f"stages cannot meet at {address}: {reason_of(error)}") from error
+    port = listener.getsockname()[1]
+    made: Any = distributed
+    # the store closes the descriptor
+    return made.TCPStore(address, port, size, True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 from typing_extensions import override
 
 from ktransformers.child import framed
 from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.pipeline.network import meeting_store
 from ktransformers.engine.pipeline.rooms import StageRoom
 from ktransformers.engine.planning import Hardware
 from ktransformers.engine.ranks.agent import read_secret
@@ -172,8 +172,7 @@ class Leader(Ranks):
             folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kt-ranks-")))
             place = str(folder / "meeting")
         else:
-            made: Any = distributed
-            self._store = made.TCPStore(address, 0, self._division.size, True, wait_for_workers=False)
+            self._store = meeting_store(address, self._division.size)
             place = f"tcp://{address}:{self._store.port}"
         for peer in new:
             peer.watch()
