@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.shipped_rules import find_shipped_rules, shipped_names
+from ktransformers.user_files import file_kind
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -190,8 +191,25 @@ def _check_path(flag: str, path: Path) -> None:
         raise ConfigError(f"--{flag} {path} cannot be read: {reason_of(error)}") from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ConfigError(f"--{flag} {path} is a device or a pipe; it must be a file or a folder")
+    if stat.S_ISDIR(mode):
+        _check_entries(flag, path)
     if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
         raise ConfigError(f"--{flag} {path} cannot be read: permission denied; mend it with chmod, or ask its owner")
+
+
+_MODEL_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py", ".gguf", ".safetensors")
+
+
+def _check_entries(flag: str, folder: Path) -> None:
+    """Raises ConfigError where something stands in a model's folder under a file's name, and is a pipe or a device."""
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(_MODEL_SUFFIXES)]
+    except OSError:  # which the check of the folder itself reports
+        return
+    for name in sorted(names):
+        kind = file_kind(folder / name)
+        if kind is not None and kind != "it is a folder":
+            raise ConfigError(f"--{flag} {folder}: {name} cannot be read: {kind}, not a file")
 
 
 def _check_gb(flag: str, value: float, least: float) -> None:

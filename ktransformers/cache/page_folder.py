@@ -30,7 +30,7 @@ from struct import Struct
 import msgspec
 
 from ktransformers.cache.tiers import PAGE, STATE
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.user_files import WrongFileError, check_own_folder, read_own
 
 __all__ = ["FoundFile", "PageFolder", "private_folder"]
 
@@ -57,19 +57,7 @@ class FoundFile(msgspec.Struct, frozen=True, array_like=True):
 
 def private_folder(path: Path) -> None:
     """Make a folder that is its user's alone, or check that it is. Raises ConfigError."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"--kv_disk_path {path} cannot be made: {reason_of(error)}; name another folder") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"--kv_disk_path {path} is no folder; name another one")
-    if found.st_uid != os.getuid():
-        raise ConfigError(f"--kv_disk_path {path} belongs to another user; name a folder of your own")
-    if found.st_mode & 0o077:
-        raise ConfigError(f"--kv_disk_path {path} can be entered by others: what is cached is text; chmod 700 it")
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"--kv_disk_path {path} cannot be written to; mend it with chmod, or name another folder")
+    check_own_folder("--kv_disk_path", path, "what is cached is text")
 
 
 class _Count:
@@ -257,7 +245,10 @@ def _size_of(path: Path) -> int:
 
 def _quota_in(path: Path) -> int:
     """0 for one that is not understood."""
-    text = path.read_bytes()[:20]
+    try:
+        text = read_own(path)[:20]
+    except WrongFileError:
+        return 0
     return int(text) if text.isdigit() else 0
 
 

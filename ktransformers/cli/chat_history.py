@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, reason_of
+from ktransformers.user_files import read_named
 
 __all__ = ["Conversation"]
 
@@ -76,9 +77,9 @@ class Conversation:
         try:
             if path.stat().st_size > _MAX_BYTES:
                 raise ConfigError(f"{path} is too large to be a conversation")
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(read_named(path))
         except OSError as error:
-            raise ConfigError(f"cannot load {path}: {error.strerror}") from error
+            raise ConfigError(f"cannot load {path}: {reason_of(error)}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}") from error
         self.take(data, path)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, reason_of
+from ktransformers.user_files import read_named
 
 __all__ = [
     "DocumentSource",
@@ -176,10 +177,9 @@ def typed_path(text: str) -> Path | None:
 def read_text_file(path: Path, purpose: str) -> str:
     """The text of a file. purpose: what it is wanted for ("a prompt"). Raises ConfigError when it cannot be that."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)  # not by its size: it may grow, and files in /proc have none
+        data = read_named(path, _MAX_FILE_BYTES + 1)  # not by its size: it may grow, and files in /proc have none
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {reason_of(error)}") from error
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"{path} has more than {_MAX_FILE_BYTES // 2**20} MiB, too much for {purpose}")
     try:

@@ -54,7 +54,7 @@ def open_history(path: Path) -> History:
 
 
 def _make_private(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o600)  # a pipe that nobody reads: an error
     try:
         os.fchmod(descriptor, 0o600)
     finally:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, reason_of
+from ktransformers.user_files import read_named
 
 __all__ = [
     "OTHER_VARIABLES",
@@ -101,9 +102,9 @@ def read_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return yaml.compose(read_named(path).decode("utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = reason_of(error) if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"the file cannot be read: {reason}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

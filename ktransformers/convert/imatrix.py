@@ -20,6 +20,7 @@ import numpy.typing as npt
 from gguf import GGUFWriter
 
 from ktransformers.errors import FormatError
+from ktransformers.file_kinds import is_gguf, read_head
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.transcode import dequantize
 
@@ -100,9 +101,7 @@ def write_imatrix(imatrix: Imatrix) -> None:
 
 def read_imatrix(path: Path) -> Imatrix:
     """The statistics in a file of either form. Raises FormatError."""
-    with path.open("rb") as file:
-        is_gguf = file.read(4) == b"GGUF"
-    return _from_gguf(path, open_gguf(path)) if is_gguf else _from_dat(path, path.read_bytes())
+    return _from_gguf(path, open_gguf(path)) if is_gguf(read_head(path)) else _from_dat(path, path.read_bytes())
 
 
 def _from_gguf(path: Path, model: GGUFModel) -> Imatrix:

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 import yaml
 
-from ktransformers.errors import RuleError
+from ktransformers.errors import RuleError, reason_of
+from ktransformers.user_files import read_named
 
 __all__ = ["Item", "Scalar", "parse_yaml", "read_yaml"]
 
@@ -56,10 +57,9 @@ class Item:
 def read_yaml(path: Path) -> Item | None:
     """Parse the file at `path`; None when it holds no document. Raises RuleError."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_named(path, MAX_BYTES + 1)
     except OSError as error:
-        raise RuleError(f"cannot be read: {error.strerror or error}", file=str(path)) from error
+        raise RuleError(f"cannot be read: {reason_of(error)}", file=str(path)) from error
     if len(data) > MAX_BYTES:
         raise RuleError(f"is larger than {MAX_BYTES} bytes; a rule file never needs that", file=str(path))
     try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktransformers.errors import ConfigError, RateLimitError, reason_of
+from ktransformers.user_files import read_named
 
 __all__ = ["KeyLimits", "KeyUse", "read_api_keys"]
 
@@ -112,7 +113,7 @@ def read_api_keys(keys: list[str], file: Path | None) -> dict[str, KeyLimits]:
 
 def _read(file: Path) -> dict[str, KeyLimits]:
     try:
-        lines = [line.split() for line in file.read_text().splitlines()]
+        lines = [line.split() for line in read_named(file).decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason_of(error)
         raise ConfigError(f"--api_key_file {file} cannot be read: {why}") from error

@@ -190,7 +190,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
     private_folder(tmp_path / "a" / "b")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="is no folder"):
         private_folder(tmp_path / "file")
     (tmp_path / "a" / "b").chmod(0o750)
     with pytest.raises(ConfigError, match="chmod 700"):

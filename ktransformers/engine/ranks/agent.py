@@ -30,6 +30,7 @@ from pathlib import Path
 
 from ktransformers.child import spawn_code
 from ktransformers.errors import ConfigError, EngineError, reason_of
+from ktransformers.user_files import read_named
 
 __all__ = ["LEAST_SECRET", "MOST_PENDING", "StageAgent", "connect", "keep_alive", "read_secret"]
 
@@ -57,7 +58,7 @@ def read_secret(path: Path) -> bytes:
     """What is in a file, without white space around it. Raises ConfigError for a file that cannot be one's secret."""
     hint = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
     try:
-        content = path.read_bytes().strip()
+        content = read_named(path).strip()
         mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"--stage_key_file {path}: {reason_of(error)}; {hint}") from error

@@ -58,7 +58,8 @@ def _nonce(number: int) -> bytes:
 
 
 def contents_of(data: bytes, key: bytes, fingerprint: bytes) -> Contents:
-    """What is in a file with these bytes. Raises WrongJournalError for another version or model, or a damaged head."""
+    """What is in a file with these bytes. Raises WrongJournalError for another version, model or key,
+    and for what is damaged from its first byte to its last."""
     if len(data) < _FILE_HEAD and _MAGIC.startswith(data[: len(_MAGIC)]):
         return Contents((), 0, len(data))  # killed while it began
     head = data[: _FILE_HEAD - _CRC.size]
@@ -68,7 +69,24 @@ def contents_of(data: bytes, key: bytes, fingerprint: bytes) -> Contents:
         raise WrongJournalError("its first bytes are damaged")
     if head[-_FINGERPRINT_BYTES:] != fingerprint:
         raise WrongJournalError("it is of another model, or of one that computes with other settings")
-    return _records_in(data, _sealed_with(key, head[len(_MAGIC) : len(_MAGIC) + _SALT_BYTES]))
+    contents = _records_in(data, _sealed_with(key, head[len(_MAGIC) : len(_MAGIC) + _SALT_BYTES]))
+    if not contents.payloads and _has_whole_head(data):
+        raise WrongJournalError("no record of it opens: it was sealed with another key, or all of it is damaged")
+    return contents
+
+
+def _has_whole_head(data: bytes) -> bool:
+    """Whether there is a record all of whose bytes are there, whatever they are."""
+    at = _FILE_HEAD - 1
+    while (at := data.find(_MARK, at + 1)) >= 0:
+        begin = at + _HEAD.size + _CRC.size
+        if begin > len(data):
+            return False
+        length = _HEAD.unpack_from(data, at)[1]
+        head = data[at : at + _HEAD.size]
+        if _CRC.unpack_from(data, at + _HEAD.size)[0] == zlib.crc32(head) and begin + length <= len(data):
+            return True
+    return False
 
 
 def _records_in(data: bytes, seal: AESGCM) -> Contents:

@@ -39,6 +39,7 @@ from ktransformers.server.journal.records import (
     decoded,
     encoded,
 )
+from ktransformers.user_files import WrongFileError, check_own_folder, read_own
 
 __all__ = ["MAX_TRIES", "Journal", "state_after"]
 
@@ -75,14 +76,18 @@ class Journal:
     def __init__(self, folder: Path):
         self._folder = folder
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own_folder("--state_dir", folder, "what is written down is text, and its key")
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(self._lock)
                 raise ConfigError(f"--state_dir {folder} is in use by another server: give each one its own") from error
-            self._key = self._read_key()
+            try:
+                self._key = self._read_key()
+            except BaseException:
+                os.close(self._lock)
+                raise
         except OSError as error:
             raise ConfigError(f"--state_dir {folder} cannot be used: {reason_of(error)}") from error
         self._queue: deque[Record] = deque()
@@ -106,7 +111,13 @@ class Journal:
             finally:
                 os.close(made)
             new.rename(path)
-        key = path.read_bytes()
+        try:
+            key = read_own(path, is_secret=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be used: {reason_of(error)}; it must be a file of yours with mode 600. Who could write "
+                "it may know what is in the journal beside it: remove both, or chmod 600 it if nobody could"
+            ) from error
         if len(key) != KEY_BYTES:
             raise ConfigError(f"{path} is damaged: remove it, and with it what the journal beside it knows")
         return key
@@ -138,13 +149,13 @@ class Journal:
 
     def _read(self, path: Path, fingerprint: bytes) -> JournalState:
         try:
-            contents = contents_of(path.read_bytes(), self._key, fingerprint)
+            contents = contents_of(read_own(path), self._key, fingerprint)
         except FileNotFoundError:
             return JournalState()
-        except WrongJournalError as error:
+        except (WrongJournalError, WrongFileError) as error:
             aside = path.with_name(f"journal.{time.time_ns()}")
             path.rename(aside)
-            logger.warning("%s is not used: %s. It is now called %s", path, error, aside.name)
+            logger.warning("%s is not used: %s. It is now called %s", path, reason_of(error), aside.name)
             return JournalState()
         if contents.torn:
             logger.warning("%s: the last %d bytes are of a record that was not finished: cut off", path, contents.torn)

@@ -161,7 +161,7 @@ def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
     first.close()
     Journal(tmp_path).close()
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="is no folder"):
         Journal(tmp_path / "file")
     (tmp_path / "key").write_bytes(b"short")
     with pytest.raises(ConfigError, match="damaged"):
@@ -180,6 +180,93 @@ def test_another_models_journal_is_set_aside(tmp_path: Path, caplog: pytest.LogC
         assert "another model" in caplog.text
 
     run(work)
+
+
+@pytest.mark.parametrize("what", ["key", "key gone", "pipe", "folder", "link", "owner"])
+def test_a_journal_that_is_not_this_servers_is_set_aside(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is thrown away that another key opens, and nothing is waited for."""
+
+    async def write() -> None:
+        with journal_in(tmp_path) as (journal, _):
+            journal.opened(opened("a"))
+            assert await journal.written()
+
+    run(write)
+    path, key = tmp_path / "journal", (tmp_path / "key").read_bytes()
+    data = path.read_bytes()
+    if what == "key":
+        (tmp_path / "key").write_bytes(bytes(32))
+    elif what == "key gone":
+        (tmp_path / "key").unlink()
+    elif what == "owner":
+        lstat, at = os.fstat, path.stat().st_ino
+
+        def foreign(fd: int) -> os.stat_result:
+            found = lstat(fd)
+            return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]]) if found.st_ino == at else found
+
+        monkeypatch.setattr(os, "fstat", foreign)
+    else:
+        path.rename(tmp_path / "elsewhere")
+        {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda at: os.symlink("elsewhere", at)}[what](path)
+
+    async def read() -> None:
+        with journal_in(tmp_path) as (_, kept):
+            assert kept == []
+
+    run(read)
+    (aside,) = tmp_path.glob("journal.[0-9]*")
+    assert "is not used: " in caplog.text
+    assert aside.name in caplog.text
+    if what in ("key", "key gone", "owner"):
+        monkeypatch.undo()
+        (tmp_path / "key").write_bytes(key)  # who finds the key again has all of it
+        aside.rename(path)
+
+        async def again() -> None:
+            with journal_in(tmp_path) as (_, kept):
+                assert ids(kept) == ["a"]
+
+        run(again)
+    else:
+        assert (tmp_path / "elsewhere").read_bytes() == data
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o750, 0o705, 0o701])
+def test_a_folder_that_others_can_enter_is_refused(mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match=r"--state_dir .*state can be entered by others: .*chmod 700 it"):
+        Journal(folder)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["0666", "0640", "pipe", "folder", "link", "short"])
+def test_a_key_that_others_may_know_is_refused(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    Journal(tmp_path).close()
+    if what in ("pipe", "folder", "link"):
+        path.rename(tmp_path / "elsewhere")
+        {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda at: os.symlink("elsewhere", at)}[what](path)
+    elif what == "short":
+        path.write_bytes(b"x")
+    else:
+        path.chmod(int(what, 8))
+    with pytest.raises(ConfigError, match=r"key (cannot be used: .*600|is damaged)"):
+        Journal(tmp_path)
+    if what == "0666":
+        path.chmod(0o600)
+        Journal(tmp_path).close()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("")])
+def test_what_is_no_folder_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "state")
+    with pytest.raises(ConfigError, match="--state_dir .* is no folder"):
+        Journal(tmp_path / "state")
 
 
 def test_a_torn_end_is_cut_off_with_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
