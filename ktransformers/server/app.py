@@ -23,7 +23,7 @@ from ktransformers.server.api_paths import PAGE_PREFIX
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
-from ktransformers.server.metrics import Metrics
+from ktransformers.server.metrics import Metrics, Refusals
 from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, SameSite
 from ktransformers.server.recent import RecentRequests
 from ktransformers.server.request_log import RequestLog
@@ -137,7 +137,8 @@ def put_in_front(app: FastAPI, config: ServerConfig, recent: RecentRequests, tra
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
     app.add_middleware(anthropic_errors.RequestIds)
     app.add_middleware(PlainPaths)
-    app.add_middleware(RequestLog, recent=recent, traces=traces)
+    app.state.refusals = Refusals()
+    app.add_middleware(RequestLog, recent=recent, traces=traces, refusals=app.state.refusals)
 
 
 def _drop_422(app: FastAPI) -> None:

@@ -6,6 +6,7 @@ Knows uvicorn, and no model.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import ssl
@@ -23,7 +24,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
+from ktransformers.server.metrics import Refusals
+from ktransformers.server.sockets.peers import has_reset, probe_often, reads_still
 from ktransformers.server.streaming import ABORT_KEY
+
+logger = logging.getLogger("ktransformers.server")
 
 __all__ = ["HEADER_TIMEOUT", "Server", "bind", "ending_signals", "uvicorn_config"]
 
@@ -33,17 +38,37 @@ HEADER_TIMEOUT = 30.0
 """Seconds that a request's head may take, and the rest of a body whose request has been answered already."""
 
 
+KEEP_ALIVE = 75
+"""Seconds that a connection stays open without a request. More than the 60 of common proxies: whoever closes first while
+the other side sends costs a request."""
+
+_HALF_CLOSE_SECONDS = 0.1
+"""A client on another machine that sends no more so soon after its request has said all it had to say, and reads on."""
+
+_LOOK_SECONDS = 1.0
+"""Between two looks at whether a client that sends no more has left."""
+
 _BACKLOG = 1024
+
+_uvicorn_log = logging.getLogger("ktransformers.server.http")
+_uvicorn_log.addFilter(lambda record: record.levelno >= logging.ERROR)  # its warnings name no client: see below
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, with limits on what comes too slowly for any timeout of its own and on how many come at once."""
+    """uvicorn's, with limits on what comes too slowly for any timeout of its own and on how many come at once.
+
+    A client that sends no more (shutdown(SHUT_WR)) gets the answers to what it has sent.
+    """
 
     _impatience: asyncio.TimerHandle | None = None
+    _looking: asyncio.TimerHandle | None = None
+    _is_half_closed = False
+    _received_at = 0.0
 
-    def __init__(self, *args: Any, room: Connections, **kwargs: Any):
+    def __init__(self, *args: Any, room: Connections, refusals: Refusals, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._room = room
+        self.logger = _uvicorn_log
+        self._room, self._refusals = room, refusals
         self._accepted: asyncio.Transport | None = None
 
     def accept(self, transport: asyncio.Transport) -> bool:
@@ -60,6 +85,7 @@ class _Protocol(H11Protocol):
         if self._accepted is not None or self.accept(transport):
             self._watch()
         else:
+            self._refusals.count(503)
             transport.write(_NO_ROOM)
             transport.close()
 
@@ -68,18 +94,64 @@ class _Protocol(H11Protocol):
         self._accepted.abort()
 
     def handle_events(self) -> None:
+        self._received_at = self.loop.time()
         super().handle_events()
         if self.cycle is not None:
             cast(dict[str, Any], self.cycle.scope)[ABORT_KEY] = self.transport.abort
         self._watch()
 
+    def send_400_response(self, msg: str) -> None:
+        """What has come is no HTTP: the end of this connection, with a 400 where no answer has begun."""
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True  # the route that waits for the body ends, and its answer goes nowhere
+                self.cycle.message_event.set()
+            else:  # a request that has begun is counted and logged elsewhere
+                self._refusals.count(400)
+                host, port = self.client or ("unknown", 0)
+                logger.info("%s:%d 400: what came is no HTTP request", host, port)
+            self.transport.write(_NO_HTTP)  # not through h11, which knows no answer to half a request, or to HEAD
+            self.transport.close()
+        elif self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:  # an answer is on its way, the last one
+            self.transport.pause_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open: the client sends no more, and what it sent is still being answered."""
+        cycle, connection = self.cycle, self.transport.get_extra_info("socket")
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
+            return False
+        is_there = reads_still(connection)
+        if is_there is None:
+            is_there = self._is_half_closed or self.loop.time() - self._received_at < _HALF_CLOSE_SECONDS
+        if is_there and not self._is_half_closed:
+            self._is_half_closed = True
+            probe_often(connection)
+            self._looking = self.loop.call_later(_LOOK_SECONDS, self._look)
+        return is_there
+
+    def _look(self) -> None:
+        """Nothing is read any more that could say that the client has left."""
+        connection = self.transport.get_extra_info("socket")
+        if has_reset(connection) or reads_still(connection) is False:
+            self.transport.abort()
+        else:
+            self._looking = self.loop.call_later(_LOOK_SECONDS, self._look)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
+        if self._is_half_closed and self.cycle.response_complete:  # and there was no other request behind it
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.leave()
         self._be_patient()
+        if self._looking is not None:
+            self._looking.cancel()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
@@ -128,6 +200,12 @@ _NO_ROOM = (
 )
 
 
+_NO_HTTP = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: 30\r\n"
+    b"Connection: close\r\n\r\nInvalid HTTP request received."
+)
+
+
 class Server(uvicorn.Server):
     """uvicorn's, which leaves signals to us."""
 
@@ -162,16 +240,17 @@ def bind(config: ServerConfig) -> socket.socket:
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     """Raises ConfigError for a certificate that cannot be used."""
+    room = Connections(connection_limit(config.max_connections))
     made = uvicorn.Config(
         app,
-        http=cast(Any, partial(_Protocol, room=Connections(connection_limit(config.max_connections)))),
+        http=cast(Any, partial(_Protocol, room=room, refusals=app.state.refusals)),
         backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=5,
         h11_max_incomplete_event_size=64 << 10,
         ssl_keyfile=None if config.ssl_keyfile is None else str(config.ssl_keyfile),

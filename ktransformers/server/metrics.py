@@ -19,7 +19,7 @@ from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats
 from ktransformers.server.backend.base import Backend
 
-__all__ = ["Counts", "Metrics", "render_together"]
+__all__ = ["Counts", "Metrics", "Refusals", "render_together"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -129,6 +129,25 @@ class _BackendCollector(Collector):
             yield self._counter(f"ktransformers:kv_tier_{name}", text, value)
 
 
+class Refusals(Collector):
+    """Requests that were answered with an error status, whichever part of the server has refused them."""
+
+    def __init__(self) -> None:
+        self._by_status: dict[int, int] = {}
+
+    def count(self, status: int) -> None:
+        """One more. status: of HTTP, 400 or more."""
+        self._by_status[status] = self._by_status.get(status, 0) + 1
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "ktransformers:requests_refused", "Requests answered with an error, by HTTP status.", labels=["status"]
+        )
+        for status, number in sorted(self._by_status.items()):
+            family.add_metric([str(status)], number)
+        yield family
+
+
 @dataclass(slots=True)
 class Counts:
     """Since the start, as they happen. prompt_tokens: computed, not found in the cache; counted at the first token."""
@@ -175,9 +194,9 @@ class Metrics:
         self._prompt_tokens.inc(stats.prompt_len)
         self._answer_tokens.inc(stats.completion_len)
 
-    def render(self) -> tuple[bytes, str]:
-        """The text and its content type."""
-        return _rendered(self.registry)
+    def render(self, more: Collector) -> tuple[bytes, str]:
+        """The text and its content type. more: what is said beside."""
+        return render_together([self], more)
 
 
 def _rendered(registry: CollectorRegistry) -> tuple[bytes, str]:
@@ -200,8 +219,8 @@ class _Together(Collector):
         yield from families.values()
 
 
-def render_together(all_metrics: Iterable[Metrics], more: Collector) -> tuple[bytes, str]:
+def render_together(all_metrics: Iterable[Metrics], *more: Collector) -> tuple[bytes, str]:
     """As Metrics.render, of several models, which a label tells apart. more: what is said beside."""
     registry = CollectorRegistry()
-    registry.register(_Together([*(one.registry for one in all_metrics), more]))
+    registry.register(_Together([*(one.registry for one in all_metrics), *more]))
     return _rendered(registry)

@@ -25,15 +25,26 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.server.api_paths import PROBE_PATHS, is_of_page, plain_path
+from ktransformers.server.metrics import Refusals
 from ktransformers.server.recent import PastRequest, RecentRequests
 from ktransformers.server.tally import Tally
 from ktransformers.server.traces import Answering, Outcome, TraceSink, span_of
 
-__all__ = ["RequestLog", "note_id", "note_key", "note_reason", "note_request", "request_id_of", "without_quotes"]
+__all__ = [
+    "RequestLog",
+    "note_id",
+    "note_key",
+    "note_reason",
+    "note_request",
+    "refusals_of",
+    "request_id_of",
+    "without_quotes",
+]
 
 logger = logging.getLogger("ktransformers.server")
 
-_NOTES_KEY = "ktransformers.notes"
+_NOTES_KEY, _REFUSALS_KEY = "ktransformers.notes", "ktransformers.refusals"
+_LEFT = 499  # the client's doing, and nobody has refused anything
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 _MAX_PATH, _MAX_REASON = 120, 240
 _QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|['"].*)""", re.DOTALL)  # also one never closed
@@ -59,6 +70,12 @@ def _notes(scope: MutableMapping[str, Any]) -> _Notes:
 def request_id_of(request: Request) -> str:
     """The id under which the log shows this request."""
     return _notes(request.scope).request_id
+
+
+def refusals_of(request: Request) -> Refusals:
+    """What was refused until now by the server that this request has come to."""
+    found = request.scope.get(_REFUSALS_KEY)
+    return found if isinstance(found, Refusals) else Refusals()
 
 
 def note_id(scope: MutableMapping[str, Any], request_id: str) -> None:
@@ -176,7 +193,8 @@ def _trace(traces: TraceSink, scope: Scope, notes: _Notes, status: int, seconds:
 
 
 class RequestLog:
-    """ASGI middleware, the outermost. recent: where requests for answers are kept; traces: where their spans go.
+    """ASGI middleware, the outermost. recent: where requests for answers are kept; traces: where their spans go;
+    refusals: where answers with an error status are counted, but those of probes.
 
     clock: seconds, for tests.
     """
@@ -187,8 +205,10 @@ class RequestLog:
         recent: RecentRequests | None = None,
         clock: Callable[[], float] = time.perf_counter,
         traces: TraceSink | None = None,
+        refusals: Refusals | None = None,
     ):
         self._app, self._recent, self._clock, self._traces = app, recent, clock, traces
+        self._refusals = Refusals() if refusals is None else refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI), and log it."""
@@ -197,6 +217,7 @@ class RequestLog:
             return
         began, status = self._clock(), 0
         notes = scope[_NOTES_KEY] = _new_notes(scope)
+        scope[_REFUSALS_KEY] = self._refusals
 
         async def watch(message: Message) -> None:
             nonlocal status
@@ -217,7 +238,10 @@ class RequestLog:
                 self._recent.add(_past(scope, notes, status, seconds))
             if self._traces is not None and _is_for_answers(scope, notes, status):
                 _trace(self._traces, scope, notes, status, seconds)
-            is_quiet = plain_path(scope["path"]) in PROBE_PATHS or is_of_page(scope["path"])
+            is_probe = plain_path(scope["path"]) in PROBE_PATHS
+            if status >= 400 and status != _LEFT and not is_probe:
+                self._refusals.count(status)
+            is_quiet = is_probe or is_of_page(scope["path"])
             level = logging.DEBUG if is_quiet else logging.INFO
             if logger.isEnabledFor(level):
                 logger.log(

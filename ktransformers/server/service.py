@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
+from prometheus_client.registry import Collector
 
 from ktransformers import __version__
 from ktransformers.errors import ModelNotFoundError, NotReadyError
@@ -58,7 +59,7 @@ class ModelGroup(ABC):
         """All models with their states and what they take, for people who watch."""
 
     @abstractmethod
-    def metrics(self) -> tuple[bytes, str]:
+    def metrics(self, more: Collector) -> tuple[bytes, str]:
         """Those of all models as text, and its content type."""
 
 

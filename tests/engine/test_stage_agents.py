@@ -166,9 +166,7 @@ class Clock:
         return self.now
 
 
-def test_all_of_a_handshake_has_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_of_a_handshake_has_ten_seconds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """However its bytes come."""
     clock = Clock()
     monkeypatch.setattr(agent_module, "time", clock)

@@ -29,7 +29,7 @@ from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats, ReplicaFigures
 from ktransformers.server.balance.messages import EngineTotals
-from ktransformers.server.metrics import Metrics
+from ktransformers.server.metrics import Metrics, Refusals
 
 ROOT = Path(__file__).parents[2]
 DOCKER, KUBERNETES = ROOT / "docker", ROOT / "examples" / "kubernetes"
@@ -124,7 +124,7 @@ def shown() -> dict[str, tuple[str, set[str]]]:
     metrics = Metrics(_Backend(), "m")  # type: ignore[arg-type]
     metrics.finished(FinishReason.STOP, GenerationStats(prompt_len=1, completion_len=1), 1.0)
     found: dict[str, tuple[str, set[str]]] = {}
-    for family in text_string_to_metric_families(metrics.render()[0].decode()):
+    for family in text_string_to_metric_families(metrics.render(Refusals())[0].decode()):
         for sample in family.samples:
             found[sample.name] = (family.type, set(sample.labels))
     return found

@@ -151,14 +151,127 @@ def test_a_client_that_does_not_read_holds_up_nobody(server: ServerProcess) -> N
 
 
 def test_leaving_in_mid_stream_stops_the_engine(server: ServerProcess) -> None:
-    for way in (lambda c: c.close(), lambda c: c.shutdown(socket.SHUT_WR)):
+    with connect(server) as connection:
+        connection.sendall(post(ENDLESS))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert b"content" in connection.recv(65536)
+    line = server.wait_for("cut off")
+    assert int(line.split(" tokens in ")[0].rsplit(" ", 1)[1]) < 1900
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat"])
+def test_who_sends_no_more_gets_the_answer(path: str, is_streamed: bool, server: ServerProcess) -> None:
+    """As `nc -N` and `socat` do, and programs that end what they send so."""
+    question: dict[str, Any] = {"model": "demo", "stream": is_streamed, "max_tokens": 20, "temperature": 0}
+    if path == "/v1/completions":
+        question["prompt"] = "One two"
+    elif path == "/v1/responses":
+        question["input"] = "What is 17 + 25?"
+        question["max_output_tokens"] = question.pop("max_tokens")
+    else:
+        question["messages"] = QUESTION["messages"]
+    if path == "/api/chat":
+        del question["max_tokens"]
+    with connect(server) as connection:
+        connection.sendall(post(question, path=path))
+        connection.shutdown(socket.SHUT_WR)
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    ends = {CHAT: b"[DONE]", "/v1/completions": b"[DONE]", "/v1/messages": b"message_stop", "/api/chat": b'"done":true'}
+    if is_streamed:
+        assert ends.get(path, b"response.completed") in body.replace(b": ", b":").replace(
+            b'"done": true', b'"done":true'
+        )
+    else:
+        assert isinstance(json.loads(body), dict)
+
+
+def test_who_sends_no_more_in_mid_stream_gets_the_rest(server: ServerProcess) -> None:
+    with connect(server) as connection:
+        connection.sendall(post(ENDLESS | {"max_tokens": 150}))
+        assert b"content" in connection.recv(65536) + connection.recv(65536)
+        connection.shutdown(socket.SHUT_WR)
+        assert b"[DONE]" in read_to_end(connection)
+
+
+def test_who_sends_no_more_gets_all_answers_to_pipelined_requests(server: ServerProcess) -> None:
+    with connect(server) as connection:
+        connection.sendall(post(QUESTION) * 3)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_to_end(connection).count(b"42.") == 3
+
+
+def test_who_sends_no_more_and_leaves_then_stops_the_engine(server: ServerProcess) -> None:
+    with connect(server) as connection:
+        connection.sendall(post({**ENDLESS, "stream": False}))
+        connection.shutdown(socket.SHUT_WR)
+    server.wait_for(r"chat/completions 499 .* cut off")
+    assert_serves(server)
+
+
+CHUNKED = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+WRONG_CHUNKS = [b"zz\r\nabc\r\n", b'5\r\n{"mes\r\nXYZ\r\n', b"f" * 30 + b"\r\n", b"-5\r\n", b"3\r\nabcdef\r\n",
+                b"2\r\n{}\r\n0\r\nbad trailer\r\n\r\n"]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/nothing", b"/v1/models"])
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("data", WRONG_CHUNKS)
+def test_a_wrong_chunk_is_one_line_in_the_log(data: bytes, is_split: bool, path: bytes, server: ServerProcess) -> None:
+    """Also where the request is refused before its body has come."""
+    with connect(server) as connection:
+        connection.sendall(CHUNKED % path + (b"" if is_split else data))
+        answer = b""
+        if is_split:
+            if path != b"/v1/chat/completions":  # the others are refused by their heads
+                answer = connection.recv(65536)
+            connection.sendall(data)
+        answer += read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 4")
+    assert len(server.wait_for(f"POST {path.decode()} 4")) < 400
+    assert_serves(server)
+    assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET", "PUT"])
+def test_what_follows_an_answer_and_is_no_http_makes_no_traceback(method: str, server: ServerProcess) -> None:
+    data = f"{method} /v1/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode()
+    for piece in (data, data.replace(b"zz", b"0\r\n\r\n\x16\x03\x01\r\n\r\n")):
         with connect(server) as connection:
-            connection.sendall(post(ENDLESS))
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-            assert b"content" in connection.recv(65536)
-            way(connection)
-            line = server.wait_for("cut off")
-            assert int(line.split(" tokens in ")[0].rsplit(" ", 1)[1]) < 1900
+            connection.sendall(piece)
+            assert read_to_end(connection).startswith(b"HTTP/1.1 ")
+    assert_serves(server)
+    assert "Traceback" not in "".join(server.log)
+
+
+def refused(server: ServerProcess) -> dict[str, float]:
+    text = httpx.get(server.url + "/metrics").text
+    return {
+        line.split('"')[1]: float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith("ktransformers:requests_refused_total")
+    }
+
+
+def test_refused_requests_are_counted_by_status(server: ServerProcess) -> None:
+    before = refused(server)
+    with connect(server) as connection:
+        connection.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
+        assert b" 400 " in read_to_end(connection)
+    httpx.post(server.url + CHAT, json={"messages": 5})
+    httpx.post(server.url + CHAT, json=QUESTION | {"model": "other"}).raise_for_status()
+    httpx.get(server.url + "/nothing")
+    httpx.get(server.url + "/v1/models", headers={"Host": "evil.example"})
+    httpx.get(server.url + "/v1/models", headers={"Origin": "http://evil.example"})
+    httpx.get(server.url + "/ready").raise_for_status()
+    now = refused(server)
+    grown = {status: count - before.get(status, 0) for status, count in now.items() if count != before.get(status)}
+    assert grown == {"400": 2, "403": 1, "404": 1, "421": 1}
 
 
 def test_leaving_before_the_answer_stops_the_engine(server: ServerProcess) -> None:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from ktransformers import __version__
 from ktransformers.errors import NotReadyError
+from ktransformers.server.request_log import refusals_of
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import service_of
 
@@ -37,7 +38,8 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     service = service_of(request)
-    text, content_type = service.metrics.render() if service.group is None else service.group.metrics()
+    more = refusals_of(request)
+    text, content_type = service.metrics.render(more) if service.group is None else service.group.metrics(more)
     return Response(text, media_type=content_type)
 
 

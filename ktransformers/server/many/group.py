@@ -52,9 +52,9 @@ class PoolGroup(ModelGroup):
         }
 
     @override
-    def metrics(self) -> tuple[bytes, str]:
+    def metrics(self, more: Collector) -> tuple[bytes, str]:
         return render_together(
-            (service.metrics for service in self.services), _PoolCollector(self._pool, self.services)
+            (service.metrics for service in self.services), _PoolCollector(self._pool, self.services), more
         )
 
 
