@@ -20,7 +20,7 @@ from ktransformers.engine.attention import find_flash
 from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages, snapshot_interval
 from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
-from ktransformers.engine.fingerprint import ModelIdentity, identify
+from ktransformers.engine.fingerprint import Identified, identify
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
 from ktransformers.engine.hot import HotFile, HotService, open_hot
@@ -130,7 +130,7 @@ def build_engine(
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len
     runner = StaticRunner(built.forward, cache, model.vocab_size, built.decode, is_models_limit)
-    return Engine(built.config, built.plan, model, built.forward.pool, built.identity, opened.facts, runner, built.hot)
+    return Engine(built.config, built.plan, model, built.forward.pool, built.identified, opened.facts, runner, built.hot)
 
 
 def build_paged_engine(
@@ -176,9 +176,9 @@ def build_paged_engine(
     executor.mend_model = lambda: _mend(ranks, runner)
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
-    tiers, executor.tiers = open_tiers(opened.config, cache, built.identity.digest) or (None, None)
+    tiers, executor.tiers = open_tiers(opened.config, cache, built.identified) or (None, None)
     return PagedEngine(
-        built.config, plan, model, pool, built.identity, executor, cache, interval, tiers, hot=built.hot, ranks=ranks
+        built.config, plan, model, pool, built.identified, executor, cache, interval, tiers, hot=built.hot, ranks=ranks
     )
 
 
@@ -204,7 +204,7 @@ class _Built(Generic[CacheT]):
     forward: ForwardPass
     decode: DecodeSteps | None
     cache: CacheT
-    identity: ModelIdentity
+    identified: Identified
     hot: HotService
 
 
@@ -243,8 +243,8 @@ def _build(
         attach_plan(plan, longest, {**flash, **prefill, **hot.layers, **rotations_of(opened.model, plan)})
         _arrange_layers(loaded)
         cache = cache_plan.make(planned.shapes, num_slots, planned.num_states)
-        identity = identify(opened, plan, cache, pool)
-        hot.begin(HotFile(identity))
+        identified = identify(opened, plan, cache, pool)
+        hot.begin(HotFile(identified.sampled))
         forward = ForwardPass(opened.model, pool, loaded.layout)
         if loaded.layout.is_cpu and config.pipeline == 1:
             forward.short = find_short_forward(opened.model, planned.shapes, pool, longest)
@@ -257,7 +257,7 @@ def _build(
         ranks.captured([] if decode is None else decode.sizes)
         undo.pop_all()
     config = replace(config, cache_lens=num_slots, chunk_size=planned.chunk_size)
-    return _Built(config, plan, model, forward, decode, cache, identity, hot)
+    return _Built(config, plan, model, forward, decode, cache, identified, hot)
 
 
 def _settled(planned: Planned, config: EngineConfig, cache_plan: CachePlan[CacheT]) -> Settled:

@@ -1,8 +1,11 @@
 """What decides the keys, values and states of a model's tokens: who has the same may use what another has computed.
 
 Two parts, because they differ for different reasons. The model: its text config, names and sizes of its stored tensors,
-and some of their bytes. The arithmetic: how this program computes with it, and what it keeps. Paths, times, threads,
+and all bytes of their files. The arithmetic: how this program computes with it, and what it keeps. Paths, times, threads,
 batch and page sizes are in neither, because results do not depend on them.
+
+Reading all bytes takes time, so that it is done once for a file (weights/digests/), and where something is kept that
+outlives the process. Until then some bytes of the tensors stand for all of them (`sampled`).
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ from ktransformers.engine.opened import OpenedModel
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.rope import SettledRotation
 from ktransformers.optimize.plan import Plan
+from ktransformers.weights.digests.files import WeightDigest
 
-__all__ = ["ModelIdentity", "identify"]
+__all__ = ["Identified", "ModelIdentity", "identify"]
 
 SAMPLED_TENSORS = 1024
 """Stored tensors of which some bytes are read: a page of each, some 0.1 s from a cold disk, nothing once loaded."""
 
 SAMPLE_BYTES = 256
+
+_WHOLE = "files "
+"""In front of a digest of all bytes. What earlier versions saved has digests of some."""
 
 _NOT_OF_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
@@ -58,7 +65,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
             return f"it is of the model with weights in {_words(other.types)}; here they are in {_words(self.types)}"
         if other.tensors != self.tensors:
             return "it is of a model whose files hold other tensors, or of another size or type"
-        if other.data != self.data:
+        if other.data != self.data and other.data.startswith(_WHOLE) == self.data.startswith(_WHOLE):
             return "it is of a model of the same shape with other weights"
         return None
 
@@ -69,9 +76,24 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
             for name in self.arithmetic.keys() | other.arithmetic.keys()
             if self.arithmetic.get(name) != other.arithmetic.get(name)
         )
+        if other.data.startswith(_WHOLE) != self.data.startswith(_WHOLE):
+            return "it was saved by a version that looked at some bytes of the weights only"
         if not names:
             return None
         return "; ".join(f"{name} was {_shown(other, name)} and is {_shown(self, name)}" for name in names)
+
+
+class Identified:
+    """A loaded model, as some bytes of its weights tell it (sampled), and as all of them do, once somebody asks."""
+
+    def __init__(self, sampled: ModelIdentity, weights: WeightDigest):
+        self.sampled, self.weights = sampled, weights
+
+    def whole(self) -> ModelIdentity:
+        """Takes as long as reading the files where no record knows them. Raises WeightError."""
+        if not self.weights.states:  # a model that is made up
+            return self.sampled
+        return msgspec.structs.replace(self.sampled, data=_WHOLE + self.weights.hex())
 
 
 def _words(types: tuple[str, ...]) -> str:
@@ -82,8 +104,13 @@ def _shown(identity: ModelIdentity, name: str) -> str:
     return identity.arithmetic.get(name, "nothing")
 
 
-def identify(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPool) -> ModelIdentity:
+def identify(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPool) -> Identified:
     """A model whose operators are attached, with its cache. Reads some bytes of the weights' files."""
+    folders = () if opened.config.kv_disk_path is None else (opened.config.kv_disk_path,)
+    return Identified(_sampled(opened, plan, cache, pool), WeightDigest(opened.states, folders))
+
+
+def _sampled(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPool) -> ModelIdentity:
     config = opened.hf_config.to_dict()
     for name in _NOT_OF_THE_MODEL:
         config.pop(name, None)

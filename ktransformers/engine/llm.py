@@ -109,7 +109,7 @@ class LLM:
             llm._take_paged(BatchLoop(lambda report: engine, max_batch_size), None)
         else:
             llm._take_single(
-                engine, StaticStore(engine.runner, engine.identity) if isinstance(engine, Engine) else None
+                engine, StaticStore(engine.runner, engine.identified) if isinstance(engine, Engine) else None
             )
         return llm
 

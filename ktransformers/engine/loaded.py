@@ -9,7 +9,7 @@ from typing import Any
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.engine.card import ModelCard
-from ktransformers.engine.fingerprint import ModelIdentity
+from ktransformers.engine.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.hot import HotService
 from ktransformers.engine.opened import ModelDescription
 from ktransformers.engine.paged import PagedExecutor
@@ -28,14 +28,19 @@ __all__ = ["Engine", "LoadedModel", "PagedEngine", "Part"]
 class LoadedModel:
     """A loaded model with what is known of it. config: as it was resolved, the caller's own is left alone.
 
-    identity: what decides what it computes.
+    identified: what decides what it computes.
     """
 
     config: EngineConfig
     plan: Plan
     model: ModelDescription
     pool: WorkerPool
-    identity: ModelIdentity
+    identified: Identified
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """With all bytes of the weights, see Identified.whole. Raises WeightError."""
+        return self.identified.whole()
 
     @property
     def description(self) -> str:

@@ -6,7 +6,7 @@ A synthetic model has no files: its config is made in code, its weights are rand
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.operators.shares import Shares
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
+from ktransformers.weights.digests.states import FileState, states_of
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.loader import WeightFormat, weight_format
@@ -69,6 +70,7 @@ class ModelDescription:
 class OpenedModel:
     """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped.
 
+    states: what these files were before they were opened, and the files of code that came with the model where it is run.
     shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
     """
@@ -80,6 +82,7 @@ class OpenedModel:
     model: PreTrainedModel
     source: WeightSource
     files: tuple[Path, ...] = ()
+    states: tuple[FileState, ...] = ()
     stored: Mapping[str, int] = field(default_factory=dict)
     shares: Shares | None = None
 
@@ -106,7 +109,15 @@ def open_model(config: EngineConfig) -> OpenedModel:
         assert stored is not None
         source, files = SafetensorsSource(stored, facts), [file.path for file in stored.files]
     check_parameters(model, source, shapes)
-    return OpenedModel(config, model.config, facts, gguf, model, source, tuple(files), _bytes_by_type(gguf, stored))
+    return OpenedModel(
+        config, model.config, facts, gguf, model, source, tuple(files), _states(config, files), _bytes_by_type(gguf, stored)
+    )
+
+
+def _states(config: EngineConfig, files: Sequence[Path]) -> tuple[FileState, ...]:
+    """Raises WeightError."""
+    code = sorted(config.model_path.glob("*.py")) if config.trust_remote_code and config.model_path is not None else []
+    return states_of([*files, *code])
 
 
 def _bytes_by_type(gguf: GGUFModel | None, stored: SafetensorsModel | None) -> Counter[str]:

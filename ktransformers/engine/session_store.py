@@ -14,7 +14,7 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.cache.tiers import PAGE, STATE
-from ktransformers.engine.fingerprint import ModelIdentity
+from ktransformers.engine.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.engine.session_file import SessionFile, state_name
 from ktransformers.engine.tiered import TieredCache
@@ -44,10 +44,15 @@ class Kept:
 
 
 class StaticStore:
-    """Of an engine for one sequence. identity: of its model."""
+    """Of an engine for one sequence. identified: its model."""
 
-    def __init__(self, runner: StaticRunner, identity: ModelIdentity):
-        self._runner, self.identity = runner, identity
+    def __init__(self, runner: StaticRunner, identified: Identified):
+        self._runner, self.identified = runner, identified
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Of the model, see Identified.whole. Raises WeightError."""
+        return self.identified.whole()
 
     def take(self, num_tokens: int) -> Kept:
         """Of the first num_tokens positions. Views of the cache, where that is on the CPU."""

@@ -9,6 +9,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.config import EngineConfig
 from ktransformers.core import format_bytes
+from ktransformers.engine.fingerprint import Identified
 from ktransformers.engine.tiered import TieredCache
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.config import TierConfig
@@ -55,8 +56,13 @@ def check_tiers(shapes: Sequence[LayerShape], page_size: int, config: EngineConf
             )
 
 
-def open_tiers(config: EngineConfig, cache: PagedCache, fingerprint: bytes) -> tuple[TierConfig, TieredCache] | None:
-    """The tiers below a cache; None where there are none. fingerprint: ModelIdentity.digest."""
+def open_tiers(
+    config: EngineConfig, cache: PagedCache, identified: Identified
+) -> tuple[TierConfig, TieredCache] | None:
+    """The tiers below a cache; None where there are none. Reads the weights' files where pages outlive the process.
+
+    Raises WeightError.
+    """
     nbytes = tier_bytes(config)
     if not nbytes:
         return None
@@ -64,8 +70,9 @@ def open_tiers(config: EngineConfig, cache: PagedCache, fingerprint: bytes) -> t
     page_bytes = layouts[PAGE].nbytes
     state_bytes = layouts[STATE].nbytes if STATE in layouts else 0
     for_states = int(STATE_SHARE * nbytes) if state_bytes else 0
-    files, disk_bytes = None, 0
+    files, disk_bytes, fingerprint = None, 0, identified.sampled.digest
     if config.kv_disk_path is not None:
+        fingerprint = identified.whole().digest
         disk_bytes = int(config.kv_disk_size_GB * 2**30)
         files = TieredCache.files(cache, fingerprint, config.kv_disk_path, disk_bytes)
     tiers = TierConfig(

@@ -107,7 +107,7 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
     assert totals.uploads > 0
     assert (pool.policy.slot_of != first).any()
     assert (pool.slot_of.numpy() == pool.policy.slot_of).all()
-    scores, file = pool.policy.scores(), HotFile(engine.identity)
+    scores, file = pool.policy.scores(), HotFile(engine.identified.sampled)
     engine.close()
     assert gpu.driver.pinned_ranges == {}
     learned = file.read()

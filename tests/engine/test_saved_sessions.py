@@ -19,12 +19,14 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.engine.async_llm import AsyncLLM
 from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.fingerprint import Identified
 from ktransformers.engine.llm import LLM
 from ktransformers.engine.reduced import StepLogits
 from ktransformers.engine.saved_session import SavedSession
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, SessionFileError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.records import StepPlan, StepResult
+from ktransformers.weights.digests.files import WeightDigest
 from tests.support.demo import DEMO_GGUF
 from tests.support.fake_gpus import fake_hardware
 from tests.support.fake_runner import scripted_engine
@@ -325,11 +327,12 @@ def test_another_arithmetic(qwen: Made, tmp_path: Path, caplog: pytest.LogCaptur
     for kind in ("static", "16"):
         other = qwen.fresh(kind)
         engine = other.engine
-        identity = engine.identity
-        changed = replace_struct(identity, arithmetic=identity.arithmetic | {"the cache": "cuda bfloat16"})
-        engine.identity = changed
+        identity, before = engine.identity, engine.identified
+        other_cache = replace_struct(identity, arithmetic=identity.arithmetic | {"the cache": "cuda bfloat16"})
+        changed = Identified(other_cache, WeightDigest(()))
+        engine.identified = changed
         if other._batches is None:
-            other.session._store.identity = changed  # type: ignore[union-attr]
+            other.session._store.identified = changed  # type: ignore[union-attr]
         with pytest.raises(
             SessionFileError, match=r"the cache was keys cpu float32 \[.*\] in layers 0-1; .* and is cuda"
         ):
@@ -339,9 +342,9 @@ def test_another_arithmetic(qwen: Made, tmp_path: Path, caplog: pytest.LogCaptur
         assert "computed again: the cache was" in caplog.text
         assert loaded == replace(saved, cached_len=0)
         assert [event.token_id for event in other.continue_answer(loaded)] == qwen.answer[STOPPED:]
-        engine.identity = identity
+        engine.identified = before
         if other._batches is None:
-            other.session._store.identity = identity  # type: ignore[union-attr]
+            other.session._store.identified = before  # type: ignore[union-attr]
         else:
             other.close()
 

@@ -223,7 +223,7 @@ FLAGS = [
         [
             ("--backend_type other", "--backend_type other is not one of"),
             ("--kv_disk_size_GB 5", "--kv_disk_size_GB bounds the files in --kv_disk_path"),
-            ("--kv_disk_path {}/good.gguf", "cannot be made"),
+            ("--kv_disk_path {}/good.gguf", "is no folder"),
             ("--model_path {} --gguf_path {}/good.gguf", "together say too much"),
             ("--model_name ,", "--model_name must not be empty"),
             ("--host 256.1.1.1", "cannot listen on 256.1.1.1"),

@@ -6,6 +6,7 @@ so far are then told again, so that parsers and writers are where they were and 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, MutableMapping
@@ -28,6 +29,7 @@ from ktransformers.server.journal.records import Generation, Kept, Opened
 from ktransformers.server.ongoing import Ongoing
 from ktransformers.server.request_log import note_id, without_quotes
 from ktransformers.server.service import Service
+from ktransformers.weights.digests.files import exact_fingerprint
 
 __all__ = ["AGAIN_KEY", "Again", "AskedBody", "take_up", "without_reader", "write_down"]
 
@@ -147,7 +149,8 @@ async def take_up(app: FastAPI, service: Service, journal: Journal) -> None:
 
     The model is loaded; nothing else has been asked yet.
     """
-    kept = journal.begin(service.model.digest)
+    model = service.model
+    kept = journal.begin(await asyncio.to_thread(exact_fingerprint, model.digest, model.weights, journal.folder))
     keys = {journal.digest_of(key): str(place) for place, key in enumerate(service.config.api_keys)}
     keys.setdefault("", "")
     num_taken = 0

@@ -375,4 +375,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         is_models_limit=facts.max_model_len is not None and facts.max_model_len < total_len,
         card=replace(described.card, gpu_bytes=facts.gpu_bytes),
         digest=facts.digest,
+        weights=facts.weights,
     )

@@ -22,6 +22,7 @@ from ktransformers.scheduler.limits import Limits
 from ktransformers.server.backend.profiler import Profiler
 from ktransformers.server.backend.timeline import Timeline
 from ktransformers.tokenizer import Tokenizer
+from ktransformers.weights.digests.states import FileState
 
 __all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo", "deadline_error"]
 
@@ -33,8 +34,8 @@ class ModelInfo:
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
     name in the model's config.json, if any. embeddings: how they are made.
-    card: sizes and names for people. digest: 32 bytes that other weights or settings of their arithmetic do not have;
-    empty where nobody asks.
+    card: sizes and names for people. digest: 32 bytes that models of another kind or settings of their arithmetic do not
+    have, nor most other weights; empty where nobody asks. weights: their files, by which exact_fingerprint knows all.
     """
 
     tokenizer: Tokenizer
@@ -48,6 +49,7 @@ class ModelInfo:
     embeddings: EmbeddingForm = field(default_factory=EmbeddingForm)
     card: ModelCard = field(default_factory=ModelCard)
     digest: bytes = b""
+    weights: tuple[FileState, ...] = ()
 
     @property
     def limits(self) -> Limits:

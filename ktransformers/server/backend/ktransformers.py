@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from ktransformers.config import EngineConfig
@@ -31,5 +32,7 @@ class KTransformersBackend(SingleBackend):
         check_tokenizer(self._config)
         engine = build_engine(self._config, progress)
         profiled = model_meta(engine, self.name)
-        digest = engine.identity.digest
-        return Loaded.of(engine, engine.close, profiled, lambda: StepRuntime(engine.runner), digest)
+        identified = engine.identified
+        loaded = Loaded.of(engine, engine.close, profiled, lambda: StepRuntime(engine.runner))
+        model = replace(loaded.model, digest=identified.sampled.digest, weights=identified.weights.states)
+        return replace(loaded, model=model)

@@ -58,11 +58,8 @@ class Loaded:
         close: Callable[[], None],
         profiled: ProfileMeta,
         new_runtime: Callable[[], Runtime | None] = lambda: None,
-        digest: bytes = b"",
     ) -> Loaded:
-        """All of it from an engine of one sequence. new_runtime: what native code records by in profiles. digest: see
-        ModelInfo.
-        """
+        """All of it from an engine of one sequence. new_runtime: what native code records by in profiles."""
         model = ModelInfo(
             tokenizer=engine.tokenizer,
             max_len=engine.runner.max_len,
@@ -74,7 +71,6 @@ class Loaded:
             is_models_limit=engine.runner.is_models_limit,
             embeddings=embedding_form(engine.card.pooling_type, engine.config.model_path, engine.config.gguf_path),
             card=engine.card,
-            digest=digest,
         )
         session = Session.of(engine)
         session.profile.new_runtime = new_runtime

@@ -14,6 +14,7 @@ from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.config import TierConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
+from ktransformers.weights.digests.states import FileState
 
 __all__ = [
     "Add",
@@ -230,7 +231,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
     ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
-    num_stages: see SchedulerConfig. digest: see ModelInfo.
+    num_stages: see SchedulerConfig. digest, weights: see ModelInfo.
     """
 
     num_pages: int
@@ -249,6 +250,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     profiled: ProfileMeta | None = None
     digest: bytes = b""
+    weights: tuple[FileState, ...] = ()
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):

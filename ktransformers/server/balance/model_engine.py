@@ -42,7 +42,8 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         tiers=engine.tiers,
         num_stages=engine.config.pipeline,
         profiled=model_meta(engine, "balance_serve"),
-        digest=engine.identity.digest,
+        digest=engine.identified.sampled.digest,
+        weights=engine.identified.weights.states,
     )
     return facts, engine.executor
 

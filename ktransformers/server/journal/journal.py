@@ -122,6 +122,11 @@ class Journal:
             raise ConfigError(f"{path} is damaged: remove it, and with it what the journal beside it knows")
         return key
 
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self._folder
+
     def digest_of(self, api_key: str) -> str:
         """What stands for an API key in the journal; "" for none."""
         return hashlib.blake2b(api_key.encode(), key=self._key, digest_size=16).hexdigest() if api_key else ""
