@@ -34,6 +34,7 @@ from ktransformers.convert.mixtures import (
     is_quantized,
     need_importance,
 )
+from ktransformers.convert.openable import check_opens
 from ktransformers.convert.partial_file import PartialFile
 from ktransformers.convert.tensors import OutTensor, gguf_tensors
 from ktransformers.convert.vocab import vocab_metadata
@@ -203,13 +204,18 @@ def _from_safetensors(folder: Path) -> _Input:
     tensors += [_vector(name, values) for name, values in factor_tensors(opened.hf_config).items()]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     plain = {key: one.value for key, one in entries.items() if not key.startswith("tokenizer.")}
+
+    def check() -> None:
+        check_opens(arch, plain, shapes)
+        check_comes_back(opened.hf_config, plain, shapes)
+
     return _Input(
         arch,
         entries,
         tensors,
         _shape_of(arch, entries),
         opened.files,
-        lambda: check_comes_back(opened.hf_config, plain, shapes),
+        check,
     )
 
 

@@ -16,9 +16,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ktransformers.errors import FormatError
 from ktransformers.models.gguf_dense import LAYER_NORM_FAMILIES
 from ktransformers.models.gguf_families import BY_LAYER_FAMILIES, FAMILIES
-from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_keys import check_unread
+from ktransformers.models.gguf_metadata import Metadata, Values
 from ktransformers.models.gguf_recurrent import WITHOUT_ATTENTION
 from ktransformers.models.gguf_refused import check_architecture
+from ktransformers.models.gguf_rope import rope_parameters
 
 __all__ = ["FACTOR_TENSORS", "GGUF_CONFIG_ARCHITECTURES", "config_from_gguf"]
 
@@ -47,6 +49,7 @@ def config_from_gguf(
     values: Values = {**common, **specific}
     if "rope_parameters" not in values:
         values["rope_parameters"] = rope_parameters(gguf)
+    check_unread(gguf)
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)

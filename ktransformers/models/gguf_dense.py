@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf_fields import Family, head_dim, layer_norm, rotary_share, windows
-from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_metadata import Metadata, Values
+from ktransformers.models.gguf_rope import rope_parameters
 
 __all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
 

@@ -17,14 +17,16 @@ from ktransformers.models.gguf_fields import (
     expect_gating,
     experts,
     gating,
+    groups,
     head_dim,
     partial_rotary,
     rotary_share,
     routing,
     windows,
 )
-from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_metadata import Metadata, Values
 from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
+from ktransformers.models.gguf_rope import rope_parameters
 
 __all__ = ["BY_LAYER_FAMILIES", "FAMILIES"]
 
@@ -364,8 +366,7 @@ def _mimo2(gguf: Metadata) -> tuple[str, Values]:
         "attention_value_scale": gguf.float("attention.value_scale", 0.707),  # not in older files
         "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
         "norm_topk_prob": gguf.bool("expert_weights_norm", True),
-        "n_group": gguf.find_int("expert_group_count") or 1,
-        "topk_group": gguf.find_int("expert_group_used_count") or 1,
+        **groups(gguf),
         "attention_bias": gguf.has(r"attn_q\.bias"),
     }
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_metadata import Metadata, Values
+from ktransformers.models.gguf_rope import rope_parameters
 
 __all__ = [
     "SIGMOID",
@@ -15,6 +16,7 @@ __all__ = [
     "expect_gating",
     "experts",
     "gating",
+    "groups",
     "head_dim",
     "layer_norm",
     "partial_rotary",
@@ -90,9 +92,29 @@ def routing(gguf: Metadata) -> Values:
         "first_k_dense_replace": gguf.int("leading_dense_block_count", 0),
         "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
-        "n_group": gguf.find_int("expert_group_count") or 1,
-        "topk_group": gguf.find_int("expert_group_used_count") or 1,
+        **groups(gguf),
     }
+
+
+def groups(gguf: Metadata) -> Values:
+    """Into how many groups experts are divided, and in how many of them those of a token are looked for.
+
+    Raises FormatError where a file says the one and not the other, or more groups than there are.
+    """
+    count, used = gguf.find_int("expert_group_count"), gguf.find_int("expert_group_used_count")
+    if (count or 1) > 1 and not used:
+        raise FormatError(_HALF.format(arch=gguf.arch, said="expert_group_count", missing="expert_group_used_count"))
+    if (used or 1) > 1 and not count:
+        raise FormatError(_HALF.format(arch=gguf.arch, said="expert_group_used_count", missing="expert_group_count"))
+    if (used or 1) > (count or 1):
+        raise FormatError(f"{gguf.arch}.expert_group_used_count is {used}, but there are {count} groups of experts")
+    return {"n_group": count or 1, "topk_group": used or 1}
+
+
+_HALF = (
+    "the GGUF file says {arch}.{said} and lacks {arch}.{missing}: which experts a token takes is unknown; pass "
+    "--model_path with the model's config.json"
+)
 
 
 def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:

@@ -1,4 +1,4 @@
-"""Checked access to a GGUF file's metadata, and the rotary embedding that they describe. Knows no model family."""
+"""Checked access to a GGUF file's metadata, and which of them were asked for. Knows no model family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ktransformers.errors import FormatError, UnsupportedError
 
-__all__ = ["Metadata", "Values", "rope_parameters"]
+__all__ = ["Metadata", "Values"]
 
 MAX_COUNT = 1 << 31
 Values = dict[str, object]
@@ -36,10 +36,18 @@ class Metadata:
         self.metadata = metadata
         self.shapes = shapes
         self.factors = factors or {}
+        self._read: set[str] = set()
 
     def raw(self, key: str) -> object:
         """What the file says, unchecked; None when it does not."""
+        self._read.add(key)
         return self.metadata.get(f"{self.arch}.{key}")
+
+    def unread(self) -> dict[str, object]:
+        """The keys of the architecture, without its prefix, that nobody asked for so far, with what they say."""
+        prefix = f"{self.arch}."
+        said = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
+        return {key: value for key, value in said.items() if key not in self._read}
 
     @property
     def layers(self) -> int:
@@ -150,96 +158,3 @@ class Metadata:
         if type(value) is not bool:
             raise FormatError(f"{self.arch}.{key} is {value!r:.40}; a boolean is needed")
         return value
-
-
-def rope_parameters(gguf: Metadata) -> Values:
-    """The `rope_parameters` of transformers 5."""
-    rope: Values = {"rope_type": "default", "rope_theta": gguf.float("rope.freq_base", 10000.0)}
-    if not float(str(rope["rope_theta"])) > 0:
-        raise FormatError(f"{gguf.arch}.rope.freq_base is {rope['rope_theta']}; a positive number is needed")
-    kind = gguf.raw("rope.scaling.type")
-    if kind is not None and not isinstance(kind, str):
-        raise FormatError(f"{gguf.arch}.rope.scaling.type is no text but {type(kind).__name__}")
-    if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": gguf.float("rope.scaling.factor")}
-    elif kind == "yarn":
-        rope |= _yarn(gguf)
-    elif kind == "longrope" or gguf.has(r"rope_factors_(long|short)\.weight"):
-        rope |= _longrope(gguf)
-    elif kind not in (None, "none"):
-        raise UnsupportedError(f"rope scaling {kind!r:.40} is not supported; pass --model_path with the config")
-    if "rope_freqs.weight" in gguf.shapes:
-        factors = gguf.factors.get("rope_freqs.weight")
-        if rope["rope_type"] != "default" or factors is None:
-            raise UnsupportedError("rope_freqs.weight beside rope scaling is not supported; pass --model_path")
-        rope |= _llama3_rope(factors, float(str(rope["rope_theta"])))
-    return rope
-
-
-def _yarn(gguf: Metadata) -> Values:
-    rope: Values = {
-        "rope_type": "yarn",
-        "factor": gguf.float("rope.scaling.factor"),
-        "original_max_position_embeddings": gguf.int("rope.scaling.original_context_length"),
-        "beta_fast": gguf.float("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": gguf.float("rope.scaling.yarn_beta_slow", 1.0),
-    }
-    if (multiplier := gguf.find_float("rope.scaling.yarn_log_multiplier")) is not None:
-        # The converter writes 0.1 * mscale_all_dim. It does not write mscale, which is equal in every published model;
-        # then the two cancel in the rotary tables and only the attention scale is left.
-        mscale = float(f"{multiplier * 10:.6g}")
-        rope |= {"mscale": mscale, "mscale_all_dim": mscale}
-    elif (attention := gguf.find_float("rope.scaling.yarn_attn_factor")) is not None:
-        rope["attention_factor"] = attention
-    return rope
-
-
-def _longrope(gguf: Metadata) -> Values:
-    """Two lists of factors, for sequences up to the original context length and beyond."""
-    found = {kind: gguf.factors.get(f"rope_factors_{kind}.weight") for kind in ("long", "short")}
-    if found["long"] is None or found["short"] is None:
-        raise FormatError("the GGUF file has a longrope without rope_factors_long.weight and rope_factors_short.weight")
-    original = gguf.int("rope.scaling.original_context_length", 2)
-    rope: Values = {
-        "rope_type": "longrope",
-        "long_factor": [float(f"{one:.7g}") for one in found["long"]],
-        "short_factor": [float(f"{one:.7g}") for one in found["short"]],
-        "original_max_position_embeddings": original,
-    }
-    attention = gguf.find_float("rope.scaling.attn_factor")
-    usual = math.sqrt(1 + math.log(max(gguf.int("context_length") / original, 1.0)) / math.log(original))
-    if attention is not None and not math.isclose(attention, usual, rel_tol=1e-6):  # else transformers computes it
-        rope["attention_factor"] = attention
-    return rope
-
-
-def _llama3_rope(factors: Sequence[float], theta: float) -> Values:
-    """Llama 3's parameters, inferred from the factors and accepted only when they give back the same factors."""
-    factor = max(factors, default=0.0)
-    for low, high in ((1.0, 4.0), (1.0, 1.0)):  # of Llama 3, and of Llama 4 Scout
-        if _is_llama3(factors, theta, low, high):
-            return {
-                "rope_type": "llama3",
-                "factor": float(f"{factor:.6g}"),
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": _LLAMA3_CONTEXT,
-            }
-    raise UnsupportedError("rope_freqs.weight is not that of Llama 3; pass --model_path with the model's config.json")
-
-
-_LLAMA3_CONTEXT = 8192
-
-
-def _is_llama3(given: Sequence[float], theta: float, low: float, high: float) -> bool:
-    """Whether the factors are those of Llama 3 between wavelengths of 8192 / high and 8192 / low positions."""
-    factor = max(given, default=0.0)
-    if factor <= 0:
-        return False
-    for index, one in enumerate(given):
-        turns = _LLAMA3_CONTEXT * theta ** (-index / len(given)) / (2 * math.pi)
-        smooth = float(turns >= low) if high == low else min(max((turns - low) / (high - low), 0.0), 1.0)
-        wanted = 1 / ((1 - smooth) / factor + smooth)
-        if not math.isclose(one, wanted, rel_tol=1e-3):  # the converter computed wavelengths in fp32
-            return False
-    return True

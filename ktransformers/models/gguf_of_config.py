@@ -226,7 +226,11 @@ def _rotation(config: Any) -> Values:
         original = rope["original_max_position_embeddings"]
         scale = math.sqrt(1 + math.log(max(config.max_position_embeddings / original, 1.0)) / math.log(original))
         scale = rope.get("attention_factor") or scale
-        return values | {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": scale}
+        return values | {
+            "rope.scaling.type": "longrope",  # without it llama.cpp takes the factors for tensors too many
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.attn_factor": scale,
+        }
     if kind not in ("default", "llama3"):
         raise UnsupportedError(f"rope scaling {kind!r:.40} has no keys in GGUF")
     return values
@@ -260,7 +264,8 @@ def factor_tensors(config: PretrainedConfig) -> dict[str, np.ndarray[Any, np.dty
 
 def _llama3_factors(config: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
     """1 for short wavelengths, `factor` for long ones, and a way between for those in the middle."""
-    rope, size = config.rope_parameters, _head_dim(config)
+    rope = config.rope_parameters
+    size = int(_head_dim(config) * rope.get("partial_rotary_factor", 1.0))
     wavelengths = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, size, 2, dtype=np.float64) / size)
     turns = rope["original_max_position_embeddings"] / wavelengths
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]

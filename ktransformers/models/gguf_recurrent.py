@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.models.gguf_fields import SIGMOID, expect_gating, groups
 from ktransformers.models.gguf_fields import experts as expert_values
-from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_metadata import Metadata, Values
+from ktransformers.models.gguf_rope import rope_parameters
 
 __all__ = ["RECURRENT_FAMILIES", "WITHOUT_ATTENTION"]
 
@@ -93,6 +95,7 @@ def _kimi_linear(gguf: Metadata) -> tuple[str, Values]:
     key, value = gguf.int("attention.key_length_mla"), gguf.int("attention.value_length_mla")
     if key <= rope_dim:
         raise FormatError(f"kimi-linear: heads of {key} cannot hold a rotary part of {rope_dim}")
+    expect_gating(gguf, SIGMOID)
     delta, size = gguf.shape("ssm_a"), gguf.int("kda.head_dim")
     return "kimi_linear", {
         **expert_values(gguf, "num_local_experts"),
@@ -110,8 +113,7 @@ def _kimi_linear(gguf: Metadata) -> tuple[str, Values]:
         "n_shared_experts": gguf.find_int("expert_shared_count") or 0,
         "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
         "norm_topk_prob": gguf.bool("expert_weights_norm", True),
-        "n_group": gguf.find_int("expert_group_count") or 1,
-        "topk_group": gguf.find_int("expert_group_used_count") or 1,
+        **groups(gguf),
     }
 
 
@@ -217,7 +219,7 @@ def _granitehybrid(gguf: Metadata) -> tuple[str, Values]:
         **experts,
         "layer_types": _kinds(gguf, {"ssm_a": LINEAR, "attn_q.weight": FULL}),
         "shared_intermediate_size": _shared_width(gguf) or (0 if dense is None else dense[0]),
-        "position_embedding_type": "rope" if gguf.bool("rope.scaling.finetuned", False) else None,
+        "position_embedding_type": "rope" if gguf.bool("rope.scaling.finetuned", True) else None,  # as llama.cpp
         "attention_multiplier": gguf.float("attention.scale", 1.0),
         "embedding_multiplier": gguf.float("embedding_scale", 1.0),
         "residual_multiplier": gguf.float("residual_scale", 1.0),
@@ -243,8 +245,7 @@ def _nemotron_h(gguf: Metadata) -> tuple[str, Values]:
             "moe_shared_expert_intermediate_size": _shared_width(gguf),
             "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
             "norm_topk_prob": gguf.bool("expert_weights_norm", True),
-            "n_group": gguf.find_int("expert_group_count") or 1,
-            "topk_group": gguf.find_int("expert_group_used_count") or 1,
+            **groups(gguf),
             "moe_latent_size": gguf.find_int("moe_latent_size") or None,
         }
     return "nemotron_h", values
@@ -295,6 +296,7 @@ def _lfm2(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _lfm2moe(gguf: Metadata) -> tuple[str, Values]:
+    expect_gating(gguf, SIGMOID)
     return "lfm2_moe", {
         **{name: value for name, value in _lfm2(gguf)[1].items() if not name.startswith("block_")},
         **expert_values(gguf, "num_experts"),

@@ -318,7 +318,8 @@ def _add_rope_scaling(writer: gguf.GGUFWriter, config: object, rope: dict[str, o
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if "mscale_all_dim" in rope:
-            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+            share = 1.0 if writer.arch == "mistral3" else 0.1
+            writer.add_rope_scaling_yarn_log_mul(share * rope["mscale_all_dim"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
