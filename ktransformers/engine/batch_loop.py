@@ -212,8 +212,11 @@ class BatchLoop:
             raise EngineError(_CLOSED)
         has_vocabulary = self.engine.model.tokenizer.has_vocabulary
         remedy = "make the cache larger with cache_lens"
-        replace(self.config.limits, has_vocabulary=has_vocabulary, remedy=remedy).check(prompt_ids, params)
         model = self.engine.model
+        limits = replace(
+            self.config.limits, has_vocabulary=has_vocabulary, has_head=model.card.has_head, remedy=remedy
+        )
+        limits.check(prompt_ids, params)
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 
     def check_begun(self, question: Question) -> None:

@@ -25,7 +25,7 @@ class ModelCard:
     num_parameters: of the model, whatever its files store them as. quantization: the file's own word, else the type of
     most of its bytes; empty when unknown. digest: 64 hexadecimal digits that change when the files do. modified:
     seconds since 1970, of the newest file. gpu_bytes: what is planned for GPUs (weights, cache, work space); 0 before
-    it is loaded. pooling_type: what a GGUF says of embeddings; None: nothing. The rest are counts; 0 for what the model
+    it is loaded. pooling_type: what a GGUF says of embeddings; None: nothing. has_head: whether it generates text. The rest are counts; 0 for what the model
     has not, or does not say.
     """
 
@@ -44,6 +44,7 @@ class ModelCard:
     num_kv_heads: int = 0
     num_experts: int = 0
     num_used_experts: int = 0
+    has_head: bool = True
 
 
 class Described(Protocol):
@@ -59,6 +60,8 @@ class Described(Protocol):
     def model(self) -> nn.Module: ...
     @property
     def stored(self) -> Mapping[str, int]: ...
+    @property
+    def has_head(self) -> bool: ...
 
 
 def card_of(opened: Described) -> ModelCard:
@@ -80,6 +83,7 @@ def card_of(opened: Described) -> ModelCard:
         num_kv_heads=max((layer.num_kv_heads for layer in facts.layers), default=0),
         num_experts=0 if facts.experts is None else facts.experts.num_experts,
         num_used_experts=facts.top_k(),
+        has_head=opened.has_head,
     )
 
 

@@ -106,12 +106,13 @@ class GenerateConfig:
     """What all answers of a model share.
 
     chunk_size: most prompt tokens per forward. eos_token_ids end an answer unless params.ignore_eos. tokenizer None: no
-    text, no stop strings. Raises ConfigError.
+    text, no stop strings. has_head: whether the model generates text. Raises ConfigError.
     """
 
     chunk_size: int
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Tokenizer | None = None
+    has_head: bool = True
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
@@ -320,6 +321,7 @@ def begin_answer(
         max_len=runner.max_len,
         vocab_size=runner.vocab_size,
         has_vocabulary=has_vocabulary,
+        has_head=config.has_head,
         is_models_limit=runner.is_models_limit,
     ).check(prompt_ids, params)
     prompt_len = len(prompt_ids)

@@ -5,6 +5,7 @@ A synthetic model has no files: its config is made in code, its weights are rand
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
+from ktransformers.models.heads import lacks_head
 from ktransformers.operators.shares import Shares
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
 from ktransformers.weights.digests.states import FileState, states_of
@@ -46,6 +48,9 @@ __all__ = [
     "open_model",
     "open_synthetic",
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class OpenedModel:
     states: what these files were before they were opened, and the files of code that came with the model where it is run.
     shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
+    has_head: whether the files say what follows a text; without, the model makes embeddings only.
     """
 
     config: EngineConfig
@@ -85,6 +91,7 @@ class OpenedModel:
     states: tuple[FileState, ...] = ()
     stored: Mapping[str, int] = field(default_factory=dict)
     shares: Shares | None = None
+    has_head: bool = True
 
 
 def open_model(config: EngineConfig) -> OpenedModel:
@@ -97,6 +104,10 @@ def open_model(config: EngineConfig) -> OpenedModel:
     tensors = (gguf or stored).tensors  # type: ignore[union-attr]
     shapes = [tensor.shape for tensor in tensors.values()]
     hf_config = take_text_config(whole, tensors.keys())
+    has_head = not lacks_head(hf_config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    if not has_head:
+        logger.warning("the files hold no output head (lm_head): the model makes embeddings and generates no text")
+        hf_config.tie_word_embeddings = True  # in its place, so that nothing is missing
     facts = _facts_of(whole, config.trust_remote_code)
     check_layers(facts, shapes)
     if gguf is not None:
@@ -109,8 +120,9 @@ def open_model(config: EngineConfig) -> OpenedModel:
         assert stored is not None
         source, files = SafetensorsSource(stored, facts), [file.path for file in stored.files]
     check_parameters(model, source, shapes)
+    states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
     return OpenedModel(
-        config, model.config, facts, gguf, model, source, tuple(files), _states(config, files), _bytes_by_type(gguf, stored)
+        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head
     )
 
 

@@ -144,10 +144,14 @@ class Session:
         tokenizer: Tokenizer | None = None,
         has_prefix_cache: bool = True,
         store: StaticStore | None = None,
+        has_head: bool = True,
     ):
-        """has_prefix_cache: False computes every prompt whole. store: copies the runner's cache, for files."""
+        """has_prefix_cache: False computes every prompt whole. store: copies the runner's cache, for files.
+
+        has_head: whether the model generates text, and not only embeddings.
+        """
         self._runner = _RecordingRunner(runner)
-        self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer)
+        self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer, has_head)
         self._has_prefix_cache = has_prefix_cache
         self._store = store
         self._running: Iterator[TokenEvent] | None = None
@@ -165,6 +169,7 @@ class Session:
             tokenizer=engine.tokenizer,
             has_prefix_cache=engine.config.prefix_cache,
             store=store,
+            has_head=engine.card.has_head,
         )
 
     @property

@@ -86,7 +86,8 @@ def _common(gguf: Metadata) -> Values:
     if (prediction := gguf.find_int("nextn_predict_layers")) is not None:
         values["num_nextn_predict_layers"] = prediction
     if gguf.arch not in LAYER_NORM_FAMILIES:
-        values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon")
+        usual = 1e-6 if gguf.arch == "gemma3" else None  # Ollama's converter does not write it
+        values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon", usual)
     if gguf.arch in BY_LAYER_FAMILIES:
         return values
     values["num_key_value_heads"] = gguf.find_some("attention.head_count_kv") or heads

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf_fields import Family, head_dim, layer_norm, rotary_share, windows
 from ktransformers.models.gguf_metadata import Metadata, Values
 from ktransformers.models.gguf_rope import rope_parameters
 
 __all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
+
+logger = logging.getLogger(__name__)
 
 LAYER_NORM_FAMILIES = (
     *(
@@ -56,14 +60,30 @@ def _gemma2(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _gemma3(gguf: Metadata) -> tuple[str, Values]:
-    local = {"rope_type": "default", "rope_theta": gguf.float("rope.freq_base_swa", 10000.0)}
+    rope, local = rope_parameters(gguf), gguf.find_float("rope.freq_base_swa")
+    if gguf.raw("rope.freq_base") is None:  # Ollama's converter has other names for both
+        rope["rope_theta"] = gguf.float("rope.global.freq_base", 1e6)
+    local = gguf.float("rope.local.freq_base", 10000.0) if local is None else local
+    if _is_scaled_without_a_key(gguf):
+        logger.info("the GGUF file does not say gemma3.rope.scaling.factor; taking 8, as published")
+        rope |= {"rope_type": "linear", "factor": 8.0}
     return "gemma3_text", {
         **head_dim(gguf),
         **windows(gguf, 6),
         **_query_scale(gguf, _GEMMA3_27B_LAYERS),
-        "rope_parameters": {"sliding_attention": local, "full_attention": rope_parameters(gguf)},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            "full_attention": rope,
+        },
         "final_logit_softcapping": gguf.find_float("final_logit_softcapping"),
     }
+
+
+def _is_scaled_without_a_key(gguf: Metadata) -> bool:
+    """Ollama's converter leaves out the scaling of Gemma 3 for 128k positions, and the epsilon of its norms."""
+    said = any(gguf.raw(f"rope.scaling.{key}") is not None for key in ("type", "factor"))
+    is_ollamas = gguf.raw("attention.layer_norm_rms_epsilon") is None
+    return is_ollamas and not said and gguf.int("context_length") >= 131072
 
 
 def _partly_rotated(gguf: Metadata) -> Values:

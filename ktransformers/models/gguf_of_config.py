@@ -317,11 +317,23 @@ def check_comes_back(
     facts, back = ModelFacts.of(config), ModelFacts.of(got)
     compared = ("vocab_size", "hidden_size", "layers", "latent", "experts", "is_tied", "context_len")
     differ += [name for name in compared if getattr(facts, name) != getattr(back, name)]
+    if _same_frequencies(config, got):  # other parameters may say the same rotation
+        differ = [name for name in differ if name != "rope_parameters"]
     if config.model_type != got.model_type and (config.model_type, got.model_type) != ("mistral", "llama"):
         differ.append("model_type")
     if differ:
         said = ", ".join(f"{name} {wanted.get(name)!r:.60}" for name in dict.fromkeys(differ))
         raise UnsupportedError(f"GGUF has no keys for what this {config.model_type} config says: {said}")
+
+
+def _same_frequencies(config: Any, got: Any) -> bool:
+    """Whether Llama 3's scaling came back, as factors that are the same: its parameters are inferred from them."""
+    wanted, given = config.rope_parameters, got.rope_parameters
+    if wanted.get("rope_type") != "llama3" or not _same(wanted["rope_theta"], given["rope_theta"]):
+        return False
+    factors = _llama3_factors(got) if given["rope_type"] == "llama3" else np.array(given.get("long_factor", ()))
+    ours = _llama3_factors(config)
+    return bool(len(factors) == len(ours) and np.allclose(factors, ours, rtol=1e-6))
 
 
 def _as_read(metadata: Mapping[str, Any]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from ktransformers.models.gguf_metadata import Metadata, Values
 __all__ = ["rope_parameters", "rope_scaling_factor"]
 
 _USUAL_CONTEXT = 8192  # of Llama 3, before its rotation is scaled
-_CLOSE = 1e-4  # the converter computes factors in fp32
+_CLOSE = 1e-4  # the converter computes factors in fp32; those further away are taken as they are
 
 
 def rope_parameters(gguf: Metadata) -> Values:

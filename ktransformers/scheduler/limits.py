@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktransformers.core import SamplingParams
-from ktransformers.errors import ConfigError, ContextLengthError
+from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
 
 __all__ = ["Limits"]
 
@@ -16,18 +16,25 @@ class Limits:
     """What a request may ask of a loaded model.
 
     max_len: most tokens of prompt and answer together. is_models_limit: whether that is what the model takes; else
-    set_by names the option that sets it, and remedy says in words how it is made larger.
+    set_by names the option that sets it, and remedy says in words how it is made larger. has_head: whether the model
+    generates text.
     """
 
     max_len: int
     vocab_size: int
     is_models_limit: bool
     has_vocabulary: bool = True
+    has_head: bool = True
     set_by: str = "--cache_lens"
     remedy: str = "start with a larger --cache_lens"
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises ConfigError for values that the model cannot take, ContextLengthError for a prompt that never fits."""
+        """Raises ConfigError for values that the model cannot take, ContextLengthError for a prompt that never fits,
+        UnsupportedError for text that is asked of a model without an output head."""
+        if not self.has_head and params.pooling is None:
+            raise UnsupportedError(
+                "this model's files hold no output head (lm_head): it generates no text; ask it for embeddings"
+            )
         if not prompt_ids:
             raise ConfigError("the prompt is empty: there is nothing to continue")
         if len(prompt_ids) >= self.max_len:

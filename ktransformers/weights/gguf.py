@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES
 
-from ktransformers.errors import FormatError
+from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.weights.mapped_file import map_file
@@ -232,11 +232,30 @@ def _tensor_info(reader: _Reader, index: int) -> GGUFTensor:
         qtype = QuantType(type_id)
         block, block_bytes = GGML_QUANT_SIZES[qtype]
     except (ValueError, KeyError):
-        raise FormatError(f"{reader.path}: {what} has the ggml type {type_id}, which the gguf package lacks") from None
+        raise _unknown_type(reader.path, what, type_id) from None
     if dims[0] % block:
         raise reader.fail(f"{what} has rows of {dims[0]} elements, but {qtype.name} blocks hold {block}")
     nbytes = math.prod(dims) // block * block_bytes  # Python integers do not overflow
     return GGUFTensor(name, tuple(reversed(dims)), qtype, offset, nbytes)
+
+
+_OTHER_TYPES = {
+    42: "Q2_0",  # 64 weights of 2 bits under an fp16 scale
+    **dict.fromkeys((4, 5), "Q4_2 or Q4_3 of old files"),
+    **dict.fromkeys((31, 32, 33), "Q4_0 in an order of rows for some processors"),
+    **dict.fromkeys((36, 37, 38), "IQ4_NL in an order of rows for some processors"),
+}
+"""Numbers of ggml's types that are not read and that the `gguf` package may not name."""
+
+
+def _unknown_type(path: Path, what: str, type_id: int) -> FormatError | UnsupportedError:
+    name = _OTHER_TYPES.get(type_id)
+    if name is None:
+        return FormatError(f"{path}: {what} has the ggml type {type_id}, which the gguf package lacks")
+    return UnsupportedError(
+        f"{path}: {what} is stored as {name} (ggml type {type_id}), which is not supported; take a file of the model in "
+        "another type, for instance Q4_0 or Q4_K_M"
+    )
 
 
 def _check_complete(reader: _Reader, tensors: Iterable[GGUFTensor], start: int) -> None:

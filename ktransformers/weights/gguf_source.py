@@ -16,7 +16,7 @@ from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, Raw
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf import GGUFModel
-from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf
+from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts
 from ktransformers.weights.recurrent_names import Form
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 from ktransformers.weights.transcode import dequantize, resident_type, transcode
@@ -60,6 +60,8 @@ class GGUFSource:
         self._facts = facts
         self._names = GGUFNames(model.architecture, facts, self._tensors)
         self._report_transcoding()
+        if others := sum(is_of_other_parts(name) for name in self._tensors):
+            logger.info("%d tensors for images and sound are left aside; the model reads text only", others)
 
     def describe(self) -> str:
         """One line for the console: format, files, bytes."""

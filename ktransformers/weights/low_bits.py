@@ -199,7 +199,7 @@ class _Finder:
         return self._made(name, (rows, cols), spec, self._parts(name, scale_name, zero_name), matrix)
 
     def _fp8(self, name: str, tensor: SafetensorsTensor) -> LowBitTensor | None:
-        """None for one scale for all, for blocks of rows and columns, and for rows that have no blocks of 32."""
+        """None for one scale for all, and for blocks of rows and columns."""
         rows, cols = tensor.shape
         scale_name = next((f"{name}{s}" for s in ("_scale_inv", "_scale") if f"{name}{s}" in self._tensors), None)
         if scale_name is None and self._method == "mxfp8":
@@ -207,11 +207,11 @@ class _Finder:
                 f"the config says mxfp8, and {name!r} has neither {name + '_scale_inv'!r} nor {name + '_scale'!r} "
                 "beside it; is a file missing?"
             )
-        if scale_name is None or cols % 32:
+        if scale_name is None:
             return None
         scale = self._tensors[scale_name]
         groups = 1 if scale.shape == (rows,) else scale.shape[1] if len(scale.shape) == 2 else 0
-        if rows == 1 or scale.shape[:1] != (rows,) or not groups or cols % (32 * groups):
+        if rows == 1 or scale.shape[:1] != (rows,) or not groups:
             return None
         spec = CodeSpec(CodeKind.E4M3, cols, self._group(name, cols, scale.shape, rows), self._scale_kind(scale_name))
 

@@ -27,7 +27,7 @@ from ktransformers.weights.recurrent_names import (
     value_columns,
 )
 
-__all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf"]
+__all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf", "is_of_other_parts"]
 
 
 class Change(Enum):
@@ -179,12 +179,20 @@ _IGNORABLE = (
 )
 
 
+_OTHER_PARTS = re.compile(r"(v|a|mm|mtp|resampler)\..*")
+
+
+def is_of_other_parts(name: str) -> bool:
+    """Whether a tensor belongs to a part for images or sound, or that drafts, which Ollama keeps in the same file."""
+    return _OTHER_PARTS.fullmatch(name) is not None
+
+
 def ignorable_gguf(name: str, stored: Container[str], num_layers: int) -> bool:
     """Whether a tensor that no module asked for may be left over without an error.
 
     stored: all names of the file. num_layers: the model's layers; blocks beyond them belong to multi-token prediction.
     """
-    if any(pattern.fullmatch(name) for pattern in _IGNORABLE):
+    if is_of_other_parts(name) or any(pattern.fullmatch(name) for pattern in _IGNORABLE):
         return True
     block = re.match(r"blk\.(\d+)\.", name)
     if block is None:

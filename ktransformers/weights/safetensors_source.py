@@ -296,6 +296,8 @@ class SafetensorsSource:
                 f"tensor {stored!r} is stored as {dtype}, which is no type of model weights that can be read; "
                 f"{', '.join(_NATURAL)} are"
             )
+        if dtype == FP8 and self._tensors[stored].shape[-1] % 32 and not self._is_native_fp8(stored):
+            return QuantType.F32  # no type of blocks holds such rows, and BF16 would round them
         return _NATURAL[dtype]
 
     def _is_mapped(self, values: torch.Tensor) -> bool:

@@ -58,6 +58,7 @@ class ModelInfo:
             max_len=self.max_len,
             vocab_size=self.vocab_size,
             has_vocabulary=self.tokenizer.has_vocabulary,
+            has_head=self.card.has_head,
             is_models_limit=self.is_models_limit,
             set_by="the server's --cache_lens",
             remedy="start the server with a larger --cache_lens",
