@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ktransformers.errors import FormatError
+from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf_dense import LAYER_NORM_FAMILIES
 from ktransformers.models.gguf_families import BY_LAYER_FAMILIES, FAMILIES
 from ktransformers.models.gguf_keys import check_unread
@@ -43,6 +43,8 @@ def config_from_gguf(
     """
     gguf = Metadata(metadata, tensor_shapes, factors)
     check_architecture(gguf.arch, FAMILIES)
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise UnsupportedError(f"the GGUF file's general.type is {kind!r:.40}: it holds no model; give the model's file")
     family = FAMILIES[gguf.arch]
     common = _common(gguf)  # first: it holds the number of layers against the tensors
     model_type, specific = family(gguf)
@@ -55,7 +57,9 @@ def config_from_gguf(
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
     except Exception as error:  # whatever a config class does with values that do not fit each other
         reason = " ".join(str(error).split())
-        raise FormatError(f"the GGUF file's metadata make no valid {model_type} config: {reason:.200}") from error
+        scaling = [key for key in ("type", "factor") if gguf.raw(f"rope.scaling.{key}") is not None]
+        said = f" (the file says rope.scaling.{' and '.join(scaling)})" if scaling else ""
+        raise FormatError(f"the GGUF file's metadata make no valid {model_type} config{said}: {reason:.200}") from error
     return config
 
 

@@ -182,7 +182,9 @@ def _olmo2(gguf: Metadata) -> tuple[str, Values]:
 
 def _glm4(gguf: Metadata) -> tuple[str, Values]:
     if gguf.raw("rope.dimension_sections") is not None:
-        raise UnsupportedError("the language model of GLM-4V: its rows of queries and keys are in another order")
+        raise UnsupportedError(
+            "rope.dimension_sections: the language model of GLM-4V, whose rows of queries and keys are in another order"
+        )
     size = gguf.find_int("attention.key_length", 1) or gguf.head_size
     share = rotary_share(gguf, size)
     rope = {**rope_parameters(gguf), "partial_rotary_factor": share}
@@ -221,7 +223,7 @@ def _minicpm(gguf: Metadata) -> tuple[str, Values]:
     if gguf.find_int("expert_count"):
         raise UnsupportedError("MiniCPM-MoE has no class in transformers")
     size = gguf.find_int("attention.key_length", 1) or gguf.head_size
-    return "granite", {**granite_multipliers(gguf), "attention_multiplier": size**-0.5}
+    return "granite", {**granite_multipliers(gguf), "attention_multiplier": gguf.float("attention.scale", size**-0.5)}
 
 
 def _arcee(gguf: Metadata) -> tuple[str, Values]:

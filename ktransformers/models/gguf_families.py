@@ -160,12 +160,15 @@ def _bailingmoe(gguf: Metadata) -> tuple[str, Values]:
     expect_gating(gguf, SOFTMAX)
     is_usual = gguf.bool("expert_weights_norm", False) and gguf.float("expert_weights_scale", 1.0) == 1.0
     if gguf.find_int("leading_dense_block_count") or not is_usual:
-        raise UnsupportedError(f"a {gguf.arch} file with dense layers or another router has no class in transformers")
+        raise UnsupportedError(
+            f"a {gguf.arch} file with dense layers (leading_dense_block_count) or another router (expert_weights_norm "
+            "false, or an expert_weights_scale) has no class in transformers"
+        )
     model_type, values = _granitemoe(gguf)
     if model_type != "granitemoeshared":
         raise UnsupportedError(f"a {gguf.arch} file without shared experts has no class in transformers")
     size = gguf.find_int("attention.key_length", 1) or gguf.head_size
-    return model_type, {**values, "head_dim": size, "attention_multiplier": size**-0.5}
+    return model_type, {**values, "head_dim": size, "attention_multiplier": gguf.float("attention.scale", size**-0.5)}
 
 
 def _bailingmoe2(gguf: Metadata) -> tuple[str, Values]:

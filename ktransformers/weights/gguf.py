@@ -241,7 +241,6 @@ def _tensor_info(reader: _Reader, index: int) -> GGUFTensor:
 
 _OTHER_TYPES = {
     42: "Q2_0",  # 64 weights of 2 bits under an fp16 scale
-    **dict.fromkeys((4, 5), "Q4_2 or Q4_3 of old files"),
     **dict.fromkeys((31, 32, 33), "Q4_0 in an order of rows for some processors"),
     **dict.fromkeys((36, 37, 38), "IQ4_NL in an order of rows for some processors"),
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ktransformers.engine.opened import config_of_model
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
@@ -170,9 +171,59 @@ def test_llama3_rope_is_inferred_from_the_factors(factor: float, tmp_path: Path)
     check_whole_model(GGUFSource(opened, ModelFacts.of(got)), random_model(config))
 
 
-def test_other_factors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="not that of Llama 3"):
-        config_of_model(open_gguf(llama_with_factors(tmp_path, np.linspace(1, 9, 8))))
+ROTATIONS = [  # head_dim, theta, factor, low, high, original context
+    (16, 1e4, 8.0, 1.0, 4.0, 128),
+    (64, 5e5, 8.0, 1.0, 4.0, 4096),
+    (128, 5e5, 32.0, 1.0, 4.0, 2048),
+    (128, 1e6, 2.0, 1.0, 4.0, 32000),
+    (64, 1e6, 16.0, 2.0, 8.0, 8192),
+    (128, 5e5, 4.0, 1.0, 2.0, 16384),
+    (16, 5e5, 16.0, 1.0, 1.0, 65536),
+    (32, 1e4, 8.0, 1.0, 4.0, 1 << 20),  # no wavelength is long enough to be scaled by all of the factor
+]
+
+
+@pytest.mark.parametrize(("size", "theta", "factor", "low", "high", "original"), ROTATIONS)
+def test_factors_of_any_original_context_give_the_same_rotation(
+    size: int, theta: float, factor: float, low: float, high: float, original: int
+) -> None:
+    """Against transformers' own frequencies, whatever parameters the factors are taken for."""
+    rope = {
+        "rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": low,
+        "high_freq_factor": high, "original_max_position_embeddings": original,
+    }  # fmt: skip
+    config = tiny_config("llama", head_dim=size, rope_parameters=rope, max_position_embeddings=131072)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    factors = (1.0 / theta ** (torch.arange(0, size, 2).float() / size) / scaled).tolist()
+    check_frequencies(factors, size, theta, scaled)
+
+
+@pytest.mark.parametrize("factors", [np.linspace(1, 9, 8), np.geomspace(0.5, 64, 8), np.full(8, 4.0), np.ones(8)])
+def test_factors_of_any_kind_divide_frequencies(factors: np.ndarray) -> None:
+    plain = 1e4 ** -(torch.arange(0, 16, 2).double() / 16)
+    check_frequencies(factors.tolist(), 16, 1e4, (plain / torch.from_numpy(factors)).float())
+
+
+def check_frequencies(factors: list[float], size: int, theta: float, wanted: torch.Tensor) -> None:
+    keys: dict[str, object] = {
+        "context_length": 131072, "embedding_length": 64, "feed_forward_length": 96, "attention__head_count": 4,
+        "attention__key_length": size, "attention__value_length": size, "rope__freq_base": theta,
+        "attention__layer_norm_rms_epsilon": float(np.float32(1e-6)),
+    }  # fmt: skip
+    metadata, shapes = preset("llama", 1, 0, {"token_embd.weight": (160, 64), "attn_norm.weight": (64,)}, **keys)
+    shapes["rope_freqs.weight"] = (size // 2,)
+    config = config_from_gguf(metadata, shapes, {"rope_freqs.weight": np.float32(factors).tolist()})
+    rotary = LlamaRotaryEmbedding(config)
+    for length in (8, 131072):  # some kinds of rotation look at the longest position
+        _, _ = rotary(torch.zeros(1, 1, 1), torch.tensor([[length - 1]]))
+        assert torch.allclose(rotary.inv_freq.double(), wanted.double(), rtol=1e-5)
+        assert rotary.attention_scaling == 1.0
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_factors_that_are_no_numbers_are_refused(bad: float, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"rope_freqs\.weight"):
+        config_of_model(open_gguf(llama_with_factors(tmp_path, np.array([1.0] * 7 + [bad]))))
 
 
 @pytest.mark.parametrize(
