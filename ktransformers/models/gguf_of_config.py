@@ -296,6 +296,7 @@ _NOT_COMPARED = frozenset(
         *("num_nextn_predict_layers", "max_window_layers", "topk_method", "head_dim", "decoder_sparse_step"),
         *("mlp_only_layers", "moe_norm_min", "layer_types", "num_key_value_heads", "moe_layer_freq", "scoring_func"),
         *("mtp_transformer_layers", "num_mtp_modules", "use_mtp", "norm_min", "default_theta"),
+        "model_type",  # compared below
     }
 )
 

@@ -18,6 +18,7 @@ from tests.support.converting import quantized
 from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.source_checks import fill
 from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.writable_models import WRITTEN
 
 llama_cpp: Any = pytest.importorskip("llama_cpp")
 
@@ -45,6 +46,22 @@ def test_logits_agree(mixture: str, most: float, tmp_path: Path) -> None:
         wanted = model(torch.tensor([IDS])).logits[0].double().log_softmax(-1)
     got = torch.from_numpy(logits_of(out)).log_softmax(-1)
     assert float((wanted.exp() * (wanted - got)).sum(-1).mean()) < most
+
+
+COMPUTED_OTHERWISE = ("gpt_oss", "phimoe")
+"""docs/quantize.md says how."""
+
+
+@pytest.mark.parametrize(("model_type", "values"), WRITTEN)
+def test_it_opens_what_is_written(model_type: str, values: dict[str, object], tmp_path: Path) -> None:
+    """And computes the same, up to the tables that it rounds exponentials with."""
+    model, ids = tiny_model(model_type, seed=1, **values), list(range(3, 40))
+    quantized(write_safetensors(model, tmp_path / "model"), tmp_path / "out.gguf")
+    got = logits_of(tmp_path / "out.gguf", ids)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0].double().numpy()
+    if model_type not in COMPUTED_OTHERWISE:
+        assert float(np.abs(got - want).max()) < 2e-3 * max(float(np.abs(want).max()), 1.0)
 
 
 def _rms_norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:

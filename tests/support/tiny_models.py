@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def tiny_config(model_type: str, *, hidden: int = 64, layers: int = 2, **overrid
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
     values.update(_FAMILY_VALUES.get(model_type, lambda inner, layers: {})(inner, layers))
-    values.update(overrides)
+    values.update(copy.deepcopy(overrides))  # configs write into dictionaries that they are given
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
     return config
 
