@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES
 
-from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.errors import FormatError
 from ktransformers.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.weights.mapped_file import map_file
@@ -247,11 +247,11 @@ _OTHER_TYPES = {
 """Numbers of ggml's types that are not read and that the `gguf` package may not name."""
 
 
-def _unknown_type(path: Path, what: str, type_id: int) -> FormatError | UnsupportedError:
+def _unknown_type(path: Path, what: str, type_id: int) -> FormatError:
     name = _OTHER_TYPES.get(type_id)
     if name is None:
         return FormatError(f"{path}: {what} has the ggml type {type_id}, which the gguf package lacks")
-    return UnsupportedError(
+    return FormatError(
         f"{path}: {what} is stored as {name} (ggml type {type_id}), which is not supported; take a file of the model in "
         "another type, for instance Q4_0 or Q4_K_M"
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -20,9 +22,11 @@ from ktransformers.engine.opened import open_model
 from ktransformers.engine.reference import build_reference_engine
 from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.models.heads import lacks_head
+from ktransformers.scheduler.limits import Limits
 from tests.support.demo import DEMO_GGUF
 from tests.support.gguf_writer import write_gguf
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
 
 ROWS = torch.arange(12, dtype=torch.float32).view(4, 3)
 IDS = tuple(range(5, 35))
@@ -135,3 +139,65 @@ def test_embeddings_are_those_of_transformers(pooling: Pooling) -> None:
 def test_a_pooling_is_named() -> None:
     with pytest.raises(ConfigError, match="pooling must be None or a Pooling, got 'mean'"):
         SamplingParams(pooling="mean")  # type: ignore[arg-type]
+
+
+HEADLESS = [  # what the files call themselves, the names' prefix, family
+    ("MistralModel", "", "mistral"),
+    ("Qwen3Model", "", "qwen3"),
+    ("Qwen3ForCausalLM", "model.", "qwen3"),
+    ("LlamaModel", "model.", "llama"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "prefix", "family"), HEADLESS)
+def test_a_model_without_a_head_makes_embeddings_and_no_text(
+    architecture: str, prefix: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As embedding models are published: no lm_head, and embeddings that are not tied to one."""
+    model = tiny_model(family, **({"sliding_window": None} if family == "mistral" else {}))
+    headless(write_safetensors(model, tmp_path), architecture, prefix)
+    with caplog.at_level(logging.WARNING):
+        engine = build_engine(EngineConfig(model_path=tmp_path, cpu_infer=1, cache_lens=64))
+    assert "hold no output head" in caplog.text
+    session, ids = Session.of(engine), list(IDS)
+    (event,) = session.generate(ids, SamplingParams(temperature=0, max_tokens=1, pooling=Pooling.MEAN))
+    with torch.no_grad():
+        wanted = model.model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+    assert event.embedding is not None
+    assert np.allclose(np.frombuffer(event.embedding, "<f4"), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedError, match=r"no output head \(lm_head\): it generates no text; ask it for embed"):
+        list(session.generate(ids, SamplingParams(max_tokens=1)))
+
+
+def headless(folder: Path, architecture: str, prefix: str) -> None:
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    kept = {name.replace("model.", prefix, 1): one for name, one in stored.items() if name != "lm_head.weight"}
+    safetensors.torch.save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+
+
+def test_a_server_refuses_text_of_such_a_model() -> None:
+    """By the one check for every way in."""
+    limits = Limits(max_len=8, vocab_size=8, is_models_limit=True, has_head=False)
+    limits.check([1, 2], SamplingParams(pooling=Pooling.LAST, max_tokens=1))
+    with pytest.raises(UnsupportedError, match="ask it for embeddings"):
+        limits.check([1, 2], SamplingParams())
+
+
+HEADS = [
+    ({"model.embed_tokens.weight": (160, 64)}, True),
+    ({"embed_tokens.weight": (160, 64), "layers.0.mlp.up_proj.weight": (96, 64)}, True),
+    ({"model.embed_tokens.weight": (160, 64), "lm_head.weight": (160, 64)}, False),
+    ({"model.embed_tokens.weight": (160, 64), "lm_head.weight_packed": (160, 8)}, False),
+    ({"model.embed_tokens.weight": (160, 64), "lm_head.qweight": (8, 160)}, False),
+    ({"transformer.wte.weight": (160, 64), "transformer.ff_out.weight": (160, 64)}, False),  # whatever it is called
+    ({"token_embd.weight": (160, 64), "output.weight": (160, 64)}, False),
+    ({"model.layers.0.mlp.up_proj.weight": (96, 64)}, False),  # no embeddings either: a file is missing
+]
+
+
+@pytest.mark.parametrize(("shapes", "lacks"), HEADS)
+def test_what_is_no_head(shapes: dict[str, tuple[int, ...]], lacks: bool) -> None:
+    assert lacks_head(tiny_config("llama"), shapes) is lacks
+    assert not lacks_head(tiny_config("llama", tie_word_embeddings=True), shapes)

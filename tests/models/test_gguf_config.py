@@ -13,12 +13,15 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import build_engine
 from ktransformers.engine.opened import config_of_model
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
+from tests.support.agreement import TOLERANCE, logits_of, prompt
 from tests.support.gguf_presets import deepseek_v3, preset
 from tests.support.gguf_writer import write_gguf
 from tests.support.source_checks import check_whole_model
@@ -218,6 +221,18 @@ def check_frequencies(factors: list[float], size: int, theta: float, wanted: tor
         _, _ = rotary(torch.zeros(1, 1, 1), torch.tensor([[length - 1]]))
         assert torch.allclose(rotary.inv_freq.double(), wanted.double(), rtol=1e-5)
         assert rotary.attention_scaling == 1.0
+
+
+def test_an_engine_divides_frequencies_by_factors_of_any_kind(tmp_path: Path) -> None:
+    """Against transformers' model with the frequencies put in by hand."""
+    factors = np.geomspace(0.5, 64, 8)
+    path = llama_with_factors(tmp_path, factors)
+    model = tiny_model("llama")
+    model.model.rotary_emb.inv_freq /= torch.from_numpy(factors).float()
+    engine = build_engine(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1))
+    ids = prompt(model.config.vocab_size, 48)
+    want, got = logits_of(model, ids), engine.runner.forward(ids, 0, range(len(ids)))
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])

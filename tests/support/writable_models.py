@@ -81,7 +81,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("gpt_oss", _TIED, r"asks for output\.weight"),
     ("gpt_oss", {"attention_bias": False}, r"asks for blk\.0\.attn_output\.bias"),
     ("hunyuan_v1_moe", _BIAS, r"does not read blk\.0\.attn_output\.bias"),
-    ("minimax_m2", LONGROPE, r"rope_factors_long\.weight"),
+    ("minimax_m2", FACTORS, r"rope_freqs\.weight"),
     ("minimax_m2", _TIED, r"asks for output\.weight"),
     ("olmoe", {}, "2 heads of keys for 4 of queries"),
     ("olmoe", {**_EVEN, **_BIAS}, r"does not read blk\.0\.attn_output\.bias"),

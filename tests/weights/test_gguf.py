@@ -124,6 +124,8 @@ BROKEN = {
     "empty shape": (file_bytes(tensors=[tensor("a", [4, 0])], data=DATA), r"empty shape \[0, 4\]"),
     "overflowing shape": (file_bytes(tensors=[tensor("a", [1 << 33, 1 << 33])], data=DATA), "more than 1 EiB missing"),
     "type": (file_bytes(tensors=[tensor("a", [4], 4)], data=DATA), "'a' has the ggml type 4"),
+    "Q2_0": (file_bytes(tensors=[tensor("a", [64], 42)], data=bytes(18)), r"'a' is stored as Q2_0 \(ggml type 42\)"),
+    "rows for ARM": (file_bytes(tensors=[tensor("a", [32], 31)], data=bytes(18)), "'a' is stored as Q4_0 in an order"),
     "half a block": (file_bytes(tensors=[tensor("a", [33], 8)], data=bytes(68)), "Q8_0 blocks hold 32"),
     "misaligned": (file_bytes(tensors=[tensor("a", [4], 0, 4)], data=bytes(64)), "not aligned to 32"),
     "offset": (file_bytes(tensors=[tensor("a", [4], 0, 1 << 62)], data=DATA), "truncated or damaged"),

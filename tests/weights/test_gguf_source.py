@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import gguf
 import gguf.quants
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as T
 
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import build_engine
+from ktransformers.engine.opened import config_of_model
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import gguf_source
@@ -18,7 +22,7 @@ from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.quantize import quantize
 from ktransformers.weights.source import ExpertsLayout
-from tests.support.gguf_writer import write_gguf
+from tests.support.gguf_writer import add_metadata, gguf_tensors, write_gguf
 from tests.support.low_bits import encode
 from tests.support.source_checks import check_whole_model, expected_experts, layout_of, values_of
 from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_model
@@ -202,3 +206,39 @@ def test_types_that_are_no_weights_are_refused_by_name(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedError, match=r"blk\.0\.attn_q\.weight.*I32"):
         GGUFSource(open_gguf(tmp_path / "m.gguf"), ModelFacts.of(tiny_model("llama").config))
+
+
+OTHER_PARTS = {
+    "v.blk.0.attn_q.weight": (8, 8), "v.patch_embd.weight": (4, 3, 2, 2), "mm.input_projection.weight": (8, 8),
+    "a.blk.0.ffn_up.bias": (8,), "mtp.layers.0.norm.weight": (8,), "v.blk.0.attn_q.bias": (8,),
+}  # fmt: skip
+
+
+def test_parts_for_images_in_the_same_file_are_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Ollama writes them: the text model's config and tensors are those of the file without them."""
+    model = tiny_model("qwen3")
+    plain = open_gguf(write_gguf(model, tmp_path / "plain.gguf"))
+    path = tmp_path / "whole.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3")
+    add_metadata(writer, model)
+    writer.add_uint32("qwen3.vision.block_count", 1)
+    for name, values in gguf_tensors(model):
+        writer.add_tensor(name, np.ascontiguousarray(values))
+    for name, shape in OTHER_PARTS.items():
+        writer.add_tensor(name, np.ones(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = open_gguf(path)
+    config = config_of_model(whole)
+    assert config.to_dict() == config_of_model(plain).to_dict()
+    with caplog.at_level(logging.INFO):
+        source = GGUFSource(whole, ModelFacts.of(config))
+    assert "6 tensors for images and sound are left aside" in caplog.text
+    assert {name for name in source.stored_names() if source.ignorable(name)} == set(OTHER_PARTS)
+    check_whole_model(source, model)
+    engine = build_engine(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1))  # and nothing is left over
+    want = build_engine(EngineConfig(gguf_path=plain.files[0].path, cache_lens=64, cpu_infer=1))
+    ids = list(range(3, 12))
+    assert torch.equal(engine.runner.forward(ids, 0, [8]), want.runner.forward(ids, 0, [8]))
