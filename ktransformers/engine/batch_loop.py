@@ -213,9 +213,7 @@ class BatchLoop:
         has_vocabulary = self.engine.model.tokenizer.has_vocabulary
         remedy = "make the cache larger with cache_lens"
         model = self.engine.model
-        limits = replace(
-            self.config.limits, has_vocabulary=has_vocabulary, has_head=model.card.has_head, remedy=remedy
-        )
+        limits = replace(self.config.limits, has_vocabulary=has_vocabulary, has_head=model.card.has_head, remedy=remedy)
         limits.check(prompt_ids, params)
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 

@@ -25,8 +25,8 @@ class ModelCard:
     num_parameters: of the model, whatever its files store them as. quantization: the file's own word, else the type of
     most of its bytes; empty when unknown. digest: 64 hexadecimal digits that change when the files do. modified:
     seconds since 1970, of the newest file. gpu_bytes: what is planned for GPUs (weights, cache, work space); 0 before
-    it is loaded. pooling_type: what a GGUF says of embeddings; None: nothing. has_head: whether it generates text. The rest are counts; 0 for what the model
-    has not, or does not say.
+    it is loaded. pooling_type: what a GGUF says of embeddings; None: nothing. has_head: whether it generates text. The
+    rest are counts; 0 for what the model has not, or does not say.
     """
 
     family: str = ""

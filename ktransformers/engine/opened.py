@@ -23,6 +23,7 @@ from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
+from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.models.heads import lacks_head
 from ktransformers.operators.shares import Shares
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
@@ -240,12 +241,12 @@ def _tokenizer_path(opened: OpenedModel) -> Path | None:
 
 
 def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
-    """Sampling settings that the model's authors recommend (generation_config.json), as far as we know them."""
+    """Sampling settings that the authors recommend (generation_config.json, or in the GGUF), as far as we know them."""
     from transformers import GenerationConfig
 
     folder = _tokenizer_path(opened)
     if folder is None or not (folder / "generation_config.json").is_file():
-        return {}
+        return {} if opened.gguf is None else sampling_defaults(opened.gguf.metadata)
     try:
         values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
     except Exception as error:  # whatever transformers does with values of the wrong type

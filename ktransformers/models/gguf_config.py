@@ -44,7 +44,9 @@ def config_from_gguf(
     gguf = Metadata(metadata, tensor_shapes, factors)
     check_architecture(gguf.arch, FAMILIES)
     if (kind := metadata.get("general.type", "model")) != "model":
-        raise UnsupportedError(f"the GGUF file's general.type is {kind!r:.40}: it holds no model; give the model's file")
+        raise UnsupportedError(
+            f"the GGUF file's general.type is {kind!r:.40}: it holds no model; give the model's file"
+        )
     family = FAMILIES[gguf.arch]
     common = _common(gguf)  # first: it holds the number of layers against the tensors
     model_type, specific = family(gguf)

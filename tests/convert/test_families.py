@@ -23,7 +23,6 @@ from tests.support.gguf_writer import write_gguf
 from tests.support.source_checks import check_whole_model
 from tests.support.tiny_models import tiny_model, write_safetensors
 
-
 OPENABLE: dict[str, dict[str, object]] = {
     "deepseek_v2": {"q_lora_rank": 32},
     "dots1": {"num_key_value_heads": 4},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,14 +16,20 @@ import numpy as np
 import pytest
 from gguf.constants import Keys
 
-from ktransformers.errors import KTransformersError, UnsupportedError
+from ktransformers.config import EngineConfig
+from ktransformers.core import SamplingParams
+from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.engine.outputs import default_sampling_params
+from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_families import FAMILIES
 from ktransformers.models.gguf_keys import NEUTRAL
 from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
+from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.transcode import dequantize
 from tests.models.test_gguf_architectures import MORE_TYPES, SAME_AS, built, values_of
+from tests.support.demo import DEMO_GGUF
 from tests.support.gguf_writer import ARCH_OF, write_gguf
 from tests.support.tiny_models import MODEL_TYPES
 
@@ -31,7 +38,7 @@ MODELS = {ARCH_OF[kind]: kind for kind in (*MORE_TYPES, *reversed(MODEL_TYPES))}
 
 DESCRIBED_ELSEWHERE = (
     r"general\.(alignment|architecture|type)",  # weights/gguf.py, models/gguf_config.py
-    r"general\.sampling\..*",  # engine/opened.py: settings that an answer has by default
+    r"general\.sampling\..*",  # models/gguf_sampling.py: settings that an answer has by default
     r"general\..*",  # names, licences, where it comes from
     r"split\..*",  # weights/gguf.py
     r"tokenizer\..*",  # tokenizer/gguf_vocab.py
@@ -56,46 +63,171 @@ def package_keys() -> set[str]:
     return of(Keys)
 
 
-READ_BY_LLAMA_CPP = """
-vocab_size context_length embedding_length embedding_length_out embedding_length_per_layer_input features_length
-block_count leading_dense_block_count attn_res.block_size activation.situ_beta activation.situ_linear_beta
-feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length expert_chunk_feed_forward_length
-swiglu_clamp_exp swiglu_clamp_shexp use_parallel_residual tensor_data_layout expert_count expert_used_count
-expert_shared_count expert_group_count expert_group_used_count expert_weights_scale expert_weights_norm
-expert_latent_length expert_gating_func expert_group_scale experts_per_group moe_every_n_layers moe_latent_size
-nextn_predict_layers n_deepstack_layers deepstack_mapping hidden_activation pooling_type logit_scale
-decoder_start_token_id decoder_block_count attn_logit_softcapping router_logit_softcapping final_logit_softcapping
-swin_norm rescale_every_n_layers time_mix_extra_dim time_decay_extra_dim residual_scale embedding_scale adapters.count
-token_shift_count interleave_moe_layer_step full_attention_interval num_loops skip_loop_final_norm
-hrm.layers_per_stack hrm.h_cycles hrm.l_cycles hrm.prefix_lm attention.head_count attention.head_count_kv
-attention.max_alibi_bias attention.clamp_kqv attention.key_length attention.value_length attention.layer_norm_epsilon
-attention.layer_norm_rms_epsilon attention.group_norm_epsilon attention.group_norm_groups attention.causal
-attention.q_lora_rank attention.kv_lora_rank attention.decay_lora_rank attention.iclr_lora_rank
-attention.value_residual_mix_lora_rank attention.gate_lora_rank attention.relative_buckets_count
-attention.sliding_window attention.sliding_window_pattern attention.rope_pattern attention.scale
-attention.output_scale attention.value_scale attention.temperature_length attention.temperature_scale
-attention.key_length_mla attention.value_length_mla attention.key_length_swa attention.value_length_swa
-attention.key_length_mla_swa attention.value_length_mla_swa attention.kv_lora_rank_swa attention.indexer.head_count
-attention.indexer.key_length attention.indexer.top_k attention.indexer.block_size attention.indexer.local_blocks
-attention.indexer.types attention.indexer.kpool attention.indexer.kpool_select_tail attention.output_group_count
-attention.output_lora_rank attention.compress_rope_freq_base attention.compress_ratios attention.shared_kv_layers
-attention.recurrent_layers hyper_connection.count hyper_connection.sinkhorn_iterations hyper_connection.epsilon
-hyper_connection.magnitude hyper_connection.low_rank ple.layers ple.ngram_size hash_layer_count rope.dimension_count
-rope.dimension_count_swa rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear rope.scaling.type
-rope.scaling.factor rope.scaling.alpha rope.scaling.attn_factor rope.scaling.original_context_length
-rope.scaling.finetuned rope.scaling.yarn_log_multiplier rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor
-rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow ssm.conv_kernel ssm.inner_size ssm.state_size
-ssm.time_step_rank ssm.group_count ssm.dt_b_c_rms kda.head_dim kda.safe_gate kda.gate_lower_bound wkv.head_size
-posnet.embedding_length posnet.block_count convnext.embedding_length convnext.block_count classifier.output_labels
-target_layers target_hidden_size norm_before_residual norm_before_fc shortconv.l_cache dense_2_feat_in
-dense_2_feat_out dense_3_feat_in dense_3_feat_out
-""".split()
+READ_BY_LLAMA_CPP = [
+    "vocab_size",
+    "context_length",
+    "embedding_length",
+    "embedding_length_out",
+    "embedding_length_per_layer_input",
+    "features_length",
+    "block_count",
+    "leading_dense_block_count",
+    "attn_res.block_size",
+    "activation.situ_beta",
+    "activation.situ_linear_beta",
+    "feed_forward_length",
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+    "expert_chunk_feed_forward_length",
+    "swiglu_clamp_exp",
+    "swiglu_clamp_shexp",
+    "use_parallel_residual",
+    "tensor_data_layout",
+    "expert_count",
+    "expert_used_count",
+    "expert_shared_count",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_weights_scale",
+    "expert_weights_norm",
+    "expert_latent_length",
+    "expert_gating_func",
+    "expert_group_scale",
+    "experts_per_group",
+    "moe_every_n_layers",
+    "moe_latent_size",
+    "nextn_predict_layers",
+    "n_deepstack_layers",
+    "deepstack_mapping",
+    "hidden_activation",
+    "pooling_type",
+    "logit_scale",
+    "decoder_start_token_id",
+    "decoder_block_count",
+    "attn_logit_softcapping",
+    "router_logit_softcapping",
+    "final_logit_softcapping",
+    "swin_norm",
+    "rescale_every_n_layers",
+    "time_mix_extra_dim",
+    "time_decay_extra_dim",
+    "residual_scale",
+    "embedding_scale",
+    "adapters.count",
+    "token_shift_count",
+    "interleave_moe_layer_step",
+    "full_attention_interval",
+    "num_loops",
+    "skip_loop_final_norm",
+    "hrm.layers_per_stack",
+    "hrm.h_cycles",
+    "hrm.l_cycles",
+    "hrm.prefix_lm",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.max_alibi_bias",
+    "attention.clamp_kqv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "attention.group_norm_epsilon",
+    "attention.group_norm_groups",
+    "attention.causal",
+    "attention.q_lora_rank",
+    "attention.kv_lora_rank",
+    "attention.decay_lora_rank",
+    "attention.iclr_lora_rank",
+    "attention.value_residual_mix_lora_rank",
+    "attention.gate_lora_rank",
+    "attention.relative_buckets_count",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.rope_pattern",
+    "attention.scale",
+    "attention.output_scale",
+    "attention.value_scale",
+    "attention.temperature_length",
+    "attention.temperature_scale",
+    "attention.key_length_mla",
+    "attention.value_length_mla",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "attention.key_length_mla_swa",
+    "attention.value_length_mla_swa",
+    "attention.kv_lora_rank_swa",
+    "attention.indexer.head_count",
+    "attention.indexer.key_length",
+    "attention.indexer.top_k",
+    "attention.indexer.block_size",
+    "attention.indexer.local_blocks",
+    "attention.indexer.types",
+    "attention.indexer.kpool",
+    "attention.indexer.kpool_select_tail",
+    "attention.output_group_count",
+    "attention.output_lora_rank",
+    "attention.compress_rope_freq_base",
+    "attention.compress_ratios",
+    "attention.shared_kv_layers",
+    "attention.recurrent_layers",
+    "hyper_connection.count",
+    "hyper_connection.sinkhorn_iterations",
+    "hyper_connection.epsilon",
+    "hyper_connection.magnitude",
+    "hyper_connection.low_rank",
+    "ple.layers",
+    "ple.ngram_size",
+    "hash_layer_count",
+    "rope.dimension_count",
+    "rope.dimension_count_swa",
+    "rope.dimension_sections",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.alpha",
+    "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "ssm.conv_kernel",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+    "ssm.group_count",
+    "ssm.dt_b_c_rms",
+    "kda.head_dim",
+    "kda.safe_gate",
+    "kda.gate_lower_bound",
+    "wkv.head_size",
+    "posnet.embedding_length",
+    "posnet.block_count",
+    "convnext.embedding_length",
+    "convnext.block_count",
+    "classifier.output_labels",
+    "target_layers",
+    "target_hidden_size",
+    "norm_before_residual",
+    "norm_before_fc",
+    "shortconv.l_cache",
+    "dense_2_feat_in",
+    "dense_2_feat_out",
+    "dense_3_feat_in",
+    "dense_3_feat_out",
+]
 
 
 def test_every_key_was_decided_upon() -> None:
     """A key of a newer package fails here by name: read it in its family, or say in NEUTRAL what it may say unread."""
     own = {key for key in package_keys() if key.startswith("{arch}.")}
-    tails = {one.format(dense=dense) for key in own for dense in ("dense_2", "dense_3") for one in [key[len("{arch}.") :]]}
+    tails = {
+        one.format(dense=dense) for key in own for dense in ("dense_2", "dense_3") for one in [key[len("{arch}.") :]]
+    }
     assert sorted(tails - NEUTRAL.keys()) == []
     assert sorted(set(READ_BY_LLAMA_CPP) - NEUTRAL.keys()) == []
     others = package_keys() - own
@@ -152,7 +284,10 @@ ROTATION = ("rope.scaling.factor", "rope.scale_linear", "rope.freq_base", "rope.
 WITHOUT_ROTATION = ("gpt2", "starcoder")
 NOTHING_NEW = {  # what the file says already, or what is of no account in the family
     **{(arch, "rope.scaling.factor"): "it is in the file" for arch in ("mistral3", "deepseek2", "gpt-oss")},
-    **{(arch, "rope.scale_linear"): "rope.scaling.factor is in the file" for arch in ("mistral3", "deepseek2", "gpt-oss")},
+    **{
+        (arch, "rope.scale_linear"): "rope.scaling.factor is in the file"
+        for arch in ("mistral3", "deepseek2", "gpt-oss")
+    },
     **{(arch, "attention.value_length"): "heads have a key of their own" for arch in ("deepseek2", "glm-dsa")},
 }
 ALSO_NAMED = {
@@ -203,6 +338,7 @@ ROUTERS = {
     "expert_group_used_count": (2,),
 }
 """Of each, one value at least is not the family's: that is honoured or refused. Groups: the other key is taken away."""
+
 
 @pytest.mark.parametrize("key", ROUTERS)
 @pytest.mark.parametrize("arch", sorted(arch for arch, kind in MODELS.items() if arch not in RECURRENT_FAMILIES))
@@ -294,7 +430,9 @@ REFUSED_SCALINGS: list[tuple[dict[str, object], str]] = [
 def test_scalings_that_are_refused(said: dict[str, object], message: str, folder: Path) -> None:
     metadata, shapes, factors = file_of("llama", folder)
     with pytest.raises(KTransformersError, match=message):
-        config_from_gguf(metadata | {f"llama.rope.scaling.{key}": value for key, value in said.items()}, shapes, factors)
+        config_from_gguf(
+            metadata | {f"llama.rope.scaling.{key}": value for key, value in said.items()}, shapes, factors
+        )
 
 
 def test_a_factor_beside_longrope_is_refused(folder: Path) -> None:
@@ -304,13 +442,15 @@ def test_a_factor_beside_longrope_is_refused(folder: Path) -> None:
     said = {"type": "longrope", "factor": 4.0, "original_context_length": 128}
     more = {f"llama.rope.scaling.{key}": value for key, value in said.items()}
     with pytest.raises(UnsupportedError, match=r"llama\.rope\.scaling\.factor 4 beside longrope"):
-        config_from_gguf(metadata | more, shapes | {name: (8,) for name in names}, {name: [1.0] * 8 for name in names})
+        config_from_gguf(metadata | more, shapes | dict.fromkeys(names, (8,)), {name: [1.0] * 8 for name in names})
 
 
 def test_mistral3_says_the_scale_of_attention_as_it_is(folder: Path) -> None:
     """And not a tenth of it, as DeepSeek's files do (llama.cpp's converter of Ministral 3, and its reader)."""
     metadata, shapes, factors = file_of("mistral3", folder)
-    rope = config_from_gguf(metadata | {"mistral3.rope.scaling.yarn_log_multiplier": 0.75}, shapes, factors).rope_parameters
+    rope = config_from_gguf(
+        metadata | {"mistral3.rope.scaling.yarn_log_multiplier": 0.75}, shapes, factors
+    ).rope_parameters
     assert (rope["mscale"], rope["mscale_all_dim"]) == (1.0, 0.75)
 
 
@@ -352,3 +492,45 @@ def test_gemma3_of_ollamas_converter(
     assert config.rms_norm_eps == 1e-6
     assert (rope["full_attention"]["rope_theta"], rope["sliding_attention"]["rope_theta"]) == (theta, local)
     assert rope["full_attention"].get("factor") == factor
+
+
+SAMPLING: list[tuple[dict[str, object], SamplingParams]] = [
+    ({}, SamplingParams(temperature=0.0)),
+    (
+        {"temp": 0.6, "top_k": 20, "top_p": float(np.float32(0.95))},
+        SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    ),
+    (
+        {"temp": 0.7, "min_p": 0.125, "penalty_repeat": 1.5},
+        SamplingParams(temperature=0.7, min_p=0.125, repetition_penalty=1.5),
+    ),
+    ({"top_p": 0.5}, SamplingParams(top_p=0.5)),
+    ({"penalty_repeat": 1.25}, SamplingParams(temperature=0.0, repetition_penalty=1.25)),
+]
+
+
+@pytest.mark.parametrize(("said", "wanted"), SAMPLING)
+def test_recommended_sampling_is_the_default(said: dict[str, object], wanted: SamplingParams) -> None:
+    defaults = sampling_defaults({f"general.sampling.{key}": value for key, value in said.items()})
+    assert default_sampling_params(defaults, None) == replace(wanted, max_tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("temp", -1.0), ("temp", "hot"), ("top_p", 1.5), ("min_p", np.nan), ("top_k", True)]
+)
+def test_absurd_sampling_is_refused(key: str, value: object) -> None:
+    with pytest.raises(FormatError, match=rf"general\.sampling\.{key} is "):
+        sampling_defaults({f"general.sampling.{key}": value})
+
+
+def test_sampling_that_nobody_has_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert sampling_defaults({"general.sampling.mirostat": 2, "general.sampling.xtc_threshold": 0.1}) == {}
+    assert "mirostat, xtc_threshold are left aside" in caplog.text
+
+
+def test_an_engine_of_a_gguf_has_them() -> None:
+    opened = open_model(EngineConfig(gguf_path=DEMO_GGUF))
+    assert opened.gguf is not None
+    opened.gguf.metadata = dict(opened.gguf.metadata) | {"general.sampling.temp": 0.5}
+    assert describe_model(opened).generation_defaults["temperature"] == 0.5
