@@ -1,8 +1,9 @@
-"""Triton's interpreter, without work that it repeats: half of the time of every interpreted kernel."""
+"""Triton's interpreter as the tests use it: comparisons give masks, and what it repeats is done once."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,3 +34,23 @@ def quicken() -> None:
     interpreter._patch_lang = lambda function: patch_once()
     interpreter._get_np_dtype = np_dtype
     tl.block_type.to_ir = lambda block, builder: block
+
+
+def compare_to_masks() -> None:
+    """Make comparisons give int1 in this process, as they do when compiled.
+
+    The interpreter computes booleans and labels them with the type of what was compared. Where such a scalar meets a
+    vector it is spread out in the type of its label, and the mask of int32 that becomes of both is refused by loads and
+    stores of Triton 3.9: `mask=(columns < width) & (row < num_rows)` is the usual way to write one.
+    """
+    builder = interpreter.InterpreterBuilder
+    for name in dir(builder):
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(builder, name, _as_mask(getattr(builder, name)))
+
+
+def _as_mask(compare: Callable[..., interpreter.TensorHandle]) -> Callable[..., interpreter.TensorHandle]:
+    def compared(*operands: Any) -> interpreter.TensorHandle:
+        return interpreter.TensorHandle(compare(*operands).data, tl.int1)
+
+    return compared
