@@ -119,7 +119,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
         source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
     else:
         assert stored is not None
-        source, files = SafetensorsSource(stored, facts), [file.path for file in stored.files]
+        parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
+        source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
     check_parameters(model, source, shapes)
     states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
     return OpenedModel(

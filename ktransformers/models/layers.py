@@ -25,7 +25,9 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
 
 def named_cache(module: nn.Module, cache: object) -> dict[str, Any]:
     """`cache` under the name that the module's forward has for it: `past_key_values` until transformers 5.24, which
-    calls it `cache` and warns of the other name."""
+    calls it `cache` and warns of the other name. An operator around a module takes what the module takes."""
+    while isinstance(inner := getattr(module, "inner", None), nn.Module):
+        module = inner
     return {"cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values": cache}
 
 

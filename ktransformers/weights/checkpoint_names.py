@@ -16,6 +16,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 __all__ = ["CheckpointNames", "Origin"]
@@ -35,17 +36,23 @@ _TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm)|lm_head)\.")
 class Origin:
     """How a parameter is made by a conversion.
 
-    operations: class names in `transformers.core_model_loading`, in order; none for a mere renaming. dim: of the last.
+    operations: class names in `transformers.core_model_loading`, in order; none for a mere renaming. dims: of each.
     "TransposeIfNeeded" is a Transpose for tensors that have not the parameter's shape already.
     sources: stored names in the order in which they are merged.
-    index, count: which of how many targets this parameter is, where one tensor is split.
+    index, count: which of how many targets this parameter is, where one tensor is split. targets: all of them.
     """
 
     operations: tuple[str, ...]
     sources: tuple[str, ...]
-    index: int
-    count: int
-    dim: int
+    index: int = 0
+    count: int = 1
+    dims: tuple[int, ...] = ()
+    targets: tuple[str, ...] = ()
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the last operation."""
+        return self.dims[-1] if self.dims else 0
 
 
 class CheckpointNames:
@@ -106,22 +113,22 @@ class CheckpointNames:
         """How the parameter `name` is made, with or without the base model's prefix; None when it is not stored."""
         for candidate in (name, name.removeprefix("model.")):
             if candidate in self.plain:
-                return Origin((), (self.plain[candidate],), 0, 1, 0)
+                return Origin((), (self.plain[candidate],))
             if candidate in self.converted:
                 return self.converted[candidate]
         if name in self._stored:  # a renaming for older names is too wide and meets the name of today
-            return Origin((), (name,), 0, 1, 0)
+            return Origin((), (name,))
         return None
 
     def _add_converted(self, target: str, converter: Any, sources: dict[str, list[str]]) -> None:
         """`target` holds the converter's first target pattern; a split makes further names from the others."""
-        ordered = tuple(name for p in converter.source_patterns for name in sources.get(p, ()))
+        ordered = tuple(name for p in converter.source_patterns for name in sorted(sources.get(p, ()), key=_natural))
         operations = _operations(converter)
         patterns = converter.target_patterns
-        dim = int(getattr(converter.operations[-1], "dim", 0))
-        for index, pattern in enumerate(patterns):
-            name = target.replace(patterns[0], pattern, 1)
-            self.converted[name] = Origin(operations, ordered, index, len(patterns), dim)
+        dims = tuple(int(getattr(operation, "dim", 0)) for operation in converter.operations)
+        names = tuple(target.replace(patterns[0], pattern, 1) for pattern in patterns)
+        for index, name in enumerate(names):
+            self.converted[name] = Origin(operations, ordered, index, len(names), dims, names)
 
 
 class _Table:
@@ -129,7 +136,8 @@ class _Table:
 
     def __init__(self, model_type: str):
         classes = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-        kinds = (*(names.get(model_type) for names in classes), model_type)  # a class's own come first
+        own = (names.get(model_type) for names in classes)
+        kinds = (*own, model_type, MODEL_MAPPING_NAMES.get(model_type))  # a class's own come first
         found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
         transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
         transforms = [*transforms, *_own_names(model_type)]
@@ -171,9 +179,18 @@ def _renamed(name: str, tables: Sequence[_Table], is_composite: bool) -> str | N
     return tables[1].apply(renamed)
 
 
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key to sort names by that has shard 2 before shard 10, as transformers merges them."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,9})", name)]
+
+
 def _operations(converter: Any) -> tuple[str, ...]:
-    """Names of its operations' classes; a transposition that looks at the shape first goes by a name of its own."""
-    return tuple(
-        "TransposeIfNeeded" if getattr(operation, "check_dims", False) else type(operation).__name__
-        for operation in converter.operations
-    )
+    """Names of its operations' classes; those of which an argument makes another operation go by names of their own."""
+    return tuple(_operation(one) for one in converter.operations)
+
+
+def _operation(operation: Any) -> str:
+    name = type(operation).__name__
+    if getattr(operation, "check_dims", False):
+        return "TransposeIfNeeded"
+    return f"Inverse{name}" if getattr(operation, "inverse", False) else name

@@ -60,10 +60,10 @@ class MergedTensors:
         """How the parameter `name` is made; None when it is not stored under a GGUF name."""
         stored = self._names.find(name)
         if stored is not None and len(stored.names) == 1:
-            return Origin((), stored.names, 0, 1, 0)
+            return Origin((), stored.names)
         other = f"{self._names.block(name)}ffn_gate_inp.e_score_correction_bias"
         if name.endswith(".e_score_correction_bias") and other in self._tensors:
-            return Origin((), (other,), 0, 1, 0)
+            return Origin((), (other,))
         return None
 
     def experts(self, key: str, layout: ExpertsLayout) -> dict[str, MergedExperts] | None:

@@ -25,6 +25,7 @@ from ktransformers.kernels.types import (
 )
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.checkpoint_names import CheckpointNames, Origin
+from ktransformers.weights.conversion.operations import converted, converted_shape, sizes_of
 from ktransformers.weights.experts import (
     BlockScaledMatrix,
     ExpertMatrix,
@@ -67,11 +68,14 @@ _Stored = tuple[str, ...] | FusedPart
 
 
 class SafetensorsSource:
-    """WeightSource over the safetensors files of one model. facts are those of the module tree."""
+    """WeightSource over the safetensors files of one model. facts are those of the module tree.
 
-    def __init__(self, model: SafetensorsModel, facts: ModelFacts):
+    shapes: of the module tree's parameters by name, for files with tensors that are split by them.
+    """
+
+    def __init__(self, model: SafetensorsModel, facts: ModelFacts, shapes: Mapping[str, Sequence[int]] | None = None):
         check_quantization(facts.quantization)
-        self._model = model
+        self._model, self._shapes = model, shapes or {}
         self._stored = model.tensors
         self._low = find_low_bits(model, facts.quantization)
         parts = {part for low in self._low.values() for part in low.parts}
@@ -238,30 +242,18 @@ class SafetensorsSource:
         shapes = [self._tensors[part].shape for part in origin.sources]
         if not origin.operations:
             return shapes[0]
-        if origin.operations == ("Concatenate",) and len({(s[: origin.dim], s[origin.dim + 1 :]) for s in shapes}) == 1:
-            total = sum(shape[origin.dim] for shape in shapes)
-            return (*shapes[0][: origin.dim], total, *shapes[0][origin.dim + 1 :])
-        if origin.operations == ("Transpose",) and len(shapes[0]) == 2:
-            return (shapes[0][1], shapes[0][0])
-        if origin.operations == ("Chunk",) and shapes[0][origin.dim] % origin.count == 0:
-            part = shapes[0][origin.dim] // origin.count
-            return (*shapes[0][: origin.dim], part, *shapes[0][origin.dim + 1 :])
-        raise UnsupportedError(
-            f"tensor {name!r} is made from {', '.join(origin.sources[:3])} by {', '.join(origin.operations)} "
-            f"(shapes {shapes[:3]}), which is not supported"
-        )
+        try:
+            return converted_shape(shapes, origin, sizes_of(origin, self._shapes))
+        except (TensorMismatchError, UnsupportedError) as error:
+            raise type(error)(
+                f"tensor {name!r} is made from {', '.join(origin.sources[:3])} (shapes {shapes[:3]}): {error}"
+            ) from error
 
     def _assemble(self, name: str, origin: Origin, dtype: torch.dtype) -> torch.Tensor:
         """The parameter as `dtype`: a view of the map where nothing has to change."""
         self._shape(name, origin)  # refuses what cannot be assembled
         parts = [self._values(part, dtype) for part in origin.sources]
-        if origin.operations == ("Concatenate",):
-            return torch.cat(parts, dim=origin.dim)
-        if origin.operations == ("Transpose",):
-            return parts[0].T.contiguous()
-        if origin.operations == ("Chunk",):
-            return parts[0].chunk(origin.count, dim=origin.dim)[origin.index].contiguous()
-        return parts[0]
+        return converted(parts, origin, sizes_of(origin, self._shapes)) if origin.operations else parts[0]
 
     def _values(self, stored: str, dtype: torch.dtype) -> torch.Tensor:
         self._natural(stored)

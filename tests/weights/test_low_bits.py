@@ -462,7 +462,7 @@ def test_a_part_of_a_matrix_is_held_in_f32(tmp_path: Path) -> None:
     made, wanted = compressed(weight, "pack-quantized", torch.bfloat16, strategy="group", group_size=32)
     stored = {f"{NAME}.{name}": tensor for name, tensor in made.items()}
     source = source_of(tmp_path, stored, {"quant_method": "compressed-tensors"})
-    source._names.converted["a.weight"] = Origin(("Chunk",), (f"{NAME}.weight",), 1, 2, 0)
+    source._names.converted["a.weight"] = Origin(("Chunk",), (f"{NAME}.weight",), 1, 2, (0,))
     info = source.find("a.weight")
     assert info is not None
     assert (info.resident_type, info.shape, info.nbytes) == (T.F32, (ROWS // 2, COLS), ROWS // 2 * COLS * 4)
