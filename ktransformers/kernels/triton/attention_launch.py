@@ -344,10 +344,14 @@ def _fit_widened(call: Call, block_m: int, num_warps: int) -> Tile:
 
 
 def decode_tile(call: Call) -> Tile:
-    """Tile of the split-KV kernel: the heads that share a KV head, up to 64. Codes are widened by more warps."""
+    """Tile of the split-KV kernel: the heads that share a KV head, up to 64. Codes are widened by more warps.
+
+    Triton 3.9 keeps what it has widened in registers: 32 rows of sums leave room there for the fewest positions only.
+    """
     block_m = 16 if _is_wide(call) else _rows(call, min(MAX_HEADS, max(16, power_of_two(call.group))))
-    most = 4096 if call.has_codes and call.is_shared else 16384
-    return _fit_widened(call, block_m, 8 if block_m * call.dim_v > most else 4)
+    is_widened_once = call.has_codes and call.is_shared  # for keys and values both
+    tile = _fit_widened(call, block_m, 8 if block_m * call.dim_v > (4096 if is_widened_once else 16384) else 4)
+    return replace(tile, block_n=_LEAST_N) if is_widened_once and tile.block_m == 32 else tile
 
 
 def prefill_tile(call: Call) -> Tile:
