@@ -264,6 +264,18 @@ def _check_supported(config: ConfigFields) -> None:
             f"model type {model_type} adds to attention's scores what it has learned of distances (rel_extent), which "
             "no kernel does"
         )
+    loops = config.raw("n_recurrent_loops")
+    if loops:
+        raise UnsupportedError(
+            f"model type {model_type} runs some of its layers {loops} times for each token (n_recurrent_loops), each time "
+            "with keys and values of their own; layers that run once are supported"
+        )
+    shared = config.find("num_kv_shared_layers") or 0
+    if shared and shared >= config.number("num_hidden_layers", most=MAX_LAYERS):
+        raise UnsupportedError(
+            f"the layers of model type {model_type} have no keys and values of their own (num_kv_shared_layers "
+            f"{shared}): it drafts for another model, and does not run alone; load that model"
+        )
     if config.raw("is_encoder_decoder"):
         raise UnsupportedError(f"model type {model_type} is an encoder-decoder, only decoders are supported")
 

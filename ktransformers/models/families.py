@@ -3,16 +3,22 @@
 Of all causal families, and of the composite ones whose language model has experts. `docs/models.md` is written from
 this table (`make families`). tests/models/test_families.py builds a tiny random model of every such family that the
 installed transformers has, and holds each line to what it sees; a family without a line fails it by name. To open a
-family, put CHECKED into its line. Knows neither configs nor modules.
+family, put CHECKED into its line. A family that only some versions of transformers have, or that they compute
+otherwise, has a line with a version (`Since`). Knows neither configs nor modules.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import version
 
-__all__ = ["FAMILY_SUPPORT", "TESTED_TYPES", "Refusal", "Support"]
+__all__ = ["FAMILIES", "FAMILY_SUPPORT", "TESTED_TYPES", "Refusal", "Since", "Support", "support_in"]
+
+Version = tuple[int, int]
+"""Of transformers: 5.24.1 is (5, 24)."""
 
 
 class Support(StrEnum):
@@ -34,6 +40,18 @@ class Refusal:
     says: str
 
 
+@dataclass(frozen=True, slots=True)
+class Since:
+    """A family that versions of transformers treat differently: `then` from `version` on, `before` until it.
+
+    version: the first of those tested for which `then` is so. before: None where earlier versions lack the family.
+    """
+
+    version: Version
+    then: Support | Refusal
+    before: Support | Refusal | None = None
+
+
 TESTED, CHECKED = Support.TESTED, Support.CHECKED
 
 # -- layers that have no cache here
@@ -50,6 +68,12 @@ REFERENCES = Refusal("layers see the image, and a window", r"layers of type refe
 OWN_ATTENTION = Refusal(
     "attention is computed by code of its own, not through transformers' attention interface",
     r"does not say its head_dim|the key 'ktransformers' is missing|attends by (?:code|classes) of its own",
+)
+LOOPS = Refusal(
+    "layers run several times for each token, each time with keys and values of their own", r"n_recurrent_loops"
+)
+DRAFTS = Refusal(
+    "it drafts for another model, and attends to that model's keys and values", r"no keys and values of their own|vocab_size"
 )
 TWICE = Refusal("a layer attends more than once", r"calls attention 2 times|expert parameters .* do not fit")
 DISTANCES = Refusal("attention adds what it has learned of distances to its scores", r"has learned of distances")
@@ -74,9 +98,10 @@ NOT_BUILT = Refusal(
     r"requires the timm library|No module named|Class validation error|The set of layer types|no attribute 'dropout'",
 )
 
-FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
+FAMILIES: Mapping[str, Support | Refusal | Since] = {
     "afmoe": TESTED,
     "apertus": CHECKED,
+    "apertus1p5_text": Since((5, 24), CHECKED),
     "arcee": CHECKED,
     "aria_text": CHECKED,
     "axk1": CHECKED,
@@ -96,7 +121,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "bloom": OWN_ATTENTION,
     "blt": NO_LAYERS,
     "camembert": OWN_ATTENTION,
-    "codegen": OWN_ATTENTION,
+    "codegen": Since((5, 24), CHECKED, OWN_ATTENTION),
     "cohere": CHECKED,
     "cohere2": CHECKED,
     "cohere2_moe": TESTED,
@@ -112,6 +137,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "deepseek_v4": TESTED,
     "diffllama": TWICE,
     "doge": OWN_MASK,
+    "dory": Since((5, 24), LOOPS),
     "dots1": TESTED,
     "dots3_note": CHECKED,
     "dots3_note_text": CHECKED,
@@ -120,6 +146,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "ernie": OWN_ATTENTION,
     "ernie4_5": CHECKED,
     "ernie4_5_moe": TESTED,
+    "exaone": Since((5, 24), CHECKED),
     "exaone4": CHECKED,
     "exaone_moe": TESTED,
     "falcon": OWN_ATTENTION,
@@ -135,10 +162,10 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "gemma3n": NOT_BUILT,
     "gemma3n_text": TESTED,
     "gemma4": CHECKED,
-    "gemma4_assistant": NOT_BUILT,
+    "gemma4_assistant": DRAFTS,
     "gemma4_text": TESTED,
     "gemma4_unified": CHECKED,
-    "gemma4_unified_assistant": NOT_BUILT,
+    "gemma4_unified_assistant": DRAFTS,
     "gemma4_unified_text": CHECKED,
     "git": OWN_ATTENTION,
     "glm": CHECKED,
@@ -154,7 +181,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "gpt_neox": TESTED,
     "gpt_neox_japanese": OWN_ATTENTION,
     "gpt_oss": TESTED,
-    "gptj": OWN_ATTENTION,
+    "gptj": Since((5, 24), CHECKED, OWN_ATTENTION),
     "granite": CHECKED,
     "granite_swa": CHECKED,
     "granitemoe": TESTED,
@@ -168,6 +195,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "hy_v3": TESTED,
     "hy_v4": CHECKED,
     "hyperclovax": CHECKED,
+    "inkling2_loop_text": Since((5, 24), DISTANCES),
     "inkling2_text": DISTANCES,
     "inkling_text": DISTANCES,
     "internlm3": CHECKED,
@@ -178,6 +206,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "kimi_linear": TESTED,
     "kolibri1": CHECKED,
     "laguna": TESTED,
+    "lara_mini": Since((5, 24), CHECKED),
     "lfm2": CHECKED,
     "lfm2_moe": TESTED,
     "lfm3": TESTED,
@@ -245,6 +274,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "roc_bert": OWN_ATTENTION,
     "roformer": OWN_ATTENTION,
     "rwkv": OWN_ATTENTION,
+    "sarvam_mla": Since((5, 24), CHECKED),
+    "sarvam_moe": Since((5, 24), CHECKED),
     "seed_oss": CHECKED,
     "smollm3": TESTED,
     "solar_open": TESTED,
@@ -271,7 +302,9 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "glm4v_moe": CHECKED,
     "glm5_next": CHECKED,
     "glm5_next_text": TESTED,
+    "hy_v4_vl": Since((5, 24), CHECKED),
     "inkling2": DISTANCES,
+    "inkling2_loop": Since((5, 24), DISTANCES),
     "inkling_mm_model": NOT_BUILT,
     "kimi_k25": CHECKED,
     "minimax_m3_vl": CHECKED,
@@ -285,6 +318,26 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "unlimited_ocr": REFERENCES,
 }
 """By model_type of a model's config. One line is one family."""
+
+
+def support_in(transformers: Version) -> dict[str, Support | Refusal]:
+    """Return what FAMILIES says for one version of transformers. Families that it lacks are as in later ones."""
+    return {name: _in_version(line, transformers) for name, line in FAMILIES.items()}
+
+
+def _in_version(line: Support | Refusal | Since, transformers: Version) -> Support | Refusal:
+    if not isinstance(line, Since):
+        return line
+    return line.then if line.before is None or transformers >= line.version else line.before
+
+
+def _installed() -> Version:
+    major, minor = re.findall(r"\d+", version("transformers"))[:2]
+    return int(major), int(minor)
+
+
+FAMILY_SUPPORT: Mapping[str, Support | Refusal] = support_in(_installed())
+"""What FAMILIES says for the installed transformers."""
 
 TESTED_TYPES = frozenset(name for name, support in FAMILY_SUPPORT.items() if support is Support.TESTED)
 """Model types whose logits tests/models compares with transformers'; others are compared while loading."""

@@ -82,6 +82,7 @@ FAMILIES: Mapping[str, Family] = {
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
     ),
     "hy_v4": Family("HYV4.yaml"),
+    "hy_v4_vl_text": Family("HYV4.yaml"),
     "jetmoe": Family("JetMoe.yaml"),
     "kimi_linear": Family("KimiLinear.yaml"),
     "llama4_text": Family("Llama4.yaml"),

@@ -71,7 +71,7 @@ _NAMES: Mapping[str, str] = {
     "reach": """sliding_window attention_chunk_size attention_window_size local_attention sliding_window_size
         window_size index_topk index_block_size keep_window_size chunk_size mamba_chunk_size block_size
         local_attn_chunk_length lsh_attn_chunk_length local_attention_window_len""",
-    "vocab": "vocab_size vocab_size_per_layer_input",
+    "vocab": "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     "positions": "max_position_embeddings n_positions max_seq_len",
 }
 """What families call these widths and counts."""
@@ -257,6 +257,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_of_kinds("linear_attention", "full_attention"), **_MAMBA},
     "hy_v4": _MANY_INDEX_HEADS,
+    "hy_v4_vl": {**_MANY_INDEX_HEADS, "num_key_value_heads": 4, "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "helium": {"hidden_size": 64},  # which its heads have to fill
     "internlm3": {"attention_bias": True, "mlp_bias": True},  # the same for both
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},

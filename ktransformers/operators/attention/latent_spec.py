@@ -111,9 +111,17 @@ def _lora_scale(module: nn.Module, of: str) -> float:
 
 
 def _rotates_halves(module: nn.Module) -> bool:
-    """By the function that its forward asks for: there are two in transformers, and some modules know both."""
-    names = inspect.unwrap(type(module).forward).__code__.co_names
-    return "apply_rotary_pos_emb" in names and "apply_rotary_pos_emb_interleave" not in names
+    """By the function that its forward asks for: there are two in transformers, and some modules know both.
+
+    What families call apply_rotary_pos_emb may turn neighbours all the same: a quarter turn of one column says so.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    names = forward.__code__.co_names
+    if "apply_rotary_pos_emb" not in names or "apply_rotary_pos_emb_interleave" in names:
+        return False
+    turn = forward.__globals__["apply_rotary_pos_emb"]
+    column, none = torch.eye(4)[0].view(1, 1, 1, 4), torch.zeros(1, 1, 4)
+    return int(turn(column, column, none, none + 1)[0].abs().argmax()) == 2
 
 
 def _is_wide(module: nn.Module, num_heads: int) -> bool:
