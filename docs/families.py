@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ktransformers.models.families import FAMILY_SUPPORT, Refusal, Support
+from ktransformers.models.families import FAMILIES, Refusal, Since, Support
 
 PAGE = Path(__file__).with_name("models.md")
 BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
@@ -15,19 +15,24 @@ BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of famil
 
 def families_text() -> str:
     """The part of the page, without its marks."""
+    lines = [(name, *one) for name, line in sorted(FAMILIES.items()) for one in _by_version(line)]
     refusals: dict[Refusal, list[str]] = {}
-    for name, support in FAMILY_SUPPORT.items():
+    for name, support, when in lines:
         if isinstance(support, Refusal):
-            refusals.setdefault(support, []).append(name)
-    rows = sorted((refusal.means, _names(names)) for refusal, names in refusals.items())
+            refusals.setdefault(support, []).append(f"`{name}`{when}")
+    rows = sorted((refusal.means, ", ".join(names)) for refusal, names in refusals.items())
+    tested, checked = (
+        [f"`{name}`{when}" for name, support, when in lines if support is kind]
+        for kind in (Support.TESTED, Support.CHECKED)
+    )
     return "\n".join(
         [
-            f"**Tested in detail** ({_count(Support.TESTED)}): {_of(Support.TESTED)}.",
+            f"**Tested in detail** ({len(tested)}): {', '.join(tested)}.",
             "",
-            f"**Tested as tiny models, and each model compared while it is loaded** ({_count(Support.CHECKED)}): "
-            f"{_of(Support.CHECKED)}.",
+            f"**Tested as tiny models, and each model compared while it is loaded** ({len(checked)}): "
+            f"{', '.join(checked)}.",
             "",
-            f"**Refused** ({len(FAMILY_SUPPORT) - _count(Support.TESTED) - _count(Support.CHECKED)}):",
+            f"**Refused** ({sum(map(len, refusals.values()))}):",
             "",
             "| because | families |",
             "|---|---|",
@@ -36,22 +41,19 @@ def families_text() -> str:
     )
 
 
+def _by_version(line: Support | Refusal | Since) -> list[tuple[Support | Refusal, str]]:
+    """What is so, and in which versions of transformers."""
+    if not isinstance(line, Since):
+        return [(line, "")]
+    version = ".".join(map(str, line.version))
+    before = [] if line.before is None else [(line.before, f" (before {version})")]
+    return [(line.then, f" (from {version})"), *before]
+
+
 def page_with(text: str, page: str) -> str:
     """The page with another text between the marks."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
-
-
-def _count(support: Support) -> int:
-    return sum(one is support for one in FAMILY_SUPPORT.values())
-
-
-def _of(support: Support) -> str:
-    return _names([name for name, one in FAMILY_SUPPORT.items() if one is support])
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 if __name__ == "__main__":

@@ -70,12 +70,14 @@ _KINDS = {
     "full_attention": LayerKind.FULL,
     "attention": LayerKind.FULL,
     "indexed_attention": LayerKind.FULL,  # to positions that an indexer chooses: its operator's affair
+    "deepseek_sparse_attention": LayerKind.FULL,  # the same, by its name in transformers 5.17
     "minimax_m3_sparse": LayerKind.FULL,  # the same, in blocks
     "sliding_attention": LayerKind.SLIDING,
     "chunked_attention": LayerKind.CHUNKED,
     "compressed_sparse_attention": LayerKind.COMPRESSED,
     "heavily_compressed_attention": LayerKind.COMPRESSED,
     "linear_attention": LayerKind.RECURRENT,
+    "recurrent": LayerKind.RECURRENT,  # by its name in transformers 5.17
     "mamba": LayerKind.RECURRENT,
     "conv": LayerKind.RECURRENT,
     "hybrid": LayerKind.HYBRID,
@@ -264,8 +266,8 @@ def _check_supported(config: ConfigFields) -> None:
             f"model type {model_type} adds to attention's scores what it has learned of distances (rel_extent), which "
             "no kernel does"
         )
-    loops = config.raw("n_recurrent_loops")
-    if loops:
+    loops = config.find("n_recurrent_loops") or 1
+    if loops > 1:
         raise UnsupportedError(
             f"model type {model_type} runs some of its layers {loops} times for each token (n_recurrent_loops), each time "
             "with keys and values of their own; layers that run once are supported"

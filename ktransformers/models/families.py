@@ -73,7 +73,8 @@ LOOPS = Refusal(
     "layers run several times for each token, each time with keys and values of their own", r"n_recurrent_loops"
 )
 DRAFTS = Refusal(
-    "it drafts for another model, and attends to that model's keys and values", r"no keys and values of their own|vocab_size"
+    "it drafts for another model, and attends to that model's keys and values",
+    r"no keys and values of their own",
 )
 TWICE = Refusal("a layer attends more than once", r"calls attention 2 times|expert parameters .* do not fit")
 DISTANCES = Refusal("attention adds what it has learned of distances to its scores", r"has learned of distances")
@@ -95,7 +96,8 @@ NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"s
 BUFFERS = Refusal("a buffer that no file holds is computed in a way of its own", r"its buffers cannot be computed")
 NOT_BUILT = Refusal(
     "transformers itself builds no model from a small config of the family",
-    r"requires the timm library|No module named|Class validation error|The set of layer types|no attribute 'dropout'",
+    r"requires the timm library|No module named|Class validation error|Validation error for field|"
+    r"The set of layer types|no attribute '(?:dropout|vocab_size)'",
 )
 
 FAMILIES: Mapping[str, Support | Refusal | Since] = {
@@ -162,10 +164,10 @@ FAMILIES: Mapping[str, Support | Refusal | Since] = {
     "gemma3n": NOT_BUILT,
     "gemma3n_text": TESTED,
     "gemma4": CHECKED,
-    "gemma4_assistant": DRAFTS,
+    "gemma4_assistant": NOT_BUILT,
     "gemma4_text": TESTED,
     "gemma4_unified": CHECKED,
-    "gemma4_unified_assistant": DRAFTS,
+    "gemma4_unified_assistant": Since((5, 24), DRAFTS, NOT_BUILT),
     "gemma4_unified_text": CHECKED,
     "git": OWN_ATTENTION,
     "glm": CHECKED,
@@ -231,7 +233,7 @@ FAMILIES: Mapping[str, Support | Refusal | Since] = {
     "mixtral": TESTED,
     "mllama": CROSS,
     "modernbert-decoder": CHECKED,
-    "moshi": CHECKED,
+    "moshi": Since((5, 23), CHECKED, NO_CONTEXT),
     "moss_transcribe_diarize": CHECKED,
     "mpt": OWN_ATTENTION,
     "musicgen": NOT_BUILT,

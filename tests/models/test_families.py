@@ -12,7 +12,17 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from docs.families import PAGE, families_text, page_with
-from ktransformers.models.families import FAMILY_SUPPORT, NO_CONTEXT, NOT_BUILT, OWN_ATTENTION, Refusal, Support
+from ktransformers.models.families import (
+    FAMILIES,
+    FAMILY_SUPPORT,
+    NO_CONTEXT,
+    NOT_BUILT,
+    OWN_ATTENTION,
+    Refusal,
+    Since,
+    Support,
+    support_in,
+)
 from tests.support import family_outcomes
 from tests.support.family_models import CAUSAL_TYPES, COMPOSITE_TYPES, LENGTH, family_config, has_experts
 from tests.support.family_outcomes import check_family
@@ -41,6 +51,25 @@ def test_a_family_agrees_in_other_widths_too(model_type: str, seed: int, tmp_pat
 def test_the_documentation_is_what_the_table_says() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page_with(families_text(), page) == page, "docs/models.md is older than the table; run `make families`"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [((5, 17), OWN_ATTENTION), ((5, 23), OWN_ATTENTION), ((5, 24), Support.CHECKED), ((6, 0), Support.CHECKED)],
+)
+def test_a_line_may_hold_from_a_version_on(version: tuple[int, int], said: Support | Refusal) -> None:
+    assert support_in(version)["codegen"] is said
+    assert support_in(version)["llama"] is Support.TESTED
+    assert support_in(version)["lara_mini"] is Support.CHECKED  # whoever has the family has it so
+
+
+def test_the_documentation_names_the_versions_of_a_line() -> None:
+    written = families_text()
+    for name, line in FAMILIES.items():
+        if isinstance(line, Since):
+            version = ".".join(map(str, line.version))
+            assert f"`{name}` (from {version})" in written
+            assert (f"`{name}` (before {version})" in written) == (line.before is not None)
 
 
 def test_a_family_without_a_line_fails_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,12 +346,14 @@ def _fit_widened(call: Call, block_m: int, num_warps: int) -> Tile:
 def decode_tile(call: Call) -> Tile:
     """Tile of the split-KV kernel: the heads that share a KV head, up to 64. Codes are widened by more warps.
 
-    Triton 3.9 keeps what it has widened in registers: 32 rows of sums leave room there for the fewest positions only.
+    Triton 3.9 keeps a tile of latents, which are keys and values both, in registers: sums of 32 rows take more warps,
+    and where latents are widened leave room for the fewest positions only.
     """
     block_m = 16 if _is_wide(call) else _rows(call, min(MAX_HEADS, max(16, power_of_two(call.group))))
-    is_widened_once = call.has_codes and call.is_shared  # for keys and values both
-    tile = _fit_widened(call, block_m, 8 if block_m * call.dim_v > (4096 if is_widened_once else 16384) else 4)
-    return replace(tile, block_n=_LEAST_N) if is_widened_once and tile.block_m == 32 else tile
+    is_widened = call.has_codes and call.is_shared
+    most = 4096 if is_widened else 8192 if call.is_shared else 16384
+    tile = _fit_widened(call, block_m, 8 if block_m * call.dim_v > most else 4)
+    return replace(tile, block_n=_LEAST_N) if is_widened and tile.block_m == 32 else tile
 
 
 def prefill_tile(call: Call) -> Tile:

@@ -383,6 +383,7 @@ def all_attention():
     call_attention(32, 4, 128, 600, 4)
     call_mla(128, 2, 2)
     call_mla(16, 2, 2)
+    call_mla(20, 2, 2)
     call_mla(128, 200, 1)
     call_mla(16, 200, 1)
     call_expanded(128, 256, 512)
