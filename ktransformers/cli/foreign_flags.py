@@ -24,7 +24,8 @@ class ForeignFlag:
 
     becomes: our word by the value that was given ({} stands for it); an empty word means that nothing is to be done.
     is_list: it takes all words up to the next flag, as values with commas between.
-    error: said for every other value. note: printed when it is used, if the command has `note_beside` too (or always).
+    error: said for every other value. note: printed when it is used, if the command has `note_beside` too (or always),
+    except for the values of is_plain, which mean here just what they mean there.
     """
 
     names: tuple[str, ...]
@@ -34,6 +35,7 @@ class ForeignFlag:
     note: str = ""
     note_beside: str = ""
     is_list: bool = False
+    is_plain: tuple[str, ...] = ()
 
     def takes_value(self, following: str | None) -> bool:
         """Whether the word that follows on the command line is its value."""
@@ -71,9 +73,11 @@ def _switch(names: str, flag: str, word: str, note: str = "") -> ForeignFlag:
     return ForeignFlag(tuple(names.split()), flag, {NOTHING: word}, error, note)
 
 
-def _choice(names: str, flag: str, becomes: Mapping[str, str], error: str, note: str = "") -> ForeignFlag:
-    """Some values mean something here, the others are refused."""
-    return ForeignFlag(tuple(names.split()), flag, becomes, error, note)
+def _choice(
+    names: str, flag: str, becomes: Mapping[str, str], error: str, note: str = "", plain: str = ""
+) -> ForeignFlag:
+    """Some values mean something here, the others are refused. plain: values that need no note."""
+    return ForeignFlag(tuple(names.split()), flag, becomes, error, note, is_plain=tuple(plain.split()))
 
 
 def _refused(names: str, flag: str, error: str) -> ForeignFlag:
@@ -85,7 +89,11 @@ _WHOLE_CACHE = "taken as --cache_lens, which all requests share; no single reque
 _RULES = "rule files say which module goes where: --optimize_config_path, docs/rules.md"
 _ONE_GPU = f"for one GPU set CUDA_VISIBLE_DEVICES, for several use rules ({_RULES})"
 _FILL = "experts fill what attention leaves of a GPU by themselves; --gpu_memory GIB limits it"
+_ALL_LAYERS = "99 999 9999 -1 all auto"
 _TYPES = "weights are computed in the file's own types; --cpu_quant TYPE quantizes experts while loading"
+
+_CONSTRAINED = "ask for it in a request to `ktransformers serve` (response_format), or with SamplingParams in Python"
+_NO_LIMIT = f"--max_new_tokens={(1 << 31) - 1}"  # the cache ends the answer then
 
 _TOOL_PARSERS = {ANY: ""} | {
     name: f"--tool_format={ours}"
@@ -116,10 +124,10 @@ _TOOL_PARSERS = {ANY: ""} | {
 _MODEL_AND_CACHE = (
     _alias("-m --model -hf --hf_repo", MODEL),
     _alias("--model_dir", "--model_path"),
-    _alias("--ctx_size -c --max_total_tokens", "--cache_lens"),
+    _alias("--ctx_size -c --max_total_tokens --max_kv_size", "--cache_lens"),
     _alias("--max_model_len --context_length", "--cache_lens", _WHOLE_CACHE, "--max_batch_size"),
     _alias("--max_num_batched_tokens --chunked_prefill_size --batch_size -b --ubatch_size -ub", "--chunk_size"),
-    _alias("-n --predict --n_predict --max_tokens", "--max_new_tokens"),
+    _alias("-n --predict --n_predict --max_tokens", "--max_new_tokens", **dict.fromkeys(("-1", "-2"), _NO_LIMIT)),
     _switch("--enable_chunked_prefill", "--chunk_size", "", "prompts are always computed in chunks of --chunk_size"),
     _choice("--kv_cache_dtype", "--kv_type",
             {"auto": "", "bfloat16": "--kv_type=bf16", "fp8": "--kv_type=fp8", "fp8_e4m3": "--kv_type=fp8"},
@@ -132,12 +140,26 @@ _MODEL_AND_CACHE = (
     _switch("--mlock", "--gguf_path", "", "nothing is locked; most weights are copied into memory that no file backs"),
     _switch("--no_mmap", "--gguf_path", "",
             "quantized weights are copied into memory of their own anyway; F32 and F16 stay mapped"),
+    _choice("--load_format", "--gguf_path", {"auto": "", "gguf": "", "safetensors": ""},
+            "a model's files are GGUF or safetensors; --gguf_path names them",
+            "how weights are stored is read from the files", plain="auto"),
+    _alias("--tokenizer --tokenizer_path -tok", "--model_path", "taken as --model_path: a folder with config.json and "
+           "the tokenizer"),
+    _refused("--revision", "--gguf_path",
+             "`ktransformers pull org/name@REVISION` fetches one; MODEL is then the folder that it names"),
+    _refused("--download_dir", "--gguf_path", "models are where huggingface_hub keeps them: the variable HF_HOME"),
+    _choice("--kv_bits", "--kv_type", {"8": "--kv_type=int8"}, "keys and values are kept as --kv_type fp32, bf16, int8 "
+            "or fp8"),
+    _switch("--offline", "--gguf_path", "", "nothing is downloaded but by `ktransformers pull`"),
 )  # fmt: skip
 
 _DEVICES = (
-    _choice("--n_gpu_layers -ngl --gpu_layers", "--use_cuda", {"0": "--no_use_cuda"}, f"{_FILL}; {_RULES}; 0: no GPU"),
+    _choice("--n_gpu_layers -ngl --gpu_layers", "--use_cuda",
+            {"0": "--no_use_cuda"} | dict.fromkeys(_ALL_LAYERS.split(), ""),
+            f"{_FILL}; {_RULES}; 0: no GPU; {_ALL_LAYERS.replace(' ', ', ')}: what a GPU has room for",
+            "what a GPU has room for goes there by itself; --gpu_memory GIB limits it", plain="0 auto"),
     _choice("--device -dev", "--use_cuda",
-            {"cpu": "--no_use_cuda", "none": "--no_use_cuda", "cuda": "--use_cuda", "cuda:0": "--use_cuda"},
+            {"cpu": "--no_use_cuda", "none": "--no_use_cuda", "cuda": "--use_cuda", "cuda:0": "--use_cuda", "auto": ""},
             f"cpu or cuda; {_ONE_GPU}"),
     _refused("--main_gpu -mg --tensor_split -ts --split_mode -sm", "--use_cuda", _ONE_GPU),
     _alias("--tensor_parallel_size -tp --tp_size --tp", "--tensor_parallel"),
@@ -173,10 +195,52 @@ _KT_KERNEL = (
 _SAMPLING_AND_CHAT = (
     _alias("--temp", "--temperature"),
     _alias("--repeat_penalty", "--repetition_penalty"),
-    _alias("-s", "--seed"),
-    _refused("--seed -s", "--max_queue", "a request carries its seed in its own `seed` field, not the server"),
+    _choice(
+        "--repeat_last_n",
+        "--repetition_penalty",
+        {"-1": ""},
+        "--repetition_penalty looks at the whole text, which is -1",
+        "--repetition_penalty looks at the whole text",
+    ),
+    _alias("-s --random_seed", "--seed"),
+    _refused(
+        "--seed -s --random_seed", "--max_queue", "a request carries its seed in its own `seed` field, not the server"
+    ),
     _alias("-sys --system_prompt", "--system"),
     _alias("-f --file", "--prompt_file"),
+    _switch("--single_turn -st", "--prompt", "", "a chat with a --prompt ends after its answer"),
+    _switch(
+        "--conversation -cnv --interactive -i --interactive_first",
+        "--prompt",
+        "",
+        "a chat without a --prompt goes on; with one it ends after the answer",
+    ),
+    _refused(
+        "--no_conversation -no_cnv --ignore_chat_template --raw",
+        "--prompt",
+        "prompts go through the model's chat template; LLM.generate and /v1/completions take plain text",
+    ),
+    _choice(
+        "--color -co",
+        "--prompt",
+        {NOTHING: "", "auto": "", "on": ""},
+        "--markdown formats answers",
+        "colours are for reasoning and notes, in terminals",
+    ),
+    _switch(
+        "--simple_io --no_display_prompt --nowordwrap -e --escape",
+        "--prompt",
+        "",
+        "a pipe gets the plain answer and nothing else",
+    ),
+    _refused(
+        "--think --hidethinking --reasoning_budget -rea",
+        "--prompt",
+        "type /set think or /set nothink in the chat; --force_think begins answers with thinking",
+    ),
+    _refused("--grammar --grammar_file --json_schema -j --format", "--prompt", _CONSTRAINED),
+    _switch("--jinja --use_default_chat_template", "--prompt", "", "the model's chat template is always used"),
+    _choice("--keepalive", "--prompt", {ANY: ""}, "", "a chat's model is in memory as long as the chat"),
 )
 
 _SERVER = (
@@ -195,9 +259,51 @@ _SERVER = (
     _choice("--reasoning_parser", "--max_queue", {ANY: ""}, "", "the model's chat template says how it reasons"),
     _switch("--enable_auto_tool_choice", "--max_queue", "", "the model's chat template says how it calls tools"),
     _switch("--verbose -v", "--log_level", "--log_level=debug"),
+    _switch("--log_disable", "--log_level", "--log_level=error"),
+    _choice("--uvicorn_log_level", "--log_level",
+            {one: f"--log_level={one}" for one in ("debug", "info", "warning", "error")},
+            "--log_level debug, info, warning or error"),
+    _switch("--disable_log_requests --no_enable_log_requests --disable_log_stats --enable_log_requests --log_requests "
+            "--enable_metrics --metrics --slots --props --cont_batching -cb --embedding --embeddings --is_embedding",
+            "--max_queue", "",
+            "each request is a line of the log without its text, and metrics, embeddings and batches are always there"),
+    _choice("--threads_http", "--max_queue", {ANY: ""}, "", "connections need no threads of their own"),
+    _choice("--allowed_origins", "--cors_origins", {'["*"]': "--cors_origins=*", "*": "--cors_origins=*"},
+            "give each one as --cors_origins ORIGIN"),
+    _refused("--root_path --api_prefix", "--max_queue",
+             "paths are not changed here; let a proxy in front take the prefix away"),
+    _refused("--reasoning_budget --chat_template_kwargs --default_chat_template_kwargs", "--max_queue",
+             "a request says it: reasoning_effort, or chat_template_kwargs; --force_think is for all requests"),
 )  # fmt: skip
 
-FOREIGN_FLAGS = (*_MODEL_AND_CACHE, *_DEVICES, *_KT_KERNEL, *_SAMPLING_AND_CHAT, *_SERVER)
+_LORA = "LoRA adapters are not supported here; merge one into the model, and give the result as MODEL"
+_IMAGES = "images and sound are not supported here; give the model alone, which then answers text"
+_DRAFTS = "drafts by a second model are not supported here; leave it out, answers are the same without"
+_ROPE = "it is read from the model's files, and overriding it is not supported here"
+
+_UNSUPPORTED = (
+    _refused("--lora --lora_scaled --lora_base --lora_modules --enable_lora --lora_paths --max_loras --max_lora_rank "
+             "--max_loras_per_batch --adapter_path --lora_init_without_apply", "--gguf_path", _LORA),
+    _refused("--mmproj -mm --mmproj_url -mmu --mmproj_auto --image --audio --limit_mm_per_prompt --enable_multimodal "
+             "--model_vocoder -mv", "--gguf_path", _IMAGES),
+    _switch("--no_mmproj --no_mmproj_offload --language_model_only", "--gguf_path", "",
+            "the model alone is loaded, without what reads images"),
+    _refused("--draft_model --model_draft -md --draft --draft_max --draft_n --draft_min --draft_p_min --spec_type "
+             "--n_gpu_layers_draft -ngld --gpu_layers_draft --ctx_size_draft -cd --hf_repo_draft -hfd -hfrd "
+             "--device_draft -devd --speculative_config -sc --speculative_model --num_speculative_tokens "
+             "--num_draft_tokens --speculative_algorithm --speculative_algo --speculative_draft_model_path "
+             "--speculative_num_steps --speculative_eagle_topk --speculative_num_draft_tokens", "--gguf_path", _DRAFTS),
+    _refused("--rope_scaling --rope_scale --rope_freq_base --rope_freq_scale --yarn_orig_ctx --yarn_ext_factor "
+             "--hf_overrides --json_model_override_args --override_kv --rope_theta", "--gguf_path", _ROPE),
+    _refused("--control_vector --control_vector_scaled", "--gguf_path",
+             "control vectors are not supported here; leave it out"),
+    _refused("--rpc", "--pipeline",
+             "llama.cpp's RPC is not supported here; --pipeline and --stage_hosts divide a model over machines"),
+    _refused("--enable_expert_parallel --ep_size --expert_parallel_size -ep", "--tensor_parallel",
+             "experts over several GPUs are not supported here; they are on the CPU and where GPUs have room"),
+)  # fmt: skip
+
+FOREIGN_FLAGS = (*_MODEL_AND_CACHE, *_DEVICES, *_KT_KERNEL, *_SAMPLING_AND_CHAT, *_SERVER, *_UNSUPPORTED)
 
 
 def _by_name() -> dict[str, tuple[ForeignFlag, ...]]:

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from typing_extensions import override
 
@@ -103,6 +103,11 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"{path} is a folder; name the file to write")
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is no folder; make it first")
+
+
+def _is_flag(word: str) -> bool:
+    """Whether this is no value: as argparse sees it, a word with a space before any `=` is text."""
+    return word.startswith("-") and word != "-" and " " not in word.partition("=")[0]
 
 
 def _is_file(word: str) -> bool:
@@ -284,33 +289,63 @@ class ArgumentParser(argparse.ArgumentParser):
     # What is rewritten
 
     def _translated(self, words: Sequence[str]) -> list[str]:
-        """Underscores for hyphens, words for toggles' values, our flags for those of other programs."""
+        """Underscores for hyphens, words for toggles' values, our flags for those of other programs.
+
+        Positional arguments come out together, MODEL first: argparse settles all that may be left out at the first
+        place that has one, so that in `chat -m MODEL -n 5 "hello"` no PROMPT would be found.
+        """
         rest = list(words)
-        done: list[str] = []
-        by_target: dict[str, str] = {}  # what was given, by what it became
-        while rest:
+        flags: list[str] = []
+        positionals: list[str] = []
+        models: list[str] = []  # by another program's flag, which may stand anywhere
+        given: dict[str, str] = {}  # names, by what each became
+        while rest and rest[0] != "--":
             word = rest.pop(0)
-            if word == "--":
-                return [*done, word, *rest]
-            name, equals, value = with_underscores([word])[0].partition("=") if word.startswith("-") else (word, "", "")
+            if not _is_flag(word):
+                positionals.append(word)
+                continue
+            name, equals, value = with_underscores([word])[0].partition("=")
             action = self._option_string_actions.get(name)
-            foreign = self._foreign(name) if word.startswith("-") and action is None else None
+            foreign = self._foreign(name) if action is None else None
             if foreign is not None:
                 new = self._rewritten(foreign, name, value if equals else None, rest)
-            elif action is not None and action.nargs == 0 and not isinstance(action, argparse._HelpAction):
+                self._refuse_twice(given, name, new)
+                is_model = bool(new) and not new[0].startswith("-")
+                (models if is_model else flags).extend(new)
+                continue
+            if action is not None and action.nargs == 0 and not isinstance(action, argparse._HelpAction):
                 new = self._switched(action, name, value if equals else None, rest)
             else:
                 new = [f"{name}{equals}{value}"]
-            if foreign is not None or action is not None:
-                self._refuse_twice(by_target, name, new)
-            done += new
-        return done
+            if action is not None:
+                self._refuse_twice(given, name, new)
+                flags += new + ([] if equals else self._values(action, rest))
+            else:
+                flags += new
+        if rest:
+            return [*flags, rest[0], *models, *positionals, *rest[1:]]
+        return [*models, *positionals, *flags]
 
-    def _refuse_twice(self, by_target: dict[str, str], name: str, words: Sequence[str]) -> None:
+    def _values(self, action: argparse.Action, rest: list[str]) -> list[str]:
+        """The words that are values of a flag of ours, taken from `rest`, which begins behind it."""
+        most = {None: 1, argparse.OPTIONAL: 1}.get(cast(Any, action.nargs), 0 if action.nargs == 0 else len(rest))
+        taken: list[str] = []
+        while rest and len(taken) < most and (not _is_flag(rest[0]) or self._is_negative(rest[0])):
+            if taken and _is_file(rest[0]):
+                break  # MODEL behind a list
+            taken.append(rest.pop(0))
+        return taken
+
+    def _is_negative(self, word: str) -> bool:
+        """Whether this is a number below zero, and no flag."""
+        return self._negative_number_matcher.match(word) is not None and not self._has_negative_number_optionals
+
+    def _refuse_twice(self, given: dict[str, str], name: str, words: Sequence[str]) -> None:
         """Another program's name for what is given already: which of them should win would be a guess."""
         for word in words:
-            target = word.partition("=")[0] if word.startswith("--") else MODEL
-            before = by_target.setdefault(target, name)
+            target = word.partition("=")[0] if word.startswith("-") else MODEL
+            action = self._option_string_actions.get(target)
+            before = given.setdefault(target if action is None else action.dest, name)
             is_foreign = not (self.has_option(name) and self.has_option(before))
             if before != name and is_foreign and not self._is_list(target):
                 self.error(f"{before} and {name} both mean {target}; leave one out")
@@ -332,7 +367,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _foreign(self, name: str) -> ForeignFlag | None:
         """The entry for another program's flag, if what it means is known to this command."""
-        entries = foreign_flags.BY_NAME.get(name, ())
+        entries = foreign_flags.BY_NAME.get(name[0] + name[1:].replace("-", "_") if name[1:2] != "-" else name, ())
         has_model = self._model_argument() is not None
         return next((one for one in entries if self.has_option(one.flag) or (one.flag == MODEL and has_model)), None)
 
@@ -345,12 +380,13 @@ class ArgumentParser(argparse.ArgumentParser):
             if not rest:
                 self.error(f"{name}: expected a value")
             value = rest.pop(0)
-            while foreign.is_list and rest and not rest[0].startswith("-") and not _is_file(rest[0]):
+            while foreign.is_list and rest and not _is_flag(rest[0]) and not _is_file(rest[0]):
                 value += f",{rest.pop(0)}"
         word = foreign.word(value)
         if word is None:
             self.error(f"{name}: {foreign.error}")
-        if foreign.note and (not foreign.note_beside or self.has_option(foreign.note_beside)):
+        is_plain = value is not None and value.lower() in foreign.is_plain
+        if foreign.note and not is_plain and (not foreign.note_beside or self.has_option(foreign.note_beside)):
             print(f"note: {self._where()}{name}: {foreign.note}", file=sys.stderr)
         return [word] if word else []
 

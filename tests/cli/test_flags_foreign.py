@@ -103,7 +103,7 @@ def test_what_it_becomes(line: str, name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("chat -ngl 99", "error: -ngl: experts fill what attention leaves of a GPU by themselves; --gpu_memory GIB"),
+        ("chat -ngl 20", "error: -ngl: experts fill what attention leaves of a GPU by themselves; --gpu_memory GIB"),
         ("serve -dp 2", "error: -dp: replicas are for `serve --cluster`"),
         ("serve --gpu-memory-utilization 0.9", "error: --gpu_memory_utilization: it is a share of the GPU; give GiB"),
         ("serve -ot exps=CPU", "error: -ot: rule files say which module goes where: --optimize_config_path"),
@@ -124,6 +124,93 @@ def test_what_is_refused(line: str, message: str, capsys: pytest.CaptureFixture[
         build_parser().parse_args(line.split())
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+CHAT = {"model": "x.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        # llama-cli and llama-server, as their help, their model cards and blogs write them
+        ("chat -m x.gguf -p hi", CHAT | {"prompt": "hi"}),
+        ("chat -p hi -m x.gguf", CHAT | {"prompt": "hi"}),
+        ("chat -m x.gguf --prompt hi -n 128", CHAT | {"prompt": "hi", "max_new_tokens": 128}),
+        ("chat -m x.gguf -p hi -n -1 -t 4 -c 512", CHAT | {"prompt": "hi", "cpu_infer": 4, "cache_lens": 512}),
+        ("chat -hf o/n:Q4_K_M -p hi -st", {"model": "o/n:Q4_K_M", "prompt": "hi"}),
+        ("chat -m x.gguf -cnv -sys be-brief", CHAT | {"system": "be-brief", "prompt": None}),
+        ("chat -m x.gguf --jinja --color -ngl 99 -fa on", CHAT),
+        ("chat -m x.gguf -f p.txt --temp 0.7 --top-k 40 --top-p 0.9", CHAT | {"temperature": 0.7, "top_k": 40}),
+        ("chat -m x.gguf -p hi --no-display-prompt --no-mmap -co", CHAT | {"prompt": "hi"}),
+        ("serve -m x.gguf -c 8192 -t 8 -ngl 99 --host h --port 1", CHAT | {"cache_lens": 8192, "host": "h", "port": 1}),
+        ("serve -m x.gguf -ngl -1 -np 4 -cb --metrics --jinja", CHAT | {"max_batch_size": 4}),
+        ("serve -m x.gguf -a some --api-key k -ngl all", CHAT | {"api_key": ["k"], "model_name": ["some"]}),
+        # ollama run, whose prompt is an argument
+        ("run x.gguf hello", CHAT | {"prompt_text": "hello"}),
+        ("run x.gguf --verbose hello", CHAT | {"prompt_text": "hello", "log_level": "debug"}),
+        ("run --keepalive 5m x.gguf hello", CHAT | {"prompt_text": "hello"}),
+        ("chat -m x.gguf -n 5 hello", CHAT | {"prompt_text": "hello", "max_new_tokens": 5}),
+        ("chat hello -n 5 -m x.gguf", CHAT | {"prompt_text": "hello", "max_new_tokens": 5}),
+        ("chat --markdown x.gguf --temperature -0.0 hello", CHAT | {"prompt_text": "hello", "markdown": True}),
+        ("chat -n 5 -m x.gguf -- --hello", CHAT | {"prompt_text": "--hello", "max_new_tokens": 5}),
+        ("chat -n 5 -- x.gguf -hello", CHAT | {"prompt_text": "-hello"}),
+        # mlx_lm.generate
+        ("chat --model x.gguf --prompt hi --max-tokens 100 --temp 0.5", CHAT | {"prompt": "hi", "temperature": 0.5}),
+        ("chat --model x.gguf --max-kv-size 512 --kv-bits 8", CHAT | {"cache_lens": 512, "kv_type": "int8"}),
+        # vLLM and SGLang
+        ("serve x.gguf --dtype auto --max-model-len 99 --api-key k", CHAT | {"cache_lens": 99}),
+        ("serve x.gguf --disable-log-requests --load-format gguf", CHAT),
+        ("serve x.gguf --tokenizer dir --uvicorn-log-level error", CHAT | {"model_path": "dir", "log_level": "error"}),
+        ('serve x.gguf --allowed-origins ["*"]', CHAT | {"cors_origins": ["*"]}),
+        ("serve --model-path dir --tp 2 --context-length 99", {"model_path": "dir", "tensor_parallel": 2}),
+        # lists and what may follow them
+        ("bench speed --prompt_lens 4 8 --url u", {"prompt_lens": [4, 8], "url": "u"}),
+    ],
+)
+def test_whole_lines(line: str, values: dict[str, object]) -> None:
+    """Lines as users of other programs type them, flags and arguments in any order."""
+    args = build_parser().parse_args(line.split())
+    assert {name: value_of(args, name) for name in values} == values
+
+
+def test_texts_are_no_flags() -> None:
+    args = build_parser().parse_args(["chat", "-n", "5", "x.gguf", "- what is this = that?"])
+    assert (args.model, args.prompt_text) == ("x.gguf", "- what is this = that?")
+    args = build_parser().parse_args(["chat", "-p", "--no idea what", "-m", "x.gguf"])
+    assert (args.model, args.prompt) == ("x.gguf", "--no idea what")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("chat --lora a.gguf", "LoRA adapters are not supported here; merge one"),
+        ("chat -m x.gguf --adapter-path dir", "LoRA adapters are not supported here"),
+        ("serve --lora-modules a=b c=d", "LoRA adapters are not supported here"),
+        ("serve --enable-lora --max-loras 4", "LoRA adapters are not supported here"),
+        ("serve --lora-paths a", "LoRA adapters are not supported here"),
+        ("serve --mmproj f.gguf", "images and sound are not supported here; give the model alone"),
+        ("chat --image f.png", "images and sound are not supported here"),
+        ("serve --limit-mm-per-prompt image=2", "images and sound are not supported here"),
+        ("serve -md f.gguf", "drafts by a second model are not supported here; leave it out"),
+        ("chat --draft-model f.gguf", "drafts by a second model are not supported here"),
+        ("serve --draft_max 16", "drafts by a second model are not supported here"),
+        ('serve --speculative-config {"method":"ngram"}', "drafts by a second model are not supported here"),
+        ("serve --speculative-algorithm EAGLE", "drafts by a second model are not supported here"),
+        ("plan x.gguf -hfd o/n", "drafts by a second model are not supported here"),
+        ("serve --rope-scaling yarn", "it is read from the model's files"),
+        ("serve --rpc 10.0.0.1:50052", "llama.cpp's RPC is not supported here"),
+        ("serve --enable-expert-parallel", "experts over several GPUs are not supported here"),
+        ("chat -no-cnv -p hi", "prompts go through the model's chat template"),
+        ("run x.gguf --format json hi", "ask for it in a request"),
+    ],
+)
+def test_what_is_not_supported_is_said(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(line.split())
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def test_other_meanings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
