@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.bench.serving import ServingWork, bench_serving
-from ktransformers.config import physical_cores
+from ktransformers.system.cores import usable_cores
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--prompt_len", type=int, default=64)
     parser.add_argument("--max_tokens", type=int, default=64)
-    parser.add_argument("--cpu_infer", type=int, default=physical_cores(), help="threads, which stages divide")
+    parser.add_argument("--cpu_infer", type=int, default=usable_cores(), help="threads, which stages divide")
     args, flags = parser.parse_known_args()
     threads = args.cpu_infer
     if not 2 <= args.stages <= threads:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.shipped_rules import find_shipped_rules, shipped_names
+from ktransformers.system.cores import cpu_quota, physical_cores, usable_cores, usable_cpus
 from ktransformers.user_files import file_kind
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "check_threads",
     "cpu_name",
     "hot_slots",
-    "physical_cores",
     "user_cache_dir",
     "user_state_dir",
     "why_crowded",
@@ -106,45 +106,27 @@ def cpu_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def physical_cores() -> int:
-    """Cores this process may run on, counting hyper-threads once. Falls back to the affinity mask's size."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in allowed:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            return len(allowed)
-    return max(len(cores), 1)
-
-
 _MAX_THREADS = 1024  # of the native kernels
 _MAX_EXTRA_THREADS = 256
-
-
-def _usable_cpus() -> int:
-    """CPUs this process may run on, hyper-threads included."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_threads(flag: str, number: int) -> None:
     """Raises ConfigError for a number of worker threads that no machine like this one can want. 0 is automatic."""
     if number < 0:
         raise ConfigError(f"--{flag} must be at least 0, got {number}")
-    if number > min(_usable_cpus() + _MAX_EXTRA_THREADS, _MAX_THREADS):
+    if number > min(usable_cpus() + _MAX_EXTRA_THREADS, _MAX_THREADS):
         raise ConfigError(f"--{flag} {number} is far beyond this machine's {physical_cores()} cores; leave it out")
 
 
 def why_crowded(number: int) -> str | None:
     """What is wrong with `number` worker threads when there are fewer CPUs, in one line; None when there are enough."""
-    cpus = _usable_cpus()
+    cpus, quota = usable_cpus(), cpu_quota()
     if number <= cpus:
         return None
-    return (
-        f"{number} worker threads share {cpus} CPUs and wait for each other, up to fifty times slower; "
-        f"use {physical_cores()}, or leave the flag out"
-    )
+    remedy = f"use {usable_cores()}, or leave the flag out"
+    if quota is not None and quota < number:
+        return f"{number} worker threads share the {quota:g} CPUs of this control group's quota; {remedy}"
+    return f"{number} worker threads share {cpus} CPUs and wait for each other, up to fifty times slower; {remedy}"
 
 
 def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:

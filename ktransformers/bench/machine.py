@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ktransformers.config import cpu_name, physical_cores
+from ktransformers.config import cpu_name
 from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.optimize.machine import detect_machine
+from ktransformers.system.cores import usable_cores
 
 __all__ = [
     "VideoMemory",
@@ -49,7 +50,7 @@ def describe_machine(pool: WorkerPool | None = None) -> dict[str, Any]:
     used = {} if pool is None else {"threads": pool.num_threads, "isa": pool.isa.value, "numa_nodes": pool.num_nodes}
     return {
         "cpu": cpu_name(),
-        "cores": physical_cores(),
+        "cores": usable_cores(),
         **used,
         "ram_gb": round(detect_machine().ram_bytes / 1e9, 1),
         "gpus": [{"name": gpu.name, "vram_gb": round(gpu.total_memory / 1e9, 1)} for gpu in gpus],

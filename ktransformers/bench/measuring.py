@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 
 from ktransformers.bench.probe import FULL, ProbeSizes, probe_cpu
-from ktransformers.config import physical_cores
 from ktransformers.errors import KTransformersError
 from ktransformers.optimize.machine_speed import GpuSpeed, MachineSpeed, SpeedFile
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["known_or_measured", "measure_machine"]
 
@@ -38,7 +38,7 @@ def _gpu(name: str, say: Say) -> GpuSpeed | None:
 
     try:
         with loading():  # kernels are compiled on the way, which nobody waits for
-            return probe_gpu(name, physical_cores(), say)
+            return probe_gpu(name, usable_cores(), say)
     except (KTransformersError, RuntimeError, ValueError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         logger.warning("%s cannot be measured, so nothing that runs there is predicted: %s", name, first)

@@ -24,11 +24,12 @@ from ktransformers.bench.peers.base import PeerProcess, is_missing
 from ktransformers.bench.peers.llama_model import llama_model_peer
 from ktransformers.bench.report import Column, Record, Table
 from ktransformers.bench.work import ModelWork
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine, build_paged_engine
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
+from ktransformers.system.cores import usable_cores
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 
 __all__ = ["Weights", "bench_model", "shown_weights", "weights_of"]
@@ -201,7 +202,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Reco
     config = replace(config, cache_lens=_num_slots(work), use_cuda=False).resolved()
     assert config.gguf_path is not None
     gguf = open_gguf(config.gguf_path)
-    weights, threads = weights_of(gguf), config.cpu_infer or physical_cores()
+    weights, threads = weights_of(gguf), config.cpu_infer or usable_cores()
     with ExitStack() as stack:
         children = _start_peers(peers, gguf.files[0].path, threads, weights, work)
         for child in children:

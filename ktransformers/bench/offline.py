@@ -26,7 +26,7 @@ from ktransformers.bench.peers.llama_model import llama_model_peer
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.bench.streams import StreamWork, slots_of_stream, stream_beside_prompt
 from ktransformers.bench.work import ModelWork
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.builder import PagedEngine, build_paged_engine, plan_model
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
@@ -34,6 +34,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
+from ktransformers.system.cores import usable_cores
 from ktransformers.weights.gguf import open_gguf
 
 __all__ = ["OfflineWork", "bench_offline", "fitting_layers"]
@@ -261,7 +262,7 @@ def _start_peers(engine: PagedEngine, opened: OpenedModel, work: OfflineWork, st
     if not work.peers or path is None or is_missing("llama.cpp", "llama_cpp", "llama-cpp-python"):
         return []
     sizes = ModelWork(work.prefills, work.batches, work.case.steps, work.case.prompt_len)
-    threads = opened.config.cpu_infer or physical_cores()
+    threads = opened.config.cpu_infer or usable_cores()
     file = open_gguf(path).files[0].path
     peer = llama_model_peer(file, threads, engine.model.vocab_size, sizes, cpu_expert_layers(engine.plan))
     stack.callback(peer.close)

@@ -18,13 +18,13 @@ import torch
 
 from ktransformers.bench.probe_steps import step_costs
 from ktransformers.bench.random_weights import random_raw
-from ktransformers.config import physical_cores
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, attention, limits, linear
 from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType, RawTensor
 from ktransformers.operators.linear.packed import pack_experts, pack_matrix
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, Peak
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["FULL", "ProbeSizes", "probe_cpu", "probe_read", "thread_counts"]
 
@@ -113,7 +113,7 @@ def probe_cpu(
 
     cores: worker threads, 0 for one per core. say: told what is measured now.
     """
-    cores, began = cores or physical_cores(), clock()
+    cores, began = cores or usable_cores(), clock()
     say("memory")
     rates, by_node = probe_read(cores, sizes.read)
     say("registers")

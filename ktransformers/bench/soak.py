@@ -20,7 +20,8 @@ from pathlib import Path
 from ktransformers.bench.client import Client, RequestError
 from ktransformers.bench.report import Column, Record, Table
 from ktransformers.bench.server_process import ServerProcess
-from ktransformers.config import cpu_name, physical_cores
+from ktransformers.config import cpu_name
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["SoakWork", "bench_soak"]
 
@@ -43,7 +44,7 @@ class SoakWork:
 
     def flags(self) -> list[str]:
         """Of the server."""
-        flags = [str(self.gguf_path), "--backend_type", "balance_serve", "--cpu_infer", str(physical_cores())]
+        flags = [str(self.gguf_path), "--backend_type", "balance_serve", "--cpu_infer", str(usable_cores())]
         flags += ["--max_batch_size", str(self.streams), "--cache_lens", str(self.streams * 508)]
         return [*flags, "--max_engine_restarts", "1000"] if self.kill_every else flags
 
@@ -170,7 +171,7 @@ def bench_soak(work: SoakWork) -> Record:
     for error in load.errors[:5]:
         print(f"failed: {error}")
     return {
-        "machine": {"cpu": cpu_name(), "cores": physical_cores()},
+        "machine": {"cpu": cpu_name(), "cores": usable_cores()},
         "seconds": work.seconds,
         "streams": work.streams,
         **load.counts,

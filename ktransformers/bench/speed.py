@@ -25,7 +25,8 @@ from typing import Any
 
 from ktransformers.bench.client import Client, RequestError
 from ktransformers.bench.report import Column, Record, Table
-from ktransformers.config import cpu_name, physical_cores
+from ktransformers.config import cpu_name
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["SpeedWork", "bench_speed"]
 
@@ -241,7 +242,7 @@ def bench_speed(work: SpeedWork) -> Record:
     """
     server = _Server(work)
     machine, version = (
-        {"cpu": cpu_name(), "cores": physical_cores(), "python": platform.python_version()},
+        {"cpu": cpu_name(), "cores": usable_cores(), "python": platform.python_version()},
         server.version(),
     )
     print(f"{machine['cpu']}, {machine['cores']} cores; {server.model} behind {version or 'a server'}")

@@ -22,9 +22,10 @@ from ktransformers.bench.machine import describe_machine
 from ktransformers.bench.peers.base import is_missing
 from ktransformers.bench.peers.llama_logits import llama_logits
 from ktransformers.bench.report import Column, Record, Row, Table
-from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, physical_cores
+from ktransformers.config import CPU_ACTIVATIONS, EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.engine.reference import build_reference_engine
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["GIVEN", "Quantize", "WeightWork", "bench_weight_fidelity", "summary"]
 
@@ -127,7 +128,7 @@ def _row(config: EngineConfig, texts: Sequence[Sequence[int]], has_peer: bool) -
     row["same_choice"] = _same_choice(wanted, got)
     if has_peer:
         assert config.gguf_path is not None
-        theirs = llama_logits(config.gguf_path, texts, config.cpu_infer or physical_cores())
+        theirs = llama_logits(config.gguf_path, texts, config.cpu_infer or usable_cores())
         if theirs is None:  # which llama_logits has said
             return row | {"peer_kl_median": None, "ratio": None}
         tensors = [torch.from_numpy(one) for one in theirs]

@@ -38,9 +38,9 @@ from ktransformers.cli.options import (
     with_default_model,
 )
 from ktransformers.cli.parser import user_path
-from ktransformers.config import physical_cores
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.config import MAX_ITL_RATIO, check_itl_ratio
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["SHAPE_NAMES", "add_parser"]
 
@@ -293,7 +293,7 @@ def _serving(args: argparse.Namespace) -> int:
     path = gguf_file(with_default_model(engine_config(args)))
     from ktransformers.bench.serving import ServingWork, bench_serving
 
-    threads = args.threads or physical_cores()
+    threads = args.threads or usable_cores()
     work = ServingWork(path, streams, args.prompt_len, args.max_tokens, args.rounds, threads, args.backend_type)
     return print_record("serving", args.json, partial(bench_serving, work))
 
@@ -335,7 +335,7 @@ def _load(args: argparse.Namespace) -> int:
     set_up_logging("warning")
     check_between(args, layers=1000, runs=1000)
     check_threads(args)
-    config = replace(engine_config(args), cpu_infer=args.threads or physical_cores(), cache_lens=256)
+    config = replace(engine_config(args), cpu_infer=args.threads or usable_cores(), cache_lens=256)
     if config.gguf_path is not None or config.model_path is not None:
         config = config.resolved()
     from ktransformers.bench.load import CACHE_STATES, LoadWork, bench_load
@@ -356,7 +356,7 @@ def _operations(args: argparse.Namespace) -> int:
     check_threads(args)
     from ktransformers.bench.operations import bench_operations
 
-    measure = partial(bench_operations, names, args.threads or physical_cores(), args.seconds, args.size)
+    measure = partial(bench_operations, names, args.threads or usable_cores(), args.seconds, args.size)
     return print_record("operations", args.json, measure)
 
 
@@ -367,7 +367,7 @@ def _sampling(args: argparse.Namespace) -> int:
     check_threads(args)
     from ktransformers.bench.sampling import bench_sampling
 
-    measure = partial(bench_sampling, args.vocab, args.threads or physical_cores(), args.seconds)
+    measure = partial(bench_sampling, args.vocab, args.threads or usable_cores(), args.seconds)
     return print_record("sampling", args.json, measure)
 
 

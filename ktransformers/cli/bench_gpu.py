@@ -17,8 +17,8 @@ from ktransformers.cli.bench_options import (
     numbers,
 )
 from ktransformers.cli.options import add_toggle, set_up_logging
-from ktransformers.config import physical_cores
 from ktransformers.errors import ConfigError
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["add_parsers"]
 
@@ -129,7 +129,7 @@ def _measure_prefill(args: argparse.Namespace) -> int:
     check_threads(args)
     from ktransformers.bench.gpu.prefill import PrefillWork, bench_gpu_prefill
 
-    threads = args.threads or physical_cores()
+    threads = args.threads or usable_cores()
     work = PrefillWork(shapes, tokens, threads, args.milliseconds, args.between_us, args.engine_copies)
     return print_record(args.what, args.json, partial(bench_gpu_prefill, work))
 
@@ -143,6 +143,6 @@ def _measure_hand_over(args: argparse.Namespace) -> int:
     check_threads(args)
     from ktransformers.bench.gpu.hand_over import HandOverWork, bench_gpu_hand_over
 
-    threads = args.threads or physical_cores()
+    threads = args.threads or usable_cores()
     work = HandOverWork(shapes, tokens, args.layers, threads, args.checks, args.milliseconds)
     return print_record(args.what, args.json, partial(bench_gpu_hand_over, work))

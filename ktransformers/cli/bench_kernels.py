@@ -22,9 +22,10 @@ from ktransformers.cli.bench_options import (
 )
 from ktransformers.cli.options import set_up_logging
 from ktransformers.cli.parser import check_place, user_path
-from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, physical_cores
+from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS
 from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.file_kinds import size_of
+from ktransformers.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from ktransformers.bench.kernels import KernelWork
@@ -116,7 +117,7 @@ def _work(args: argparse.Namespace, has_all_peaks: bool = False) -> KernelWork:
         shape=Shape(args.experts, args.top_k, args.hidden, args.width, args.layers),
         types=types,
         tokens=numbers(args.tokens, "tokens"),
-        threads=args.threads or physical_cores(),
+        threads=args.threads or usable_cores(),
         seconds=args.seconds,
         peers=args.peer,
         peer_format=args.peer_format,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ktransformers.config import physical_cores
+from ktransformers.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from ktransformers.engine.builder import Engine
@@ -42,7 +42,7 @@ def describe_machine(use_cuda: bool | None) -> str:
     gpu = _grouped(gpus) if gpus else "No GPU found"
     if gpus and use_cuda is False:
         gpu += " (not used: --no_use_cuda)"
-    cores, tier = physical_cores(), cpu.active_isa().value
+    cores, tier = usable_cores(), cpu.active_isa().value
     return f"{gpu}, {cores} core{'s' * (cores > 1)}, {_TIERS.get(tier, tier)}"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.system.cores import usable_cpus
 
 if TYPE_CHECKING:
     from ktransformers.cluster.config import ClusterArgs
@@ -126,7 +126,7 @@ def _count(text: str) -> tuple[int, int]:
 
 def _share(num_replicas: int) -> float:
     """Cores of this machine for each of so many, or of so many stages."""
-    cores = os.cpu_count() or 1
+    cores = usable_cpus()
     return float(cores // num_replicas) if cores >= num_replicas >= 1 else cores / max(num_replicas, 1)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from ktransformers.cli.doctor_system import system_checks
 from ktransformers.cli.findings import Check, Finding, ok, warning
-from ktransformers.config import cpu_name, physical_cores, user_cache_dir
+from ktransformers.config import cpu_name, user_cache_dir
+from ktransformers.system.cores import cpu_quota, physical_cores, usable_cores
 
 __all__ = [
     "cores",
-    "cpu_quota",
     "disks",
     "judge_cores",
     "judge_limits",
@@ -54,32 +54,19 @@ def machine_checks(*, has_bandwidth: bool = True) -> list[Check]:
     ]
 
 
-def cpu_quota(root: Path = ROOT) -> float | None:
-    """Cores that the control group may use, by cgroup v2's cpu.max or v1's quota; None for all."""
-    try:
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        base = root / "sys/fs/cgroup/cpu"
-        try:
-            quota, period = ((base / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        except (OSError, ValueError):
-            return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
-def cores() -> Iterable[Finding]:
+def cores(root: Path = ROOT) -> Iterable[Finding]:
     """Those that may be used, against those that there are."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [judge_cores(physical_cores(), allowed, os.cpu_count() or 1, cpu_quota(), cpu_name())]
+    return [judge_cores(physical_cores(), allowed, os.cpu_count() or 1, cpu_quota(root), cpu_name())]
 
 
 def judge_cores(physical: int, allowed: int, logical: int, quota: float | None, name: str) -> Finding:
     """physical: of those that the process may run on. allowed, logical: hyper-threads, by affinity and in all."""
     text = f"{physical} physical, {allowed} logical ({name})"
     if quota is not None and quota < physical:
-        threads = max(int(quota), 1)
-        return warning("cores", f"{text}, but the container may use {quota:g} of them",
-                       f"raise its CPU limit (--cpus), or pass --cpu_infer {threads}")  # fmt: skip
+        return warning("cores", f"{text}, but the control group's CPU quota is {quota:g} of them: "
+                       f"--cpu_infer is {max(int(quota), 1)} by itself",
+                       "for more, raise docker --cpus, Kubernetes' limits.cpu or systemd's CPUQuota")  # fmt: skip
     if allowed < logical:
         return warning("cores", f"{text} of {logical}, by the affinity of this process",
                        "start without taskset or numactl to use all")  # fmt: skip
@@ -125,7 +112,7 @@ def ram_bandwidth(measure: Callable[[], Mapping[str, float]] | None = None) -> I
     if measure is None:
         from ktransformers.bench.bandwidth import bandwidths
 
-        rate = bandwidths(["cpu"], physical_cores(), is_anew=True).get("cpu")
+        rate = bandwidths(["cpu"], usable_cores(), is_anew=True).get("cpu")
     else:
         rate = measure().get("cpu")
     if rate is None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ktransformers.cli.findings import Check, Finding, ok, problem, warning
 from ktransformers.cli.options import version
-from ktransformers.config import DEMO_MODEL_PATH, physical_cores
+from ktransformers.config import DEMO_MODEL_PATH
+from ktransformers.system.cores import usable_cores
 
 __all__ = [
     "Owner",
@@ -153,7 +154,7 @@ def instruction_set(environ: Mapping[str, str] = os.environ) -> Iterable[Finding
 
 def variables(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> Iterable[Finding]:
     """Those that slow things down."""
-    cores, found = cores or physical_cores(), False
+    cores, found = cores or usable_cores(), False
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = environ.get(name, "")
         if value.isdigit() and int(value) < cores:

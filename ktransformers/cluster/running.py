@@ -15,6 +15,7 @@ from typing import Any
 from ktransformers.cluster.config import ClusterArgs
 from ktransformers.cluster.deployments import application
 from ktransformers.errors import ConfigError, EngineError, reason_of
+from ktransformers.system.cores import usable_cpus
 from ktransformers.tokenizer.tools import AUTO, tool_format_named
 
 import ray  # isort: skip - deployments says what to do where it is missing
@@ -57,7 +58,7 @@ def run_cluster(args: ClusterArgs, address: str) -> None:
 
 def _start_ray(args: ClusterArgs, address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told that this runs
-    cores, stages = os.cpu_count() or 1, args.engine.pipeline
+    cores, stages = usable_cpus(), args.engine.pipeline
     if address is None and args.replicas.least * stages * args.replicas.cpus > cores:
         each = f"{stages} stages of {args.replicas.cpus:g}" if stages > 1 else f"{args.replicas.cpus:g}"
         raise ConfigError(

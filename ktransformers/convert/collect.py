@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import EngineConfig
 from ktransformers.convert.hf_tensors import WantedNames
 from ktransformers.convert.imatrix import Imatrix, Statistics
 from ktransformers.engine.builder import plan_model
@@ -26,6 +26,7 @@ from ktransformers.models.gguf_of_config import hf_metadata
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.optimize.tied import TiedSource
+from ktransformers.system.cores import usable_cores
 from ktransformers.weights.names import Change, GGUFNames
 
 __all__ = ["Collector", "chunks_of", "collect"]
@@ -140,7 +141,7 @@ def collect(
     plan = plan_model(config, opened)
     twin = build_twin(opened.hf_config, config.trust_remote_code)
     settle_rotations(twin, chunk_size)
-    pool = WorkerPool(config.cpu_infer or physical_cores())
+    pool = WorkerPool(config.cpu_infer or usable_cores())
     collector = Collector(opened)
     weights = StoredWeights(twin, TiedSource(opened.source, plan.tied), plan, pool)
     weights.observe = collector.observe

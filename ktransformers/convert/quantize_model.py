@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ktransformers import __version__
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import EngineConfig
 from ktransformers.convert.header import Entries, Layout, Placed, entries_of, entry, lay_out
 from ktransformers.convert.hf_tensors import hf_tensors
 from ktransformers.convert.imatrix import Imatrix
@@ -43,6 +43,7 @@ from ktransformers.engine.opened import open_model
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.gguf_of_config import check_comes_back, factor_tensors, hf_metadata
+from ktransformers.system.cores import usable_cores
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.loader import weight_format
@@ -127,7 +128,7 @@ def quantize_model(task: Task, progress: MakeProgress) -> Outcome:
         if here:
             logger.info("%d of %d tensors are there; going on", len(file.done), len(sizes))
         with progress(sum(sizes.values()), here) as shown:
-            threads = task.num_threads or physical_cores()
+            threads = task.num_threads or usable_cores()
             write_tensors(file, given.tensors, importance, threads, shown.advance)
         file.finish()
     logger.info("%s: %s as %s", task.out, given.arch, mixture.file_type.name)

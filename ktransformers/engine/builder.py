@@ -80,6 +80,7 @@ from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from ktransformers.optimize.plan import Plan
+from ktransformers.system.cores import describe_quota
 
 __all__ = [
     "Engine",
@@ -219,6 +220,9 @@ def _build(
     """What both kinds of engines are made of. Errors as `build_engine`; whatever was started is stopped then."""
     ranks = ranks or Alone()
     hardware = hardware or Hardware.detect(opened.config)
+    quota = None if opened.config.cpu_infer else describe_quota()
+    if quota is not None:
+        logger.info("%s", quota)
     model = describe_model(opened)  # the whole of it
     opened, hardware = ranks.part(opened, hardware)
     config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)

@@ -19,6 +19,7 @@ from enum import Enum, auto
 
 from ktransformers.core import Constraint, Reasoning, SamplingParams
 from ktransformers.errors import ConfigError
+from ktransformers.system.cores import usable_cores
 from ktransformers.tokenizer.grammars import Grammars, Matcher, Words, pack_ids
 
 __all__ = ["AnswerMask", "check_rules", "mask_of"]
@@ -59,7 +60,7 @@ def mask_of(grammars: Grammars, params: SamplingParams) -> AnswerMask | None:
 @functools.cache
 def _workers(process: int) -> ThreadPoolExecutor:
     """Few threads: a mask takes microseconds, and the model's own threads want the cores."""
-    return ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="masks")
+    return ThreadPoolExecutor(max_workers=min(4, usable_cores()), thread_name_prefix="masks")
 
 
 class AnswerMask:

@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
-from ktransformers.config import EngineConfig, hot_slots, physical_cores
+from ktransformers.config import EngineConfig, hot_slots
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.cache_plan import CachePlan
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
@@ -41,6 +41,7 @@ from ktransformers.optimize.plan import Choices, Plan, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
 from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["Hardware", "Planned", "Planner"]
 
@@ -67,7 +68,7 @@ class Hardware:
 
         Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
         """
-        cores = physical_cores()
+        cores = usable_cores()
         return cores - 1 if self.has_gpus and cores > 2 else cores
 
     @property

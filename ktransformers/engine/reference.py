@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
+from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.cache_plan import cache_len_of
 from ktransformers.engine.hidden import HiddenTap
@@ -29,6 +29,7 @@ from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names
+from ktransformers.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -132,7 +133,7 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
     opened = open_model(config)
     _check_fits(opened.model)
     described = describe_model(opened)
-    torch.set_num_threads(opened.config.cpu_infer or physical_cores())
+    torch.set_num_threads(opened.config.cpu_infer or usable_cores())
     is_read_by_transformers = opened.gguf is None and opened.facts.composite_type is None
     model = _from_safetensors(opened) if is_read_by_transformers else _filled(opened, progress)
     return ReferenceEngine(opened, model.eval(), described)

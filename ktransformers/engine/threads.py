@@ -13,13 +13,19 @@ import os
 
 import torch
 
+from ktransformers.system.cores import usable_cpus
+
 __all__ = ["settle_torch_threads"]
 
 logger = logging.getLogger(__name__)
 
 
 def settle_torch_threads() -> None:
-    """Make sure that torch's idle threads do not spin: where they would, torch gets one thread in this process."""
+    """Make sure that torch's idle threads do not spin: where they would, torch gets one thread in this process.
+
+    Otherwise it gets no more than there are cores, by the CPU quota too, of which torch knows nothing.
+    """
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
     if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" or torch.get_num_threads() == 1:
         return
     torch.set_num_threads(1)

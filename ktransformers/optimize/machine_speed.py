@@ -19,6 +19,7 @@ import msgspec
 
 from ktransformers import __version__
 from ktransformers.config import cpu_name, user_cache_dir
+from ktransformers.system.cores import cpu_quota
 
 __all__ = [
     "CpuSpeed",
@@ -221,6 +222,7 @@ def machine_key(root: Path = Path("/")) -> dict[str, object]:
         "format": FORMAT,
         "cpu": cpu_name(),
         "cores": allowed,
+        "quota": cpu_quota(root),
         "memory": _memory_total(root),
         "gpus": _gpu_names(root),
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -18,7 +18,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from typing_extensions import override
 
-from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import (
     FP8_BLOCK,
@@ -31,6 +30,7 @@ from ktransformers.kernels.types import (
     fp8_nbytes,
     row_bytes,
 )
+from ktransformers.system.cores import usable_cores
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize, target_type
 from ktransformers.weights.source import TensorInfo
@@ -210,7 +210,7 @@ def load_matrices(matrices: Sequence[ExpertMatrix], target: WeightType) -> Seque
     size = rows * row_bytes(target, cols)
     buffer = torch.empty(len(matrices) * size, dtype=torch.uint8)
     out = [RawTensor(buffer[index * size : (index + 1) * size], target, (rows, cols)) for index in range(len(matrices))]
-    with ThreadPoolExecutor(max_workers=physical_cores()) as pool:  # numpy and torch let go of the GIL in long loops
+    with ThreadPoolExecutor(max_workers=usable_cores()) as pool:  # numpy and torch let go of the GIL in long loops
         list(pool.map(_convert, matrices, out))
     return out
 

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import family_of
+from ktransformers.system.cores import usable_cores
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 from ktransformers.weights.transcode import dequantize
 
@@ -259,5 +259,5 @@ def _fill(name: str, data: torch.Tensor, qtype: QuantType, gain: float = 1.0) ->
     def fill(start: int) -> None:
         random_blocks(out[start : start + step], qtype, (seed, start // step), gain)
 
-    with ThreadPoolExecutor(max_workers=physical_cores()) as pool:
+    with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         list(pool.map(fill, range(0, out.size, step)))

@@ -25,13 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ktransformers.config import physical_cores
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.cpu import NATIVE_TYPES
 from ktransformers.kernels.cpu.packing import transcode_blocks
 from ktransformers.kernels.cpu.pages import advise_huge_pages, page_out
 from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes, type_size
+from ktransformers.system.cores import usable_cores
 from ktransformers.weights.mapped_file import typed_view
 
 __all__ = ["Transcoded", "dequantize", "resident_type", "transcode"]
@@ -100,7 +100,7 @@ class Transcoded(Sequence[RawTensor]):
         if len(work) == 1:
             self._convert(*work[0])
         else:
-            with ThreadPoolExecutor(max_workers=physical_cores()) as pool:  # long loops let go of the GIL
+            with ThreadPoolExecutor(max_workers=usable_cores()) as pool:  # long loops let go of the GIL
                 list(pool.map(lambda item: self._convert(*item), work))
         page_out(raw.data for raw in stored)
         return [RawTensor(part, self._target, raw.shape) for raw, part in zip(stored, parts, strict=True)]

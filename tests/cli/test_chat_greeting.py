@@ -33,7 +33,7 @@ def test_the_machine(
         "torch.cuda.get_device_properties", lambda index: SimpleNamespace(name=gpus[index], total_memory=140 << 30)
     )
     monkeypatch.setattr("ktransformers.kernels.cpu.active_isa", lambda: isa)
-    monkeypatch.setattr("ktransformers.cli.chat_greeting.physical_cores", lambda: cores)
+    monkeypatch.setattr("ktransformers.cli.chat_greeting.usable_cores", lambda: cores)
     assert describe_machine(use_cuda) == line
 
 

@@ -182,7 +182,8 @@ def test_cores() -> None:
     assert machine.judge_cores(8, 16, 16, None, "x").level is Level.OK
     assert machine.judge_cores(8, 16, 16, 8.0, "x").level is Level.OK
     quota = machine.judge_cores(8, 16, 16, 2.5, "x")
-    assert (quota.level, "--cpu_infer 2" in quota.remedy) == (Level.WARNING, True)
+    assert (quota.level, "quota is 2.5 of them: --cpu_infer is 2" in quota.text) == (Level.WARNING, True)
+    assert "--cpu_infer is 1 by" in machine.judge_cores(8, 16, 16, 0.5, "x").text
     assert machine.judge_cores(4, 8, 16, None, "x").level is Level.WARNING
 
 
@@ -191,17 +192,11 @@ def write(root: Path, path: str, text: str) -> None:
     (root / path).write_text(text)
 
 
-def test_quota_of_the_container(tmp_path: Path) -> None:
-    assert machine.cpu_quota(tmp_path) is None
-    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
-    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert machine.cpu_quota(tmp_path) is None
-    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "150000\n")
-    assert machine.cpu_quota(tmp_path) == 1.5
+def test_quota_of_the_control_group(tmp_path: Path) -> None:
     write(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")
-    assert machine.cpu_quota(tmp_path) is None
-    write(tmp_path, "sys/fs/cgroup/cpu.max", "250000 100000\n")
-    assert machine.cpu_quota(tmp_path) == 2.5
+    assert "quota" not in only(machine.cores(tmp_path)).text
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "50000 100000\n")
+    assert "quota is 0.5 of them: --cpu_infer is 1 by itself" in only(machine.cores(tmp_path)).text
 
 
 def test_memory_and_swap(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_flags_without_a_gpu_are_said_to_be_idle(
 
 def test_a_core_is_left_to_the_thread_that_serves_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, with_gpu in ((16, 15), (3, 2), (2, 2), (1, 1)):
-        monkeypatch.setattr(planning, "physical_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(planning, "usable_cores", lambda cores=cores: cores)
         assert Hardware(Machine(8, 4, {"cpu": 4})).num_threads == cores
         assert Hardware(Machine(8, 4, {"cpu": 4, "cuda:0": 2})).num_threads == with_gpu
 

@@ -118,7 +118,7 @@ def test_a_tensor_follows_from_its_name_alone(monkeypatch: pytest.MonkeyPatch) -
     shapes = {"model__a__weight": (64, 512), "model__b__weight": (64, 512)}
     one, other = source_of(**shapes).tensor("model.a.weight"), source_of(**shapes).tensor("model.b.weight")
     assert not torch.equal(one.data, other.data)
-    monkeypatch.setattr(synthetic, "physical_cores", lambda: 5)
+    monkeypatch.setattr(synthetic, "usable_cores", lambda: 5)
     again = source_of(**shapes)
     assert torch.equal(again.tensor("model.b.weight").data, other.data)
     assert torch.equal(again.tensor("model.a.weight").data, one.data)

@@ -8,7 +8,6 @@ to a few threads which compile it, or read it from Triton's folder on the disk, 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ktransformers.kernels.triton import runtime
+from ktransformers.system.cores import usable_cpus
 
 __all__ = ["Compiled", "compiles", "is_rehearsal", "loading", "rehearsal", "variant_of", "watch_launches"]
 
@@ -171,7 +171,7 @@ def rehearsal(progress: Callable[[int, int], None] | None = None) -> Iterator[Co
         raise RuntimeError("kernels are rehearsed already")
     found, began = Compiled(set()), time.perf_counter()
     report = progress or (lambda done, total: None)
-    compilers = _Compilers(max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)))))
+    compilers = _Compilers(max(1, min(_MOST_THREADS, usable_cpus())))
 
     def count(name: str, is_from_disk: bool) -> None:
         found.num_from_disk += is_from_disk

@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ktransformers.child import framed, read_frame, spawn_code
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.optimize.machine import Machine
 from ktransformers.server.balance.messages import decode, encode
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["ModelNeeds", "ToPlan", "find_needs", "pinned", "plan_needs"]
 
@@ -56,7 +57,7 @@ class ModelNeeds:
 
 def find_needs(models: Sequence[ToPlan]) -> list[ModelNeeds]:
     """Of each, in order; some at a time. Errors of a model are in its needs."""
-    with ThreadPoolExecutor(max(min(len(models), _MOST_AT_ONCE, physical_cores()), 1)) as pool:
+    with ThreadPoolExecutor(max(min(len(models), _MOST_AT_ONCE, usable_cores()), 1)) as pool:
         return list(pool.map(_in_child, models))
 
 
