@@ -237,6 +237,7 @@ class SamplingParams:
     constraint: what the answer must look like; also a dict as vLLM's structured_outputs: {"json": schema}. End tokens
     come where it is complete; with ignore_eos only where nothing else may come, and then they end the answer.
     reasoning: where the constraint begins, and how long reasoning may get; None: the answer has none.
+    n: how many answers LLM and AsyncLLM give to each prompt; answer i draws with seed + i.
     structured_outputs, guided_decoding and the rest are vLLM's names for a constraint, of which they are one; they are
     None once they are read.
     """
@@ -263,6 +264,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
     reasoning: Reasoning | None = None
+    n: int = 1
     structured_outputs: Any = None
     guided_decoding: Any = None
     guided_json: Any = None
@@ -309,6 +311,7 @@ class SamplingParams:
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
                 f"prompt_logprobs must be in [0, 20], got {self.prompt_logprobs}",
             ),
+            (self.n >= 1, f"n must be at least 1, got {self.n}"),
             (self.allowed_token_ids is None or self.allowed_token_ids, "allowed_token_ids must not be empty"),
             (all(self.stop), "stop strings must not be empty"),
         )
@@ -346,9 +349,9 @@ class SamplingParams:
         for name in _REALS:
             if not _is_a(getattr(self, name), Real):
                 raise ConfigError(f"{name} must be a number, got {getattr(self, name)!r:.40}")
-        for name in ("top_k", "min_tokens", *_OPTIONAL_COUNTS):
+        for name in ("top_k", "min_tokens", "n", *_OPTIONAL_COUNTS):
             value = getattr(self, name)
-            if not _is_a(value, Integral) and (value is not None or name in ("top_k", "min_tokens")):
+            if not _is_a(value, Integral) and (value is not None or name in ("top_k", "min_tokens", "n")):
                 raise ConfigError(f"{name} must be a whole number, got {value!r:.40}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):

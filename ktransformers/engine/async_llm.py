@@ -10,11 +10,13 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.engine.api.home import Home, return_memory
+from ktransformers.engine.api.keywords import SamplingKeywords, samples_of, split_keywords
+from ktransformers.engine.api.prompts import check_callable
 from ktransformers.engine.batch_loop import BatchLoop, Question
 from ktransformers.engine.llm import describe_batches, load_batches, prompt_reader
 from ktransformers.engine.llm_options import EngineOptions, LLMOptions, llm_options
@@ -24,12 +26,15 @@ from ktransformers.engine.outputs import (
     PromptReader,
     RequestOutput,
     collect_output,
+    join_samples,
 )
-from ktransformers.engine.saved_session import SavedSession, begun_of
-from ktransformers.errors import EngineError
+from ktransformers.engine.saved_session import SavedSession, as_path, begun_of, saved_of
+from ktransformers.errors import EngineError, UnsupportedError
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from ktransformers.engine.builder import PagedEngine
 
 __all__ = ["AsyncAnswer", "AsyncLLM"]
@@ -39,11 +44,14 @@ _CLOSED = "this AsyncLLM is closed: make a new one, or stay inside the `async wi
 
 @dataclass(slots=True)
 class _Asked:
-    """What an answer is to; the ids and the parameters with their seed are known once it has begun."""
+    """What an answer is to; the ids and the parameters with their seed are known once it has begun.
 
-    read: Callable[[PromptReader], list[int]]
-    given: SamplingParams | None
+    read: makes the ids of the prompt, and the parameters. num_samples: answers that were asked for.
+    """
+
+    read: Callable[[PromptReader], tuple[list[int], SamplingParams]]
     request_id: str | None = None
+    num_samples: int = 1
     prompt_ids: list[int] = field(default_factory=list)
     params: SamplingParams | None = None
     answer_ids: Sequence[int] = ()  # of an answer that was begun before
@@ -53,19 +61,33 @@ class AsyncAnswer:
     """One answer. `async for event in answer` gives its events as they come, `await answer` the whole of it.
 
     It begins when it is first waited for. Leaving the loop, `aclose`, or cancelling the task ends it and frees its
-    pages. Only one of the two ways, and only once.
+    pages. Only one of the two ways, and only once. With n answers to a prompt, only `await` is possible.
     """
 
-    def __init__(self, events: AsyncGenerator[TokenEvent, None], asked: _Asked):
-        self._events, self._asked = events, asked
+    def __init__(self, events: AsyncGenerator[TokenEvent, None], asked: _Asked, others: Sequence[AsyncAnswer] = ()):
+        """others: the further answers to the same prompt."""
+        self._events, self._asked, self._others = events, asked, others
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        if self._others:
+            raise UnsupportedError("a stream is one answer: with n, await all; or iterate over several answers")
         return self._events
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._whole().__await__()
 
     async def _whole(self) -> RequestOutput:
+        if self._others:
+            tasks = [asyncio.create_task(one._one()) for one in (self, *self._others)]
+            try:
+                return join_samples(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return await self._one()
+
+    async def _one(self) -> RequestOutput:
         events = [event async for event in self._events]
         if not events or self._asked.params is None:
             raise EngineError("this answer has been read already, or was closed: ask again")
@@ -73,7 +95,8 @@ class AsyncAnswer:
 
     async def aclose(self) -> None:
         """End the answer, if it is not over. Safe to call twice."""
-        await self._events.aclose()
+        for one in (self, *self._others):
+            await one._events.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +127,10 @@ class AsyncLLM:
         **options: Unpack[EngineOptions],
     ):
         """See LLM. Checks the keywords and loads nothing yet. progress is called on another thread."""
+        check_callable("progress", progress)
         self._options: LLMOptions | None = llm_options(model, gguf_path, model_path, options)
         self._progress = progress
-        self._starting = asyncio.Lock()
+        self._starting, self._home = asyncio.Lock(), Home()
 
     @classmethod
     def from_engine(cls, engine: PagedEngine, max_batch_size: int = 16) -> AsyncLLM:
@@ -117,7 +141,7 @@ class AsyncLLM:
         return llm
 
     def _take(self, loaded: _Loaded) -> None:
-        self._loaded = loaded
+        self._loaded, self._home = loaded, loaded.batches.home
         self._finalizer = weakref.finalize(self, loaded.batches.close)
 
     # Its life.
@@ -157,10 +181,14 @@ class AsyncLLM:
     async def aclose(self) -> None:
         """End what runs, with an EngineError to those who wait, and free the model. Safe to call twice."""
         self._is_closed = True
+        if not self._home.is_here:
+            return
         if self._given_up is not None:
             self._given_up.set()
         if self._finalizer is not None:
             await asyncio.to_thread(self._finalizer)
+            self._loaded = None
+            await asyncio.to_thread(return_memory)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -177,6 +205,7 @@ class AsyncLLM:
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineError(_CLOSED)
+        self._home.require()
 
     def _require_loaded(self) -> _Loaded:
         self._require_open()
@@ -191,6 +220,13 @@ class AsyncLLM:
         """The model's tokenizer. Raises EngineError before the model is loaded."""
         return self._require_loaded().reader.tokenizer
 
+    async def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The Hugging Face tokenizer; see `LLM.get_tokenizer`. Loads the model, if that is not done."""
+        if self._loaded is None:
+            await self.start()
+        backend: PreTrainedTokenizerFast = self.tokenizer.backend
+        return backend
+
     @property
     def default_params(self) -> SamplingParams:
         """What is used when a call names no sampling parameters. Raises EngineError before the model is loaded."""
@@ -202,13 +238,23 @@ class AsyncLLM:
         return self._require_loaded().batches.config.max_len
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **keywords: Unpack[SamplingKeywords],
     ) -> AsyncAnswer:
         """The answer to one prompt: `async for` its events, or `await` the whole.
 
-        request_id: a name of its own for `suspend` and `resume`, until the answer is over.
+        request_id: a name of its own for `suspend` and `resume`, until the answer is over. keywords: fields of
+        SamplingParams, as in `LLM.generate`.
         """
-        return self._answer(_Asked(lambda reader: reader.ids(prompt), sampling_params, request_id))
+
+        def read(reader: PromptReader) -> tuple[list[int], SamplingParams]:
+            sampling, _ = split_keywords("generate", keywords)
+            return reader.ids(prompt), reader.params(sampling_params, sampling)
+
+        return self._answer(_Asked(read, request_id, _num_samples(sampling_params, keywords)))
 
     def chat(
         self,
@@ -218,14 +264,16 @@ class AsyncLLM:
         *,
         special_tokens_in_content: bool = False,
         request_id: str | None = None,
-        **template_kwargs: Any,
+        **keywords: Any,
     ) -> AsyncAnswer:
         """The next turn of one conversation (a string is one message of the user). See `generate`, and `LLM.chat`."""
 
-        def read(reader: PromptReader) -> list[int]:
-            return reader.conversation_ids(messages, tools, template_kwargs, special_tokens_in_content)
+        def read(reader: PromptReader) -> tuple[list[int], SamplingParams]:
+            sampling, template = split_keywords("chat", keywords, reader.tokenizer)
+            ids = reader.conversation_ids(messages, tools, template, special_tokens_in_content)
+            return ids, reader.params(sampling_params, sampling)
 
-        return self._answer(_Asked(read, sampling_params, request_id))
+        return self._answer(_Asked(read, request_id, _num_samples(sampling_params, keywords)))
 
     async def suspend(self, request_id: str) -> bool:
         """Set an answer aside, at whatever step it is: it holds no pages, and whoever reads it waits.
@@ -243,8 +291,12 @@ class AsyncLLM:
 
         See `LLM.continue_answer`.
         """
-        begun = session.begun(sampling_params)
-        return self._answer(_Asked(lambda reader: list(begun.prompt_ids), begun.params, answer_ids=begun.answer_ids))
+        begun = saved_of(session).begun(sampling_params)
+
+        def read(reader: PromptReader) -> tuple[list[int], SamplingParams]:
+            return list(begun.prompt_ids), reader.params(begun.params)
+
+        return self._answer(_Asked(read, answer_ids=begun.answer_ids))
 
     async def save_session(
         self,
@@ -254,24 +306,31 @@ class AsyncLLM:
     ) -> SavedSession:
         """See `LLM.save_session`. The file is written on another thread."""
         batches = self._require_loaded().batches
-        return await asyncio.to_thread(batches.save, Path(path), begun_of(session), messages)
+        return await asyncio.to_thread(batches.save, as_path(path), begun_of(session), messages)
 
     async def load_session(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
         """See `LLM.load_session`. The file is read on another thread. Loads the model, if that is not done."""
         if self._loaded is None:
             await self.start()
-        return await asyncio.to_thread(self._require_loaded().batches.load, Path(path), recompute)
+        return await asyncio.to_thread(self._require_loaded().batches.load, as_path(path), recompute)
 
     def _answer(self, asked: _Asked) -> AsyncAnswer:
         self._require_open()
-        return AsyncAnswer(self._events(asked), asked)  # which the generator does not know: no cycle keeps it alive
+        if asked.num_samples > 1 and asked.request_id is not None:
+            raise UnsupportedError("request_id names one answer: leave it out with n")
+        others = [replace(asked) for _ in range(1, asked.num_samples)]
+        further = [AsyncAnswer(self._events(one, index), one) for index, one in enumerate(others, 1)]
+        # The generator does not know its answer: no cycle keeps it alive.
+        return AsyncAnswer(self._events(asked), asked, further)
 
-    async def _events(self, asked: _Asked) -> AsyncGenerator[TokenEvent, None]:
+    async def _events(self, asked: _Asked, index: int = 0) -> AsyncGenerator[TokenEvent, None]:
+        """index: which of the n answers to the prompt this is."""
         if self._loaded is None:
             await self.start()
         loaded, loop = self._require_loaded(), asyncio.get_running_loop()
-        batches, params = loaded.batches, loaded.reader.params(asked.given)
-        asked.prompt_ids, asked.params = await asyncio.to_thread(asked.read, loaded.reader), params
+        batches = loaded.batches
+        asked.prompt_ids, params = await asyncio.to_thread(asked.read, loaded.reader)
+        asked.params = params = samples_of(params)[index]
         events: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
 
         def sink(said: TokenEvent | EngineError) -> None:
@@ -286,6 +345,7 @@ class AsyncLLM:
             batches.submit([question])
             is_over = False
             while not is_over:
+                batches.home.require()
                 said = await events.get()
                 if isinstance(said, EngineError):
                     raise said
@@ -293,6 +353,12 @@ class AsyncLLM:
                 is_over = said.finish_reason is not None
         finally:
             batches.abort([question])
+
+
+def _num_samples(params: SamplingParams | None, keywords: Mapping[str, Any]) -> int:
+    """How many answers are asked for; what is wrong with the number is said where the answer is waited for."""
+    n = keywords.get("n", params.n if isinstance(params, SamplingParams) else 1)
+    return n if isinstance(n, int) and n > 1 else 1
 
 
 def _close_abandoned(loading: asyncio.Future[_Loaded]) -> None:

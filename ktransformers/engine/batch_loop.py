@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ktransformers.core import AnswerEnd, FinishReason, SamplingParams, TokenEvent
+from ktransformers.engine.api.home import Home
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules
 from ktransformers.engine.generate import BegunAnswer
@@ -122,7 +123,9 @@ Build = Callable[[Callable[..., None]], "PagedEngine"]
 
 
 class BatchLoop:
-    """Owns its engine: `close` closes it. All methods may be called on any thread.
+    """Owns its engine: `close` closes and drops it. All methods may be called on any thread of its own process.
+
+    In one that was forked from it they raise EngineError, as `home.require` does; `close` and `abort` do nothing there.
 
     The engine is built where it runs, on the loop's thread (some of what GPUs need belongs to a thread). The
     constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up. max_batch_size:
@@ -142,6 +145,7 @@ class BatchLoop:
         progress: Callable[..., None] | None = None,
         profile: ProfileTarget | None = None,
     ):
+        self.home = Home()
         self._profile_target = profile
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._readers: dict[str, _Reader] = {}
@@ -208,6 +212,7 @@ class BatchLoop:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
+        self.home.require()
         if self._is_closed:
             raise EngineError(_CLOSED)
         has_vocabulary = self.engine.model.tokenizer.has_vocabulary
@@ -228,6 +233,7 @@ class BatchLoop:
         Who submits must `abort` them in the end, over or not. Raises EngineError when closed, ConfigError for a name
         that is in use.
         """
+        self.home.require()
         with self._lock:
             for question in questions:
                 if question.name is not None and self._names.setdefault(question.name, question) is not question:
@@ -238,6 +244,8 @@ class BatchLoop:
 
     def abort(self, questions: Sequence[Question]) -> None:
         """End these with ABORT, which their sinks hear. Answers that are over are left alone. Their names are free."""
+        if not self.home.is_here:
+            return
         with self._lock:
             for question in questions:
                 if question.name is not None and self._names.get(question.name) is question:
@@ -257,6 +265,7 @@ class BatchLoop:
         return self._turn(name, is_resume=True)
 
     def _turn(self, name: str, is_resume: bool) -> bool:
+        self.home.require()
         with self._lock:
             question = self._names.get(name)
         if question is None:
@@ -303,13 +312,16 @@ class BatchLoop:
         return cast("T", made)
 
     def _post(self, command: _Add | _Turn | _Look | _Visit) -> None:
+        self.home.require()
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSED)
             self._inbox.put(command)
 
     def close(self) -> None:
-        """End what runs, with an EngineError to its readers, and close the engine. Safe to call twice."""
+        """End what runs, with an EngineError to its readers, close the engine and drop it. Safe to call twice."""
+        if not self.home.is_here:
+            return  # the thread and the engine are the parent's
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -348,6 +360,8 @@ class BatchLoop:
         if self._profile is not None:
             self._profile.close()
         self.engine.close()
+        del self.engine, self._scheduler  # weights and cache are free, though the loop has a name still
+        self._profile = None
 
     def _obey_all(self) -> bool:
         """Take in commands; wait for one when there is nothing else to do. False when told to stop."""

@@ -11,11 +11,13 @@ import queue
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.cache.page_folder import private_folder
 from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.engine.api.home import Home, return_memory
+from ktransformers.engine.api.keywords import SamplingKeywords, samples_of, split_keywords
+from ktransformers.engine.api.prompts import check_callable
 from ktransformers.engine.batch_loop import BatchLoop, Question
 from ktransformers.engine.llm_options import EngineOptions, LLMOptions, llm_options
 from ktransformers.engine.outputs import (
@@ -25,14 +27,17 @@ from ktransformers.engine.outputs import (
     RequestOutput,
     collect_output,
     default_sampling_params,
+    join_samples,
     raise_numbered,
 )
-from ktransformers.engine.saved_session import SavedSession, begun_of
+from ktransformers.engine.saved_session import SavedSession, as_path, begun_of, saved_of
 from ktransformers.engine.session import Session
 from ktransformers.errors import EngineError, KTransformersError, UnsupportedError
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from ktransformers.engine.builder import Engine, PagedEngine
     from ktransformers.engine.session_store import StaticStore
 
@@ -69,11 +74,13 @@ class LLM:
 
     May be used from several threads at once: the model runs on a thread of its own, and what they ask shares its steps.
     An interrupt (Ctrl-C) ends the call that it meets; the LLM stays as it is. `close` it, or use it in a `with` block;
-    one that is forgotten is closed when it is collected, or at exit.
+    one that is forgotten is closed when it is collected, or at exit. A process that is forked from the one that made it
+    cannot use it: everything but `tokenizer` and `close`, which does nothing then, raises EngineError.
     """
 
     _batches: BatchLoop | None = None
     _session: Session | None = None
+    _engine: Engine | PagedEngine | None = None
     _is_closed = False
 
     def __init__(
@@ -91,6 +98,7 @@ class LLM:
         progress: called while weights load, as `build_engine` describes, on the model's thread.
         options: see EngineOptions and EngineConfig.
         """
+        check_callable("progress", progress)
         chosen = llm_options(model, gguf_path, model_path, options)
         self._take_paged(load_batches(chosen, progress), chosen.seed)
 
@@ -114,29 +122,34 @@ class LLM:
         return llm
 
     def _take_paged(self, batches: BatchLoop, seed: int | None) -> None:
-        self.engine: Engine | PagedEngine = batches.engine
+        self._engine, self._home = batches.engine, batches.home
         self._batches, self._reader = batches, prompt_reader(batches.engine, seed)
-        weakref.finalize(self, batches.close)
+        self._finalizer = weakref.finalize(self, batches.close)
 
     def _take_single(self, engine: Engine, store: StaticStore | None) -> None:
-        self.engine = engine
+        self._engine, self._home = engine, Home()
         defaults = default_sampling_params(engine.generation_defaults, engine.config.max_new_tokens)
         self._reader = PromptReader(engine.tokenizer, defaults)
         self._session = Session.of(engine, store)
 
     def close(self) -> None:
-        """Stop the model's threads and free it. The object cannot be used afterwards. Safe to call twice.
+        """Stop the model's threads and free its weights and its cache. The object cannot be used afterwards.
 
-        What another thread is waiting for ends with an EngineError.
+        Safe to call twice. What another thread is waiting for ends with an EngineError. In a process that was forked
+        from the one that loaded the model nothing happens: its threads and its memory are the other one's.
         """
         if self._is_closed:
             return
         self._is_closed = True
+        if not self._home.is_here:
+            return
         if self._batches is not None:
-            self._batches.close()
-        else:
-            self.session.clear()
-            self.engine.close()
+            self._finalizer()
+        elif self._session is not None and self._engine is not None:
+            self._session.clear()
+            self._engine.close()
+        self._engine = self._session = None
+        return_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -147,13 +160,23 @@ class LLM:
     def __repr__(self) -> str:
         if self._is_closed:
             return "LLM(closed)"
+        if not self._home.is_here:
+            return "LLM(of another process)"
         if self._batches is None:
             return f"LLM({self.session.max_len} tokens of context, one prompt at a time)"
         return f"LLM({describe_batches(self._batches)})"
 
     @property
+    def engine(self) -> Engine | PagedEngine:
+        """The loaded model. Raises EngineError once it is closed."""
+        self._require_open()
+        assert self._engine is not None
+        return self._engine
+
+    @property
     def session(self) -> Session:
         """The one sequence of an `Engine`. Raises UnsupportedError when many prompts are answered at once."""
+        self._require_open()
         if self._session is None:
             raise UnsupportedError(
                 "this LLM answers many prompts at once and reuses what they share by itself; "
@@ -165,6 +188,14 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; one without vocabulary when the model's files hold none."""
         return self._reader.tokenizer
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The Hugging Face tokenizer, as vLLM's method of this name returns it. `tokenizer` is what this program uses.
+
+        Raises ConfigError when the model's files hold no vocabulary.
+        """
+        backend: PreTrainedTokenizerFast = self.tokenizer.backend
+        return backend
 
     @property
     def default_params(self) -> SamplingParams:
@@ -183,8 +214,11 @@ class LLM:
         should_stop: Callable[[], bool] | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
         request_id: str | None = None,
+        **keywords: Unpack[SamplingKeywords],
     ) -> Iterator[TokenEvent]:
         """The answer to one prompt, token by token. Raises ConfigError and ContextLengthError before any work.
+
+        keywords: fields of SamplingParams, in place of those of sampling_params, or of the model's defaults.
 
         should_stop: asked now and then, on this thread; when it says yes the answer ends with ABORT. So does an
         iterator that is closed or dropped, without an event. Several may be open at once.
@@ -193,7 +227,12 @@ class LLM:
         request_id: a name of its own for `suspend` and `resume`, until the iterator has ended or is closed.
         """
         self._require_open()
-        ids, params = self._reader.ids(prompt), self._reader.params(sampling_params)
+        sampling, _ = split_keywords("stream", keywords)
+        ids, params = self._reader.ids(prompt), self._reader.params(sampling_params, sampling)
+        if params.n > 1:
+            raise UnsupportedError("a stream is one answer: n is for generate and chat; open several streams")
+        check_callable("should_stop", should_stop)
+        check_callable("on_prefill", on_prefill)
         if self._batches is None:
             if request_id is not None:
                 raise UnsupportedError(_CANNOT_SUSPEND)
@@ -227,15 +266,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **keywords: Unpack[SamplingKeywords],
     ) -> list[RequestOutput]:
         """The answers to one or more prompts, in order. sampling_params: for all of them, or one per prompt.
+
+        Prompts are text or token ids: lists, arrays and tensors of one axis, or of two for several prompts.
+        keywords: fields of SamplingParams, in place of those of sampling_params, or of the model's defaults. n=4 gives
+        four answers to each prompt, in `outputs` of its RequestOutput.
 
         Prompts beyond max_batch_size, or for which there is no room in the cache, wait for others to end. Raises
         ConfigError and ContextLengthError before any work, with the number of the prompt; EngineError when an answer
         could not be computed to its end.
         """
         self._require_open()
-        return self._answer_all(self._reader.all_ids(prompts), sampling_params)
+        sampling, _ = split_keywords("generate", keywords)
+        return self._answer_all(self._reader.all_ids(prompts), sampling_params, sampling)
 
     def chat(
         self,
@@ -244,17 +289,20 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         special_tokens_in_content: bool = False,
-        **template_kwargs: Any,
+        **keywords: Any,
     ) -> list[RequestOutput]:
         """The next turn of one conversation, or of several, through the model's chat template.
 
         A conversation is a list of messages, or a string, which is one message of the user. Special tokens that one
-        spells are text, so that nobody can forge a turn; special_tokens_in_content reads them as tokens. See
-        `generate`.
+        spells are text, so that nobody can forge a turn; special_tokens_in_content reads them as tokens.
+        keywords: fields of SamplingParams, as in `generate`, and variables of the chat template, such as
+        enable_thinking=False; those may also be a dict, chat_template_kwargs. Raises ConfigError for a keyword that is
+        neither. See `generate`.
         """
         self._require_open()
-        all_ids = self._reader.all_conversation_ids(messages, tools, template_kwargs, special_tokens_in_content)
-        return self._answer_all(all_ids, sampling_params)
+        sampling, template = split_keywords("chat", keywords, self._reader.tokenizer)
+        all_ids = self._reader.all_conversation_ids(messages, tools, template, special_tokens_in_content)
+        return self._answer_all(all_ids, sampling_params, sampling)
 
     def save_session(
         self,
@@ -269,8 +317,8 @@ class LLM:
         """
         self._require_open()
         if self._batches is None:
-            return self.session.save_as(path, begun_of(session), messages)
-        return self._batches.save(Path(path), begun_of(session), messages)
+            return self.session.save_as(as_path(path), begun_of(session), messages)
+        return self._batches.save(as_path(path), begun_of(session), messages)
 
     def load_session(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
         """Put what a file keeps into the cache: prompts that begin with its token_ids go on from there.
@@ -280,8 +328,8 @@ class LLM:
         """
         self._require_open()
         if self._batches is None:
-            return self.session.load(path, recompute=recompute)
-        return self._batches.load(Path(path), recompute)
+            return self.session.load(as_path(path), recompute=recompute)
+        return self._batches.load(as_path(path), recompute)
 
     def continue_answer(
         self,
@@ -295,8 +343,8 @@ class LLM:
         """
         self._require_open()
         if self._batches is None:
-            return self.session.continue_answer(session, sampling_params, should_stop)
-        begun = session.begun(sampling_params)
+            return self.session.continue_answer(saved_of(session), sampling_params, should_stop)
+        begun = saved_of(session).begun(sampling_params)
         begun = replace(begun, params=self._reader.params(begun.params))
         question = Question(begun.prompt_ids, begun.params, _ignore, answer_ids=begun.answer_ids)
         self._batches.check_begun(question)
@@ -305,15 +353,25 @@ class LLM:
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineError(_CLOSED)
+        self._home.require()
 
     def _answer_all(
-        self, all_ids: Sequence[list[int]], given: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        all_ids: Sequence[list[int]],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        keywords: Mapping[str, Any],
     ) -> list[RequestOutput]:
-        params = self._reader.all_params(given, len(all_ids))
+        params = self._reader.all_params(given, len(all_ids), keywords)
         each = list(zip(all_ids, params, strict=True))
+        samples = [(ids, sample) for ids, one in each for sample in samples_of(one)]
         if self._batches is None:
-            return [collect_output(ids, one, list(self.session.generate(ids, one))) for ids, one in each]
-        return _answer_batch(self._batches, each)
+            found = [collect_output(ids, one, list(self.session.generate(ids, one))) for ids, one in samples]
+        else:
+            _check_all(self._batches, each)
+            numbers = [number for number, (_, one) in enumerate(each) for _ in range(one.n)]
+            found = _answer_batch(self._batches, samples, numbers)
+        answers = iter(found)
+        return [join_samples([next(answers) for _ in range(one.n)]) for _, one in each]
 
     def _events(
         self, batches: BatchLoop, question: Question, should_stop: Callable[[], bool] | None
@@ -364,6 +422,7 @@ def _next_event(
 ) -> TokenEvent:
     """Raises the EngineError that ended the answer."""
     said: TokenEvent | EngineError | None = None
+    batches.home.require()
     while said is None:
         if should_stop is not None and should_stop():
             batches.abort([question])  # its last event is on its way
@@ -377,13 +436,22 @@ def _next_event(
     return said
 
 
-def _answer_batch(batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
-    """All answers, or none: whatever ends this early, an interrupt too, ends all that has been asked here."""
+def _check_all(batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParams]]) -> None:
+    """Raises what `BatchLoop.check` does, with the number of the prompt."""
     for index, (ids, params) in enumerate(each):
         try:
             batches.check(ids, params)
         except KTransformersError as error:
             raise_numbered(error, index, len(each))
+
+
+def _answer_batch(
+    batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParams]], numbers: Sequence[int]
+) -> list[RequestOutput]:
+    """All answers, or none: whatever ends this early, an interrupt too, ends all that has been asked here.
+
+    numbers: which of the caller's prompts each of them answers, for errors.
+    """
     waiting: list[_Events] = [queue.SimpleQueue() for _ in each]
     questions = [Question(ids, params, events.put) for (ids, params), events in zip(each, waiting, strict=True)]
     outputs = []
@@ -395,7 +463,7 @@ def _answer_batch(batches: BatchLoop, each: Sequence[tuple[list[int], SamplingPa
                 try:
                     answer.append(_next_event(batches, question, events, None))
                 except EngineError as error:
-                    raise_numbered(error, index, len(each))
+                    raise_numbered(error, numbers[index], numbers[-1] + 1)
             outputs.append(collect_output(question.prompt_ids, question.params, answer))
     finally:
         batches.abort(questions[len(outputs) :])

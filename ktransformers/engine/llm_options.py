@@ -10,9 +10,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_type_hints
 
 from ktransformers.config import EngineConfig, bundled_model
+from ktransformers.engine.api.option_types import check_types
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import ModelFiles, locate_model
 from ktransformers.profiling.capture import MAX_BYTES, ProfileLimits, ProfileTarget
@@ -127,15 +128,13 @@ def llm_options(
         if name not in known:
             near = difflib.get_close_matches(name, (*known, "model", "gguf_path", "model_path", "progress"), n=1)
             raise ConfigError(f"LLM has no keyword {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    check_types(options, get_type_hints(EngineOptions))
     own = _translated(options)
     kept = {name: own.pop(name) for name in ("max_batch_size", "page_size", "seed") if name in own}
     target = _profile_target(own.pop("profile", None), own.pop("profile_max_bytes", MAX_BYTES))
     for name in ("optimize_config_path", "kv_disk_path"):
         if own.get(name) is not None:
             own[name] = Path(own[name])
-    for name in ("cache_lens", "chunk_size", "max_new_tokens", "cpu_infer"):
-        if not isinstance(own.get(name, 0), int):
-            raise ConfigError(f"{name} must be a whole number, got {own[name]!r}")
     files = _files(model, gguf_path, model_path)
     config = EngineConfig(model_path=files.model_path, gguf_path=files.gguf_path, **own)
     return LLMOptions(config, profile=target, **kept)

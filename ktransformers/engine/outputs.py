@@ -5,25 +5,52 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
+from ktransformers.engine.api.keywords import sampling_with
+from ktransformers.engine.api.prompts import (
+    check_conversation,
+    check_tools,
+    ids_of,
+    is_one_conversation,
+    prompts_of,
+    shown,
+)
 from ktransformers.engine.sampler import draw_seed
 from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
 from ktransformers.tokenizer.tokenizer import Message, Tokenizer
 
 __all__ = [
     "Conversation",
+    "IdArray",
     "Prompt",
     "PromptReader",
     "RequestOutput",
     "collect_output",
     "default_sampling_params",
+    "join_samples",
     "raise_numbered",
 ]
 
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+
+class IdArray(Protocol):
+    """An array or a tensor of token ids: numpy's, torch's, any that can be made a list."""
+
+    @property
+    def shape(self) -> Any:
+        """Its length, or those of its two axes."""
+
+    @property
+    def dtype(self) -> Any:
+        """A type of whole numbers."""
+
+    def tolist(self) -> Any:
+        """The same as Python's numbers."""
+
+
+Prompt = str | Sequence[int] | IdArray | Mapping[str, Any]
+"""Text, or token ids in a sequence or an array of one axis; also vLLM's {"prompt": text}, {"prompt_token_ids": ids}."""
 
 Conversation = str | Sequence[Message]
 """Messages, oldest first; a plain string is one message of the user."""
@@ -36,7 +63,8 @@ class RequestOutput:
     """One answer. token_ids include the end token; text does not. params is what was used, its seed filled in.
 
     logprobs has one entry per token when params.logprobs is set, else it is None; prompt_logprobs the same for the
-    prompt, None for its first token. `str(output)` is the text.
+    prompt, None for its first token. `str(output)` is the text. With n answers to a prompt, this is the first of them,
+    and `outputs` has all; others: those behind it. index: its place among them, from 0.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -47,6 +75,13 @@ class RequestOutput:
     stats: GenerationStats
     params: SamplingParams
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    index: int = 0
+    others: tuple[RequestOutput, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[RequestOutput, ...]:
+        """All answers to the prompt, this one first: n of them, as SamplingParams asked for."""
+        return (self, *self.others)
 
     def __str__(self) -> str:
         return self.text
@@ -55,7 +90,8 @@ class RequestOutput:
         text = self.text if len(self.text) <= _REPR_TEXT else self.text[:_REPR_TEXT] + "..."
         return (
             f"RequestOutput(text={text!r}, finish_reason={self.finish_reason.value!r}, "
-            f"{len(self.prompt_token_ids)} prompt tokens, {len(self.token_ids)} tokens)"
+            f"{len(self.prompt_token_ids)} prompt tokens, {len(self.token_ids)} tokens"
+            f"{f', {len(self.others)} others' if self.others else ''})"
         )
 
 
@@ -87,6 +123,12 @@ def collect_output(prompt_ids: Sequence[int], params: SamplingParams, events: Se
     )
 
 
+def join_samples(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """The answers to one prompt as one output: the first of them, which knows the others."""
+    first, *others = (replace(output, index=index) for index, output in enumerate(outputs))
+    return replace(first, others=tuple(others))
+
+
 def raise_numbered(error: KTransformersError, index: int, count: int) -> None:
     """Raise `error` with the number of the prompt that it is about, when there are several. Prompts count from 0."""
     if count == 1:
@@ -112,22 +154,11 @@ class PromptReader:
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt. Raises ConfigError for what is neither text nor ids."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        try:
-            return [int(token_id) for token_id in prompt]
-        except (TypeError, ValueError):
-            raise ConfigError(f"a prompt is a string or a list of token ids, got {_shown(prompt)}") from None
+        return ids_of(prompt, self.tokenizer.encode)
 
     def all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        """Token ids of one prompt, or of each of several."""
-        if isinstance(prompts, str):
-            return [self.ids(prompts)]
-        if not isinstance(prompts, Sequence):
-            raise ConfigError(f"prompts are a string, a list of token ids, or a list of those, got {_shown(prompts)}")
-        if len(prompts) and isinstance(prompts[0], int):
-            return [self.ids(cast(Sequence[int], prompts))]
-        return [self.ids(prompt) for prompt in cast(Sequence[Prompt], prompts)]
+        """Token ids of one prompt, or of each of several. Raises ConfigError for what is neither text nor ids."""
+        return [self.ids(prompt) for prompt in prompts_of(prompts)]
 
     def conversation_ids(
         self,
@@ -142,12 +173,8 @@ class PromptReader:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise ConfigError(
-                    f"a message is a dict with `role` and `content`, got {_shown(message)}; "
-                    'a question by itself is a string: chat("...")'
-                )
+        check_conversation(messages)
+        check_tools(tools)
         return self.tokenizer.apply_chat_template(
             messages, tools, reads_special_tokens=reads_special_tokens, **template_kwargs
         )
@@ -159,29 +186,32 @@ class PromptReader:
         template_kwargs: Mapping[str, Any],
         reads_special_tokens: bool = False,
     ) -> list[list[int]]:
-        """Prompt ids of one conversation, or of each of several."""
-        if not messages:
-            raise ConfigError("a conversation needs at least one message")
-        is_one = isinstance(messages, str) or isinstance(messages[0], Mapping)
+        """Prompt ids of one conversation, or of each of several. Raises ConfigError for what is neither."""
+        is_one = is_one_conversation(messages)
         each = [cast(Conversation, messages)] if is_one else cast(Sequence[Conversation], messages)
         return [self.conversation_ids(one, tools, template_kwargs, reads_special_tokens) for one in each]
 
-    def params(self, given: SamplingParams | None) -> SamplingParams:
-        """`given`, or the defaults, with a seed. Raises ConfigError for anything else."""
-        params = self.default_params if given is None else given
+    def params(self, given: SamplingParams | None, keywords: Mapping[str, Any] | None = None) -> SamplingParams:
+        """`given`, or the defaults, with these fields in place of theirs, and a seed.
+
+        Raises ConfigError for anything else, and for values out of range.
+        """
+        params: object = self.default_params if given is None else given
         if not isinstance(params, SamplingParams):
-            raise ConfigError(f"sampling_params must be SamplingParams, got {_shown(params)}")
+            hint = "; its fields may be given as keywords too: temperature=0" if isinstance(params, Mapping) else ""
+            raise ConfigError(f"sampling_params must be SamplingParams, got {shown(params)}{hint}")
+        params = sampling_with(params, keywords or {})
         return params if params.seed is not None else replace(params, seed=self._draw_seed())
 
-    def all_params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        """One per prompt, seeds filled in."""
+    def all_params(
+        self,
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+        keywords: Mapping[str, Any] | None = None,
+    ) -> list[SamplingParams]:
+        """One per prompt, seeds filled in. keywords: as in `params`, for all of them."""
         if given is None or not isinstance(given, Sequence):
-            return [self.params(given) for _ in range(count)]
+            return [self.params(given, keywords) for _ in range(count)]
         if len(given) != count:
             raise ConfigError(f"{len(given)} sampling parameters for {count} prompts; give one, or one per prompt")
-        return [self.params(one) for one in given]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _REPR_TEXT else f"{text[:_REPR_TEXT]}..."
+        return [self.params(one, keywords) for one in given]

@@ -10,12 +10,14 @@ Does not know caches: a Session or a BatchLoop says what is kept, and takes it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ktransformers.core import SamplingParams
+from ktransformers.engine.api.prompts import ids_of, shown
 from ktransformers.engine.fingerprint import ModelIdentity
 from ktransformers.engine.generate import BegunAnswer
 from ktransformers.engine.outputs import RequestOutput
@@ -24,7 +26,7 @@ from ktransformers.engine.session_store import Kept
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.scheduler.limits import Limits
 
-__all__ = ["SavedSession", "begun_of", "read_saved", "write_saved"]
+__all__ = ["SavedSession", "as_path", "begun_of", "read_saved", "saved_of", "write_saved"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,11 @@ class SavedSession:
 
     def begun(self, params: SamplingParams | None) -> BegunAnswer:
         """Its last answer, to be continued. params: others than its own. Raises ConfigError when there is none."""
-        params = params or self.params
+        params = self.params if params is None else params
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ConfigError(f"sampling_params must be SamplingParams, got {shown(params)}")
+        if params is not None and params.n > 1:
+            raise ConfigError(f"a session has one answer to continue: n must be 1, got {params.n}")
         if params is None:
             raise ConfigError("the session has no answer to continue: give sampling_params, or use its token_ids")
         if params.seed is None and self.params is not None:
@@ -67,10 +73,28 @@ class SavedSession:
 
 
 def begun_of(session: RequestOutput | Sequence[int]) -> BegunAnswer | Sequence[int]:
-    """What is saved of an answer, or of tokens."""
+    """What is saved of an answer, or of tokens. Raises ConfigError for what is neither."""
     if isinstance(session, RequestOutput):
         return BegunAnswer(session.prompt_token_ids, session.params, session.token_ids)
+    return ids_of(session, _no_text)
+
+
+def _no_text(text: str) -> list[int]:
+    raise ConfigError(f"a session is a RequestOutput or a list of token ids, got {shown(text)}")
+
+
+def saved_of(session: object) -> SavedSession:
+    """`session`, which is what `load_session` returned. Raises ConfigError for anything else."""
+    if not isinstance(session, SavedSession):
+        raise ConfigError(f"a session to continue is what load_session returns, got {shown(session)}")
     return session
+
+
+def as_path(path: object) -> Path:
+    """The place of a session's file. Raises ConfigError for what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path must be the name of a file, got {shown(path)}")
+    return Path(path)
 
 
 def write_saved(
