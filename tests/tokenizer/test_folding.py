@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -395,3 +397,37 @@ def test_there_are_many_templates() -> None:
     assert len(TEMPLATES) >= 70
     assert len(FAMILIES) * len(MARKUPS) >= 70
     assert len(CONVERSATIONS) >= 33
+
+
+def test_many_results_of_a_turn_find_their_calls() -> None:
+    """In any order, with the same id, or with none: in as many steps as there are."""
+    tokenizer = byte_tokenizer(template_of(Habits(calls="one", ids="nine"), "chatml"))
+    calls = [
+        {"id": f"x{index}", "type": "function", "function": {"name": f"f{index}", "arguments": {}}}
+        for index in range(3)
+    ]
+    answered = {"role": "assistant", "content": "", "tool_calls": calls}
+    question = {"role": "user", "content": "Hi."}
+
+    def prompt(ids: Sequence[str | None]) -> str:
+        results = [
+            {"role": "tool", "content": f"result {index}"} | ({} if one is None else {"tool_call_id": one})
+            for index, one in enumerate(ids)
+        ]
+        return tokenizer.render_chat_template([question, answered, *results], add_generation_prompt=False)
+
+    def order(text: str) -> list[str]:
+        return re.findall(r"f\d|result \d", text)
+
+    assert order(prompt(["x2", "x0", "x1"])) == ["f0", "result 1", "f1", "result 2", "f2", "result 0"]
+    assert order(prompt([None] * 3)) == ["f0", "result 0", "f1", "result 1", "f2", "result 2"]
+    for call in calls:
+        call["id"] = "same"
+    assert order(prompt(["same"] * 3)) == ["f0", "result 0", "f1", "result 1", "f2", "result 2"]
+
+
+def test_text_between_the_results_of_two_calls() -> None:
+    for habits in (Habits(system="first_raises"), Habits(ids="nine", alternates=True, system="first"), Habits()):
+        text = byte_tokenizer(template_of(habits, "chatml")).render_chat_template(conversation("UBTSTUA"))
+        assert is_whole(text, conversation("UBTSTUA"))
+        assert is_ordered(text, "UBTSTUA", conversation("UBTSTUA"))

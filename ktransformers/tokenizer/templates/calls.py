@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktransformers.tokenizer.tools.shapes import Shape, Spelling
 
@@ -23,13 +24,22 @@ def name_of(call: Mapping[str, Any]) -> str:
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 
 
+class _Waiting(NamedTuple):
+    """A call without a result. new_id: that the template gets."""
+
+    new_id: str | None
+    name: str
+
+
 class _Ids:
     """The ids of one conversation: those that clients made, and those that the template takes."""
 
     def __init__(self, form: str, needs_ids: bool, given: set[str]):
         self._form, self._needs_ids, self._given = form, needs_ids, given
         self._count = 0
-        self._waiting: list[tuple[str | None, str | None, str]] = []  # given id, new id, name
+        self._waiting: dict[int, _Waiting] = {}  # calls without a result, in their order
+        self._by_id: dict[str, deque[int]] = {}
+        self._next = 0
 
     def _is_fine(self, call_id: str | None, name: str | None) -> bool:
         if call_id is None:
@@ -44,21 +54,24 @@ class _Ids:
     def _made(self, name: str) -> str:
         if self._form.startswith("functions"):
             return f"functions.{name}:{self._count}"
-        number = self._count
-        while (made := f"call{number:05}") in self._given:
-            number += 1
+        self._next = max(self._next, self._count)
+        while (made := f"call{self._next:05}") in self._given:
+            self._next += 1
         self._given.add(made)
         return made
 
     def of_calls(self, calls: Sequence[Any]) -> list[Any]:
         """The calls of a turn with their ids."""
-        self._waiting, made = [], []
+        self._waiting, self._by_id = {}, {}
+        made = []
         if self._form == "functions_turn":
             self._count = 0
         for call in calls:
             given, name = call.get("id"), name_of(call)
             new = given if self._is_fine(given, name) else self._made(name)
-            self._waiting.append((given, new, name))
+            self._waiting[len(made)] = _Waiting(new, name)
+            if given is not None:
+                self._by_id.setdefault(given, deque()).append(len(made))
             self._count += 1
             made.append(call if new == given else {**call, "id": new})
         return made
@@ -66,16 +79,17 @@ class _Ids:
     def of_result(self, message: dict[str, Any], needs_name: bool) -> dict[str, Any]:
         """A result with the id of its call: the one that it names, else the first that has no result."""
         given, name = message.get("tool_call_id"), message.get("name")
-        found = next((one for one in self._waiting if given is not None and one[0] == given), None)
-        if found is None and given is None:
-            found = next((one for one in self._waiting if name in (None, one[2])), None)
+        named = self._by_id.get(given) if given is not None else None
+        key = named.popleft() if named else None
+        if given is None:
+            key = next((key for key, one in self._waiting.items() if name in (None, one.name)), None)
+        found = None if key is None else self._waiting.pop(key, None)
         if found is None:
             if not self._is_fine(given, None):
                 return {**message, "tool_call_id": self._made(str(name or "unknown"))}
             return message
-        self._waiting.remove(found)
-        made = message if found[1] in (given, None) else {**message, "tool_call_id": found[1]}
-        return {**made, "name": found[2]} if needs_name and name is None else made
+        made = message if found.new_id in (given, None) else {**message, "tool_call_id": found.new_id}
+        return {**made, "name": found.name} if needs_name and name is None else made
 
 
 def with_ids(

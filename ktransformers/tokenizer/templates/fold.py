@@ -8,6 +8,7 @@ only, so that a conversation that goes on begins as it did before. Takes as many
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -57,14 +58,29 @@ def fold(messages: Sequence[Mapping[str, Any]], traits: Traits, spell: SpellCall
     return Folded([work.in_parts(turn) for turn in turns], tuple(work.changes))
 
 
+class _Texts(list[str]):
+    """The content of a turn that has taken others' texts: a string that grows would be copied each time."""
+
+
 def _text(turn: Mapping[str, Any]) -> str:
     content = turn.get("content")
+    if isinstance(content, _Texts):
+        return _joined_text(*content)
     return content if isinstance(content, str) else ""
+
+
+def _with_text(turn: _Turn, text: str) -> _Turn:
+    """The turn with one more text."""
+    texts = turn.get("content")
+    if not isinstance(texts, _Texts):
+        texts = _Texts([_text(turn)])
+    texts.append(text)
+    return {**turn, "content": texts}
 
 
 def _is_joinable(turn: Mapping[str, Any]) -> bool:
     """Whether its content is a text, or nothing: parts that are no text cannot be joined."""
-    return turn.get("content") is None or isinstance(turn["content"], str)
+    return turn.get("content") is None or isinstance(turn["content"], str | _Texts)
 
 
 def _joined_text(*texts: str) -> str:
@@ -85,6 +101,7 @@ class _Fold:
     def __init__(self, traits: Traits, spell: SpellCalls, continues: bool):
         self.changes: dict[str, None] = {}
         self._traits, self._spell, self._continues = traits, spell, continues
+        self._looked_at = 0
 
     def _note(self, name: str) -> None:
         self.changes[name] = None
@@ -180,100 +197,98 @@ class _Fold:
         beginning = list(takewhile(lambda turn: _kind(turn) in "SD", turns))
         rest = turns[len(beginning) :]
         made: list[_Turn] = []
-        pending = ""  # text for the next turn that takes one
+        pending: list[str] = []  # texts for the next turn that takes some
         if beginning:
             made, pending = self._beginning(beginning, rest)
+        is_awaited = False  # a call's result is to come
         for at, turn in enumerate(rest):
-            kind, is_between = _kind(turn), self._is_between(made, rest[at:])
-            if kind in "SD" and _is_joinable(turn):
-                late = self._late(turn, is_between)
-                if late is not None:
-                    made.append(late)
-                    continue
-                self._note("messages.system")
+            kind = _kind(turn)
+            is_between = is_awaited and kind in "SDU" and self._is_between(rest, at)
+            kept = self._kept(turn, is_between)
+            if kept is None:
+                self._note("messages.user" if kind == "U" else "messages.system")
                 if not pending and not is_between and made and _kind(made[-1]) == "U" and _is_joinable(made[-1]):
-                    made[-1] = {**made[-1], "content": _joined_text(_text(made[-1]), _text(turn))}
+                    made[-1] = _with_text(made[-1], _text(turn))
                 else:
-                    pending = _joined_text(pending, _text(turn))
+                    pending.append(_text(turn))
                 continue
-            if kind == "U" and is_between and _is_joinable(turn) and not self._traits.keeps_between_results:
-                self._note("messages.user")
-                pending = _joined_text(pending, _text(turn))
-                continue
-            if pending and _is_joinable(turn) and (kind == "U" or (kind == "T" and made and _is_awaited(made))):
-                turn = {**turn, "content": _joined_text(pending, _text(turn))}
-                pending = ""
+            if pending and _is_joinable(kept) and (kind == "U" or (kind == "T" and is_awaited)):
+                kept, pending = {**kept, "content": _joined_text(*pending, _text(kept))}, []
             if pending:
-                made.append({"role": "user", "content": pending})
-                pending = ""
-            made.append(turn)
-        return [*made, {"role": "user", "content": pending}] if pending else made
+                made.append({"role": "user", "content": _joined_text(*pending)})
+                pending = []
+            is_awaited = kind == "C" or (is_awaited and kind != "A")
+            made.append(kept)
+        return [*made, {"role": "user", "content": _joined_text(*pending)}] if pending else made
+
+    def _kept(self, turn: _Turn, is_between: bool) -> _Turn | None:
+        """The turn in the role in which it is kept where it stands; None where it is not."""
+        kind = _kind(turn)
+        if kind not in "SDU" or not _is_joinable(turn):
+            return turn
+        if kind == "U":
+            return turn if not is_between or self._traits.keeps_between_results else None
+        if self._traits.keeps_late(kind, between=is_between):
+            return turn
+        is_system = kind == "D" and self._traits.keeps_late("S", between=is_between)
+        return {**turn, "role": "system"} if is_system else None
 
     def _known_role(self, turn: _Turn) -> _Turn:
         """`developer` is OpenAI's newer word for system; most models have never seen it."""
         is_other = _kind(turn) == "D" and not self._traits.knows_developer
         return {**turn, "role": "system"} if is_other else turn
 
-    def _is_between(self, made: Sequence[_Turn], rest: Sequence[_Turn]) -> bool:
-        """Whether a call's result is still to come, and comes before the next of the assistant's turns."""
-        if not made or not _is_awaited(made):
-            return False
-        kinds = takewhile(lambda kind: kind not in "AC", map(_kind, rest))
-        return "T" in kinds
+    def _is_between(self, turns: Sequence[_Turn], start: int) -> bool:
+        """Whether, behind a call, its result is still to come: before the next of the assistant's turns."""
+        while self._looked_at <= start or (self._looked_at < len(turns) and _kind(turns[self._looked_at]) not in "ACT"):
+            self._looked_at += 1  # on from where the last look ended: each turn is looked at once
+        return self._looked_at < len(turns) and _kind(turns[self._looked_at]) == "T"
 
-    def _beginning(self, turns: Sequence[_Turn], rest: Sequence[_Turn]) -> tuple[list[_Turn], str]:
-        """The turns that the conversation begins with, and what of their text the first of the user's turns takes."""
+    def _beginning(self, turns: Sequence[_Turn], rest: Sequence[_Turn]) -> tuple[list[_Turn], list[str]]:
+        """The turns that the conversation begins with, and texts of theirs that the first of the user's turns takes."""
         letters, kinds = "".join(map(_kind, turns)), [_kind(turn) for turn in rest]
         has = {"has_calls": "C" in kinds or "T" in kinds, "has_answer": kinds[-1:] == ["A"]}
         kept = [letter for letter in "DS" if self._traits.keeps_first(letter, **has)]
         is_kept = letters in kept if len(letters) == 1 else letters[0] in kept and self._traits.keeps_beginning(letters)
         if is_kept or not all(map(_is_joinable, turns)):
-            return list(turns), ""
+            return list(turns), []
         text = _joined_text(*map(_text, turns))
         if len(turns) > 1 or not kept:
             self._note("messages.system")
         if not kept:
-            return [], text
-        return [{**turns[0], "role": _ROLES[kept[-1]], "content": text}], ""
-
-    def _late(self, turn: _Turn, is_between: bool) -> _Turn | None:
-        """The turn in the role in which it is kept; None: in neither."""
-        kind = _kind(turn)
-        if self._traits.keeps_late(kind, between=is_between):
-            return turn
-        is_system = kind == "D" and self._traits.keeps_late("S", between=is_between)
-        return {**turn, "role": "system"} if is_system else None
+            return [], [text]
+        return [{**turns[0], "role": _ROLES[kept[-1]], "content": text}], []
 
     # Neighbours.
 
     def neighbours(self, turns: Sequence[_Turn]) -> list[_Turn]:
         """Neighbours that the template keeps beside each other."""
-        made: list[_Turn] = []
+        made: list[list[_Turn]] = []  # turns that become one
         num_first = len(list(takewhile(lambda turn: _kind(turn) in "SD", turns)))
         is_awaited = False  # a call's result is to come
         for turn in turns:
-            kind, before = _kind(turn), _kind(made[-1]) if made else "0"
+            kind, before = _kind(turn), _kind_of_all(made[-1]) if made else "0"
             if before in "SD" and len(made) == num_first:
                 before = "0"
             if kind == "T" and is_awaited:
                 before = "C"
             is_awaited = kind == "C" or (is_awaited and kind != "A")
             self._append(made, turn, before, has_system=num_first > 0)
-        return self._with_user(made)
+        return self._with_user([_joined(group) for group in made])
 
-    def _append(self, made: list[_Turn], turn: _Turn, before: str, has_system: bool) -> None:
+    def _append(self, made: list[list[_Turn]], turn: _Turn, before: str, has_system: bool) -> None:
         remedy = self._traits.remedy(before, _kind(turn), has_system=has_system)
         if remedy == "text":
             self._append(made, self._result_as_text(turn), before, has_system)
             return
-        if remedy == "join" and _is_joinable(made[-1]) and _is_joinable(turn):
+        if remedy == "join" and all(map(_is_joinable, (made[-1][-1], turn))):
             self._note("messages.assistant" if _kind(turn) in "AC" else "messages.user")
-            made[-1] = _joined(made[-1], turn)
+            made[-1].append(turn)
             return
         if remedy in ("V", "E"):
             self._note("messages.empty")
-            made.append({"role": "user" if remedy == "V" else "assistant", "content": self._traits.empty})
-        made.append(turn)
+            made.append([{"role": "user" if remedy == "V" else "assistant", "content": self._traits.empty}])
+        made.append([turn])
 
     def _with_user(self, turns: list[_Turn]) -> list[_Turn]:
         """With a turn of the user, where the template wants one at least."""
@@ -287,31 +302,35 @@ class _Fold:
         return [*turns[:num_first], {"role": "user", "content": self._traits.empty}, *turns[num_first:]]
 
 
-def _is_awaited(made: Sequence[_Turn]) -> bool:
-    """Whether the last turn calls, and its result is to come."""
-    return _kind(made[-1]) == "C"
-
-
 def _one_by_one(
     turn: _Turn, calls: Iterable[Mapping[str, Any]], results: Sequence[_Turn], form: CallForm
 ) -> Iterable[_Turn]:
-    """A turn for each call, its results right behind it; results of no call come with the first that has none."""
-    left = list(results)
+    """A turn for each call, its results right behind it; a result that names no call belongs to the next one."""
+    by_id: dict[Any, list[_Turn]] = {}
+    for result in results:
+        by_id.setdefault(result.get("tool_call_id"), []).append(result)
+    nameless = deque(by_id.pop(None, ()))
     for index, call in enumerate(calls):
         first = turn if index == 0 else {"role": "assistant", "content": form.content}
         yield {**first, "tool_calls": [call]}
-        own = [one for one in left if one.get("tool_call_id") is not None and one["tool_call_id"] == call.get("id")]
-        own = own or [one for one in left if one.get("tool_call_id") is None][:1]
-        for one in own:
-            left.remove(one)
-            yield one
-    yield from left
+        own = by_id.pop(call["id"], []) if call.get("id") is not None else []
+        yield from own or ([nameless.popleft()] if nameless else [])
+    for left in by_id.values():
+        yield from left
+    yield from nameless
 
 
-def _joined(first: _Turn, second: _Turn) -> _Turn:
-    made = {**first, "content": _joined_text(_text(first), _text(second))}
-    thoughts = [turn["reasoning_content"] for turn in (first, second) if turn.get("reasoning_content")]
+def _kind_of_all(group: Sequence[_Turn]) -> str:
+    """The kind of the turn that these become."""
+    return _kind(group[-1] if group[0].get("role") == "assistant" else group[0])
+
+
+def _joined(group: Sequence[_Turn]) -> _Turn:
+    if len(group) == 1 and not isinstance(group[0].get("content"), _Texts):
+        return group[0]
+    made = {**group[0], "content": _joined_text(*map(_text, group))}
+    thoughts = [turn["reasoning_content"] for turn in group if turn.get("reasoning_content")]
     if thoughts:
         made["reasoning_content"] = "\n".join(thoughts)
-    calls = [call for turn in (first, second) for call in turn.get("tool_calls") or ()]
+    calls = [call for turn in group for call in turn.get("tool_calls") or ()]
     return made | ({"tool_calls": calls} if calls else {})

@@ -49,6 +49,8 @@ class Traits:
     def __init__(self, prober: Prober, tools: Sequence[Mapping[str, Any]] | None = None):
         self._prober, self._tools = prober, tools
         self._known: dict[tuple[Any, ...], bool] = {}
+        self._late: dict[tuple[str, bool], bool] = {}
+        self._remedies: dict[tuple[str, str, bool], str] = {}
 
     def _keeps(
         self, word: str, form: CallForm, parts: frozenset[str], *, in_order: bool = True, empty: str = ""
@@ -217,6 +219,12 @@ class Traits:
 
     def keeps_late(self, letter: str, *, between: bool = False) -> bool:
         """Whether a system (S) or developer (D) turn is kept behind others. between: a call and its result."""
+        key = (letter, between)
+        if key not in self._late:
+            self._late[key] = self._keeps_late(letter, between)
+        return self._late[key]
+
+    def _keeps_late(self, letter: str, between: bool) -> bool:
         words = [word.replace("?", letter) for word in _LATE]
         if self.system_first:
             words += [f"S{word}" for word in words]
@@ -232,6 +240,12 @@ class Traits:
         """What to do between two turns; "" for nothing. before: "0" at the beginning. has_system: after its turn."""
         if (before, after) in _USUAL or before not in _PATHS or after not in _PATHS:
             return ""
+        key = (before, after, has_system)
+        if key not in self._remedies:
+            self._remedies[key] = self._remedy(before, after, has_system)
+        return self._remedies[key]
+
+    def _remedy(self, before: str, after: str, has_system: bool) -> str:
         if self._keeps_pair(before, after, "", has_system):
             return ""
         for one in _REMEDIES.get((before, after), ()):
