@@ -63,7 +63,7 @@ class _Ids:
     def of_calls(self, calls: Sequence[Any]) -> list[Any]:
         """The calls of a turn with their ids."""
         self._waiting, self._by_id = {}, {}
-        made = []
+        made: list[Any] = []
         if self._form == "functions_turn":
             self._count = 0
         for call in calls:
