@@ -248,6 +248,9 @@ class EngineConfig:
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
     hot_experts: slots on a GPU for experts of each layer on the CPU, which hold those that are used most: a number,
         "auto" for as many as fit in the place of whole layers, or "off"; see docs/gpu.md.
+    chat_template: a file with a chat template, or the template itself, in place of the one in the model's files.
+    tool_format, reasoning_format: how the model writes tool calls and its reasoning, names of docs/server.md; "auto":
+        as its chat template does.
     trust_rules: whether rule files may name classes of a user's own, whose modules are imported.
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
@@ -287,6 +290,9 @@ class EngineConfig:
     strict: bool = False
     trust_remote_code: bool = False
     trust_rules: bool = False
+    chat_template: str | None = None
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
     use_cuda: bool | None = None
     use_cuda_graph: bool | None = None
     attention_backend: str = "auto"

@@ -24,6 +24,7 @@ from ktransformers.cli.options import (
     add_overflow_flag,
     add_profile_flags,
     add_sampling_flags,
+    add_template_flags,
     add_toggle,
     engine_config,
     sampling_params,
@@ -87,6 +88,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     modes = ("normal", "long_context")
     group.add_argument("--mode", choices=modes, default="normal", help="long_context is not supported")
     group.add_argument("--markdown", action="store_true", help="format answers: blocks appear when they are complete")
+    add_template_flags(group)
     add_profile_flags(group)
     add_logging_flag(group)
     parser.set_defaults(run=run, reads_lines=reads_lines, log_level="warning")

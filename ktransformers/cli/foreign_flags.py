@@ -99,7 +99,7 @@ _TOOL_PARSERS = {ANY: ""} | {
     name: f"--tool_format={ours}"
     for ours, names in {
         "auto": "auto",
-        "hermes": "hermes qwen qwen25",
+        "hermes": "hermes qwen qwen25 granite4",
         "qwen3_coder": "qwen3_coder qwen3_xml",
         "deepseek_v3": "deepseek_v3 deepseekv3",
         "deepseek_r1": "deepseek_r1",
@@ -116,10 +116,41 @@ _TOOL_PARSERS = {ANY: ""} | {
         "gemma4": "gemma4",
         "hunyuan": "hunyuan hunyuan_a13b",
         "ernie": "ernie ernie45",
+        "lfm2": "lfm2",
+        "seed_oss": "seed_oss",
+        "hy_v3": "hy_v3",
+        "solar_open": "solar_open",
+        "kimi_k3": "kimi_k3",
+        "cohere": "cohere cohere_command3 cohere_command4",
+        "apertus": "apertus apertus2509",
+        "nemotron_v2": "nemotron_v2 nemotron_nano_v2 nemotron_json",
+        "granite": "granite",
+        "minimax_m1": "minimax_m1 minimax",
+        "minimax_m3": "minimax_m3 minimax-m3",
+        "muse_glimmer": "muse_glimmer",
+        "json": "json",
     }.items()
     for name in names.split()
 }
 """What vLLM and SGLang call formats of tool calls."""
+
+_REASONING_PARSERS = {ANY: ""} | {
+    name: f"--reasoning_format={ours}"
+    for ours, names in {
+        "think": "deepseek_r1 deepseek-r1 qwen3 glm45 minimax_m2 hunyuan_a13b kimi_k2",
+        "seed_oss": "seed_oss",
+        "mistral": "mistral",
+        "gemma4": "gemma4",
+        "minimax_m3": "minimax_m3 minimax-m3",
+        "cohere": "cohere_command3 cohere_command4",
+        "apertus": "apertus",
+        "hy_v3": "hy_v3",
+        "kimi_k3": "kimi_k3",
+        "muse_glimmer": "muse_glimmer",
+    }.items()
+    for name in names.split()
+}
+"""What they call marks of the reasoning. Those that are found in the template better than named here lead nowhere."""
 
 _MODEL_AND_CACHE = (
     _alias("-m --model -hf --hf_repo", MODEL),
@@ -256,7 +287,10 @@ _SERVER = (
     _choice("--tool_call_parser", "--tool_format", _TOOL_PARSERS, "",
             "names that are known here are taken as --tool_format; without one the model's chat template says how it "
             "calls tools"),
-    _choice("--reasoning_parser", "--max_queue", {ANY: ""}, "", "the model's chat template says how it reasons"),
+    _choice("--reasoning_parser", "--reasoning_format", _REASONING_PARSERS, "",
+            "names that are known here are taken as --reasoning_format; without one the model's chat template says how "
+            "it reasons"),
+    _alias("--chat_template_file", "--chat_template"),
     _switch("--enable_auto_tool_choice", "--max_queue", "", "the model's chat template says how it calls tools"),
     _switch("--verbose -v", "--log_level", "--log_level=debug"),
     _switch("--log_disable", "--log_level", "--log_level=error"),

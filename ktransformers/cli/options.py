@@ -39,6 +39,7 @@ __all__ = [
     "add_model_flags",
     "add_plan_flags",
     "add_sampling_flags",
+    "add_template_flags",
     "add_tier_flags",
     "add_toggle",
     "engine_config",
@@ -223,6 +224,21 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
     group.add_argument("--trust_rules", action="store_true", help="import classes of your own that a rule file names")
+
+
+def add_template_flags(group: argparse._ActionsContainer) -> None:
+    """How a conversation becomes a prompt, and where the reasoning of an answer ends."""
+    group.add_argument(
+        "--chat_template",
+        metavar="FILE",
+        help="a chat template in place of the model's own: a Jinja file, or the template itself",
+    )
+    group.add_argument(
+        "--reasoning_format",
+        default="auto",
+        metavar="NAME",
+        help="how the model marks its reasoning (auto: as its chat template does; none: reasoning is part of the text)",
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

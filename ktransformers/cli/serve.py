@@ -19,6 +19,7 @@ from ktransformers.cli.options import (
     add_overflow_flag,
     add_profile_flags,
     add_sampling_flags,
+    add_template_flags,
     add_tier_flags,
     add_toggle,
     engine_config,
@@ -164,6 +165,7 @@ def _add_api_flags(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="how the model writes tool calls (auto: as its chat template tells)",
     )
+    add_template_flags(group)
 
 
 def _add_patience_flags(group: argparse._ArgumentGroup) -> None:

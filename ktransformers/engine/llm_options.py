@@ -63,6 +63,9 @@ class EngineOptions(TypedDict, total=False):
     strict: bool
     trust_remote_code: bool
     trust_rules: bool
+    chat_template: str | None
+    tool_format: str
+    reasoning_format: str
     max_batch_size: int
     page_size: int
     seed: int | None

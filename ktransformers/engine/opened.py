@@ -26,7 +26,7 @@ from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.models.heads import lacks_head
 from ktransformers.operators.shares import Shares
-from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
+from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
 from ktransformers.weights.digests.states import FileState, states_of
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
@@ -224,11 +224,16 @@ def describe_model(opened: OpenedModel) -> ModelDescription:
 
 def _load_tokenizer(opened: OpenedModel) -> Tokenizer:
     """The tokenizer in the model's folder, else the one in its GGUF file. Raises ConfigError."""
-    return load_tokenizer(
+    config = opened.config
+    tokenizer = load_tokenizer(
         _tokenizer_path(opened),
         None if opened.gguf is None else opened.gguf.metadata,
-        trust_remote_code=opened.config.trust_remote_code,
+        trust_remote_code=config.trust_remote_code,
     )
+    if config.chat_template is not None:
+        tokenizer.use_chat_template(read_chat_template(config.chat_template))
+    tokenizer.use_tool_format(config.tool_format, config.reasoning_format)
+    return tokenizer
 
 
 def _tokenizer_path(opened: OpenedModel) -> Path | None:

@@ -15,7 +15,7 @@ from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_v
 from ktransformers.tokenizer.tiktoken_file import TIKTOKEN_FILE, load_kimi_tokenizer
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["has_tokenizer_files", "load_tokenizer"]
+__all__ = ["has_tokenizer_files", "load_tokenizer", "read_chat_template"]
 
 _log = logging.getLogger(__name__)
 
@@ -104,3 +104,20 @@ def load_tokenizer(
         return Tokenizer(None)
     vocab = read_gguf_vocab(metadata)
     return Tokenizer(build_gguf_tokenizer(vocab), vocab.eos_token_ids())
+
+
+def read_chat_template(value: str) -> str:
+    """The source of a chat template: `value` itself where that is Jinja, else what the file of this name holds.
+
+    Raises ConfigError when there is no such file.
+    """
+    if "{{" in value or "{%" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = reason_of(error)
+        raise ConfigError(
+            f"--chat_template {value[:200]!r} is neither a file that can be read ({why}) nor a template, which has "
+            "{{ or {% in it; names of templates built into other programs are not known here"
+        ) from error

@@ -7,7 +7,7 @@ the tag. Does not know tokens or templates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ktransformers.errors import ConfigError, UnsupportedError
@@ -185,15 +185,29 @@ OPENED_NEWLINE = "\n"
 """Follows a reasoning tag that is opened here, as the templates of DeepSeek-R1 and Qwen3 write it."""
 
 
-def open_thoughts(tails: Iterable[tuple[str, bool]], tags: tuple[str, str], opening: str) -> str | None:
+_FIRST_TAIL = 64
+
+
+def _tails(decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+    """Ever longer ends of a prompt, and whether that is all of it: the answer's beginning is near the end."""
+    count = _FIRST_TAIL
+    while count < len(prompt_ids):
+        yield decode(prompt_ids[-count:]), False
+        count *= 8
+    yield decode(prompt_ids), True
+
+
+def open_thoughts(
+    decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], tags: tuple[str, str], opening: str
+) -> str | None:
     """The beginning of an answer's reasoning that a prompt ends with: what stands behind its last opening tag.
 
-    tails: ever longer ends of the prompt, and whether it is all of it. opening: what the template writes in front of an
-    answer. None when the prompt does not end inside of the reasoning.
+    decode: ids to text with all special tokens. opening: what the template writes in front of an answer. None when the
+    prompt does not end inside of the reasoning.
     """
     opens, closes = (tag.strip() for tag in tags)
     header = _header(opening, tags)
-    for text, is_all in tails:
+    for text, is_all in _tails(decode, prompt_ids):
         begins = text.rfind(header) + len(header) if header and header in text else 0 if is_all or not header else -1
         if begins < 0:
             continue

@@ -20,7 +20,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
-__all__ = ["limited", "why_no_template"]
+__all__ = ["TEMPLATE_ERRORS", "limited", "why_no_template"]
+
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,  # of Jinja's compiler, for blocks in odd places
+    SyntaxError,  # Python's own, for blocks that are nested too deeply, as the next two are
+    RecursionError,
+    MemoryError,
+)
+"""What a template may raise that is wrong, or does not fit a conversation."""
+
 
 MAX_SECONDS = 2.0  # of processor time; a conversation of a megabyte takes a tenth of a second
 MAX_CHARS = 1 << 26
@@ -259,6 +274,6 @@ def why_no_template(template: str) -> str | None:
     """What is wrong with the source of a chat template, or None. Does not render it."""
     try:
         _compiled(template)
-    except (jinja2.TemplateError, AssertionError, SyntaxError, RecursionError, MemoryError) as error:
+    except TEMPLATE_ERRORS as error:
         return str(error)[:200] or type(error).__name__
     return None

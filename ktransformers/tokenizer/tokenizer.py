@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -44,8 +44,6 @@ __all__ = ["Message", "Tokenizer"]
 
 _log = logging.getLogger(__name__)
 
-_FIRST_TAIL = 64
-"""Tokens at the end of a prompt in which the beginning of the answer is looked for first."""
 _TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
 _NO_VOCABULARY = (
     "this model's files hold no vocabulary, so it takes token ids only; pass --model_path with its tokenizer"
@@ -66,7 +64,7 @@ class Tokenizer:
         self._token_bytes = None
         self._grammars: dict[tuple[int, tuple[int, ...]], Grammars] = {}
         self._timed: TimedEncoder | None = None
-        self._format = AnswerFormat()
+        self._format, self._reasoning_format = AnswerFormat(), AUTO
         self._has_own_parser = False
         self._turns: tuple[Any, TemplateTurns] | None = None
         if backend is None:
@@ -258,20 +256,23 @@ class Tokenizer:
         self.backend.chat_template = template
         self.use_tool_format(AUTO)
 
-    def use_tool_format(self, name: str, reasoning: str = AUTO) -> None:
+    def use_tool_format(self, name: str, reasoning: str | None = None) -> None:
         """How this model's answers are read: a name of TOOL_FORMATS, or "auto" for what its files tell.
 
-        reasoning: a name of REASONING_FORMATS, or "auto". With "auto" a checkpoint's own `response_template` comes
-        first, then what the chat template writes (recognition/). To be called before anything is decoded. Raises
-        ConfigError for a name that there is not.
+        reasoning: a name of REASONING_FORMATS, or "auto"; None: the one that was given before. With "auto" a
+        checkpoint's own `response_template` comes first, then what the chat template writes (recognition/). To be
+        called before anything is decoded. Raises ConfigError for a name that there is not.
         """
+        if reasoning is not None:
+            check_reasoning_format(reasoning)
+            self._reasoning_format = reasoning
         if not self.has_vocabulary:
             if name != AUTO:
                 tool_format_named(name)
-            check_reasoning_format(reasoning)
             return
-        self._has_own_parser = name == reasoning == AUTO and self._has_usable_template()
-        self._format = recognize(self._source(), name, reasoning)
+        is_told = name == self._reasoning_format == AUTO
+        self._has_own_parser = is_told and self._has_usable_template()
+        self._format = recognize(self._source(), name, self._reasoning_format)
         # Tags that parsers look for must be seen in the text even when a tokenizer calls them special.
         tags = {tag for pair in REASONING_TAGS for tag in pair} | {*_TOOL_CALL_TAGS}
         tokens = self.backend.added_tokens_decoder
@@ -340,16 +341,9 @@ class Tokenizer:
         marks = self._format.marks
         if marks.reasoning is None:
             return None
-        return open_thoughts(self._tails(prompt_ids), marks.reasoning, marks.opening)
-
-    def _tails(self, prompt_ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        """Ever longer ends of a prompt, and whether that is all of it."""
-        count = _FIRST_TAIL
-        while True:
-            yield self.decode(prompt_ids[-count:], skip_special_tokens=False), count >= len(prompt_ids)
-            if count >= len(prompt_ids):
-                return
-            count *= 8
+        return open_thoughts(
+            partial(self.decode, skip_special_tokens=False), prompt_ids, marks.reasoning, marks.opening
+        )
 
     def answer_parser(
         self, prompt_ids: Sequence[int], tools: ToolSchemas | None = None, *, continues_reasoning: bool = False

@@ -88,7 +88,12 @@ def value_of(args: argparse.Namespace, name: str) -> object:
         ("serve --tool-call-parser=qwen25", "tool_format", "hermes"),
         ("serve --tool_call_parser openai", "tool_format", "harmony"),
         ("serve --tool-call-parser deepseekv31", "tool_format", "deepseek_v31"),
-        ("serve --tool-call-parser granite", "tool_format", "auto"),
+        ("serve --tool-call-parser granite", "tool_format", "granite"),
+        ("serve --tool-call-parser jamba", "tool_format", "auto"),
+        ("serve --reasoning-parser minimax-m3", "reasoning_format", "minimax_m3"),
+        ("serve --reasoning-parser step3", "reasoning_format", "auto"),
+        ("serve --chat-template-file t.jinja", "chat_template", "t.jinja"),
+        ("chat --chat-template t.jinja --reasoning-format none", "reasoning_format", "none"),
         ("serve --reasoning-parser qwen3 x.gguf", "model", "x.gguf"),
         # upstream
         ("serve --model_dir /m", "model_path", "/m"),

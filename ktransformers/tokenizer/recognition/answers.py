@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.reasoning import HARMONY_REASONING, REASONING_TAGS
@@ -45,6 +45,9 @@ REASONING_FORMATS: dict[str, tuple[str, str] | None] = {
     "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 }
 """Marks of the reasoning by the names of --reasoning_format, but for "auto". "none": reasoning is part of the text."""
+
+_ALIASES = {"deepseek": AUTO}
+"""What llama.cpp calls it: reasoning apart from the text, whatever the model's marks are."""
 
 _TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
 
@@ -89,7 +92,7 @@ class AnswerFormat:
 
 def check_reasoning_format(name: str) -> None:
     """Raises ConfigError, with all names, for a name of --reasoning_format that there is not."""
-    if name != AUTO and name not in REASONING_FORMATS:
+    if _ALIASES.get(name, name) != AUTO and name not in REASONING_FORMATS:
         raise ConfigError(f"--reasoning_format {name[:100]!r} is not one of {', '.join((AUTO, *REASONING_FORMATS))}")
 
 
@@ -98,15 +101,15 @@ def recognize(source: Source, tools: str = AUTO, reasoning: str = AUTO) -> Answe
     check_reasoning_format(reasoning)
     marks = recognize_turns(source.probe) if source.probe is not None else TurnMarks()
     form = _told_format(source) if tools == AUTO else tool_format_named(tools)
-    if reasoning != AUTO:
+    if _ALIASES.get(reasoning, reasoning) != AUTO:
         found = REASONING_FORMATS[reasoning]
     elif form is not None and form.name == HARMONY:
         found = HARMONY_REASONING
     else:
         found = _as_known(marks.reasoning) or _known_reasoning(source)
     if form is not None and form.name == HARMONY:  # whose parser reads all marks itself
-        return AnswerFormat(form, TurnMarks(found, opening=marks.opening))
-    return AnswerFormat(form, TurnMarks(found, marks.wrapper, marks.end, marks.opening))
+        return AnswerFormat(form, replace(marks, reasoning=found, wrapper=None, end=""))
+    return AnswerFormat(form, replace(marks, reasoning=found))
 
 
 def _as_known(marks: tuple[str, str] | None) -> tuple[str, str] | None:

@@ -52,6 +52,8 @@ class Probe:
     def __init__(self, render: Render, tokens: Sequence[str]):
         self._render = render
         self.splitter = Splitter(tokens)
+        self.before = ""
+        """What stood in front of the question in the last text."""
         self._deadline = time.thread_time() + MAX_SECONDS
 
     def _text(self, turns: Sequence[Mapping[str, Any]], *, has_tools: bool = False, opens: bool = False) -> str | None:
@@ -65,7 +67,8 @@ class Probe:
             if time.thread_time() - began > _SLOW:  # it ran into a limit, and would do so again
                 self._deadline = began
             return None
-        _, found, after = text.rpartition(_QUESTION)
+        before, found, after = text.rpartition(_QUESTION)
+        self.before = before
         return after if found else None
 
     def opening(self, *, has_tools: bool = False) -> str | None:

@@ -20,27 +20,30 @@ _DUMPED = re.compile(r"""["']type["']""")
 @dataclass(frozen=True, slots=True)
 class TurnMarks:
     """reasoning: opening and closing mark; the template, or the model, writes the opening one. wrapper: marks around
-    the text of an answer. end: what a turn ends with. opening: the end of a prompt, behind the question.
+    the text of an answer. end: what a turn ends with. opening: the end of a prompt, behind the question; before: the
+    beginning of one.
     """
 
     reasoning: tuple[str, str] | None = None
     wrapper: tuple[str, str] | None = None
     end: str = ""
     opening: str = ""
+    before: str = ""
 
 
 def turn_frame(marks: TurnMarks) -> str:
-    """What stands between a question and its answer, the opening mark of the reasoning left out."""
+    """What stands around a question, the marks of the reasoning left out."""
     frame = marks.opening
     for mark in marks.reasoning or ():
         before, found, after = frame.rpartition(mark)
         frame = before if found and not after.strip() else frame
-    return frame
+    return marks.before + frame
 
 
 def recognize_turns(probe: Probe) -> TurnMarks:
     """What the template tells; nothing where it refuses or drops everything."""
-    opening, plain = probe.opening() or "", probe.answer(CONTENT)
+    opening, question = probe.opening() or "", probe.before
+    plain = probe.answer(CONTENT)
     splitter = probe.splitter
     before, after = _around(plain, CONTENT) if plain and CONTENT in plain else ("", "")
     own = _beyond(splitter, before, opening) if plain else ""
@@ -50,10 +53,10 @@ def recognize_turns(probe: Probe) -> TurnMarks:
         if reasoning:
             break
     if plain is None or CONTENT not in plain:
-        return TurnMarks(reasoning, opening=opening)
+        return TurnMarks(reasoning, opening=opening, before=question)
     wrapper = _wrapper(splitter, own, after, reasoning)
     end = after.removeprefix(wrapper[1]) if wrapper else after
-    return TurnMarks(reasoning, wrapper, end, opening)
+    return TurnMarks(reasoning, wrapper, end, opening, question)
 
 
 def _around(text: str, word: str) -> tuple[str, str]:

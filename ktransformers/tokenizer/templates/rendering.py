@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-
 from ktransformers.errors import ConversationError, reason_of
-from ktransformers.tokenizer.template_limits import limited
+from ktransformers.tokenizer.template_limits import TEMPLATE_ERRORS, limited
 
 __all__ = ["Message", "Render", "rendered"]
 
@@ -17,19 +15,6 @@ Message = Mapping[str, Any]
 
 Render = Callable[..., str]
 """From messages, tools and the options of `apply_chat_template` to text. Raises ConversationError."""
-
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,  # of Jinja's compiler, for blocks in odd places
-    SyntaxError,  # Python's own, for blocks that are nested too deeply, as the next two are
-    RecursionError,
-    MemoryError,
-)
 
 
 def rendered(
@@ -45,7 +30,7 @@ def rendered(
             text = backend.apply_chat_template(
                 [dict(message) for message in messages], tools=list(tools) if tools else None, tokenize=False, **options
             )
-    except _TEMPLATE_ERRORS as error:
+    except TEMPLATE_ERRORS as error:
         why = reason_of(error)
         raise ConversationError(f"the model's chat template refuses this conversation: {why}") from error
     return str(text)
