@@ -225,7 +225,9 @@ def _header(opening: str, tags: tuple[str, str]) -> str:
         before, found, _ = opening.rpartition(tag.strip())
         opening = before if found else opening
     opening = opening.rstrip()
-    at = max(opening.rfind(mark) for mark in ("<", "["))
+    at = len(opening)
+    while at >= 0 and any(opening[at:] in tag for tag in tags):  # marks are made of the same tokens in some families
+        at = max(opening.rfind(mark, 0, at) for mark in ("<", "["))
     return opening[at:] if at >= 0 else opening[-_MAX_HEADER:]
 
 

@@ -34,7 +34,9 @@ class TurnMarks:
 def turn_frame(marks: TurnMarks) -> str:
     """What stands around a question, the marks of the reasoning left out."""
     frame = marks.opening
-    for mark in marks.reasoning or ():
+    opens, closes = marks.reasoning or ("", "")
+    # A closing mark of several tokens is the beginning of the next message.
+    for mark in filter(None, (closes if closes.count("<") < 2 else "", opens)):
         before, found, after = frame.rpartition(mark)
         frame = before if found and not after.strip() else frame
     return marks.before + frame
