@@ -33,6 +33,7 @@ from ktransformers.tokenizer.template_variables import template_variables
 from ktransformers.tokenizer.templates import Ending, Message, Rendered, TemplateTurns, rendered
 from ktransformers.tokenizer.templates.calls import spelled
 from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
+from ktransformers.tokenizer.tools.base import TaggedParser
 from ktransformers.tokenizer.tools.families.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.formats import HARMONY
 from ktransformers.tokenizer.tools.grammars import WidenedOf, tool_grammar
@@ -360,7 +361,8 @@ class Tokenizer:
         if form is not None and form.name == HARMONY:
             return HarmonyParser(tools, has_tools=tools is not None, starts_inside=starts_inside)
         parser = None if form is None or tools is None else form.parser(tools)
-        stops = form.parser({}).opening if parser is not None and form is not None and form.ends_reasoning else ()
+        ends_reasoning = form is not None and form.ends_reasoning
+        stops = parser.opening if ends_reasoning and isinstance(parser, TaggedParser) else ()
         goes_on = continues_reasoning or bool(thoughts and thoughts.strip())
         return TaggedAnswerParser(
             ReasoningParser(self.reasoning_tags, starts_inside, goes_on, stops),

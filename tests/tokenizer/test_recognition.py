@@ -6,7 +6,6 @@ The templates in templates/turns are whole turns of families, and some of no fam
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import AddedToken
 
 from ktransformers.core import Constraint, ConstraintKind
 from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.recognition.segments import shared_start
 from ktransformers.tokenizer.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import (
     TOOL_FORMATS,
@@ -114,7 +114,7 @@ def split_turn(tokenizer: Tokenizer, said: dict[str, Any]) -> tuple[str, str]:
     opening = tokenizer.render_chat_template([QUESTION], SCHEMAS)
     whole = tokenizer.render_chat_template([QUESTION, said], SCHEMAS, add_generation_prompt=False)
     if not whole.startswith(opening):  # a prompt that begins the reasoning, where the past turn has none
-        opening = os.path.commonprefix([opening, whole])
+        opening = opening[: shared_start(opening, whole)]
         if opening.rfind("<") > opening.rfind(">"):
             opening = opening[: opening.rfind("<")]
         if "[BEGIN FINAL RESPONSE]" in whole:

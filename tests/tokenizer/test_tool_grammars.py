@@ -33,7 +33,9 @@ FIRST_TAG = {name: TOOL_FORMATS[form].tokens[0] for name, form in FORMAT_OF.item
     "deepseek_v32": "<｜DSML｜",
     "deepseek_v4": "<｜DSML｜",
 }
-NAMES = [*FIRST_TAG, "deepseek_r1"]
+# Formats that are nothing but a shape, and those without a template in the folder.
+SHAPED = [name for name, form in TOOL_FORMATS.items() if form.shape is not None]
+NAMES = [*FIRST_TAG, "deepseek_r1", *SHAPED]
 
 
 @functools.cache

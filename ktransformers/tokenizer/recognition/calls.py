@@ -28,7 +28,7 @@ LEARNED = "template"
 _FIRST = Call("qzfirst", {"qzkeya": "qzvaluea", "qzkeyb": "qzvalueb"})
 _SECOND = Call("qzsecond", {"qzkeya": "qzvaluec", "qzkeyb": "qzvalued"})
 _TYPED: dict[str, Any] = {"number": 17, "boolean": True, "array": ["qz"], "object": {"qz": "qz"}, "null": None}
-_TRIED = (
+_TRIED: tuple[Call, ...] = (
     Call("qzfirst", {"qzkeya": "qz value, (a)", "qzkeyb": "qzvalueb"}),
     Call("qzsecond", {"qzkeya": "qz\nvalue", "qzkeyb": "7"}),
 )

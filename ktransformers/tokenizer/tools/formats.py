@@ -133,7 +133,11 @@ _FORMATS = (
     _shaped("seed_oss", ("<seed:tool_call>",)),
     _shaped("hy_v3", ("<tool_call:opensource>",)),
     _shaped("solar_open", ("<|tool_call:begin|>", "<|tool_call:args|>")),
-    _shaped("kimi_k3", ("<|open|>", "<|sep|>")),
+    _shaped(
+        "kimi_k3",
+        ("<|open|>", "<|sep|>"),
+        wrapper=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    ),
     _shaped("cohere", ("<|START_ACTION|>",), wrapper=("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
     _shaped("apertus", ("<|tools_prefix|>",), ends_reasoning=True),
     _shaped("nemotron_v2", ("<TOOLCALL>",)),

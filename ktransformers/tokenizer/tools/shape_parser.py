@@ -61,7 +61,8 @@ class ShapeParser(ParameterParser):
         if shape.json_keys:
             self._foot = self._foot.lstrip(_BRACKETS)
         self.opening = tags_of(shape)
-        self.closing = tuple(dict.fromkeys(tag for tag in (self._tags.end,) if tag and tag not in self.opening))
+        ends = (self._tags.end, (shape.around or ("", ""))[1])
+        self.closing = tuple(dict.fromkeys(tag for tag in ends if tag and tag not in self.opening))
         self._parts = [part for part in _HOLES.split(shape.head) if part]
         super().__init__(tools)
 

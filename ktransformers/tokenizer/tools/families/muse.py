@@ -22,7 +22,6 @@ from ktransformers.tokenizer.tools.shapes import SHAPES
 __all__ = ["MuseGlimmerParser"]
 
 _NEXT = "<|eom|><|start|>assistant"
-_INSIDE = "<atem:function_calls>"
 
 
 class MuseGlimmerParser(ShapeParser):
@@ -30,7 +29,7 @@ class MuseGlimmerParser(ShapeParser):
 
     def __init__(self, tools: ToolSchemas | None = None):
         super().__init__(SHAPES["muse_glimmer"], tools)
-        self.opening = (f"{_NEXT} to=", *self.opening)
+        self.opening = (f"{_NEXT} to=", " to=", *self.opening)
         self.closing = ("<|eom|>", "<|eot|>")
 
     @override
