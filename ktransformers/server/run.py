@@ -147,7 +147,7 @@ def _announce(service: Service, listener: socket.socket, seconds: float) -> None
 def _tool_format(tokenizer: Tokenizer, asked: str) -> str:
     """How tool calls are read, and who says so."""
     if tokenizer.tool_format is None:
-        return "none, because the chat template knows no tools (--tool_format NAME, or --chat_template FILE with one that does)"
+        return "none, because the chat template knows no tools (--chat_template FILE with one that does)"
     if asked != AUTO:
         return f"{tokenizer.tool_format} (--tool_format)"
     return f"{tokenizer.tool_format}, as the model's files tell (--tool_format NAME overrides)"
