@@ -269,8 +269,8 @@ def _check_supported(config: ConfigFields) -> None:
     loops = config.find("n_recurrent_loops") or 1
     if loops > 1:
         raise UnsupportedError(
-            f"model type {model_type} runs some of its layers {loops} times for each token (n_recurrent_loops), each time "
-            "with keys and values of their own; layers that run once are supported"
+            f"model type {model_type} runs some of its layers {loops} times for each token (n_recurrent_loops), each "
+            "time with keys and values of their own; layers that run once are supported"
         )
     shared = config.find("num_kv_shared_layers") or 0
     if shared and shared >= config.number("num_hidden_layers", most=MAX_LAYERS):

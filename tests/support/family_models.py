@@ -257,7 +257,11 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_of_kinds("linear_attention", "full_attention"), **_MAMBA},
     "hy_v4": _MANY_INDEX_HEADS,
-    "hy_v4_vl": {**_MANY_INDEX_HEADS, "num_key_value_heads": 4, "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
+    "hy_v4_vl": {
+        **_MANY_INDEX_HEADS,
+        "num_key_value_heads": 4,
+        "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
+    },
     "helium": {"hidden_size": 64},  # which its heads have to fill
     "internlm3": {"attention_bias": True, "mlp_bias": True},  # the same for both
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},

@@ -44,9 +44,7 @@ def test_operations_do_what_those_of_transformers_do(dim: int) -> None:
         sources = [str(i) for i in range(len(parts))]
         return operation.convert(dict(zip(sources, ([p] for p in parts), strict=True)), sources, list(targets))
 
-    assert torch.equal(
-        ours(("Concatenate",), [x, y], (dim,)), theirs(core_model_loading.Concatenate(dim), x, y)["t"]
-    )
+    assert torch.equal(ours(("Concatenate",), [x, y], (dim,)), theirs(core_model_loading.Concatenate(dim), x, y)["t"])
     assert torch.equal(ours(("Transpose",), [x], (0,)), theirs(core_model_loading.Transpose(0, 1), x)["t"])
     chunks = theirs(core_model_loading.Chunk(dim), x, targets=PARTS)
     for index, part in enumerate(PARTS):
@@ -67,7 +65,9 @@ def test_a_split_has_parts_of_any_size(sizes: tuple[int, ...]) -> None:
         assert torch.equal(made, x[start : start + size])
 
 
-def qkv_source(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, prefix: str = "") -> SafetensorsSource:
+def qkv_source(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, prefix: str = ""
+) -> SafetensorsSource:
     """A llama whose queries, keys and values are stored in one tensor."""
     model = tiny_model("llama").to(dtype)
     state = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
@@ -129,9 +129,7 @@ def test_shards_are_merged_in_the_order_of_their_numbers() -> None:
         "ngram_embedding.shard_*.weight", "ngram_embedding.weight", operations=[core_model_loading.Concatenate(dim=0)]
     )
     names = CheckpointNames("llama", ())
-    names._add_converted(
-        "model.layers.1.ngram_embedding.weight", merge, {merge.source_patterns[0]: sorted(shards)}
-    )
+    names._add_converted("model.layers.1.ngram_embedding.weight", merge, {merge.source_patterns[0]: sorted(shards)})
     origin = names.find("model.layers.1.ngram_embedding.weight")
     assert origin is not None
     assert list(origin.sources) == shards

@@ -66,8 +66,8 @@ class KTransformersLinear(Operator):
         # A subclass with a forward of its own is more than a product: some routers are.
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             raise UnsupportedError(
-                f"KTransformersLinear cannot replace {key}: {type(module).__name__} is not a plain nn.Linear but computes "
-                "more; a rule before this one with class: default leaves the module as it is"
+                f"KTransformersLinear cannot replace {key}: {type(module).__name__} is not a plain nn.Linear but "
+                "computes more; a rule before this one with class: default leaves the module as it is"
             )
         self.in_features, self.out_features = module.in_features, module.out_features
         self.has_bias = module.bias is not None

@@ -31,7 +31,7 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-m", f"tests.support.triton_kernels.{name}", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
 
 
 @pytest.mark.parametrize(
