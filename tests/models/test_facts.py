@@ -289,6 +289,38 @@ def test_latents_of_several_sizes() -> None:
     assert sliding == LayerFacts(LATENT, "sliding_attention", 2, 2, 32, 20, 16, has_experts=True)
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"n_recurrent_loops": 3}, r"llama runs some of its layers 3 times for each token \(n_recurrent_loops\)"),
+        (
+            {"num_kv_shared_layers": 2},
+            r"no keys and values of their own \(num_kv_shared_layers 2\): it drafts for another",
+        ),
+        ({"num_kv_shared_layers": 5}, "drafts for another model"),
+        ({"n_recurrent_loops": 1, "num_kv_shared_layers": 1}, None),
+        ({"n_recurrent_loops": None, "num_kv_shared_layers": None}, None),
+    ],
+)
+def test_layers_without_a_cache_of_one_per_layer(values: dict[str, object], reason: str | None) -> None:
+    config = CONFIG_MAPPING["llama"](num_hidden_layers=2, **values)
+    if reason is None:
+        assert ModelFacts.of(config).num_layers == 2
+        return
+    with pytest.raises(UnsupportedError, match=reason):
+        ModelFacts.of(config)
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [("deepseek_sparse_attention", FULL), ("indexed_attention", FULL), ("recurrent", LayerKind.RECURRENT)],
+)
+def test_kinds_of_layers_by_the_names_of_several_versions(word: str, kind: LayerKind) -> None:
+    config = CONFIG_MAPPING["llama"](num_hidden_layers=2)
+    config.layer_types = [word, word]
+    assert [layer.kind for layer in ModelFacts.of(config).layers] == [kind, kind]
+
+
 def test_experts_in_a_config_of_their_own() -> None:
     facts = ModelFacts.of(family_config("dbrx"))
     assert facts.experts == ExpertFacts(8, (2,) * 4, 96)

@@ -41,3 +41,20 @@ class Neither(nn.Module):
 def test_a_cache_has_the_name_that_a_module_has_for_it(module: nn.Module, name: str) -> None:
     kept = object()
     assert named_cache(module, kept) == {name: kept}
+
+
+def test_an_operator_around_a_module_takes_the_modules_cache() -> None:
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return self.inner(*args, **kwargs)
+
+    class Takes(nn.Module):
+        def forward(self, x: object, cache: object = None) -> object:
+            return cache
+
+    assert named_cache(Around(Around(Takes())), 3) == {"cache": 3}
+    assert named_cache(Around(nn.Identity()), 3) == {"past_key_values": 3}

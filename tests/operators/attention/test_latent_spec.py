@@ -1,0 +1,49 @@
+"""What latent attention reads of a module: which columns of a head it turns together, whatever its function is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ktransformers.operators.attention import latent_spec
+
+Turn = Callable[[torch.Tensor], torch.Tensor]
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def neighbours(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def attention_that_turns(turn: Turn, name: str) -> nn.Module:
+    """A module whose forward calls `name` of its own module, as those of transformers do."""
+
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+
+    space: dict[str, object] = {name: rotate}
+    exec(f"def forward(self, q, k, cos, sin):\n    return {name}(q, k, cos, sin)", space)
+    module: nn.Module = type("Attention", (nn.Module,), {"forward": space["forward"]})()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("turn", "name", "are_halves"),
+    [
+        (halves, "apply_rotary_pos_emb", True),
+        (neighbours, "apply_rotary_pos_emb", False),
+        (neighbours, "apply_rotary_pos_emb_interleave", False),
+    ],
+)
+def test_which_columns_are_turned_together(turn: Turn, name: str, are_halves: bool) -> None:
+    assert latent_spec._rotates_halves(attention_that_turns(turn, name)) is are_halves
