@@ -295,7 +295,7 @@ def test_latents_of_several_sizes() -> None:
         ({"n_recurrent_loops": 3}, r"llama runs some of its layers 3 times for each token \(n_recurrent_loops\)"),
         (
             {"num_kv_shared_layers": 2},
-            r"no keys and values of their own \(num_kv_shared_layers 2\): it drafts for another",
+            r"no keys and values of their own \(num_kv_shared_layers 2\): it drafts",
         ),
         ({"num_kv_shared_layers": 5}, "drafts for another model"),
         ({"n_recurrent_loops": 1, "num_kv_shared_layers": 1}, None),

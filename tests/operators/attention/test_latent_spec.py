@@ -1,4 +1,4 @@
-"""What latent attention reads of a module: which columns of a head it turns together, whatever its function is called."""
+"""What latent attention reads of a module: which columns of a head are turned together, by any function."""
 
 from __future__ import annotations
 
