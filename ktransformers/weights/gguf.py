@@ -252,8 +252,8 @@ def _unknown_type(path: Path, what: str, type_id: int) -> FormatError:
     if name is None:
         return FormatError(f"{path}: {what} has the ggml type {type_id}, which the gguf package lacks")
     return FormatError(
-        f"{path}: {what} is stored as {name} (ggml type {type_id}), which is not supported; take a file of the model in "
-        "another type, for instance Q4_0 or Q4_K_M"
+        f"{path}: {what} is stored as {name} (ggml type {type_id}), which is not supported; take a file of the model "
+        "in another type, for instance Q4_0 or Q4_K_M"
     )
 
 
