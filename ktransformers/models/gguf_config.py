@@ -93,6 +93,8 @@ def _common(gguf: Metadata) -> Values:
         values["num_nextn_predict_layers"] = prediction
     if gguf.arch not in LAYER_NORM_FAMILIES:
         usual = 1e-6 if gguf.arch == "gemma3" else None  # Ollama's converter does not write it
+        if gguf.arch in ("nemotron_h", "nemotron_h_moe"):  # whose config has one name for it, most often the other
+            usual = gguf.find_float("attention.layer_norm_epsilon")
         values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon", usual)
     if gguf.arch in BY_LAYER_FAMILIES:
         return values

@@ -234,7 +234,9 @@ def _nemotron_h(gguf: Metadata) -> tuple[str, Values]:
         **_mamba2(gguf, _NEMOTRON),
         "layers_block_type": _kinds(gguf, kinds),
         "head_dim": gguf.int("attention.key_length"),
-        "layer_norm_epsilon": gguf.float("attention.layer_norm_rms_epsilon"),
+        "layer_norm_epsilon": gguf.float(
+            "attention.layer_norm_rms_epsilon", gguf.find_float("attention.layer_norm_epsilon")
+        ),
         "attention_bias": gguf.has(r"attn_q\.bias"),
         "mlp_bias": gguf.has(r"ffn_up\.bias"),
     }

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.card import ModelCard
 from ktransformers.engine.hot import HotService
 from ktransformers.tokenizer import Tokenizer
 
@@ -137,6 +138,7 @@ class FakeEngine:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(chunk_size=16, max_new_tokens=200))
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     description: str = "fake"
+    card: ModelCard = field(default_factory=ModelCard)
     facts: Any = None
     plan: Any = None
     hot: HotService = field(default_factory=HotService)
