@@ -24,7 +24,7 @@ from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_sampling import sampling_defaults
-from ktransformers.models.heads import lacks_head
+from ktransformers.models.heads import settle_head
 from ktransformers.operators.shares import Shares
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
 from ktransformers.weights.digests.states import FileState, states_of
@@ -105,10 +105,9 @@ def open_model(config: EngineConfig) -> OpenedModel:
     tensors = (gguf or stored).tensors  # type: ignore[union-attr]
     shapes = [tensor.shape for tensor in tensors.values()]
     hf_config = take_text_config(whole, tensors.keys())
-    has_head = not lacks_head(hf_config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    has_head = settle_head(hf_config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if not has_head:
         logger.warning("the files hold no output head (lm_head): the model makes embeddings and generates no text")
-        hf_config.tie_word_embeddings = True  # in its place, so that nothing is missing
     facts = _facts_of(whole, config.trust_remote_code)
     check_layers(facts, shapes)
     if gguf is not None:

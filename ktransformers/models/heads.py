@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["lacks_head"]
+__all__ = ["lacks_head", "settle_head"]
 
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output|output_layer|head)\.(.+\.)?(weight|qweight)(_.*)?")
+
+
+def settle_head(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the files hold an output head, or embeddings that stand for one.
+
+    Where they do not, `config` is told in place that embeddings do, so that nothing is missing.
+    """
+    if not lacks_head(config, shapes):
+        return True
+    config.tie_word_embeddings = True
+    return False
 
 
 def lacks_head(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> bool:
