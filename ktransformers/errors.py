@@ -15,6 +15,7 @@
     ├── KernelError             the native extension is missing or cannot run here
     ├── EngineError             the engine failed while it computed an answer, or its process is gone for good
     │   └── StageLostError      a stage of a divided model is gone; another one may take its place
+    ├── ListenError             another program has the port that is to be listened on
     └── ServiceError            a request that cannot be served as it came, or not now
         ├── AuthenticationError     no API key, or a wrong one
         ├── MisdirectedRequestError the request names a host that this server is not
@@ -50,6 +51,7 @@ __all__ = [
     "FormatError",
     "KTransformersError",
     "KernelError",
+    "ListenError",
     "LoadFailedError",
     "MisdirectedRequestError",
     "ModelNotFoundError",
@@ -178,6 +180,10 @@ class EngineError(KTransformersError, RuntimeError):
 
 class StageLostError(EngineError):
     """A stage of a divided model is gone, and the steps under way with it. Another one may take its place."""
+
+
+class ListenError(KTransformersError):
+    """Another program has the port that is to be listened on. It may be free later."""
 
 
 class ServiceError(KTransformersError):

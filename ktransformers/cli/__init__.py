@@ -27,6 +27,7 @@ from ktransformers.cli import (
 )
 from ktransformers.cli.options import version
 from ktransformers.cli.parser import COMMAND_LINE, ArgumentParser, leaves
+from ktransformers.cli.parsing.exit_codes import FAILED, INTERRUPTED, WRONG_USAGE, exit_code
 from ktransformers.cli.settings import unknown_variables
 from ktransformers.errors import ConfigError, KTransformersError, reason_of
 
@@ -83,7 +84,7 @@ def _help(args: argparse.Namespace) -> int:
 
 
 def guarded(run: Callable[[], int], args: argparse.Namespace | None = None) -> int:
-    """The exit code of `run`; this program's own errors become one line on standard error and 1.
+    """The exit code of `run`; this program's own errors become one line on standard error and what `exit_code` says.
 
     args: parsed arguments; with them an error that names a flag says which variable or file set it.
     """
@@ -92,20 +93,20 @@ def guarded(run: Callable[[], int], args: argparse.Namespace | None = None) -> i
         return run()
     except ConfigError as error:
         print(f"error: {_origin(str(error), args)}{error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KTransformersError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output left. Python would complain once more while it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return FAILED
     except OSError as error:  # a file, a folder or a device that the system refuses
         where = f"{error.filename}: " if error.filename else ""
         print(f"error: {where}{reason_of(error)}", file=sys.stderr)
-        return 1
+        return FAILED
 
 
 def _origin(message: str, args: argparse.Namespace | None) -> str:
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         parser.print_help(sys.stderr)
-        return 2
+        return WRONG_USAGE
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         words.insert(0, "serve")
     return run_command(parser, words)

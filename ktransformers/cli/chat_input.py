@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.errors import CapacityError, ConfigError, reason_of
 from ktransformers.user_files import read_named
 
 __all__ = [
@@ -126,7 +126,7 @@ def read_document(stream: TextIO) -> str:
     """All of a pipe, without empty lines around it. Raises ConfigError when it is too much for a prompt."""
     text = stream.read(_MAX_FILE_BYTES + 1)
     if len(text) > _MAX_FILE_BYTES:
-        raise ConfigError(f"standard input has more than {_MAX_FILE_BYTES // 2**20} MiB, too much for a prompt")
+        raise CapacityError(f"standard input has more than {_MAX_FILE_BYTES // 2**20} MiB, too much for a prompt")
     return text.strip("\n").rstrip()
 
 

@@ -21,7 +21,7 @@ from ktransformers.cli.chat_output import View, format_stats
 from ktransformers.cli.chat_settings import Settings
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, format_bytes
 from ktransformers.engine.llm import LLM
-from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
+from ktransformers.errors import CapacityError, ConfigError, ContextLengthError, KTransformersError
 from ktransformers.tokenizer.shortening import prompt_room, shorten
 from ktransformers.tokenizer.tools import ReasoningPiece, TextPiece
 
@@ -122,7 +122,7 @@ class ChatLoop:
     def _next_turn(self) -> Turn | None:
         try:
             return self.source.read_turn()
-        except ConfigError as error:  # only of documents, after which nothing comes
+        except CapacityError as error:  # only of documents, after which nothing comes
             self._show_error(str(error))
             return None
 

@@ -145,7 +145,7 @@ class ArgumentParser(argparse.ArgumentParser):
         translated = self._translated(words) if self._has_settings else with_underscores(words)
         namespace, unknown = super().parse_known_args(translated, namespace)
         if unknown:
-            self.error(self._explain(unknown[0]))
+            self.error(self._explain(next(filter(_is_flag, unknown), unknown[0])))
         if self._has_settings:
             self._settle(namespace, actions)
         return namespace, unknown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 from ktransformers.core import format_bytes
-from ktransformers.errors import ConfigError
+from ktransformers.errors import CapacityError
 
 __all__ = ["check_process_limits"]
 
@@ -15,13 +15,13 @@ MIN_ADDRESS_SPACE = 4 << 30
 
 
 def check_process_limits() -> None:
-    """Raises ConfigError when the limits on open files or on the address space let no server start."""
+    """Raises CapacityError when the limits on open files or on the address space let no server start."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files != resource.RLIM_INFINITY and num_files < MIN_FILES:
-        raise ConfigError(f"this process may open {num_files} files; a server needs {MIN_FILES}: raise `ulimit -n`")
+        raise CapacityError(f"this process may open {num_files} files; a server needs {MIN_FILES}: raise `ulimit -n`")
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space != resource.RLIM_INFINITY and space < MIN_ADDRESS_SPACE:
-        raise ConfigError(
+        raise CapacityError(
             f"this process may have {format_bytes(space)} of address space (not memory); a server needs "
             f"{format_bytes(MIN_ADDRESS_SPACE)} and the size of the model: raise `ulimit -v`"
         )

@@ -88,7 +88,7 @@ def server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfi
         )
 
     return ServerConfig(
-        host=args.host,
+        host=args.host[1:-1] if args.host.startswith("[") and args.host.endswith("]") else args.host,
         port=args.port,
         model_names=model_names(args, config),
         api_keys=tuple(keys),

@@ -24,7 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ktransformers.core import format_bytes
-from ktransformers.errors import CapacityError, ConfigError, FormatError
+from ktransformers.errors import CapacityError, ConfigError, ConflictError, FormatError
 from ktransformers.hub.cache import cache_folder, repo_folder
 from ktransformers.hub.remote import HubError, RemoteFile, Repository, hub_errors
 
@@ -231,7 +231,7 @@ def _lock(out: BinaryIO, file: RemoteFile) -> None:
     try:
         fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another process is downloading {file.path}; wait for it, or end it") from None
+        raise ConflictError(f"another process is downloading {file.path}; wait for it, or end it") from None
 
 
 def _link(blob: Path, link: Path) -> None:

@@ -6,7 +6,9 @@ Knows uvicorn, and no model.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import re
 import signal
 import socket
 import ssl
@@ -21,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.errors import ConfigError, ListenError, reason_of
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
 from ktransformers.server.metrics import Refusals
@@ -222,20 +224,57 @@ class Server(uvicorn.Server):
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Taken before the model loads: a busy port must not show up minutes later."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio sends at once (TCP_NODELAY) on sockets that say they are TCP. On others what follows the head of a
-    # response, and every token, waits 40 ms for the client's delayed acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    """A socket bound to --host and --port. Taken before the model loads: a busy port must not show up minutes later.
+
+    Raises ListenError for a port that another program has, ConfigError for an address or a port that cannot be had.
+    """
+    host, port = config.host, config.port
+    where = f"cannot listen on {f'[{host}]' if ':' in host else host}:{port}"
+    refused: OSError | None = None
+    for family, address in _addresses(host, port, where):
+        # asyncio sends at once (TCP_NODELAY) on sockets that say they are TCP. On others what follows the head of a
+        # response, and every token, waits 40 ms for the client's delayed acknowledgement.
+        try:
+            listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        except OSError as error:  # no IPv6 here
+            refused = refused or error
+            continue
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            listener.close()
+            refused = refused or error
+            continue
+        return listener
+    assert refused is not None, "a name has an address"
+    reason = f"{where}: {reason_of(refused)}"
+    if refused.errno == errno.EADDRINUSE:
+        raise ListenError(f"{reason}; choose another --port, or end the program that has it") from refused
+    if refused.errno in (errno.EACCES, errno.EPERM):
+        raise ConfigError(f"{reason}; ports below 1024 need privileges: choose another --port") from refused
+    raise ConfigError(f"{reason}; --host must be an address of this machine: {_HOSTS}") from refused
+
+
+_HOSTS = "127.0.0.1 (this machine alone), 0.0.0.0 (every network that it is in), or one of its own"
+
+_Address = tuple[Any, ...]  # as socket.bind takes it, for each family
+
+
+def _addresses(host: str, port: int, where: str) -> list[tuple[int, _Address]]:
+    """What a host stands for, IPv4 first. Raises ConfigError when it stands for nothing."""
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((config.host, config.port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {reason_of(error)}; choose another --port"
-        ) from error
-    return listener
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        hint = f"--host must be an address or a name of this machine: {_HOSTS}"
+        if "://" in host or "/" in host:
+            hint = f"--host is an address alone, without http:// and path: {_HOSTS}"
+        elif re.fullmatch(r"(\[.*\]|[^:]*):\d+", host):
+            hint = f"--host is an address alone; the port is --port {host.rpartition(':')[2]}"
+        raise ConfigError(f"{where}: {reason_of(error)}; {hint}") from error
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    known = sorted((one for one in found if one[0] in kinds), key=lambda one: kinds.index(one[0]))
+    return list(dict.fromkeys((one[0], one[4]) for one in known))
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:

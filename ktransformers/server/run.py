@@ -67,12 +67,12 @@ def _journal(folder: Path | None, backend: Backend) -> Journal | None:
 async def _serve(
     backend: Backend, config: ServerConfig, loading_bar: LoadingBar, traces: OtlpTraces | None = None
 ) -> None:
-    config.warn_if_open()
     app = create_app(backend, config, traces)
     service: Service = app.state.service
     server = Server(uvicorn_config(app, config))
     journal = _journal(config.state_dir, backend)
     listener = bind(config)
+    config.warn_if_open()
     service.ongoing.journal, service.ongoing.is_restoring = journal, journal is not None
     began = time.monotonic()
     async with ending_signals() as received:

@@ -76,11 +76,14 @@ class TimedEncoder:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._ends: weakref.finalize[..., TimedEncoder] | None = None
+        self._pid = os.getpid()
 
     def encode(self, text: str, add_special_tokens: bool, seconds: float | None = None) -> list[int] | str:
         """Token ids, or why the tokenizer gave up. seconds: by the text's length. Raises PatternTimeout."""
         with self._lock:
             seconds = SECONDS + len(text) / CHARS_PER_SECOND if seconds is None else seconds
+            if self._pid != os.getpid():  # after a fork: the process answers the parent
+                self._process, self._ends, self._pid = None, None, os.getpid()
             try:
                 process = self._process or self._start()
                 answer: list[int] | str = _ask(process, [text, add_special_tokens], seconds)
@@ -96,7 +99,7 @@ class TimedEncoder:
         program = Path(__file__).with_name("encoder_process.py")
         command = [sys.executable, "-P", str(program), *sys.path]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._process, self._ends = process, weakref.finalize(self, _end, process)
+        self._process, self._ends = process, weakref.finalize(self, _end, process, self._pid)
         assert process.stdin is not None
         process.stdin.write(self._stated.encode() + b"\n")
         _ask(process, ["", False], _START_SECONDS)
@@ -128,7 +131,10 @@ def _ask(process: subprocess.Popen[bytes], question: list[Any], seconds: float) 
     return json.loads(answer)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """owner: the id of the process that started it, which alone may end it."""
+    if owner != os.getpid():
+        return
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -80,7 +80,7 @@ def test_prompt_file_comes_first(chat: Chat, tmp_path: Path) -> None:
     prompt.write_text("/exit\n", encoding="utf-8")
     out, _ = chat("count\n", "--prompt_file", str(prompt), "--system=s")
     assert out == "you said /exit\n2 turns\n"
-    _, err = chat("", "--prompt_file", str(tmp_path / "none"), code=1)
+    _, err = chat("", "--prompt_file", str(tmp_path / "none"), code=2)
     assert re.fullmatch(r"error: cannot read .*none: No such file or directory\n", err)
 
 
@@ -137,8 +137,8 @@ def test_errors_of_turns(chat: Chat) -> None:
 
 
 def test_errors_of_flags(chat: Chat) -> None:
-    assert "--mode long_context is not supported" in chat("", "--mode", "long_context", code=1)[1]
-    assert chat("", "--temperature", "-1", code=1)[1] == "error: temperature must be at least 0, got -1.0\n"
+    assert "--mode long_context is not supported" in chat("", "--mode", "long_context", code=2)[1]
+    assert chat("", "--temperature", "-1", code=2)[1] == "error: temperature must be at least 0, got -1.0\n"
     assert "did you mean --cache_lens?" in chat("", "--cache-len", "5", code=2)[1]
     assert "expected one argument" in chat("", "--system", code=2)[1]
     assert "--top_p: no effect at temperature 0" in chat("", "--top_p", "0.5", "--use-cuda-graph")[1]

@@ -55,7 +55,7 @@ def test_local_chat_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("usage: local_chat.py")
     missing = python(str(PACKAGE / "local_chat.py"), "--model_path", str(tmp_path / "none"))
-    assert (missing.returncode, missing.stdout) == (1, "")
+    assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr.startswith("error: --model_path ")
 
 

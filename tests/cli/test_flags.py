@@ -101,7 +101,7 @@ def test_wrong_usage_is_one_line(words: list[str], message: str, capsys: pytest.
 def test_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert capsys.readouterr().err.startswith("usage: ktransformers [options] COMMAND")
-    assert main(["--gguf_path", "/nowhere"]) == 1  # upstream's `ktransformers` was its server
+    assert main(["--gguf_path", "/nowhere"]) == 2  # upstream's `ktransformers` was its server
     assert capsys.readouterr().err.startswith("error: --gguf_path /nowhere does not exist")
 
 
@@ -182,15 +182,15 @@ def test_ranges_name_the_source(
     monkeypatch: pytest.MonkeyPatch, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config_file.write_text("cache_lens: -1\n")
-    assert main(["serve", "--config", str(config_file)]) == 1
+    assert main(["serve", "--config", str(config_file)]) == 2
     assert capsys.readouterr().err == f"error: {config_file} line 1: --cache_lens must be at least 0, got -1\n"
     monkeypatch.setenv("KTRANSFORMERS_TEMPERATURE", "-2")
-    assert main(["serve"]) == 1
+    assert main(["serve"]) == 2
     assert capsys.readouterr().err.startswith("error: KTRANSFORMERS_TEMPERATURE: temperature must be at least 0")
     monkeypatch.setenv("KTRANSFORMERS_MODEL", "/nowhere")
-    assert main(["serve"]) == 1
+    assert main(["serve"]) == 2
     assert capsys.readouterr().err.startswith("error: KTRANSFORMERS_MODEL: /nowhere does not exist")
-    assert main(["serve", "/elsewhere"]) == 1
+    assert main(["serve", "/elsewhere"]) == 2
     assert capsys.readouterr().err.startswith("error: /elsewhere does not exist")
     monkeypatch.setenv("KTRANSFORMERS_PORT", "x")
     assert refusal(capsys, "serve").startswith("error: KTRANSFORMERS_PORT: --port: invalid int value: 'x'")
@@ -212,7 +212,7 @@ def test_unknown_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setenv("KTRANSFORMERS_QQQ", "1")
     monkeypatch.setenv("KTRANSFORMERS_ISA", "scalar")
     monkeypatch.setenv("KTRANSFORMERS_PORT", "1")  # a flag of another command
-    assert main(["plan", "/nowhere"]) == 1
+    assert main(["plan", "/nowhere"]) == 2
     warning = "warning: environment variables without effect: "
     warning += "KTRANSFORMERS_CACHE_LEN (did you mean KTRANSFORMERS_CACHE_LENS?), KTRANSFORMERS_QQQ\n"
     assert capsys.readouterr().err.startswith(warning + "error: ")
@@ -226,7 +226,7 @@ def test_variables_of_kubernetes_are_not_ours(
     for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_80_TCP", "PORT_80_TCP_ADDR"):
         monkeypatch.setenv(f"KTRANSFORMERS_{name}", "10.0.0.7")
     assert parse("serve").port == 10002
-    assert main(["serve", "/nowhere"]) == 1
+    assert main(["serve", "/nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: /nowhere does not exist")
 
 

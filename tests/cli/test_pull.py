@@ -187,7 +187,7 @@ def test_ctrl_c_leaves_what_came_and_the_same_command_goes_on(
 def test_refusals_are_one_line(
     hub: HubServer, name: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["pull", name]) == 1
+    assert main(["pull", name]) == 2
     out, err = capsys.readouterr()
     (line,) = (line for line in err.splitlines(keepends=True) if line.startswith("error: "))
     assert line.startswith(message)
@@ -200,7 +200,7 @@ def test_an_architecture_that_cannot_run_is_refused_before_the_download(
 ) -> None:
     repo = hub.repos["org/tiny-GGUF"]
     repo.files["tiny-Q8_0.gguf"] = repo.files["tiny-Q8_0.gguf"].replace(b"qwen3moe", b"qwen3xyz")
-    assert main(["pull", "org/tiny-GGUF:Q8_0"]) == 1
+    assert main(["pull", "org/tiny-GGUF:Q8_0"]) == 2
     err = capsys.readouterr().err
     assert "qwen3xyz" in err
     assert err.endswith("(--force downloads it all the same)\n")
@@ -228,14 +228,14 @@ def test_list_and_rm(hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(Path(document["path"]).exists() for document in documents)
     size = documents[2]["bytes"]
 
-    assert main(["rm", "org/tiny-GGUF:Q8_0"]) == 1  # no terminal, no --yes
+    assert main(["rm", "org/tiny-GGUF:Q8_0"]) == 2  # no terminal, no --yes
     assert "pass --yes" in capsys.readouterr().err
     assert main(["rm", "org/tiny-GGUF:Q8_0", "--yes"]) == 0
     assert capsys.readouterr().out == f"org/tiny-GGUF:Q8_0: {size / 1024:.2f} KiB freed\n"
     assert locate_path("org/tiny-GGUF").name == "tiny-Q4_0.gguf"
-    assert main(["rm", "org/tinny", "-y"]) == 1
+    assert main(["rm", "org/tinny", "-y"]) == 2
     assert capsys.readouterr().err == "error: org/tinny is not in the cache; did you mean org/tiny?\n"
-    assert main(["rm", "org/tiny-GGUF:Q8_0", "-y"]) == 1
+    assert main(["rm", "org/tiny-GGUF:Q8_0", "-y"]) == 2
     assert "has no Q8_0" in capsys.readouterr().err
 
     monkeypatch.setattr(sys, "stdin", _Terminal("n\ny\n"))

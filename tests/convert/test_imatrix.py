@@ -181,7 +181,7 @@ def test_from_text_to_better_rounding(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert said.out == f"{out}\n"
     assert "3 chunks of 64 tokens" in said.err
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "--force overwrites it" in capsys.readouterr().err
     imatrix = read_imatrix(out)
     assert imatrix.tensors["blk.0.attn_q.weight"].counts.tolist() == [3 * 64]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,26 @@ def test_a_text_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pattern_limits, "SECONDS", 60.0)
     assert ours.encode("abc") == tokenizer.encode("abc").ids
     ours._timed.close()
+
+
+def test_a_forked_process_does_not_end_the_parents_encoder() -> None:
+    """It starts one of its own, and its end leaves the parent's alone."""
+    ours = loaded(byte_level(SLOW))
+    timed = ours._timed
+    assert timed is not None
+    wanted = ours.encode("hello")
+    process = timed._process
+    assert process is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads of this process hold no lock that matters
+        pid = os.fork()
+    if pid == 0:
+        is_same = False
+        try:
+            is_same = ours.encode("hello") == wanted and timed._process is not process
+            timed.close()
+        finally:
+            os._exit(0 if is_same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert process.poll() is None
+    assert ours.encode("hello") == wanted

@@ -129,9 +129,9 @@ class Models:
 
 
 async def _serve(models: Models, config: ServerConfig) -> None:
-    config.warn_if_open()
     server = Server(uvicorn_config(models.app, config))
     listener = bind(config)
+    config.warn_if_open()
     began = time.monotonic()
     async with ending_signals() as received:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
