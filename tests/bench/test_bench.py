@@ -70,7 +70,7 @@ def last_json(out: str) -> dict[str, Any]:
     ],
 )
 def test_wrong_arguments_are_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", *flags]) == 1
+    assert main(["bench", "kernels", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -268,7 +268,7 @@ TINY_MODEL += ["--repeats", "4"]  # of 4 layers: enough calls for the experts of
 def test_wrong_arguments_of_model_are_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "model", *flags]) == 1
+    assert main(["bench", "model", *flags]) == 2
     assert message in capsys.readouterr().err
 
 

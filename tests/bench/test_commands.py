@@ -259,5 +259,5 @@ def test_a_server_that_does_not_start_says_why() -> None:
     ],
 )
 def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *args]) == 1
+    assert main(["bench", *args]) == 2
     assert message in capsys.readouterr().err

@@ -192,7 +192,7 @@ def test_without_a_gpu_it_is_refused(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", f"gpu_{kind}"]) == 1
+    assert main(["bench", f"gpu_{kind}"]) == 2
     assert capsys.readouterr().err == "error: this measures a GPU: there is no CUDA device\n"
 
 
@@ -208,7 +208,7 @@ def test_without_a_gpu_it_is_refused(
     ],
 )
 def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *args]) == 1
+    assert main(["bench", *args]) == 2
     assert message in capsys.readouterr().err
 
 

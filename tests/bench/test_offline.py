@@ -201,7 +201,7 @@ def test_a_model_of_files(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
-    assert main(["bench", "offline", *args]) == 1
+    assert main(["bench", "offline", *args]) == 2
     assert message in capsys.readouterr().err
 
 

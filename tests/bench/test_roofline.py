@@ -191,7 +191,7 @@ def test_too_many_types_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(ConfigError, match=f"at most {MAX_TYPES} types"):
         draw("", [Panel("", "read", 100.0, (Roof("int8", 20.0),), series)])
     types = "q2_k,q3_k,q4_k,q5_k,q6_k,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,iq4_xs,bf16"
-    assert main(["bench", "roofline", "-o", str(tmp_path / "a.svg"), *TINY, "--types", types]) == 1
+    assert main(["bench", "roofline", "-o", str(tmp_path / "a.svg"), *TINY, "--types", types]) == 2
     assert "--types must be at most 12, got 13" in capsys.readouterr().err
 
 
@@ -222,16 +222,16 @@ def test_what_cannot_be_drawn_is_one_line(
     path = tmp_path / "some.jsonl"
     if text is not None:
         path.write_text(text)
-    assert main(["bench", "roofline", "--from", str(path), "-o", str(tmp_path / "a.svg")]) == 1
+    assert main(["bench", "roofline", "--from", str(path), "-o", str(tmp_path / "a.svg")]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_from_takes_no_flags_of_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["bench", "roofline", "--from", str(written(tmp_path, CPU)), "-o", str(tmp_path / "a.svg")]
-    assert main([*args, "--tokens", "4"]) == 1
+    assert main([*args, "--tokens", "4"]) == 2
     assert "leave --tokens out" in capsys.readouterr().err
     assert main(args) == 0
-    assert main([*args[:-1], str(tmp_path)]) == 1
+    assert main([*args[:-1], str(tmp_path)]) == 2
     assert "is a folder; name the file to write" in capsys.readouterr().err
 
 

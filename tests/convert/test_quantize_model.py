@@ -254,7 +254,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "100 %" in said.err
     assert "bits per weight" in said.err
     assert tensors(out)["blk.0.attn_q.weight"][0] is T.Q8_0
-    assert main(["quantize", str(given), str(out), "--type", "q4_0"]) == 1
+    assert main(["quantize", str(given), str(out), "--type", "q4_0"]) == 2
     assert "--force overwrites it" in capsys.readouterr().err
     monkeypatch.setattr(writing, "quantize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["quantize", str(given), str(out), "--type", "q4_0", "--force"]) == 130
