@@ -8,6 +8,8 @@ from typing import TextIO
 
 __all__ = ["set_up_logging"]
 
+_LIBRARIES = ("asyncio", "concurrent.futures", "uvicorn")
+
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to what sys.stderr is at the moment: a progress bar replaces it to keep lines and bar apart."""
@@ -18,7 +20,9 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def set_up_logging(level: str, process: str = "", *, with_time: bool = False) -> None:
-    """Log this program's messages to standard error.
+    """Log this program's messages to standard error, and in the same form the warnings of the libraries that serve.
+
+    Without that, a library's warning is a bare text on standard error (logging.lastResort), of nobody and of no time.
 
     process: a name that tells child processes' lines apart. with_time: lines begin with date and time, as those of
     programs that run for long do.
@@ -30,4 +34,7 @@ def set_up_logging(level: str, process: str = "", *, with_time: bool = False) ->
     logger = logging.getLogger("ktransformers")
     logger.handlers[:] = [handler]
     logger.propagate = False
+    for name in _LIBRARIES:  # their levels stay as they are
+        library = logging.getLogger(name)
+        library.handlers[:] = [one for one in library.handlers if not isinstance(one, _StderrHandler)] + [handler]
     logger.setLevel(level.upper())

@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from ktransformers.errors import ConfigError, reason_of
 
 __all__ = ["PrivateFolder"]
 
+logger = logging.getLogger(__name__)
+
 _PREFIX, _LOCK = "ktransformers-", "lock"
+_LAST_PLACES = ("/tmp", "/dev/shm")
 _MAX_PATH = 90  # of some 107 that a socket's address can hold, file names included
 
 
 class PrivateFolder:
-    """A new folder with a path short enough for addresses of sockets. Raises OSError when there can be none."""
+    """A new folder with a path short enough for addresses of sockets. Raises ConfigError when there can be none."""
 
     def __init__(self) -> None:
-        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-        if len(base) > _MAX_PATH - 30 or not os.access(base, os.W_OK):
-            base = "/tmp"
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        base, self.path = _new_folder()
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         for folder in Path(base).glob(f"{_PREFIX}*"):
@@ -36,6 +40,36 @@ class PrivateFolder:
         """With all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def _places() -> Iterator[str]:
+    """Where the folder may be, best first. A container with a read-only root may have none but shared memory."""
+    if os.environ.get("XDG_RUNTIME_DIR"):
+        yield os.environ["XDG_RUNTIME_DIR"]
+    with contextlib.suppress(FileNotFoundError):  # there is no place for temporary files
+        yield tempfile.gettempdir()
+    yield from _LAST_PLACES
+
+
+def _new_folder() -> tuple[str, Path]:
+    """The place that was taken, and the folder in it."""
+    reasons = []
+    for base in dict.fromkeys(_places()):
+        if len(base) > _MAX_PATH - 30:
+            reasons.append(f"{base} is too long for the address of a socket")
+            continue
+        try:
+            made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        except OSError as error:
+            reasons.append(f"{base}: {reason_of(error)}")
+            continue
+        if reasons and base == _LAST_PLACES[-1]:
+            logger.info("sockets are in %s, because there is no room elsewhere (%s)", base, "; ".join(reasons))
+        return base, made
+    raise ConfigError(
+        f"there is no folder for sockets ({'; '.join(reasons)}): set TMPDIR to a folder that can be written to, as a "
+        "container with a read-only root gets by --tmpfs /tmp"
+    )
 
 
 def _remove_if_left(folder: Path) -> None:

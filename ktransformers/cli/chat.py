@@ -13,6 +13,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -119,34 +120,22 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     target = _profile_target(args)
-    from ktransformers.cli.loading import early_line, loading_bar
+    from ktransformers.cli.terminal_keys import muted_keys
 
-    name = _model_name(config)
-    with early_line(sys.stderr, f"loading {name} ..."):  # what takes seconds to import, before anything else
-        importlib.import_module("ktransformers.engine.llm" if build else "ktransformers.engine.builder")
+    first_turns: list[Turn] = []
+    in_fd = sys.stdin.fileno() if _is_interactive(args) else -1
+    with muted_keys(in_fd) if in_fd >= 0 else nullcontext():  # what is typed meanwhile is for the first prompt
+        engine = _load(args, config, build, first_turns)
     from ktransformers.cli.chat_commands import bound_command
     from ktransformers.cli.chat_greeting import describe_machine, describe_model
-    from ktransformers.cli.chat_input import Turn, read_prompt_file
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
-    from ktransformers.engine.llm import LLM, default_sampling_params
+    from ktransformers.engine.llm import LLM
     from ktransformers.engine.profiled import profiled_session
 
-    first_turns = []
-    if args.prompt_file is not None:
-        first_turns.append(Turn(read_prompt_file(args.prompt_file), is_literal=True, has_attachments=False))
-    # What can be wrong with the flags shows before the model loads, not minutes later.
-    sampling_params(args, default_sampling_params({}, args.max_new_tokens))
-    if build is None:
-        from ktransformers.engine.builder import build_engine
-
-        _refuse_without_tokenizer(config)
-        build = build_engine
-    with loading_bar(sys.stderr, name) as progress:
-        engine = build(config, progress)
     try:
         llm = LLM.from_engine(engine)
         params = sampling_params(args, llm.default_params)
-        is_interactive = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and _prompt(args) is None
+        is_interactive = _is_interactive(args)
         if is_interactive:
             view, source = _terminal_view(args.markdown), _terminal_source(args)
         else:
@@ -169,6 +158,34 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
             return chat.run(first_turns)
     finally:
         engine.close()
+
+
+def _load(args: argparse.Namespace, config: EngineConfig, build: BuildEngine | None, first_turns: list[Turn]) -> Engine:
+    """The model, with something to see meanwhile. Adds --prompt_file to the first turns, and checks flags, before."""
+    from ktransformers.cli.loading import early_line, loading_bar
+
+    name = _model_name(config)
+    with early_line(sys.stderr, f"loading {name} ..."):  # what takes seconds to import, before anything else
+        importlib.import_module("ktransformers.engine.llm" if build else "ktransformers.engine.builder")
+    from ktransformers.cli.chat_input import Turn, read_prompt_file
+    from ktransformers.engine.llm import default_sampling_params
+
+    if args.prompt_file is not None:
+        first_turns.append(Turn(read_prompt_file(args.prompt_file), is_literal=True, has_attachments=False))
+    # What can be wrong with the flags shows before the model loads, not minutes later.
+    sampling_params(args, default_sampling_params({}, args.max_new_tokens))
+    if build is None:
+        from ktransformers.engine.builder import build_engine
+
+        _refuse_without_tokenizer(config)
+        build = build_engine
+    with loading_bar(sys.stderr, name) as progress:
+        return build(config, progress)
+
+
+def _is_interactive(args: argparse.Namespace) -> bool:
+    """Whether a person sits at both ends."""
+    return _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and _prompt(args) is None
 
 
 def _profile_target(args: argparse.Namespace) -> ProfileTarget | None:

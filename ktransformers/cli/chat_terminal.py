@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from prompt_toolkit import PromptSession
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
@@ -14,6 +16,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from ktransformers.cli.chat_completion import ChatCompleter
 from ktransformers.cli.chat_input import Source, Turn, is_open_block, read_turn
 from ktransformers.cli.prompt_history import PromptHistory
+from ktransformers.cli.terminal_keys import drop_keys
 from ktransformers.errors import ConfigError
 
 __all__ = ["TerminalSource"]
@@ -23,6 +26,8 @@ _PLACEHOLDER = "Send a message (/help for commands)"
 
 class TerminalSource(Source):
     """Turns that are typed. Pasted lines come as one turn. history: what the arrow keys recall.
+
+    Ctrl-Z stops the program as a shell's job; `fg` brings the prompt back as it was.
 
     Ctrl-C clears what was typed; KeyboardInterrupt is raised when there was nothing, or a prefilled text. Ctrl-D on an
     empty line ends the input.
@@ -39,6 +44,7 @@ class TerminalSource(Source):
             complete_style=CompleteStyle.READLINE_LIKE,
             placeholder=[("fg:ansibrightblack", _PLACEHOLDER)],
             multiline=True,
+            enable_suspend=True,
             prompt_continuation="... ",
             key_bindings=self._keys(),
             input=keyboard,
@@ -63,8 +69,10 @@ class TerminalSource(Source):
         self._prefilled = text
 
     def confirm(self, question: str) -> bool:
-        """See Source."""
-        session: PromptSession[str] = PromptSession(input=self._input, output=self._output)
+        """See Source. Keys that were pressed before the question was there are no answer to it."""
+        if self._input is None:
+            drop_keys(sys.stdin.fileno())
+        session: PromptSession[str] = PromptSession(input=self._input, output=self._output, enable_suspend=True)
         try:
             return session.prompt(f"{question} [y/N] ").strip().lower() in ("y", "yes")
         except (EOFError, KeyboardInterrupt):

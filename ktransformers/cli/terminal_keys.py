@@ -1,4 +1,7 @@
-"""Keys pressed during an answer: they are not echoed, not kept, and Ctrl-C still interrupts. Knows terminals only."""
+"""Keys pressed while the program is busy: not echoed, kept for the next prompt, but for Ctrl-C and Ctrl-Z.
+
+Knows terminals only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["muted_keys"]
+__all__ = ["drop_keys", "muted_keys"]
 
 _LOCAL = 3  # index of the local modes in what termios calls attributes
 _LEAVING = (signal.SIGTSTP, signal.SIGTERM, signal.SIGHUP)
@@ -17,10 +20,12 @@ _LEAVING = (signal.SIGTSTP, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def muted_keys(fd: int) -> Iterator[None]:
-    """Echo is off inside; what was typed meanwhile is thrown away at the end, and the terminal is as it was.
+    """Echo is off inside; at the end the terminal is as it was, and what was typed meanwhile is there to be read.
 
-    So it is while the program is stopped (Ctrl-Z), and when a signal ends it. Does nothing when `fd` is no terminal.
-    Only the main thread may enter, because signals are handled.
+    Ctrl-C empties what was typed, as terminals do. The terminal is as it was also while the program is stopped (by
+    Ctrl-Z),
+    and when a signal ends it. Does nothing when `fd` is no terminal. Only the main thread may enter, because signals
+    are handled.
     """
     if not os.isatty(fd):
         yield
@@ -48,5 +53,10 @@ def muted_keys(fd: int) -> Iterator[None]:
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        termios.tcflush(fd, termios.TCIFLUSH)  # TCSAFLUSH leaves keys that Linux has not handed to the terminal yet
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def drop_keys(fd: int) -> None:
+    """Forget what was typed and not read yet: it cannot have been meant for a question that was not asked then."""
+    if os.isatty(fd):
+        termios.tcflush(fd, termios.TCIFLUSH)

@@ -97,7 +97,7 @@ class TerminalView(View):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Keys pressed inside are not echoed and are thrown away."""
+        """Keys pressed inside are not echoed, and are there for the next prompt."""
         with muted_keys(self._in_fd):
             try:
                 yield

@@ -21,6 +21,9 @@ __all__ = ["ForwardPass", "StepInputs"]
 
 logger = logging.getLogger(__name__)
 
+_USUAL = "rotary_emb.inner"
+"""A module that computes a table with a few products in most families: that is worth no line."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -48,9 +51,10 @@ class ForwardPass:
         self.short: ShortForward | None = None
         self.layout = None if layout is None or layout.is_cpu else layout
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
-        if left and announce:
-            more = f" and {len(left) - 1} more modules keep" if left[1:] else " keeps"
-            logger.info("%s%s the model's own forward, on native products", left[0] or "the model", more)
+        told = [name for name in left if not name.endswith(_USUAL)]
+        if told and announce:
+            more = f" and {len(told) - 1} more modules keep" if told[1:] else " keeps"
+            logger.info("%s%s the model's own forward, on native products", told[0] or "the model", more)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
 
     @torch.inference_mode()

@@ -386,9 +386,14 @@ class _Planner:
         if self._fallbacks:
             logger.info(
                 "%s places %d modules on cuda; there is no CUDA device that this version uses, they run on the CPU",
-                self.rules.file,
+                _name_of(self.rules.file),
                 len(self._fallbacks),
             )
+
+
+def _name_of(file: str) -> str:
+    """A rule file of this program by its name alone: where it is installed is nothing that a reader can use."""
+    return Path(file).name if Path(file).parent == RULES_DIR else file
 
 
 def _unmatched(

@@ -7,12 +7,13 @@ import itertools
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.llm import LLM
 from tests.support.fake_runner import scripted_engine
 from tests.support.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
-from tests.support.terminal import TIMEOUT, Terminal
+from tests.support.terminal import PROGRAM, TIMEOUT, Terminal
 
 XTERM = {"TERM": "xterm"}
 NEVER = 1e9  # seconds
@@ -300,9 +301,9 @@ class Watched(TerminalView):
         self._deeds.get(self._count, lambda: None)()
 
 
-def test_keys_during_an_answer_leave_no_trace() -> None:
+def test_keys_during_an_answer_are_not_shown_and_wait_for_the_prompt() -> None:
     def type_ahead() -> None:
-        window.type(b"ghost\r/exit\n\x04")
+        window.type(b"next question\r")
         assert select.select([window.fd], [], [], TIMEOUT)[0]  # the terminal has them, and has echoed them if it does
 
     with open_window() as window:
@@ -314,7 +315,10 @@ def test_keys_during_an_answer_leave_no_trace() -> None:
         loop = chat(Watched(window, deeds), lambda _: "on and on " * 100)
         loop.answer("?")
         assert termios.tcgetattr(window.fd) == before
-        assert not select.select([window.fd], [], [], 0)[0]
+        raw = termios.tcgetattr(window.fd)
+        raw[3] &= ~termios.ICANON  # as the prompt reads it
+        termios.tcsetattr(window.fd, termios.TCSANOW, raw)
+        assert os.read(window.fd, 100) == b"next question\n"
     assert loop.conversation.messages[-1]["content"] == "on and on " * 4
     first, stopped, speed = window.screen.rows()
     assert (first, stopped) == ("on and on " * 4, "stopped")
@@ -398,8 +402,8 @@ def test_ended_by_a_signal(keys: Window) -> None:
 class Recorded(Terminal):
     """The program in a window of 24 rows and 80 columns. Keeps what it wrote."""
 
-    def __init__(self, *flags: str):
-        super().__init__(*flags)
+    def __init__(self, *flags: str, program: Sequence[str] = PROGRAM):
+        super().__init__(*flags, program=program)
         set_size(self._fd)
         self.raw = ""
 
@@ -410,6 +414,7 @@ class Recorded(Terminal):
 
 
 def test_keys_and_ctrl_c_in_the_program() -> None:
+    """What is typed ahead is not shown in the answer; Ctrl-C takes it along."""
     terminal = Recorded()
     try:
         terminal.expect("loading fake_chat.py")
@@ -428,13 +433,94 @@ def test_keys_and_ctrl_c_in_the_program() -> None:
         assert terminal.exit_code() == 0
     finally:
         terminal.close()
-    screen = MemoryScreen()
-    pyte.Stream(screen).feed(terminal.raw)
-    rows = [row.rstrip() for row in screen.rows()]
+    rows = screen_of(terminal.raw)
     assert not [row for row in rows if "ghost" in row or "^C" in row or "loading" in row]
     begin, end = rows.index(">>> endless"), rows.index("stopped")
     said = "".join(row + " " for row in rows[begin + 1 : end])
     assert ("on and on " * 1000).startswith(said.rstrip())
+
+
+def screen_of(raw: str) -> list[str]:
+    """The rows that somebody would see."""
+    screen = MemoryScreen()
+    pyte.Stream(screen).feed(raw)
+    return [row.rstrip() for row in screen.rows()]
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("count\r", ">>> count"),
+        ("count\n", ">>> count"),
+        ("cou", ">>> cou"),
+        ("wörter 你好\r", ">>> wörter 你好"),
+        ("first\rcount\r", "3 turns"),
+        ("abc\x7f\x7f\x7fcount\r", ">>> count"),
+    ],
+)
+def test_what_is_typed_during_an_answer_appears_at_the_next_prompt(typed: str, shown: str) -> None:
+    terminal = Recorded()
+    try:
+        terminal.expect(">>>")
+        terminal.type("long\r")
+        terminal.expect("word word")
+        terminal.type(typed)
+        terminal.expect("the end")  # nothing of it stands in the answer
+        terminal.expect("\r\n")
+        before = screen_of(terminal.raw)
+        assert not [row for row in before if "count" in row or "first" in row or "cou" in row]
+        while shown not in "\n".join(screen_of(terminal.raw)):
+            terminal.raw += terminal.rest()
+    finally:
+        terminal.close()
+
+
+def test_what_is_typed_while_the_model_loads_is_the_first_question() -> None:
+    terminal = Recorded()
+    try:
+        terminal.expect("loading fake_chat.py")
+        terminal.type("hello there\r")
+        terminal.expect("you said hello there")
+        terminal.expect(">>>")
+    finally:
+        terminal.close()
+    assert ">>> hello there" in screen_of(terminal.raw)
+
+
+def test_ctrl_z_stops_the_program_at_the_prompt_and_in_an_answer() -> None:
+    """In an interactive shell, whose job the chat is: without one the system ignores Ctrl-Z."""
+    terminal = Recorded(program=["bash", "--norc", "--noprofile", "-i"])
+    try:
+        terminal.type(f"PS1='shell''> '; {shlex.join(PROGRAM)}\r")
+        terminal.expect(">>>")
+        terminal.type("half a ques")
+        terminal.expect("half a ques")
+        terminal.type("\x1a")
+        terminal.expect("Stopped")
+        terminal.expect("shell> ")
+        terminal.type("echo al''ive\r")  # the terminal is the shell's again
+        terminal.expect("alive\r\n")
+        terminal.expect("shell> ")
+        terminal.type("fg\r")
+        terminal.expect("half a ques")
+        terminal.type("tion\r")
+        terminal.expect("you said half a question")
+        terminal.expect(">>>")
+        terminal.type("endless\r")
+        terminal.expect("on and on")
+        terminal.type("\x1a")
+        terminal.expect("Stopped")
+        terminal.expect("shell> ")
+        terminal.type("fg\r")
+        terminal.expect("on and on")
+        terminal.type("\x03")
+        terminal.expect("stopped")
+        terminal.expect(">>>")
+        terminal.type("\x04")
+        terminal.expect("shell> ")
+    finally:
+        terminal.type("\x03exit\r")
+        terminal.close()
 
 
 # --- what takes time -------------------------------------------------------------------------------------------------

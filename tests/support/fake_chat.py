@@ -25,6 +25,8 @@ def reply(prompt: str) -> str:
     turns = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
     if turns[-1] == ENDLESS:
         return "on and on " * 1000
+    if turns[-1] == "long":
+        return "word " * 150 + "the end"
     if prompt.rstrip().endswith("<think>"):
         return "it is easy</think>\n\n" + turns[-1]
     if turns[-1] == "think":
