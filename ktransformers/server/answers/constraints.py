@@ -5,6 +5,8 @@
     structured_outputs   {"json": schema} | {"regex": ...} | {"choice": [...]} | {"grammar": ...} | {"json_object": ...}
     guided_json, guided_regex, guided_choice, guided_grammar     the same, one field each
     json_schema, grammar (Lark or GBNF)                          llama.cpp's
+    response_format, grammar     {"type": "json" | "regex", "value": ...}: TGI's; {"type": "regex", "pattern": ...}:
+                                 Together's; {"type": "grammar", "grammar": ...}: Fireworks'
     format               "json" | schema                         Ollama's
 
 And where in an answer they begin: behind its reasoning.
@@ -120,6 +122,8 @@ def _wanted(name: str, value: Any) -> Mapping[str, Any] | None:
         if value == "json":
             return {"json_object": True}
         return {"json": value} if value != "" else None
+    if name == "grammar" and isinstance(value, Mapping):
+        return _of_typed_format(name, value)
     return {_ALONE[name]: value} if value != "" else None
 
 
@@ -137,6 +141,12 @@ def _of_typed_format(name: str, value: Any) -> Mapping[str, Any] | None:
     if kind == "json_object":
         schema = value.get("schema")  # llama.cpp's
         return {"json_object": True} if schema is None else {"json": schema}
+    if kind == "regex":
+        return {"regex": _first_of(name, value, "value", "pattern")}
+    if kind == "grammar":
+        return {"grammar": _first_of(name, value, "grammar", "value")}
+    if kind == "json" or (kind == "json_schema" and value.get("value") is not None):
+        return {"json": _first_of(name, value, "value", "schema")}
     if kind != "json_schema":
         raise ConfigError(f"{name}.type must be text, json_object or json_schema")
     named = value.get("json_schema")
@@ -145,6 +155,14 @@ def _of_typed_format(name: str, value: Any) -> Mapping[str, Any] | None:
         inner = ".json_schema" if name == "response_format" else ""
         raise ConfigError(f"{name}{inner}.schema is missing")
     return {"json": schema}
+
+
+def _first_of(name: str, value: Mapping[str, Any], *fields: str) -> Any:
+    """The first of these fields that says something."""
+    found = next((value[field] for field in fields if value.get(field) is not None), None)
+    if found is None:
+        raise ConfigError(f"{name}.{fields[0]} is missing")
+    return found
 
 
 def beside_tools(tokenizer: Tokenizer, constraint: Constraint) -> Constraint:

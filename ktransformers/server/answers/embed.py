@@ -21,7 +21,7 @@ from ktransformers.errors import ConfigError, EngineError, UnsupportedError
 from ktransformers.server.answers.fitting import in_words_of
 from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.api_paths import USE_KEY
-from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.bodies import body_size
 from ktransformers.server.request_log import note_request
 from ktransformers.server.service import Service, service_of
@@ -29,21 +29,29 @@ from ktransformers.server.streaming import unless_disconnected
 from ktransformers.server.tally import Tally
 from ktransformers.server.traces import Answering, Operation
 
-__all__ = ["EmbeddingRequest", "Embeddings", "respond_embeddings", "shown_vector"]
+__all__ = ["Cut", "EmbeddingRequest", "Embeddings", "respond_embeddings", "shown_vector"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """most: tokens that are left of a longer input; None: as many as the model takes. keeps_end: the last ones."""
+
+    most: int | None = None
+    keeps_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
     """What a client asks. inputs: texts, or their token ids. dimensions: how many of each vector's; None: all.
 
-    cuts: an input that is too long is cut to what the model takes, from its end on; else that is an error.
+    cut: what becomes of an input that is too long; None: that is an error.
     """
 
     id: str
     model: str | None
     inputs: Sequence[str | Sequence[int]]
     dimensions: int | None = None
-    cuts: bool = False
+    cut: Cut | None = None
     priority: int = 0
     timeout: float | None = None
 
@@ -98,12 +106,11 @@ def _generations(service: Service, asked: EmbeddingRequest) -> list[GenerationRe
             "this model's files ask for embeddings that are made neither of the first token, nor the last, nor the mean"
         )
     params = SamplingParams(temperature=0.0, max_tokens=1, seed=0, pooling=pooling)
-    made, max_len = [], None if asked.cuts else model.max_len
+    made = []
     for index, one in enumerate(asked.inputs):
-        ids: Sequence[int] = model.tokenizer.encode(one, max_len=max_len) if isinstance(one, str) else one
         generation = GenerationRequest(
             request_id=f"{asked.id}-{index}",
-            prompt_ids=tuple(ids[: model.max_len - 1] if asked.cuts else ids),
+            prompt_ids=tuple(_prompt_ids(model, one, asked.cut)),
             params=params,
             priority=asked.priority,
             timeout=asked.timeout or service.config.request_timeout,
@@ -112,6 +119,29 @@ def _generations(service: Service, asked: EmbeddingRequest) -> list[GenerationRe
         service.backend.check(generation)
         made.append(generation)
     return made
+
+
+def _prompt_ids(model: ModelInfo, one: str | Sequence[int], cut: Cut | None) -> Sequence[int]:
+    if cut is None:
+        return model.tokenizer.encode(one, max_len=model.max_len) if isinstance(one, str) else one
+    ids: Sequence[int] = model.tokenizer.encode(one) if isinstance(one, str) else one
+    most = model.max_len - 1 if cut.most is None else cut.most
+    if len(ids) <= most:
+        return ids
+    if not cut.keeps_end:
+        return ids[:most]
+    before, after = _special_ends(model, one, ids) if isinstance(one, str) else (0, 0)
+    if before + after >= most:
+        return ids[len(ids) - most :]
+    return [*ids[:before], *ids[len(ids) - most + before :]]  # what the tokenizer puts around texts stays
+
+
+def _special_ends(model: ModelInfo, text: str, ids: Sequence[int]) -> tuple[int, int]:
+    """How many tokens the tokenizer puts in front of a text, and behind it."""
+    bare = model.tokenizer.encode(text, add_special_tokens=False)
+    num_more = len(ids) - len(bare)
+    before = next((at for at in range(num_more + 1) if list(ids[at : at + len(bare)]) == bare), 0)
+    return before, max(num_more - before, 0)
 
 
 async def _vectors(service: Service, made: Sequence[GenerationRequest], tally: Tally) -> list[npt.NDArray[np.float32]]:

@@ -46,6 +46,7 @@ TABLE: FieldTable = {
         ),
         honour(),
     ),
+    "parallel_tool_calls": honour(True),
     # Who asks and for what, how fast, where, for whose money, and what may be kept: nothing about the answer.
     **dict.fromkeys(
         (

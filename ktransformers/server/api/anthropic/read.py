@@ -237,17 +237,19 @@ def _tools(body: ConversationBody, note: Note) -> list[Tool]:
         raise FieldError(f"tool_choice.name: there is no tool {(choice.name or '')[:100]!r}", "tool_choice.name")
     if choice is not None and choice.type == "any" and not tools:
         raise FieldError("tool_choice: a call is required, and there are no tools", "tool_choice")
+    if choice is not None and choice.allowed is not None:
+        return [tool for tool in tools if tool.name in choice.allowed]
     return [] if choice is not None and choice.type == "none" else tools
 
 
 def _tool_choice(body: ConversationBody) -> ToolChoice:
-    choice = body.tool_choice
+    choice, is_single = body.tool_choice, body.parallel_tool_calls is False
     if choice is None:
-        return ToolChoice()
+        return ToolChoice(max_calls=1 if is_single and body.tools else None)
     return ToolChoice(
         is_required=choice.type in ("any", "tool"),
         name=choice.name if choice.type == "tool" else None,
-        max_calls=1 if choice.disable_parallel_tool_use else None,
+        max_calls=1 if choice.disable_parallel_tool_use or is_single else None,
     )
 
 

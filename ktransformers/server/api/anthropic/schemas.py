@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from ktransformers.server.answers.tool_choices import read_choice
+
 __all__ = [
     "Block",
     "CompactionBlock",
@@ -273,11 +275,26 @@ class ToolDefinition(_Part):
 
 
 class ToolChoice(_Part):
-    """Whether the model calls tools, and which. disable_parallel_tool_use: one call at most."""
+    """Whether the model calls tools, and which. disable_parallel_tool_use: one call at most. allowed: of these only."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+    allowed: list[str] | None = None
+
+
+def _as_choice(value: Any) -> Any:
+    """Anthropic's words for what any program calls it; what nobody says is left for the error."""
+    asked = read_choice(value)
+    if asked is None or isinstance(value, ToolChoice):
+        return value
+    made: dict[str, Any] = {"type": {"required": "any"}.get(asked.mode, asked.mode)}
+    if asked.name is not None:
+        made |= {"type": "tool", "name": asked.name}
+    if asked.allowed is not None:
+        made["allowed"] = list(asked.allowed)
+    single = value.get("disable_parallel_tool_use") if isinstance(value, dict) else None
+    return made if single is None else made | {"disable_parallel_tool_use": single}
 
 
 class Thinking(_Part):
@@ -316,7 +333,8 @@ class ConversationBody(BaseModel):
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(_as_choice, json_schema_input_type=ToolChoice)] | None = None
+    parallel_tool_calls: bool | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ktransformers.server.answers.embed import EmbeddingRequest, Embeddings, respond_embeddings
+from ktransformers.server.answers.embed import Cut, EmbeddingRequest, Embeddings, respond_embeddings
 from ktransformers.server.answers.requests import count_answers, new_id
 from ktransformers.server.api.ollama.fields import EMBED, EMBED_ONE
 from ktransformers.server.api.ollama.names import plain_name, shown_name
@@ -47,7 +47,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
         model=plain_name(service, body.model),
         inputs=inputs,
         dimensions=body.dimensions,
-        cuts=body.truncate is not False,
+        cut=None if body.truncate is False else Cut(),
     )
     return await respond_embeddings(request, count_answers(len(asked.inputs), 1), lambda: asked, render)
 
@@ -62,7 +62,7 @@ async def embeddings(body: EmbedOneBody, request: Request) -> Response:
 
     if not body.prompt:
         return render(_none_of(service, body.model))
-    asked = EmbeddingRequest(id=new_id("embd"), model=plain_name(service, body.model), inputs=[body.prompt], cuts=True)
+    asked = EmbeddingRequest(id=new_id("embd"), model=plain_name(service, body.model), inputs=[body.prompt], cut=Cut())
     return await respond_embeddings(request, count_answers(len(asked.inputs), 1), lambda: asked, render)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ktransformers.server.answers.custom_tools import custom_text
 from ktransformers.server.answers.events import (
     AnswerFinished,
     AnswerReason,
@@ -21,21 +22,26 @@ from ktransformers.server.answers.events import (
     TextDelta,
     TokenAdded,
     ToolArgumentsDelta,
+    ToolCallEnded,
     ToolCallStarted,
     WholeAnswer,
     WholeCall,
 )
 from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.requests import ChatRequest
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.logprobs import chat_logprobs
-from ktransformers.server.api.openai.read import chat_request
+from ktransformers.server.api.openai.read import chat_request, custom_names, unenforced
 from ktransformers.server.api.openai.schemas import ChatBody
 from ktransformers.server.api.openai.schemas.messages import NamedFunction, NamedTool
 from ktransformers.server.api.openai.table import CHAT_FIELDS
 from ktransformers.server.api.openai.writer import Fields, OpenAIWriter
 from ktransformers.server.bodies import body_route
+from ktransformers.server.service import note_unused
 
 __all__ = ["router"]
+
+_CallEvent = ToolCallStarted | ToolArgumentsDelta | ToolCallEnded
 
 router = APIRouter(route_class=body_route(CHAT_FIELDS))
 
@@ -43,9 +49,12 @@ router = APIRouter(route_class=body_route(CHAT_FIELDS))
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """The next turn of a conversation, as one JSON object or as a stream of server-sent events."""
-    return await respond(
-        request, body.n or 1, bool(body.stream), lambda: chat_request(body), lambda job: _ChatWriter(job, body)
-    )
+
+    def read() -> ChatRequest:
+        note_unused(request, unenforced(body))
+        return chat_request(body)
+
+    return await respond(request, body.n or 1, bool(body.stream), read, lambda job: _ChatWriter(job, body))
 
 
 class _ChatWriter(OpenAIWriter):
@@ -56,6 +65,8 @@ class _ChatWriter(OpenAIWriter):
         self._wholes = [WholeAnswer() for _ in job.requests]
         self._is_legacy = body.functions is not None  # a client that knows functions, and no tools
         self._is_named = isinstance(body.tool_choice, NamedTool) or isinstance(body.function_call, NamedFunction)
+        self._custom = custom_names(body)
+        self._inputs: dict[tuple[int, int], str] = {}  # arguments of calls of custom tools: their text comes at once
         self._logprobs: list[list[Fields]] | None = [[] for _ in job.requests] if body.logprobs else None
 
     def _token_logprobs(self, token: TokenAdded) -> list[Fields]:
@@ -79,10 +90,8 @@ class _ChatWriter(OpenAIWriter):
                     delta |= {"reasoning_content": text, "reasoning": text}
                 case TextDelta(text):
                     delta["content"] = text
-                case ToolCallStarted() | ToolArgumentsDelta() if self._is_legacy:
-                    _add_function_call(delta.setdefault("function_call", {"arguments": ""}), event)
-                case ToolCallStarted() | ToolArgumentsDelta():
-                    _add_call(delta.setdefault("tool_calls", []), event)
+                case ToolCallStarted() | ToolArgumentsDelta() | ToolCallEnded():
+                    self._add_call(delta, step.index, event)
                 case AnswerFinished():
                     finished = event
         if not delta and finished is None and self._shows_tokens:
@@ -93,6 +102,37 @@ class _ChatWriter(OpenAIWriter):
             )
         if finished is not None:
             yield _chunk_choice(step.index, {}, finish_reason=self._reason(finished))
+
+    def _add_call(self, delta: Fields, index: int, event: _CallEvent) -> None:
+        """Into the chunk of this answer."""
+        if self._is_custom(index, event):
+            self._add_custom_call(delta, index, event)
+        elif isinstance(event, ToolCallEnded):
+            return
+        elif self._is_legacy:
+            _add_function_call(delta.setdefault("function_call", {"arguments": ""}), event)
+        else:
+            _add_call(delta.setdefault("tool_calls", []), event)
+
+    def _is_custom(self, index: int, event: _CallEvent) -> bool:
+        if isinstance(event, ToolCallStarted):
+            return event.name in self._custom
+        return (index, event.index) in self._inputs
+
+    def _add_custom_call(self, delta: Fields, index: int, event: _CallEvent) -> None:
+        key = (index, event.index)
+        match event:
+            case ToolCallStarted(_, id, name):
+                self._inputs[key] = ""
+                delta.setdefault("tool_calls", []).append({"index": event.index} | _custom_call(id, name, ""))
+            case ToolArgumentsDelta(_, text):
+                self._inputs[key] += text
+            case ToolCallEnded(_, is_whole):
+                calls, text = delta.setdefault("tool_calls", []), custom_text(self._inputs.pop(key), is_whole)
+                if calls and calls[-1]["index"] == event.index:
+                    calls[-1]["custom"]["input"] = text
+                else:
+                    calls.append({"index": event.index, "custom": {"input": text}})
 
     # As one body.
 
@@ -119,7 +159,12 @@ class _ChatWriter(OpenAIWriter):
     def _calls(self, calls: Sequence[WholeCall]) -> Fields:
         if self._is_legacy:
             return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
-        return {"tool_calls": [_call(call.id, call.name, call.arguments) for call in calls]}
+        return {"tool_calls": [self._call(call) for call in calls]}
+
+    def _call(self, call: WholeCall) -> Fields:
+        if call.name in self._custom:
+            return _custom_call(call.id, call.name, custom_text(call.arguments, call.is_whole))
+        return _call(call.id, call.name, call.arguments)
 
     def _reason(self, finished: AnswerFinished) -> str:
         """As OpenAI does, a call of the one tool that was named ends with "stop": the model did not choose to call."""
@@ -150,6 +195,10 @@ def _add_call(calls: list[Fields], event: ToolCallStarted | ToolArgumentsDelta) 
 
 def _call(id: str, name: str, arguments: str) -> Fields:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _custom_call(id: str, name: str, text: str) -> Fields:
+    return {"id": id, "type": "custom", "custom": {"name": name, "input": text}}
 
 
 def _chunk_choice(

@@ -25,11 +25,14 @@ class NamedSchema(_Fields):
 
 
 class ResponseFormat(_Fields):
-    """OpenAI's; with `schema` beside the type, llama.cpp's."""
+    """OpenAI's; with `schema` beside the type, llama.cpp's. value: TGI's, pattern: Together's, grammar: Fireworks'."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
     json_schema: NamedSchema | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    value: Schema | None = None
+    pattern: str | None = None
+    grammar: str | None = None
 
 
 class StructuredOutputs(_Fields):
@@ -46,6 +49,13 @@ class StructuredOutputs(_Fields):
     whitespace_pattern: None = None
 
 
+class TypedGrammar(_Fields):
+    """TGI's: a schema or a regular expression under the name of a grammar."""
+
+    type: Literal["json", "json_schema", "regex"]
+    value: Schema
+
+
 class ConstraintFields(_Fields):
     """At most one of them."""
 
@@ -56,7 +66,7 @@ class ConstraintFields(_Fields):
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=4096)] | None = None
     guided_grammar: str | None = None
     json_schema: Schema | None = None
-    grammar: str | None = None
+    grammar: TypedGrammar | str | None = None
 
     def constraint_fields(self) -> dict[str, Any]:
         """These fields as they were sent."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ConfigError
-from ktransformers.server.answers.embed import EmbeddingRequest, Embeddings, respond_embeddings
+from ktransformers.server.answers.embed import Cut, EmbeddingRequest, Embeddings, respond_embeddings
 from ktransformers.server.answers.requests import new_id
 from ktransformers.server.api.openai.schemas import EmbeddingsBody
 from ktransformers.server.api.openai.table import EMBEDDING_FIELDS
@@ -35,6 +35,7 @@ async def create_embeddings(body: EmbeddingsBody, request: Request) -> Response:
             model=body.model,
             inputs=inputs,
             dimensions=body.dimensions,
+            cut=_cut(body),
             priority=body.priority or 0,
             timeout=body.timeout,
         )
@@ -42,6 +43,13 @@ async def create_embeddings(body: EmbeddingsBody, request: Request) -> Response:
     return await respond_embeddings(
         request, len(inputs), read, lambda made: _response(made, body.encoding_format or "float")
     )
+
+
+def _cut(body: EmbeddingsBody) -> Cut | None:
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return None
+    return Cut(None if most == -1 else most, keeps_end=body.truncation_side != "right")
 
 
 def _inputs(body: EmbeddingsBody) -> Sequence[str | Sequence[int]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ktransformers.errors import ConfigError, FieldError
 from ktransformers.server.answers.constraints import constraint_of
-from ktransformers.server.answers.custom_tools import CUSTOM_INPUT
+from ktransformers.server.answers.custom_tools import CUSTOM_INPUT, custom_tool
 from ktransformers.server.answers.history import Alter, past_arguments, result_text
 from ktransformers.server.answers.requests import (
     ChatRequest,
@@ -35,12 +35,20 @@ from ktransformers.server.api.openai.schemas import (
 )
 from ktransformers.server.api.openai.schemas.messages import (
     AllowedToolsChoice,
+    CustomTool,
     FunctionDefinition,
     NamedFunction,
     NamedTool,
 )
 
-__all__ = ["chat_request", "num_prompts", "text_request", "tokenized_conversation"]
+__all__ = [
+    "chat_request",
+    "custom_names",
+    "num_prompts",
+    "text_request",
+    "tokenized_conversation",
+    "unenforced",
+]
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions whose request names no limit."""
@@ -100,8 +108,26 @@ def _functions(functions: Iterable[FunctionDefinition]) -> list[Tool]:
     ]
 
 
-def _tools(tools: Sequence[FunctionTool] | None) -> list[Tool]:
-    return _functions(tool.function for tool in tools or ())
+def _tools(tools: Sequence[FunctionTool | CustomTool] | None) -> list[Tool]:
+    return [tool for one in tools or () for tool in _tool(one)]
+
+
+def _tool(tool: FunctionTool | CustomTool) -> list[Tool]:
+    if isinstance(tool, FunctionTool):
+        return _functions([tool.function])
+    syntax, definition = tool.custom.grammar or (None, None)
+    return [custom_tool(tool.custom.name, tool.custom.description, syntax, definition)]
+
+
+def custom_names(body: ChatBody) -> frozenset[str]:
+    """The names of its tools whose input is a text."""
+    return frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, CustomTool))
+
+
+def unenforced(body: ChatBody) -> list[str]:
+    """Fields that the model is shown and may not follow."""
+    has_grammar = any(isinstance(tool, CustomTool) and tool.custom.grammar is not None for tool in body.tools or ())
+    return ["tools.custom.format"] if has_grammar else []
 
 
 def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:

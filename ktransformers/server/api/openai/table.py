@@ -85,6 +85,37 @@ def _at_most(value: Any) -> Any:
     return min(value, _MAX_TOP) if is_number else value
 
 
+_ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "tfs_z", "typ_p", "top_p", "min_p", "xtc", "temperature")
+_LETTERS = dict(zip("edskfypmxt", _ORDER, strict=True))
+_OTHER_WORDS = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "top-k": "top_k", "top-p": "top_p"}
+_NEEDED = frozenset({"top_k", "top_p", "min_p", "temperature"})
+"""Samplers that there are here: an order without one of them would leave out what a request says."""
+
+
+def _samplers(value: Any) -> Mapping[str, Any]:
+    """`samplers` of llama.cpp, as names, names parted by semicolons, or letters: taken in their default order."""
+    names = value.split(";") if isinstance(value, str) and ";" in value else value
+    if isinstance(names, str):
+        names = [_LETTERS.get(letter, letter) for letter in names]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FieldError("it must be a list of names", "")
+    asked = [_OTHER_WORDS.get(name.lower(), name.lower()) for name in names]
+    if asked != [name for name in _ORDER if name in asked] or not set(asked) >= _NEEDED:
+        raise FieldError(f"only the default order is served; leave it out, and use {_SAMPLER}", "")
+    return {}
+
+
+_OTHER_PROMPTS = (
+    "prompt_embeds", "input_embeds", "inputs_embeds", "input_ids", "prompt_token_ids", "instruction", "instructions",
+    "system", "system_prompt", "input", "inputs", "images", "image_data", "audio_data", "video_data",
+    "multi_modal_data", "tool_prompt",
+)  # fmt: skip
+
+
+def _refused(nearest: str, *names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names, refuse(nearest, "", [], {}))
+
+
 GENERATION_FIELDS: FieldTable = {
     "model": honour(),
     "stream": honour(),
@@ -159,7 +190,12 @@ GENERATION_FIELDS: FieldTable = {
     "lora_path": refuse("a model with the adapter merged in"),
     "logits_processors": refuse("logit_bias", []),
     "custom_logit_processor": refuse("logit_bias", ""),
-    "samplers": refuse(_SAMPLER, []),
+    "samplers": mapped(_samplers, []),
+    "sampler_seq": mapped(_samplers, ""),
+    "typ_p": mapped("typical_p", 1),
+    "min_new_tokens": mapped("min_tokens", 0),
+    # Another prompt than the one that is read here.
+    **_refused("messages or prompt, as text", *_OTHER_PROMPTS),
     # They tune what is refused unless it is off.
     **_hints(
         "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
@@ -177,7 +213,9 @@ CONSTRAINT_FIELDS: FieldTable = {
         ),
         honour(""),
     ),
-    **dict.fromkeys(("regex", "ebnf", "structural_tag"), refuse("structured_outputs", "")),
+    "regex": mapped("guided_regex", ""),
+    "ebnf": mapped("guided_grammar", ""),
+    "structural_tag": refuse("structured_outputs", ""),
 }  # fmt: skip
 """What an answer's text has to look like: answers/constraints.py."""
 
@@ -212,6 +250,7 @@ CHAT_FIELDS: FieldTable = {
     "audio": refuse("text"),
     "web_search_options": refuse("a tool of your own"),
     "documents": refuse("messages", []),
+    **_refused("messages", "prompt"),
     "chat_template": refuse("the model's own template"),
     "echo": refuse("/v1/completions", False),
     "prompt_logprobs": refuse("/v1/completions with echo and logprobs"),
@@ -240,7 +279,18 @@ EMBEDDING_FIELDS: FieldTable = {
     "content": mapped("input"),
     "extra_body": inside({}),
     "add_special_tokens": refuse("input as token ids", True),
-    "truncate_prompt_tokens": refuse("a shorter input"),
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side"), honour()),
+    **_refused(
+        "the instruction's words in front of each input",
+        "instruction",
+        "instruct",
+        "prompt",
+        "prompt_name",
+        "task",
+        "task_type",
+        "input_type",
+    ),
+    **_refused("input", "prompt_embeds", "input_embeds", "inputs_embeds", "input_ids", "prompt_token_ids", "images"),
     "normalize": refuse("the vectors of length 1 as they are", True),
     "embd_normalize": refuse("the vectors of length 1 as they are", 2),
     **_hints("user", "metadata", "store", "service_tier", "request_id", "rid", "api_key", "mm_processor_kwargs"),
@@ -256,7 +306,7 @@ _OF_PROMPTS = (
 
 TOKENIZE_FIELDS: FieldTable = {
     **dict.fromkeys(CHAT_FIELDS, hint()),  # how an answer is drawn, which is not asked for here
-    **{name: CHAT_FIELDS[name] for name in _OF_PROMPTS},
+    **{name: CHAT_FIELDS[name] for name in (*_OF_PROMPTS, *_OTHER_PROMPTS)},
     **dict.fromkeys(("prompt", "add_special_tokens", "return_token_strs"), honour()),
     "functions": refuse("tools", []),
     "content": mapped("prompt"),

@@ -22,6 +22,18 @@ def _named_schema(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def _response_format(value: Any) -> Mapping[str, Any]:
+    """OpenAI's is text.format here; those of other programs are what they are in chat completions."""
+    if isinstance(value, dict) and value.get("type") in ("json", "regex", "grammar"):
+        found = next((value[key] for key in _VALUES if value.get(key) is not None), None)
+        if found is None:
+            raise FieldError("it says no value", "")
+        return {f"guided_{value['type']}": found}
+    return {"text": {"format": value}}
+
+
+_VALUES = ("value", "pattern", "grammar", "schema")
+
 _FORMAT: FieldTable = {
     **dict.fromkeys(("type", "name", "description", "schema", "strict"), honour()),
     "json_schema": mapped(_named_schema),
@@ -46,7 +58,7 @@ TABLE: FieldTable = {
     # Other names.
     "max_tokens": mapped("max_output_tokens", -1, -2),
     "max_completion_tokens": mapped("max_output_tokens", -1, -2),
-    "response_format": mapped(lambda value: {"text": {"format": value}}),
+    "response_format": mapped(_response_format),
     "reasoning_effort": mapped(lambda value: {"reasoning": {"effort": value}}, ""),
     "extra_body": inside({}),
     **dict.fromkeys(

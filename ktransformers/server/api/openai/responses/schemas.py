@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
+from ktransformers.server.answers.tool_choices import read_choice
 from ktransformers.server.api.openai.constraint_fields import ConstraintFields
 from ktransformers.server.api.openai.schemas.base import Seconds, Stop, UnicodeText
 
 __all__ = ["Reasoning", "ResponsesBody", "TextSettings"]
 
 _MAX_FIELDS = 256
+_NAMING = ("function", "custom")
 
 
 class _Fields(BaseModel):
@@ -63,6 +65,20 @@ def _as_texts(value: Any) -> Any:
     return {key: one if isinstance(one, str) else str(one) for key, one in value.items()}
 
 
+def _as_choice(value: Any) -> Any:
+    """OpenAI's words for what any program calls it; its own stay as they are, and what nobody says for the error."""
+    is_own = isinstance(value, dict) and (("name" in value and value.get("type") in _NAMING) or "tools" in value)
+    asked = None if is_own else read_choice(value)
+    if asked is None:
+        return value
+    if asked.allowed is not None:
+        tools = [{"type": "function", "name": name} for name in asked.allowed]
+        return {"type": "allowed_tools", "mode": "auto" if asked.mode == "none" else asked.mode, "tools": tools}
+    if asked.name is None:
+        return asked.mode
+    return {"type": "custom" if asked.is_custom else "function", "name": asked.name}
+
+
 class ResponsesBody(ConstraintFields):
     """POST /v1/responses. input: a text, or items: the whole conversation, or what follows previous_response_id."""
 
@@ -82,7 +98,7 @@ class ResponsesBody(ConstraintFields):
     store: bool | None = None
     stream: bool | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str | dict[str, Any], BeforeValidator(_as_choice)] | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None

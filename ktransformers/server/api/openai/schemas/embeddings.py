@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, WrapValidator
+from pydantic import Field, WrapValidator, model_validator
 
 from ktransformers.server.api.openai.schemas.base import Body, Seconds, TokenId, UnicodeText, Whole, quick_prompt
 
@@ -12,7 +12,11 @@ __all__ = ["EmbeddingsBody"]
 
 
 class EmbeddingsBody(Body):
-    """POST /v1/embeddings. input: one text, several, the token ids of one, or of several."""
+    """POST /v1/embeddings. input: one text, several, the token ids of one, or of several.
+
+    truncate_prompt_tokens: of longer inputs the last so many tokens count, or with truncation_side "right" the first;
+    -1: as many as the model takes.
+    """
 
     model: str | None = None
     input: Annotated[
@@ -23,6 +27,14 @@ class EmbeddingsBody(Body):
         WrapValidator(quick_prompt),
     ]
     encoding_format: Literal["float", "base64"] | None = None
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     dimensions: Annotated[Whole, Field(ge=1, lt=1 << 31)] | None = None
     priority: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     timeout: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _something_is_left(self) -> EmbeddingsBody:
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens 0 leaves nothing to embed; -1 is as much as the model takes")
+        return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from ktransformers.server.answers.history import left_out
 from ktransformers.server.api.openai.schemas.base import History
@@ -13,7 +13,9 @@ from ktransformers.server.api.openai.schemas.base import History
 __all__ = [
     "AllowedToolsChoice",
     "ChatMessage",
+    "ChatTool",
     "ContentPart",
+    "CustomTool",
     "FunctionCall",
     "FunctionDefinition",
     "FunctionTool",
@@ -157,6 +159,55 @@ class FunctionTool(History):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class CustomDefinition(History):
+    """A tool whose input is a text. format: of that text; a grammar stands in it, or in its `grammar`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """Its syntax and its definition; None for plain text."""
+        form = self.format or {}
+        if form.get("type") != "grammar":
+            return None
+        inner = form["grammar"] if isinstance(form.get("grammar"), dict) else form
+        return str(inner.get("syntax")), str(inner.get("definition"))
+
+
+class CustomTool(History):
+    """An element of `tools`."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+
+def _tool_kind(tool: Any) -> str:
+    type = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "<custom>" if type == "custom" else "<function>"
+
+
+def _as_tool(tool: Any) -> Any:
+    """As chat completions spell it what /v1/responses and Anthropic do: without a level between."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        return tool
+    kind = tool.get("type", "custom" if "format" in tool else "function")
+    if kind not in ("function", "custom") or kind in tool:
+        return tool
+    inner = {name: one for name, one in tool.items() if name != "type"}
+    if "input_schema" in inner:
+        kind, inner["parameters"] = "function", inner.pop("input_schema")
+    return {"type": kind, kind: inner}
+
+
+ChatTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
+    Discriminator(_tool_kind),
+    BeforeValidator(_as_tool),
+]
 
 
 class NamedFunction(History):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, WrapValidator, model_validator
 
 from ktransformers.server.api.openai.schemas.base import Body, TokenId, Whole, quick_ids
-from ktransformers.server.api.openai.schemas.messages import ChatMessage, FunctionTool
+from ktransformers.server.api.openai.schemas.messages import ChatMessage, ChatTool
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 
@@ -33,7 +33,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     enable_thinking: bool | None = None

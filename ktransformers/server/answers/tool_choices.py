@@ -1,0 +1,94 @@
+"""`tool_choice` in the words of any program, for every dialect: clients switch servers and keep their words.
+
+    "auto" "none" "required" "any" true false "NAME"                   OpenAI, Mistral, LangChain
+    {"type": "auto" | "none" | "any" | "required"}                     Anthropic
+    {"type": "tool", "name"}  {"type": "function", "name"}             Anthropic, /v1/responses
+    {"type": "function", "function": {"name"}}  {"function": {"name"}}  chat completions
+    {"type": "custom", "custom": {"name"}}  {"type": "custom", "name"}
+    {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}  {"type": "allowed_tools", "mode", "tools"}
+    {"auto": {}} {"any": {}} {"tool": {"name"}}                        Bedrock
+    {"mode": "AUTO" | "ANY" | "NONE", "allowed_function_names"}        Gemini
+
+Beside any of them `disable_parallel_tool_use` (Anthropic): one call at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["AskedChoice", "read_choice"]
+
+_WORDS = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "required": "required",
+    "validated": "auto",
+    "AUTO": "auto",
+    "NONE": "none",
+    "ANY": "required",
+    "VALIDATED": "auto",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChoice:
+    """mode: auto, none or required. name: of the one tool to call. allowed: names of those that may be called at all.
+
+    is_single: one call at most. is_custom: the name was said to be a custom tool's.
+    """
+
+    mode: str
+    name: str | None = None
+    allowed: tuple[str, ...] | None = None
+    is_single: bool = False
+    is_custom: bool = False
+
+
+def read_choice(value: Any) -> AskedChoice | None:
+    """What was asked, in whatever words; None for words that nobody has."""
+    if isinstance(value, bool):
+        return AskedChoice("required" if value else "none")
+    if isinstance(value, str):
+        return AskedChoice(_WORDS[value]) if value in _WORDS else AskedChoice("required", value) if value else None
+    if not isinstance(value, Mapping):
+        return None
+    config = value.get("function_calling_config", value.get("functionCallingConfig"))
+    if isinstance(config, Mapping):
+        return read_choice(config)
+    is_single = value.get("disable_parallel_tool_use") is True
+    match value:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": str(mode), "tools": list(tools)}}:
+            return _allowed(mode, tools, is_single)
+        case {"type": "allowed_tools", "mode": str(mode), "tools": list(tools)}:
+            return _allowed(mode, tools, is_single)
+        case {"type": "auto" | "none" | "any" | "required" as mode}:
+            return AskedChoice(_WORDS[mode], is_single=is_single)
+        case {"mode": str(mode)} if mode in _WORDS:
+            names = value.get("allowed_function_names", value.get("allowedFunctionNames"))
+            return _allowed(mode, names, is_single) if isinstance(names, list) else AskedChoice(_WORDS[mode])
+    if len(value) == 1 and next(iter(value)) in ("auto", "any") and isinstance(next(iter(value.values())), Mapping):
+        return AskedChoice(_WORDS[next(iter(value))])
+    name = _name(value)
+    is_custom = value.get("type") == "custom" or "custom" in value
+    return None if name is None else AskedChoice("required", name, None, is_single, is_custom)
+
+
+def _allowed(mode: str, tools: list[Any], is_single: bool) -> AskedChoice | None:
+    names = [tool if isinstance(tool, str) else _name(tool) for tool in tools]
+    if mode not in _WORDS or not all(names):
+        return None
+    return AskedChoice(_WORDS[mode], None, tuple(name for name in names if name), is_single)
+
+
+def _name(tool: Any) -> str | None:
+    """The name in a tool's description, however deep it stands there."""
+    if not isinstance(tool, Mapping) or tool.get("type") not in (None, "function", "custom", "tool"):
+        return None
+    for place in ("function", "custom", "tool"):
+        if isinstance(tool.get(place), Mapping):
+            tool = tool[place]
+    name = tool.get("name")
+    return name if isinstance(name, str) and name else None
