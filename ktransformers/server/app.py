@@ -103,6 +103,7 @@ def model_app(backend: Backend, config: ServerConfig, traces: TraceSink | None =
     metrics = Metrics(backend, config.model_names[0])
     service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics, traces)
     app.state.service = service
+    app.state.paths = [route.split()[1] for route, _ in front.ROUTES]
     for module in (chat, completions, embeddings, models, tokens, requests, status, profile, health, helpers, front):
         app.include_router(module.router)
     for router in (

@@ -42,6 +42,7 @@ from ktransformers.errors import (
     UnknownIdError,
     UnsupportedError,
 )
+from ktransformers.server.api_paths import nearest_path
 from ktransformers.server.request_log import note_reason, request_id_of, without_quotes
 
 __all__ = [
@@ -232,7 +233,20 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if isinstance(error.__cause__, KTransformersError):  # raised where FastAPI lets no other exception through
         return await _on_known_error(request, error.__cause__)
     note_reason(request.scope, without_quotes(str(error.detail)))
-    return _http_response(error, request.scope["path"])
+    path = request.scope["path"]
+    meant = _meant(request, path) if error.status_code == 404 and error.detail == _NO_ROUTE else None
+    if meant is None:
+        return _http_response(error, path)
+    message = f"there is no {path} here; did you mean {meant}?"  # in the shape of that route: its client reads it
+    return ApiResponse(_body(meant, 404, message, "invalid_request_error", None, None), 404)
+
+
+_NO_ROUTE = "Not Found"  # as Starlette says it
+_MAX_PATH = 200  # of what is looked at for a likeness
+
+
+def _meant(request: Request, path: str) -> str | None:
+    return nearest_path(path, getattr(request.app.state, "paths", ())) if len(path) <= _MAX_PATH else None
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

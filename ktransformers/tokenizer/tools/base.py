@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktransformers.tokenizer.tools.cursor import Cursor, Steps
 from ktransformers.tokenizer.tools.events import (
@@ -131,8 +131,9 @@ class ToolParser(ABC):
 
 
 def _close_run(events: list[ParsedEvent], run: list[str]) -> None:
-    if len(run) > 1:
-        events[-1] = type(events[-1])("".join(run))  # type: ignore[arg-type]
+    last = events[-1] if len(run) > 1 else None
+    if isinstance(last, TextPiece | ReasoningPiece | ArgumentsPiece):
+        events[-1] = replace(last, text="".join(run))
 
 
 class TaggedParser(ToolParser):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 
-from ktransformers.server.answers.embed import shown_vector
+from ktransformers.server.answers.embed import Cut, _prompt_ids, shown_vector
 
 TEXT = "Count from one to a hundred, then back, please, and then again with more words. "
 
@@ -32,6 +33,36 @@ def test_token_ids_are_taken_as_they_are(client: openai.OpenAI) -> None:
     assert by_text[0].embedding == by_ids[0].embedding == by_lists[0].embedding
 
 
+def test_long_inputs_are_cut_where_it_is_asked(client: openai.OpenAI) -> None:
+    """The last tokens stay, as in vLLM; with truncation_side right the first."""
+    ids = client.post("/../tokenize", body={"prompt": TEXT}, cast_to=dict[str, Any])["tokens"]
+
+    def embed(**fields: Any) -> list[float]:
+        (made,) = client.embeddings.create(model="demo", input=fields.pop("input", ids), extra_body=fields).data
+        return made.embedding
+
+    assert embed(truncate_prompt_tokens=5) == embed(input=ids[-5:])
+    assert embed(truncate_prompt_tokens=5, truncation_side="right") == embed(input=ids[:5])
+    assert embed(truncate_prompt_tokens=len(ids)) == embed(truncate_prompt_tokens=-1) == embed()
+    assert embed(input=TEXT, truncate_prompt_tokens=5) == embed(input=ids[-5:])
+    long = ids * 300
+    assert embed(input=long, truncate_prompt_tokens=-1) == embed(input=long[-2047:])
+    usage = client.embeddings.create(model="demo", input=[ids, ids[:2]], extra_body={"truncate_prompt_tokens": 3}).usage
+    assert usage.prompt_tokens == 5
+
+
+def test_what_the_tokenizer_puts_around_a_text_stays() -> None:
+    class Around:
+        def encode(self, text: str, *, add_special_tokens: bool = True, max_len: int | None = None) -> list[int]:
+            return [1, *map(ord, text), 2] if add_special_tokens else [*map(ord, text)]
+
+    model: Any = SimpleNamespace(tokenizer=Around(), max_len=100)
+    assert _prompt_ids(model, "abcdef", Cut(4, keeps_end=True)) == [1, ord("e"), ord("f"), 2]
+    assert _prompt_ids(model, "ab", Cut(4, keeps_end=True)) == [1, ord("a"), ord("b"), 2]
+    assert _prompt_ids(model, "abcdef", Cut(1, keeps_end=True)) == [2]
+    assert _prompt_ids(model, "abcdef", Cut(3)) == [1, ord("a"), ord("b")]
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -44,6 +75,8 @@ def test_token_ids_are_taken_as_they_are(client: openai.OpenAI) -> None:
         ({"input": "a " * 20000}, "room for 2048"),
         ({"input": ["a"] * 129}, "may have 128 prompts"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "extra_body": {"truncate_prompt_tokens": 0}}, "leaves nothing"),
+        ({"input": "a", "extra_body": {"truncate_prompt_tokens": -2}}, "truncate_prompt_tokens"),
     ],
 )
 def test_wrong_requests(body: dict[str, Any], says: str, client: openai.OpenAI) -> None:
