@@ -1,4 +1,4 @@
-"""Answers that end in the middle of a call, in all dialects; and loops of tools that go on after them, by real clients."""
+"""Answers that end in the middle of a call, in all dialects; and loops of tools that go on after them; real clients."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_anthropics_official_client_reads_both_ways_the_same(arguments: str, sho
 
 
 def test_a_stop_string_inside_of_a_call_does_not_make_it_one_to_run() -> None:
-    """The model had more to say. Where it ended its turn itself the client is told of a call, and sees what is wrong."""
+    """The model had more to say. Where it ended its turn itself the client is told of a call and sees what is wrong."""
     text = '<tool_call>{"name": "look", "arguments": {"city": "O'
     for stop, reason in ((";", AnswerReason.STOP), (END, AnswerReason.TOOL_CALLS)):
         choice = ChatChoice(TOKENIZER.answer_parser([], {"look": CITY}))

@@ -273,7 +273,7 @@ def test_names_of_samplings() -> None:
     [
         *((path, field) for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
           for field in ("prompt_embeds", "input_ids", "instruction", "inputs_embeds", "prompt_token_ids", "images")),
-        *((path, field) for path in ("/v1/chat/completions", "/v1/completions") for field in ("system", "instructions")),
+        *((path, field) for path in ("/v1/chat/completions", "/v1/completions") for field in ("system", "inputs")),
         *(("/v1/embeddings", field) for field in ("prompt_name", "input_type", "task")),
         ("/v1/chat/completions", "prompt"),
         ("/tokenize", "instruction"),
