@@ -7,12 +7,15 @@ What the model is told in their place is said to `alter`, by the name of the fie
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ktransformers.server.json_limits import MAX_DEPTH, json_size
 
 __all__ = ["INVALID_ARGUMENTS", "Alter", "is_arguments", "left_out", "past_arguments", "result_text"]
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 Alter = Callable[[str], None]
 """Called with the name of each field that the model is told otherwise than it was sent."""
@@ -27,12 +30,12 @@ Templates take mappings; most refuse anything else, and some write the members o
 def past_arguments(value: Any, field: str, alter: Alter) -> Mapping[str, Any]:
     """The arguments of an earlier call, an object or JSON as text. None and an empty text are no arguments."""
     if isinstance(value, Mapping):
-        return value
+        return _unicode(value, field, alter)
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     found = _object(value) if isinstance(value, str) else None
     if found is not None:
-        return found
+        return _unicode(found, field, alter)
     alter(field)
     if isinstance(value, str):
         return {} if value.strip() == "null" else _quoted(value) or {INVALID_ARGUMENTS: value}
@@ -57,6 +60,16 @@ def _parsed(text: str) -> Any:
 def _object(text: str) -> Mapping[str, Any] | None:
     made = _parsed(text)
     return made if isinstance(made, dict) else None
+
+
+def _unicode(arguments: Mapping[str, Any], field: str, alter: Alter) -> Mapping[str, Any]:
+    """The same without halves of characters, which models write where they break off, and no tokenizer can read."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    if _HALF.search(text) is None:
+        return arguments
+    alter(field)
+    made: dict[str, Any] = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    return made
 
 
 def _quoted(text: str) -> Mapping[str, Any] | None:

@@ -42,6 +42,10 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], bool]] = [
     (17, {"invalid_arguments": "17"}, True),
     (False, {"invalid_arguments": "false"}, True),
     ({"city": "Oslo"}, {"city": "Oslo"}, False),
+    # Half of a character, as models write it where they break off inside of an emoji.
+    ('{"city": "a\\ud83d"}', {"city": "a\ufffd"}, True),
+    ({"city": ["\udc00", "\ud83d\ude00"]}, {"city": ["\ufffd", "😀"]}, True),
+    ('{"city": "\\ud83d', {"invalid_arguments": '{"city": "\\ud83d'}, True),
 ]
 
 
@@ -88,7 +92,7 @@ def ask(path: str, body: dict[str, Any], **settings: Any) -> tuple[httpx.Respons
 
     async def main() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            return await client.post(path, json=body)
+            return await client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
     response = asyncio.run(main())
     assert response.status_code == 200, response.text
