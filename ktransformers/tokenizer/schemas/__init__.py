@@ -6,7 +6,7 @@
 
 A core schema has one `type`, or `enum`, or `anyOf` and nothing beside it, or a `$ref` to its own `$defs`; and of the
 keywords of types `properties`, `required`, `patternProperties`, `additionalProperties`, `minProperties`,
-`maxProperties`, `prefixItems`, `items`, `minItems`, `maxItems`, the bounds of numbers, lengths, `pattern` (or `allOf` of
+`maxProperties`, `prefixItems`, `items`, `minItems`, `maxItems`, bounds of numbers, lengths, `pattern` (or `allOf` of
 several) and a `format` that grammars know. What cannot be said in these is left out: the core schema then takes more
 than was asked, and `Core.widened` says where.
 """

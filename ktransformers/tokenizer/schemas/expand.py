@@ -64,6 +64,8 @@ def types_of(part: Part, report: Report) -> frozenset[str] | None:
     if not lowered <= set(TYPES):
         report.widen(part.at, "type")
         return None
+    if part.get("nullable") is True and None in (part.get("enum") or ()):
+        lowered.add("null")  # OpenAPI 3.0 has no other way to say so
     return frozenset(lowered | {"integer"} if "number" in lowered else lowered)
 
 

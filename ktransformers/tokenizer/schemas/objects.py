@@ -122,11 +122,11 @@ class _Merger:
         values = said.get("enum", [said["const"]] if "const" in said else None)
         if len(said) == 1 and isinstance(values, list):
             return [_Names(part.at, {value: free for value in values if isinstance(value, str)}, {}, none_else)]
-        pattern = _pattern_of(said)
-        if pattern is not None and followed({"type": "string", "pattern": pattern}):
-            return [_Names(part.at, {}, {pattern: free}, none_else)]
-        self._report.widen(part.at, "propertyNames")
-        return []
+        pattern, is_all = _pattern_of(said)
+        is_followed = pattern is not None and followed({"type": "string", "pattern": pattern})
+        if not is_all or not is_followed:
+            self._report.widen(part.at, "propertyNames")
+        return [_Names(part.at, {}, {pattern: free}, none_else)] if pattern is not None and is_followed else []
 
     def _unevaluated(self, part: Part) -> list[_Names]:
         """`unevaluatedProperties`: of names that neither the part nor any schema in it, at its place, is about."""
@@ -212,10 +212,11 @@ class _Merger:
         return leaf
 
 
-def _pattern_of(said: Mapping[str, Any]) -> str | None:
-    """A pattern for names, if what is said of them can be one."""
-    if set(said) == {"pattern"} and isinstance(said["pattern"], str) and is_plain(said["pattern"]):
-        return said["pattern"]
-    if set(said) <= {"minLength", "maxLength"} and all(type(value) is int for value in said.values()):
-        return f"^[\\s\\S]{{{said.get('minLength', 0)},{said.get('maxLength', '')}}}$"
-    return None
+def _pattern_of(said: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """A pattern for names, and whether it is all that is said of them."""
+    pattern, is_length = said.get("pattern"), set(said) <= {"minLength", "maxLength"}
+    if isinstance(pattern, str):
+        return without_assertions(pattern), len(said) == 1 and is_plain(pattern)
+    if is_length and all(type(value) is int for value in said.values()):
+        return f"^[\\s\\S]{{{said.get('minLength', 0)},{said.get('maxLength', '')}}}$", True
+    return None, False

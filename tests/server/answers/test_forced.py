@@ -30,8 +30,8 @@ def tokenizer_of(form: str) -> Tokenizer:
     return made
 
 
-def forced(tokenizer: Tokenizer, choice: ToolChoice, prompt: str = "x", **more: Any) -> dict[str, Any]:
-    conversation = Conversation(messages=HELLO, tools=TOOLS, **more)
+def forced(tokenizer: Tokenizer, choice: ToolChoice, prompt: str = "x", tools: Any = TOOLS[:1], **more: Any) -> dict[str, Any]:
+    conversation = Conversation(messages=HELLO, tools=tools, **more)
     return forced_calls(tokenizer, conversation, choice, tokenizer.encode(prompt))
 
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_demanded() -> None:
     with pytest.raises(FieldError, match="there are no tools"):
         forced_calls(tokenizer, Conversation(messages=HELLO), required, [1])
     with pytest.raises(FieldError, match="calls of 'odd' cannot be forced"):
-        forced(tokenizer_of("gemma4"), required)
+        forced(tokenizer_of("gemma4"), required, tools=TOOLS)
     with pytest.raises(UnsupportedError, match="--tool_format"):
         forced(byte_tokenizer(""), required)
 
