@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,8 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
+
+from ktransformers.tokenizer.template_sizes import MAX_FORMAT_CHARS, estimated_nbytes, resident_nbytes, text_size
 
 __all__ = ["TEMPLATE_ERRORS", "limited", "why_no_template"]
 
@@ -40,7 +43,9 @@ TEMPLATE_ERRORS = (
 MAX_SECONDS = 2.0  # of processor time; a conversation of a megabyte takes a tenth of a second
 MAX_CHARS = 1 << 26
 MAX_NUMBER = 1 << 20  # of repetitions, columns, spaces
+MAX_NBYTES = 1 << 28  # of texts and lists, all together
 MAX_TEMPLATE_CHARS = 1 << 21
+_LARGE = 1 << 16  # bytes: smaller texts and lists are bounded by the time that making them takes
 _WIDTH = re.compile(r"\d{6}")
 _CHECK_EVERY = 64
 
@@ -57,6 +62,22 @@ class _Budget:
     def __init__(self) -> None:
         self.deadline = time.thread_time() + MAX_SECONDS
         self.steps = 0
+        self.nbytes = 0  # of what was made, gone or not
+        self.resident: int | None = None
+
+    def make(self, nbytes: int) -> None:
+        """So much more is going to be made. Much of it may be gone again; what is kept shows in the process's memory."""
+        if nbytes < _LARGE:
+            return
+        if self.resident is None:
+            self.resident = resident_nbytes() or 0
+        self.nbytes += nbytes
+        if nbytes > MAX_NBYTES or (self.nbytes > MAX_NBYTES and self._has_kept()):
+            raise TemplateLimitError(f"it makes texts of more than {MAX_NBYTES >> 20} MiB")
+
+    def _has_kept(self) -> bool:
+        now = resident_nbytes()
+        return now is None or now - (self.resident or 0) > MAX_NBYTES // 2
 
     def step(self) -> None:
         self.steps += 1
@@ -68,6 +89,26 @@ def _step() -> None:
     budget = getattr(_state, "budget", None)
     if budget is not None:
         budget.step()
+
+
+def _make(nbytes: int) -> None:
+    budget = getattr(_state, "budget", None)
+    if budget is not None:
+        budget.make(nbytes)
+
+
+def _made(value: Any) -> Any:
+    """What an operation has made, counted."""
+    if isinstance(value, str | list | tuple | dict):
+        _make(sys.getsizeof(value))
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    """A value that is to be written or compared: one that reaches the same things again and again may have no end."""
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        _check(text_size(value, MAX_CHARS))
+    return value
 
 
 def _check(chars: int) -> None:
@@ -91,6 +132,10 @@ def _checked_parts(parts: Iterable[Any], separator: int = 0) -> list[Any]:
 
 def _joined(parts: Iterable[Any]) -> str:
     return "".join(_checked_parts(parts))
+
+
+def _concat(parts: Iterable[Any]) -> str:
+    return str(_made(_joined(str(_as_text(part)) for part in parts)))
 
 
 def _ticking(items: Any) -> Iterator[Any]:
@@ -131,6 +176,13 @@ def _own_list(context: Any, items: Any) -> _OwnList:
     return _OwnList(items)
 
 
+_STRUCTURAL = frozenset(
+    {"attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject",
+     "rejectattr", "reverse", "select", "selectattr", "slice"}
+)  # fmt: skip
+"""Filters that neither write their subject nor compare what is in it."""
+
+
 class _Counting(NodeTransformer):
     """Makes loops count their rounds and `~` count its characters, and marks lists as the template's own."""
 
@@ -141,6 +193,19 @@ class _Counting(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
         node.iter = nodes.Filter(node.iter, "__loop_items", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        for each in (node, *node.ops):
+            if not isinstance(each.expr, nodes.Const):
+                each.expr = nodes.Filter(each.expr, "__as_text", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):  # hashing goes through all of a tuple
+            node.key = nodes.Filter(node.key, "__as_text", [], [], None, None, lineno=node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -155,6 +220,12 @@ def _check_arguments(name: str, subject: Any, args: Sequence[Any]) -> None:
         raise TemplateLimitError(f"{name} is given a number above {MAX_NUMBER}")
     if name in ("format", "format_map") and isinstance(subject, str) and _WIDTH.search(subject):
         raise TemplateLimitError("it formats with a width of six digits")
+    if name in ("strftime_now", "strftime") and any(_size(arg) > MAX_FORMAT_CHARS for arg in args):
+        raise TemplateLimitError(f"it formats a date with more than {MAX_FORMAT_CHARS} characters")
+    if name not in _STRUCTURAL:
+        for value in (subject, *args):
+            _as_text(value)
+    _make(estimated_nbytes(name, subject, args))
     if name == "replace" and len(args) >= 2 and isinstance(subject, str):
         old, new = str(args[0]), str(args[1])
         _check(len(subject) + (subject.count(old) if old else len(subject) + 1) * len(new))
@@ -172,9 +243,41 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         _check_arguments(name, own[0] if own else None, [*own[1:], *kwargs.values()])
         result = function(*args, **kwargs)
         _check(_size(result))
+        _made(result)
         return _OwnList(result) if name in _MAKE_LISTS and type(result) is list else result
 
     return checked
+
+
+def _limited_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _step()
+        for arg in args:
+            _as_text(arg)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+_COMPARING = (
+    "eq",
+    "equalto",
+    "==",
+    "ne",
+    "!=",
+    "lt",
+    "lessthan",
+    "<",
+    "le",
+    "<=",
+    "gt",
+    "greaterthan",
+    ">",
+    "ge",
+    ">=",
+    "in",
+)
 
 
 def _join(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,12 +295,14 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(_joined)
 
     def __init__(self, like: Any):
-        super().__init__(trim_blocks=like.trim_blocks, lstrip_blocks=like.lstrip_blocks)
+        super().__init__(trim_blocks=like.trim_blocks, lstrip_blocks=like.lstrip_blocks, finalize=_as_text)
         self.extensions = {name: extension.bind(self) for name, extension in like.extensions.items()}
         self.globals.update(like.globals)
+        self.globals.pop("lipsum", None)  # text without a sense, as much of it as is asked for
+        self.tests.update({name: _limited_test(self.tests[name]) for name in _COMPARING})
         self.filters.update({name: _limited_filter(name, filter_) for name, filter_ in like.filters.items()})
         self.filters["join"] = _limited_filter("join", _join(like.filters["join"]))
-        self.filters |= {"__loop_items": _loop_items, "__concat": lambda parts: _joined(map(str, parts))}
+        self.filters |= {"__loop_items": _loop_items, "__concat": _concat, "__as_text": _as_text}
         self.filters["__own_list"] = _own_list
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -213,16 +318,20 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         _step()
         if operator == "+":
             _check(_size(left) + _size(right))
+            _make(sys.getsizeof(left) + sys.getsizeof(right) if _size(left) + _size(right) else 0)
         elif operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(other, int):
                     _check(_size(one) * other)
+                    _make(sys.getsizeof(one) * max(other, 0) if _size(one) else 0)
             if isinstance(left, int) and isinstance(right, int):
                 _check(left.bit_length() + right.bit_length())
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _check(left.bit_length() * abs(right) * 64)
         elif operator == "%" and isinstance(left, str) and (_WIDTH.search(left) or "*" in left):
             raise TemplateLimitError("it formats with a width of six digits")
+        elif operator == "%" and isinstance(left, str):
+            _check_arguments("%", left, [right])
         made = super().call_binop(context, operator, left, right)
         return _OwnList(made) if type(made) is list else made
 
@@ -237,9 +346,15 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(subject, _OwnList) and name == "extend" and args:
             args = (_checked_parts(_ticking(args[0]), 1),)
             _check(len(subject) + len(args[0]))
+        elif name == "strftime_now":
+            _check_arguments(name, None, [*args, *kwargs.values()])
         result = super().call(context, obj, *args, **kwargs)
         _check(_size(result))
-        return result
+        return _made(result)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """See Jinja. Looking a key up hashes it, all of a tuple."""
+        return super().getitem(obj, _as_text(argument))
 
 
 @functools.lru_cache(maxsize=8)

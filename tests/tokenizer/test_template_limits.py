@@ -16,6 +16,19 @@ CALLS = (
 DOUBLE = "{%% set ns = namespace(x='ab') %%}{%% for a in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}"
 
 
+SHARED = (
+    "{%% set ns = namespace(x=['ab'], y=['ab']) %%}{%% for a in range(60) %%}{%% set ns.x = [ns.x, ns.x] %%}"
+    "{%% set ns.y = [ns.y, ns.y] %%}{%% endfor %%}{{ %s }}"
+)
+"""Sixty small lists, of which the last is 2^60 texts when it is written."""
+
+MANY = (
+    "{%% set ns = namespace(big='x' * 300000, kept=[]) %%}{%% for a in range(2000) %%}"
+    "{%% set ns.kept = [%s, ns.kept] %%}{%% endfor %%}"
+)
+"""Each of them is small enough, and all are kept."""
+
+
 @pytest.fixture
 def render(tiny_backend: PreTrainedTokenizerFast):
     def rendered(template: str, **variables: object) -> str:
@@ -58,11 +71,48 @@ def tiny_backend() -> PreTrainedTokenizerFast:
         ("{{ " + "(" * 3000 + "a" + ")" * 3000 + " }}", "refuses this conversation"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses this conversation"),
         ("x" * (template_limits.MAX_TEMPLATE_CHARS + 1), "longer than"),
+        ("{{ strftime_now('%Y' * 60000) }}", "formats a date"),
+        ("{{ strftime_now(format='%c' * 600) }}", "formats a date"),
+        ("{{ ''.join([]) }}{{ ('😀' * 200000) | list | length }}{{ 'x' * (1 << 20) }}", "refuses this conversation"),
+        (SHARED % "ns.x", "more than .* characters"),
+        (SHARED % "ns.x | tojson", "more than .* characters"),
+        (SHARED % "ns.x | string", "more than .* characters"),
+        (SHARED % "ns.x | pprint", "more than .* characters"),
+        (SHARED % "ns.x | join", "more than .* characters"),
+        (SHARED % "ns.x ~ 'a'", "more than .* characters"),
+        (SHARED % "'%s' % ns.x", "more than .* characters"),
+        (SHARED % "'%s' % (ns.x,)", "more than .* characters"),
+        (SHARED % "'{}'.format(ns.x)", "more than .* characters"),
+        (SHARED % "'{}' | format(ns.x)", "more than .* characters"),
+        (SHARED % "ns.x == ns.y", "more than .* characters"),
+        (SHARED % "ns.x is eq ns.y", "more than .* characters"),
+        (SHARED % "ns.x in [ns.y]", "more than .* characters"),
+        (SHARED % "[ns.x, ns.y] | sort", "more than .* characters"),
+        (SHARED % "[ns.x, ns.y] | unique | list", "more than .* characters"),
+        (SHARED.replace("[ns.x, ns.x]", "(ns.x, ns.x)") % "{ns.x: 1}", "more than .* characters"),
+        (SHARED.replace("[ns.x, ns.x]", "(ns.x, ns.x)") % "{}[ns.x]", "more than .* characters"),
+        (SHARED.replace("[ns.x, ns.x]", "{'a': ns.x, 'b': ns.x}") % "ns.x | tojson", "more than .* characters"),
+        (MANY % "'x' * 300000", "more than .* MiB"),
+        (MANY % "[0] * 99999", "more than .* MiB"),
+        (MANY % "'x' ~ ns.big", "more than .* MiB"),
+        (MANY % "ns.big.upper()", "more than .* MiB"),
+        (MANY % "ns.big | upper", "more than .* MiB"),
+        (MANY % "ns.big | replace('x', 'y')", "more than .* MiB"),
+        (MANY % "ns.big + 'x'", "more than .* MiB"),
+        ("{{ ('x ' * 300000).split() | length }}", "more than .* MiB"),
+        ("{{ ('x,' * 300000).split(',') | length }}", "more than .* MiB"),
+        ("{{ ('x\n' * 500000).splitlines() | length }}", "more than .* MiB"),
+        ("{{ ('\t' * 2000).expandtabs(1000000) }}", "more than .* MiB"),
+        ("{{ ('{0}' * 1000).format('x' * 100000) | length }}", "more than .* MiB"),
+        ("{{ ('%(a)s' * 1000) % {'a': 'x' * 100000} }}", "more than .* MiB"),
+        ("{{ ('<' * 900000) | striptags }}", "more than .* MiB"),
+        ("{{ lipsum(n=100000) }}", "refuses this conversation"),
     ],
 )
 def test_templates_without_end_are_refused(template: str, why: str, render, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(template_limits, "MAX_CHARS", 1 << 20)
+    monkeypatch.setattr(template_limits, "MAX_NBYTES", 1 << 24)
     with pytest.raises(ConversationError, match=why):
         render(template)
 
