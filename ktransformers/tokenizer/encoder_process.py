@@ -9,14 +9,31 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import sys
 import threading
+
+_MOST_NBYTES = 1 << 30
+"""Of memory beside the tokenizer itself, for one text."""
 
 
 def _read(lines: queue.SimpleQueue[bytes]) -> None:
     for line in sys.stdin.buffer:
         lines.put(line)
     os._exit(0)
+
+
+def _limit_memory() -> None:
+    """Of what this process writes to: beyond it the library gives up, and the process with it."""
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[5]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return  # not Linux, where this limit means something else
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = now + _MOST_NBYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if most < 0 else min(wanted, most), most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main() -> None:
@@ -26,6 +43,7 @@ def main() -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(lines.get())
+    _limit_memory()
     while True:
         text, add_special_tokens = json.loads(lines.get())
         try:

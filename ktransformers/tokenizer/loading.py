@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
+from ktransformers.tokenizer.growth import why_too_much
 from ktransformers.tokenizer.tiktoken_file import TIKTOKEN_FILE, load_kimi_tokenizer
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
@@ -32,6 +33,10 @@ _FOLDER_FILES = (
 def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast:
     if (path / TIKTOKEN_FILE).is_file() and not (path / "tokenizer.json").is_file():
         return load_kimi_tokenizer(path)
+    if (path / "tokenizer.json").is_file():
+        why = why_too_much((path / "tokenizer.json").read_bytes())
+        if why is not None:
+            raise ConfigError(f"{path / 'tokenizer.json'} cannot be used: {why}")
     try:
         backend = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True

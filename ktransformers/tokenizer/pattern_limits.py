@@ -1,8 +1,9 @@
-"""A limit of time for regular expressions that come with a tokenizer and that nobody here has seen.
+"""Limits of time and memory for what comes with a tokenizer and nobody here has seen: patterns, replacements.
 
 A tokenizer.json may hold any pattern. Its engine gives up after ten million steps at one place of a text, but not after
 as many places as a text has: `(a*)(a*)c|.` takes 7 s for 2,000 letters. Nothing interrupts it, so tokenizers with
-patterns of their own work in a process that can be ended. The patterns of the usual models are known and need none,
+patterns of their own work in a process that can be ended, and so do those that make much of little (growth.py); the
+process may take so much memory and no more. The patterns of the usual models are known and need none,
 the few excepted that look at all digits which follow.
 """
 
@@ -23,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.growth import MOST_GROWTH, growth_of
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS, QUADRATIC_PATTERNS, SPACE_PATTERNS
 
-__all__ = ["PatternTimeout", "TimedEncoder", "unknown_patterns"]
+__all__ = ["PatternTimeout", "TimedEncoder", "unknown_patterns", "why_not_trusted"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,20 @@ def unknown_patterns(tokenizer: Any) -> list[str]:
     return [*of(tokenizer.normalizer), *of(tokenizer.pre_tokenizer)]
 
 
+def why_not_trusted(tokenizer: Any) -> str | None:
+    """What a `tokenizers.Tokenizer` has for which texts need limits, in words; None for usual ones.
+
+    Raises ConfigError as `unknown_patterns`, and for a decoder that makes much of little.
+    """
+    own, back = unknown_patterns(tokenizer), growth_of(tokenizer.decoder)
+    if back > MOST_GROWTH:
+        raise ConfigError(f"the tokenizer's decoder makes a text {back:.3g} times as long, which is not supported")
+    if own:
+        return f"a pattern of its own, {own[0][:80]!r}"
+    growth = growth_of(tokenizer.normalizer) * growth_of(tokenizer.pre_tokenizer)
+    return f"replacements that may make a text {growth:.3g} times as long" if growth > MOST_GROWTH else None
+
+
 class TimedEncoder:
     """Encodes one text after the other in a process, which is ended when one takes too long; any thread may ask."""
 
@@ -89,7 +105,7 @@ class TimedEncoder:
                 answer: list[int] | str = _ask(process, [text, add_special_tokens], seconds)
             except OSError:
                 self.close()
-                return "its process died"
+                return "its process died, as it does when it makes too much of a text"
             except BaseException:  # an answer that comes later would be taken for that to another text
                 self.close()
                 raise
@@ -98,7 +114,13 @@ class TimedEncoder:
     def _start(self) -> subprocess.Popen[bytes]:
         program = Path(__file__).with_name("encoder_process.py")
         command = [sys.executable, "-P", str(program), *sys.path]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},  # stacks count as memory
+        )
         self._process, self._ends = process, weakref.finalize(self, _end, process, self._pid)
         assert process.stdin is not None
         process.stdin.write(self._stated.encode() + b"\n")

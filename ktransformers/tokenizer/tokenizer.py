@@ -18,7 +18,7 @@ from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedErr
 from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerParser
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.grammars import Grammars
-from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
+from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, why_not_trusted
 from ktransformers.tokenizer.reasoning import REASONING_TAGS, ReasoningParser, open_thoughts
 from ktransformers.tokenizer.recognition import (
     AnswerFormat,
@@ -73,9 +73,9 @@ class Tokenizer:
         # A tokenizer.json may ask for them; they are about training, and would change prompts without a word.
         backend.backend_tokenizer.no_truncation()
         backend.backend_tokenizer.no_padding()
-        own = unknown_patterns(backend.backend_tokenizer)
+        own = why_not_trusted(backend.backend_tokenizer)
         if own:
-            _log.info("the tokenizer has a pattern of its own, %r: texts get a limit of time", own[0][:80])
+            _log.info("the tokenizer has %s: texts get a limit of time", own)
             self._timed = TimedEncoder(backend.backend_tokenizer)
         if not eos_token_ids and backend.eos_token_id is not None:
             self.eos_token_ids = (int(backend.eos_token_id),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import warnings
@@ -15,6 +16,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer as OurTokenizer
 from ktransformers.tokenizer import pattern_limits
+from ktransformers.tokenizer.growth import growth_of
+from ktransformers.tokenizer.loading import load_tokenizer
 from ktransformers.tokenizer.pattern_limits import unknown_patterns
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS, QUADRATIC_PATTERNS
 from tests.support.vocabularies import STRINGS, train_byte_level
@@ -87,6 +90,88 @@ def test_a_pattern_of_ones_own_gives_the_same_ids(caplog: pytest.LogCaptureFixtu
         ours.encode("a text")
     assert ours.encode("a text") == tokenizer.encode("a text").ids
     ours._timed.close()
+
+
+DOUBLE = normalizers.Replace("a", "aa")
+GROWING = {
+    "forty replacements": normalizers.Sequence([DOUBLE] * 40),
+    "one long one": normalizers.Replace("a", "b" * 5_000_000),
+    "two, one of them in a sequence of its own": normalizers.Sequence(
+        [normalizers.Replace("a", "b" * 3000), normalizers.Sequence([normalizers.Replace("b", "c" * 3000)])]
+    ),
+    "an empty pattern": normalizers.Replace("", "b" * 5_000_000),
+    "a beginning, replaced": normalizers.Sequence([normalizers.Prepend("a" * 10_000), *[DOUBLE] * 30]),
+    "bytes as characters": normalizers.Sequence([normalizers.ByteLevel()] * 40),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_text_of_which_too_much_is_made_is_given_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit these take all memory of the machine."""
+    monkeypatch.setattr(pattern_limits, "SECONDS", 3.0)
+    tokenizer = Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
+    tokenizer.normalizer = GROWING[name]
+    ours = loaded(tokenizer)
+    assert ours._timed is not None
+    with pytest.raises(ConfigError, match=r"gives up on this text of 3000 characters: (its process died|it took more)"):
+        ours.encode("ä a" * 1000)
+    ours._timed.close()
+
+
+def test_growth() -> None:
+    """What is usual is trusted: Llama's, Gemma's, T5's, and all kinds of Unicode's normal forms."""
+    usual: list[object] = [
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        normalizers.Replace(Regex(" {2,}"), "▁"),
+        normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()]),
+        normalizers.Sequence([normalizers.Replace("``", '"'), normalizers.Replace("\n", " \n "), normalizers.NFKC()]),
+        normalizers.BertNormalizer(),
+        pre_tokenizers.Metaspace(),
+        pre_tokenizers.ByteLevel(),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+        None,
+    ]
+    for part in usual:
+        assert 1 <= growth_of(part) < 16
+    assert growth_of(normalizers.Sequence([DOUBLE] * 10)) == 1024
+    assert growth_of(normalizers.Replace("abc", "defghi")) == 2
+    assert growth_of(normalizers.Replace("ab", "a")) == 1
+    assert growth_of(normalizers.Sequence([normalizers.Replace(Regex(p), " ") for p in (r"\s+", "[a-z]", r"\p{Z}")])) < 3
+    for pattern in ("a*", "(?=a)", r"\b", "^", "a|"):
+        assert growth_of(normalizers.Replace(Regex(pattern), "b")) == 2
+
+
+@pytest.mark.parametrize("name", sorted({*GROWING} - {"bytes as characters"}) + ["bytes as characters"])
+def test_a_tokenizer_whose_added_tokens_would_take_all_memory_is_not_loaded(name: str, tmp_path: Path) -> None:
+    """The library normalizes them while it loads."""
+    tokenizer = Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
+    state = json.loads(tokenizer.to_str())
+    state["normalizer"] = json.loads(GROWING[name].__getstate__())
+    state["added_tokens"] = [
+        {"id": 0, "content": "xaä", "normalized": True, "special": False, "single_word": False, "lstrip": False,
+         "rstrip": False}
+    ]  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot be used: its normalizer makes a text .* as long"):
+        load_tokenizer(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Replace("a", "b" * 1000),
+        decoders.Sequence([decoders.Replace("a", "aa")] * 40),
+        decoders.Metaspace(),
+    ],
+)
+def test_decoders_that_make_much_of_little_are_refused(decoder: object) -> None:
+    tokenizer = byte_level(PUBLISHED["qwen2"])
+    tokenizer.decoder = decoder
+    if isinstance(decoder, decoders.Metaspace):
+        loaded(tokenizer)
+        return
+    with pytest.raises(ConfigError, match="decoder makes a text .* times as long"):
+        loaded(tokenizer)
 
 
 def test_a_text_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
