@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from transformers import PretrainedConfig
+
+from ktransformers.errors import ConfigError
 
 __all__ = ["take_text_config", "text_config_of"]
 
 
 def text_config_of(whole: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model in `whole`, which is `whole` itself where that is no composite."""
-    text: PretrainedConfig = whole.get_text_config(decoder=True)
+    """The config of the language model in `whole`, which is `whole` itself where that is no composite.
+
+    Raises ConfigError for one that is no config.
+    """
+    text = whole.get_text_config(decoder=True)
+    if not isinstance(text, PretrainedConfig):
+        raise ConfigError(
+            f"the model's config names a part for text (text_config, decoder ...) that is no config, but {text!r:.60}; "
+            f"a {whole.model_type} model has none"
+        )
     return text
 
 

@@ -60,7 +60,17 @@ def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast
         raise ConfigError(
             f"the tokenizer in {path} has no vocabulary; copy tokenizer.json there from the original model"
         )
+    why = _wrong_template(backend.chat_template)
+    if why is not None:
+        raise ConfigError(f"the tokenizer in {path} cannot be used: its chat_template {why}; see tokenizer_config.json")
     return backend
+
+
+def _wrong_template(template: object) -> str | None:
+    """What is wrong with a chat template as transformers has read it: text, or texts by name; None: nothing."""
+    texts = template.values() if isinstance(template, dict) else [] if template is None else [template]
+    odd = next((text for text in texts if not isinstance(text, str)), None)
+    return None if odd is None else f"must be text, or a list of templates with names, and holds {odd!r:.40}"
 
 
 def _broken_file(folder: Path) -> str | None:
