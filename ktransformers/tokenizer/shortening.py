@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["Shortened", "prompt_room", "shorten"]
+from ktransformers.errors import ContextLengthError
+
+__all__ = ["Shortened", "prompt_room", "shorten", "text_too_long"]
 
 _INSTRUCTIONS = frozenset({"system", "developer"})
 _ANSWER_PART = 8
@@ -91,3 +93,10 @@ def _cuts(sizes: Sequence[int], max_len: int) -> list[int]:
     coarse = [at + 1 for at in range(len(passed)) if passed[at] > (passed[at - 1] if at else 0)]
     rest = range((coarse[-1] if coarse else 0) + 1, len(sizes) + 1)
     return [*coarse, *rest]
+
+
+def text_too_long(what: str, prompt_len: int, max_len: int) -> ContextLengthError:
+    """The error for a text of `what`, prompt_len tokens or more, where there is room for max_len."""
+    return ContextLengthError(
+        f"the text has {what}, and there is room for {max_len}: shorten it", prompt_len=prompt_len, max_len=max_len
+    )

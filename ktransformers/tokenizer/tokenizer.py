@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
+from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerParser
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.grammars import Grammars
@@ -28,6 +28,7 @@ from ktransformers.tokenizer.recognition import (
     recognize,
     turn_frame,
 )
+from ktransformers.tokenizer.shortening import text_too_long
 from ktransformers.tokenizer.template_limits import why_no_template
 from ktransformers.tokenizer.template_variables import template_variables
 from ktransformers.tokenizer.templates import Ending, Message, Rendered, TemplateTurns, rendered
@@ -144,7 +145,7 @@ class Tokenizer:
         """
         if max_len is not None and len(text) > max_len * self.max_token_chars:
             least = -(-len(text) // self.max_token_chars)
-            raise _too_long(f"{len(text)} characters, which are {least} tokens or more", least, max_len)
+            raise text_too_long(f"{len(text)} characters, which are {least} tokens or more", least, max_len)
         if not text.isascii():
             try:
                 text.encode()
@@ -156,7 +157,7 @@ class Tokenizer:
         if isinstance(ids, str):
             raise ConfigError(f"the tokenizer gives up on this text of {len(text)} characters: {ids[:200]}")
         if max_len is not None and len(ids) > max_len:
-            raise _too_long(f"{len(ids)} tokens", len(ids), max_len)
+            raise text_too_long(f"{len(ids)} tokens", len(ids), max_len)
         return ids
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int] | str:
@@ -185,21 +186,11 @@ class Tokenizer:
         """Ids of a rendered conversation whose texts were marked by `guard`. Errors as `encode`."""
         if guard is None:
             return self.encode(text, add_special_tokens=False, max_len=max_len)
-        pieces = guard.pieces(text)
-        cutter = self.verbatim.cutter("".join(pieces))
-        cut_id, num_cuts = self.token_id(cutter), len(pieces) - 1
-        # Where even this token is the template's own, our cuts are told from it by their order.
-        ours, seen = set(), 0
-        for piece in pieces[:-1]:
-            seen += piece.count(cutter)
-            ours.add(seen)
-            seen += 1
-        ids = self.encode(
-            cutter.join(pieces), add_special_tokens=False, max_len=None if max_len is None else max_len + num_cuts
-        )
-        places = [at for at, token_id in enumerate(ids) if token_id == cut_id]
-        dropped = {at for order, at in enumerate(places) if order in ours}
-        return [token_id for at, token_id in enumerate(ids) if at not in dropped]
+
+        def encode(joined: str, num_cuts: int) -> list[int]:
+            return self.encode(joined, False, max_len=None if max_len is None else max_len + num_cuts)
+
+        return self.verbatim.ids_of_pieces(guard.pieces(text), self.token_id, encode)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`: what a Detokenizer returns piece by piece."""
@@ -507,11 +498,3 @@ class Tokenizer:
         begins = self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
         head = [self.bos_token_id] if begins and self.bos_token_id is not None else []
         return head + self.encode_guarded(guard.marked(text), guard)
-
-
-def _too_long(what: str, prompt_len: int, max_len: int) -> ContextLengthError:
-    return ContextLengthError(
-        f"the text has {what}, and there is room for {max_len}: shorten it",
-        prompt_len=prompt_len,
-        max_len=max_len,
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["Guard", "Verbatim"]
@@ -35,6 +35,26 @@ class Verbatim:
         while any((mark := _digits()) in text for text in texts):
             pass
         return Guard(self._pattern, mark)
+
+    def ids_of_pieces(
+        self,
+        pieces: Sequence[str],
+        token_id: Callable[[str], int | None],
+        encode: Callable[[str, int], list[int]],
+    ) -> list[int]:
+        """Ids of a text that is cut into these pieces. encode: of the joined pieces, among which so many cuts are."""
+        cutter = self.cutter("".join(pieces))
+        cut_id = token_id(cutter)
+        # Where even this token is the template's own, our cuts are told from it by their order.
+        ours, seen = set(), 0
+        for piece in pieces[:-1]:
+            seen += piece.count(cutter)
+            ours.add(seen)
+            seen += 1
+        ids = encode(cutter.join(pieces), len(pieces) - 1)
+        places = [at for at, one in enumerate(ids) if one == cut_id]
+        dropped = {at for order, at in enumerate(places) if order in ours}
+        return [one for at, one in enumerate(ids) if at not in dropped]
 
     def cutter(self, text: str) -> str:
         """The special token to cut `text` with: one that it does not hold, if there is one."""
