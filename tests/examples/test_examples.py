@@ -80,7 +80,7 @@ def test_the_snippets_of_the_docs_run_in_order(
         exec(compile("\n" * line + match[1], "docs/python.md", "exec"), namespace)
     out = capsys.readouterr().out
     promised = re.findall(r"print\(error\)  # (?:\.\.\. )?(.*)$", text, re.M)
-    assert len(promised) == 4
+    assert len(promised) == 5
     for promise in promised:
         for part in promise.removesuffix(" ...").split(" ... "):
             assert part in out, out

@@ -23,6 +23,8 @@ def offline() -> None:
         assert_type(llm.max_len, int)
         llm.chat([{"role": "user", "content": "hi"}], enable_thinking=False)
         llm.chat(["one", "two"], SamplingParams(temperature=0, stop=("\n",)))
+        llm.generate({"prompt_token_ids": [1, 2]}, temperature=0.5, max_tokens=3)
+        assert_type(llm.chat("one", n=2)[0].outputs, tuple[RequestOutput, ...])
     LLM("model.gguf", cache_lens=8192, gpu_memory=20.0, max_batch_size=8)
     LLM(model="org/name:Q4_K_M", max_model_len=4096, tensor_parallel_size=1, dtype="auto", seed=3)
     LLM(Path("folder"), gguf_path="weights.gguf", optimize_config_path="rules.yaml", progress=print)

@@ -11,6 +11,7 @@ LLM(cache_lens="4096")  # wrong
 LLM(5)  # wrong
 assert_type(LLM().chat("text")[0].text, int)  # wrong
 LLM().generate("text", {"temperature": 0})  # wrong
+LLM().generate("text", temprature=0)  # wrong
 SamplingParams(temprature=0)  # wrong
 for _ in AsyncLLM().generate("text"):  # wrong
     pass
