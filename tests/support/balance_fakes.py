@@ -119,6 +119,21 @@ def load_once(options: EngineOptions, progress: Progress) -> LoadedEngine:
     return load(options, progress)
 
 
+def load_killed_twice(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """Somebody kills the first two engines while they load."""
+    progress(1, 2, "layers.7")
+    if options.epoch < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return load(options, progress)
+
+
+def load_faulty(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """Ends by a fault of its own."""
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return load(options, progress)
+
+
 def load_by_free_memory(options: EngineOptions, progress: Progress) -> LoadedEngine:
     """As many pages as it is told, else as many as fit; and every engine finds less free memory than the one before."""
     free, asked = max(1000 >> 6 * options.epoch, 1), options.config.cache_lens // PAGE_SIZE

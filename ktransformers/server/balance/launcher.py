@@ -44,7 +44,11 @@ Process = asyncio.subprocess.Process
 
 
 class EngineDied(EngineError):
-    """The process ended while it was loading, and did not say why."""
+    """The process ended while it was loading, and did not say why. code: its return code, where it is known."""
+
+    def __init__(self, message: str, code: int = 0):
+        super().__init__(message)
+        self.code = code
 
 
 class EngineHung(EngineDied):
@@ -129,7 +133,8 @@ class Launcher:
             if not listening.done():
                 if watching.done() and watching.result() is not None:
                     raise EngineHung(watching.result())
-                raise EngineDied(f"the engine process ended while loading, with {ending(dying.result())}")
+                code = dying.result()
+                raise EngineDied(f"the engine process ended while loading, with {ending(code)}", code)
             return RunningEngine(options.epoch, process, listening.result())
         except KTransformersError:
             await self.end(process)

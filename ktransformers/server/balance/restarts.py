@@ -17,7 +17,7 @@ from typing_extensions import override
 from ktransformers.config import EngineConfig
 from ktransformers.server.balance.messages import EngineFacts
 
-__all__ = ["RESTART_SECONDS", "Clock", "DeathLimit", "SystemClock", "delays", "ending", "pinned", "shortfall"]
+__all__ = ["RESTART_SECONDS", "Clock", "DeathLimit", "SystemClock", "delays", "ending", "pinned", "shortfall", "was_killed"]
 
 RESTART_SECONDS = 600.0
 """The time in which deaths of engines are counted."""
@@ -107,6 +107,16 @@ def shortfall(first: EngineFacts, now: EngineFacts) -> str | None:
         if has != had:
             return f"{name} is {has}, and was {had}"
     return None
+
+
+_OWN_FAULTS = frozenset(
+    {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+)
+
+
+def was_killed(code: int) -> bool:
+    """Whether a process with this return code was ended from outside: by the system for want of memory, by a person."""
+    return code < 0 and -code not in _OWN_FAULTS
 
 
 def ending(code: int) -> str:

@@ -49,6 +49,7 @@ from ktransformers.server.balance.restarts import (
     ending,
     pinned,
     shortfall,
+    was_killed,
 )
 
 __all__ = ["BalanceConfig", "Supervisor"]
@@ -166,12 +167,18 @@ class Supervisor:
         return engine.facts
 
     async def _first(self, progress: Progress | None) -> RunningEngine:
-        """One that hangs while it loads may be luck; one that dies will die again."""
+        """One that hangs while it loads, or is killed from outside, may be luck; one that dies by itself will die again.
+
+        Raises EngineError when it happens too often.
+        """
         for epoch in itertools.count():
             try:
                 return await self._load(epoch, self._config.engine, progress)
-            except EngineHung:
+            except EngineDied as error:
+                if not isinstance(error, EngineHung) and not was_killed(error.code):
+                    raise
                 self._died_loading(epoch)
+                logger.warning("%s: trying again", error)
                 self.num_restarts += 1
         raise AssertionError("epochs end")
 

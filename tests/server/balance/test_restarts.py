@@ -25,6 +25,7 @@ from ktransformers.errors import CapacityError, ConfigError, EngineError, Weight
 from ktransformers.optimize.machine import Machine
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.on_demand import OnDemandBackend
 from ktransformers.server.balance import model_engine
 from ktransformers.server.balance.launcher import Launcher
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
@@ -33,6 +34,8 @@ from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
 from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, SPARE_BYTES, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.many.keeper import ModelKeeper
+from ktransformers.server.many.pool import ModelPool, PooledModel
 from tests.support.balance_backend import backend, check, collect, gone, request, run, until
 from tests.support.balance_fakes import POISON, ManualClock
 from tests.support.demo import DEMO_GGUF
@@ -241,6 +244,50 @@ def test_an_engine_that_hangs_while_loading_is_replaced(caplog: pytest.LogCaptur
 
     run(work)
     assert "hung while loading" in caplog.text
+
+
+def test_an_engine_that_is_killed_while_it_loads_for_those_who_wait_is_tried_again() -> None:
+    """As one of models.yaml: requests that wait for the model do not hear of it."""
+
+    async def work() -> None:
+        engine = EngineConfig(gguf_path=DEMO_GGUF, cache_lens=4000, chunk_size=16)
+        config = BalanceConfig(
+            engine, page_size=4, factory="tests.support.balance_fakes:load_killed_twice", log_level="error",
+            has_spare_engine=False,
+        )  # fmt: skip
+        made: list[BalanceServeBackend] = []
+
+        def make() -> BalanceServeBackend:
+            made.append(BalanceServeBackend(config))
+            return made[-1]
+
+        model = OnDemandBackend.of(BalanceServeBackend)(make, None)  # type: ignore[arg-type]
+        pool = ModelPool([PooledModel("a", {"cpu": 1})], {"cpu": 1}, float("inf"))
+        keeper = ModelKeeper(pool, {"a": model}, max_waiting=9)
+        await asyncio.gather(*(keeper.enter("a") for _ in range(3)))
+        assert model.is_ready
+        assert len(made) == 1
+        assert made[0].supervisor.num_restarts == 2
+        await keeper.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("factory", "most", "says"),
+    [
+        ("load_killed_twice", 1, r"the engine died 2 times in 600 s; giving up \(--max_engine_restarts\)"),
+        ("load_killed_twice", 0, "the engine died 1 times"),
+        ("load_faulty", 5, "ended while loading, with signal 11"),
+    ],
+)
+def test_how_often_an_engine_that_is_killed_while_it_loads_is_tried_again(factory: str, most: int, says: str) -> None:
+    async def work() -> None:
+        with pytest.raises(EngineError, match=says):
+            async with backend(factory, max_engine_restarts=most):
+                raise AssertionError("it started")
+
+    run(work)
 
 
 def test_engines_that_always_hang_while_loading_end_the_service() -> None:
