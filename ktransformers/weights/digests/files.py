@@ -20,9 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from ktransformers.config import physical_cores, user_cache_dir
+from ktransformers.config import user_cache_dir
 from ktransformers.core import format_bytes
 from ktransformers.errors import WeightError, reason_of
+from ktransformers.system.cores import physical_cores
 from ktransformers.user_files import read_own
 from ktransformers.weights.digests.states import FileState, state_of
 
