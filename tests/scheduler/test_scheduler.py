@@ -376,10 +376,11 @@ def test_end_tokens_and_limits() -> None:
 
 def test_what_is_refused() -> None:
     scheduler = Scheduler(make_config(num_pages=4))
-    with pytest.raises(ContextLengthError, match=r"maximum context length is 16 tokens \(set by --cache_lens\).*no room") as caught:
+    message = r"maximum context length is 16 tokens \(set by --cache_lens\).*no room"
+    with pytest.raises(ContextLengthError, match=message) as caught:
         scheduler.add(make_request("a", [1] * 16))
     assert (caught.value.prompt_len, caught.value.max_len) == (16, 16)
-    with pytest.raises(ContextLengthError, match="is 9 tokens .what the model takes"):
+    with pytest.raises(ContextLengthError, match=r"is 9 tokens \(what the model takes\)"):
         Scheduler(make_config(max_model_len=9)).add(make_request("a", [1] * 9))
     with pytest.raises(ConfigError, match="empty"):
         scheduler.add(make_request("a", []))

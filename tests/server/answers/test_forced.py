@@ -30,7 +30,9 @@ def tokenizer_of(form: str) -> Tokenizer:
     return made
 
 
-def forced(tokenizer: Tokenizer, choice: ToolChoice, prompt: str = "x", tools: Any = TOOLS[:1], **more: Any) -> dict[str, Any]:
+def forced(
+    tokenizer: Tokenizer, choice: ToolChoice, prompt: str = "x", tools: Any = TOOLS[:1], **more: Any
+) -> dict[str, Any]:
     conversation = Conversation(messages=HELLO, tools=tools, **more)
     return forced_calls(tokenizer, conversation, choice, tokenizer.encode(prompt))
 
