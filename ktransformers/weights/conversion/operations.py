@@ -76,13 +76,14 @@ def _chunk(parts: Sequence[torch.Tensor], dim: int, origin: Origin, sizes: Sizes
 
 
 def _split(parts: Sequence[torch.Tensor], dim: int, origin: Origin, sizes: Sizes) -> torch.Tensor:
-    return parts[0].split(list(sizes), dim)[origin.index]
+    return torch.split_with_sizes(parts[0], list(sizes), dim)[origin.index]
 
 
 def _interleave(parts: Sequence[torch.Tensor], dim: int, origin: Origin, sizes: Sizes) -> torch.Tensor:
     """Bring what stands in turn along `dim`, two and two, one half behind the other."""
-    pairs = parts[0].unflatten(dim, (-1, 2))
-    return pairs.transpose(dim, dim + 1).reshape(parts[0].shape)
+    shape = list(parts[0].shape)
+    pairs = parts[0].reshape([*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :]])
+    return pairs.transpose(dim, dim + 1).reshape(shape)
 
 
 CONVERSIONS: Mapping[str, Callable[[Sequence[torch.Tensor], int, Origin, Sizes], torch.Tensor]] = {
