@@ -63,6 +63,12 @@ def _workers(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=min(4, usable_cores()), thread_name_prefix="masks")
 
 
+@functools.cache
+def _readers(process: int) -> ThreadPoolExecutor:
+    """One thread that reads grammars, which may take tenths of a second: masks of other answers do not wait for it."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+
+
 class AnswerMask:
     """The rules of one answer and how far it has got. See TokenMask."""
 
@@ -91,7 +97,8 @@ class AnswerMask:
     def begin(self) -> None:
         """Start to find out what may come next. Returns at once."""
         if self._next is None:
-            self._next = _workers(os.getpid()).submit(self._advance)
+            is_read = self._constraint is None or self._matcher is not None
+            self._next = (_workers if is_read else _readers)(os.getpid()).submit(self._advance)
 
     def allowed(self) -> Words | None:
         """What may come next; None: anything. Raises KTransformersError when that cannot be told."""
@@ -99,7 +106,7 @@ class AnswerMask:
         assert self._next is not None
         return self._next.result()
 
-    # On a thread of _workers, one call at a time.
+    # On a thread of _workers, or of _readers until the grammar is read; one call at a time.
 
     def _advance(self) -> Words | None:
         new, self._new = self._new, []

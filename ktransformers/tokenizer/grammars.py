@@ -41,6 +41,9 @@ process at about twice as many on a thread with 8 MiB of it."""
 
 _MAX_REASON_CHARS = 400
 
+_MAX_ROW = 8000
+"""Places of a grammar that may be open at once: four for each property that may be left out, in all alternatives."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -190,7 +193,7 @@ _NAMES = {
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(max_items_in_row=_MAX_ROW, verbose_errors=False)
 
 
 def _shortened(matcher: LLMatcher, *, is_ours: bool = False) -> str:

@@ -158,7 +158,7 @@ class _Builder:
                 return
         alternatives = self._expander.expand_all(parts)
         if not alternatives:
-            node.why = parts[0].at, "not"
+            node.why = parts[0].at, "not" if parts[0].get("not") is not None else "schema"
         for one in alternatives:
             self._add_leaves(node, in_order(one))
         for part in {id(one.schema): one for alternative in alternatives for one in alternative}.values():

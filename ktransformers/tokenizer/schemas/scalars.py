@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any
 
 from ktransformers.tokenizer.schemas.nodes import type_of
@@ -19,6 +20,8 @@ FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname
 """Those that grammars hold strings to. By default a format is a remark, so that others change nothing."""
 
 _LARGEST = 1.7976931348623157e308
+_MAX_MULTIPLE = 5000
+"""Digits of a `multipleOf`, as a number: a grammar has a state for each, and a million of them take half a minute."""
 
 
 def is_number(value: Any) -> bool:
@@ -140,14 +143,23 @@ def number_bounds(kind: str, parts: Sequence[Part], report: Report) -> dict[str,
             continue
         if not is_number(multiple) or multiple <= 0:
             refuse(part.at, "multipleOf", "it must be a number above 0")
+        if _digits(multiple) > _MAX_MULTIPLE:
+            report.widen(part.at, "multipleOf")
+            continue
         other = bounds.get("multipleOf", multiple)
-        if isinstance(other, int) and isinstance(multiple, int):
-            note("multipleOf", math.lcm(other, multiple), part.at, True)
+        both = math.lcm(other, multiple) if isinstance(other, int) and isinstance(multiple, int) else 0
+        if 0 < _digits(both) <= _MAX_MULTIPLE:
+            note("multipleOf", both, part.at, True)
         elif other != multiple:
             report.widen(part.at, "multipleOf")
         else:
             note("multipleOf", multiple, part.at, False)
     return _kept(kind, bounds, where, {}, report)
+
+
+def _digits(number: float) -> int:
+    """The digits of a number without the zeros at its ends."""
+    return int("".join(map(str, Decimal(repr(number)).as_tuple().digits)).rstrip("0") or "0")
 
 
 def _limits(part: Part) -> list[tuple[str, Any]]:

@@ -34,7 +34,7 @@ FLAT: list[Any] = [{"type": "function", "name": k, "parameters": v} for k, v in 
 CLAUDES: list[Any] = [{"name": k, "input_schema": v} for k, v in PARAMETERS.items()]
 ADD: Any = {"type": "function", "function": {"name": "add"}}
 ONLY_ADD: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [ADD]}}
-IMPOSSIBLE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+IMPOSSIBLE = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_what_cannot_be_forced_is_a_400_that_says_which_tool(
     tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": IMPOSSIBLE}}]
     flat = [*FLAT, {"type": "function", "name": "odd", "parameters": IMPOSSIBLE}]
     claudes = [*CLAUDES, {"name": "odd", "input_schema": IMPOSSIBLE}]
-    said = r"calls of .*odd.* cannot be forced: .*uniqueItems"
+    said = r"calls of .*odd.* cannot be forced: #: \$ref: each value needs"
     with pytest.raises(openai.BadRequestError, match=said) as wrong:
         chat(client, tools=tools, tool_choice="required")
     assert wrong.value.param == "tool_choice"
@@ -182,3 +182,48 @@ def test_what_cannot_be_forced_is_a_400_that_says_which_tool(
     odd = {"allowed_token_ids": [5]}
     with pytest.raises(openai.BadRequestError, match="exclude each other"):
         chat(client, tool_choice="required", extra_body=odd)
+
+
+WIDE = {
+    "type": "object",
+    "properties": {
+        "env": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+    },
+    "required": ["tags"],
+    "additionalProperties": False,
+}
+
+
+def test_what_arguments_are_not_held_to_is_named(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    def tool(**more: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "wide", "parameters": WIDE, **more}}
+
+    named: Any = {"type": "function", "function": {"name": "wide"}}
+    raw = client.chat.completions.with_raw_response
+    asked: Any = {"model": "demo", "messages": HELLO, "max_tokens": 200, "temperature": 0}
+    answer = raw.create(tools=[*TOOLS, tool()], tool_choice=named, **asked)
+    assert answer.headers["x-ktransformers-ignored"] == "tools.wide#/properties/tags/uniqueItems"
+    (call,) = answer.parse().choices[0].message.tool_calls or ()
+    assert set(json.loads(call.function.arguments)) <= {"env", "tags"}
+    # Offered beside others nobody asks what its schema says; forced, with strict, it is all of it or a 400.
+    free = raw.create(tools=[*TOOLS, tool(strict=True)], tool_choice="auto", **asked)
+    assert "x-ktransformers-ignored" not in free.headers
+    other = raw.create(tools=[*TOOLS, tool(strict=True)], tool_choice=ADD, **asked)
+    assert "x-ktransformers-ignored" not in other.headers
+    said = r"calls of 'wide' cannot be forced: it is strict.*#/properties/tags/uniqueItems"
+    for choice in (named, "required"):
+        with pytest.raises(openai.BadRequestError, match=said) as wrong:
+            client.chat.completions.create(tools=[*TOOLS, tool(strict=True)], tool_choice=choice, **asked)
+        assert wrong.value.param == "tool_choice"
+    flat: Any = [*FLAT, {"type": "function", "name": "wide", "parameters": WIDE, "strict": True}]
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.responses.create(model="demo", input="x", tools=flat, tool_choice="required")
+    strict: Any = [*CLAUDES, {"name": "wide", "input_schema": WIDE, "strict": True}]
+    with pytest.raises(anthropic.BadRequestError, match=said):
+        claude.messages.create(model="demo", max_tokens=9, messages=HELLO, tools=strict, tool_choice={"type": "any"})
+    loose: Any = [*CLAUDES, {"name": "wide", "input_schema": WIDE}]
+    made = claude.messages.with_raw_response.create(
+        model="demo", max_tokens=200, messages=HELLO, tools=loose, tool_choice={"type": "any"}
+    )
+    assert made.headers["x-ktransformers-ignored"] == "tools.wide#/properties/tags/uniqueItems"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pytest
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tests.support.server_process import ServerProcess
 
 ASKED = "Think step by step: what is 12 + 30 + 7?"
+UNIQUE = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
 TURN: list[Any] = [{"role": "user", "content": ASKED}]
 
 
@@ -62,8 +64,8 @@ def test_ollama(llama: ollama.Client) -> None:
     Report.model_validate_json(thought.content or "")
     an_object = llama.chat("demo", TURN, format="json", options={"temperature": 0, "num_predict": 60}).message.content
     assert (an_object or "").startswith("{")
-    with pytest.raises(ollama.ResponseError, match="uniqueItems"):
-        llama.chat("demo", TURN, format={"type": "array", "uniqueItems": True})
+    with pytest.raises(ollama.ResponseError, match=r"format: .*#: \$ref: it leads back to itself"):
+        llama.chat("demo", TURN, format={"$ref": "#"})
 
 
 def test_responses(client: openai.OpenAI) -> None:
@@ -92,7 +94,8 @@ def test_responses(client: openai.OpenAI) -> None:
     [
         ({"type": "xml"}, "text.format.type"),
         ({"type": "json_schema", "name": "x"}, "text.format.schema is missing"),
-        ({"type": "json_schema", "name": "x", "schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"type": "json_schema", "name": "x", "schema": UNIQUE, "strict": True}, "'x' is strict.*#/uniqueItems"),
+        ({"type": "json_schema", "name": "x", "schema": {"$ref": "#/$defs/gone"}}, r"#: \$ref: .* leads nowhere"),
     ],
 )
 def test_responses_refuses(client: openai.OpenAI, form: dict[str, Any], says: str) -> None:
@@ -125,7 +128,8 @@ def test_anthropic(claude: anthropic.Anthropic) -> None:
     [
         ({"output_format": {"type": "json_schema"}}, "output_config.format.schema"),
         ({"output_format": {"type": "json_schema", "schema": {}, "must": 1}}, "output_config.format.must"),
-        ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "not"),
+        ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "#: not: nothing fits"),
+        ({"output_format": {"type": "json_schema", "schema": UNIQUE, "strict": True}}, "strict.*#/uniqueItems"),
         ({"messages": [*TURN, {"role": "assistant", "content": "{"}]}, "begins the answer already"),
     ],
 )
@@ -133,3 +137,57 @@ def test_anthropic_refuses(claude: anthropic.Anthropic, body: dict[str, Any], sa
     schema = {"output_format": {"type": "json_schema", "schema": {"type": "object"}}}
     with pytest.raises(anthropic.BadRequestError, match=says):
         claude.messages.create(model="demo", messages=TURN, max_tokens=9, extra_body=schema | body)
+
+
+HEADER = "x-ktransformers-ignored"
+SECRET = {
+    "type": "object",
+    "properties": {"my secret": UNIQUE},
+    "required": ["my secret"],
+    "additionalProperties": False,
+}
+SAID = "#/properties/*/uniqueItems"
+
+
+def test_what_answers_are_not_held_to_is_named(
+    client: openai.OpenAI, claude: anthropic.Anthropic, llama: ollama.Client, server: ServerProcess
+) -> None:
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SECRET}}
+    asked: Any = {"model": "demo", "messages": TURN, "max_tokens": 60, "extra_body": {"enable_thinking": False}}
+    chat = client.chat.completions.with_raw_response
+    whole = chat.create(response_format=named, **asked)
+    assert whole.headers[HEADER] == f"response_format{SAID}"
+    assert set(json.loads(whole.parse().choices[0].message.content or "")) == {"my secret"}
+    assert chat.create(response_format=named, stream=True, **asked).headers[HEADER] == f"response_format{SAID}"
+    for field in ("guided_json", "json_schema"):
+        text = client.completions.with_raw_response.create(
+            model="demo", prompt="x", max_tokens=60, extra_body={field: SECRET}
+        )
+        assert text.headers[HEADER] == f"{field}{SAID}"
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SECRET}}
+    answer = client.responses.with_raw_response.create(model="demo", input=ASKED, text=form, max_output_tokens=60)
+    assert answer.headers[HEADER] == f"text.format{SAID}"
+    extra = {"output_format": {"type": "json_schema", "schema": SECRET}}
+    message = claude.messages.with_raw_response.create(model="demo", messages=TURN, max_tokens=60, extra_body=extra)
+    assert message.headers[HEADER] == f"output_config.format{SAID}"
+    plain = httpx.post(
+        f"{server.url}/api/chat",
+        json={"model": "demo", "messages": TURN, "stream": False, "format": SECRET, "options": {"num_predict": 60}},
+        timeout=60,
+    )
+    assert (plain.status_code, plain.headers[HEADER]) == (200, f"format{SAID}")
+    log = "".join(server.log)
+    assert "schemas with response_format#/properties/*/uniqueItems" in log
+    assert log.count("schemas with response_format#/properties/*/uniqueItems") == 1
+    assert "my secret" not in log
+
+
+@pytest.mark.parametrize("form", ["chat", "responses"])
+def test_strict_is_the_whole_schema_or_a_400(client: openai.OpenAI, form: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"'plan' is strict.*#/properties/my secret/uniqueItems"):
+        if form == "chat":
+            asked: Any = {"type": "json_schema", "json_schema": {"name": "plan", "schema": SECRET, "strict": True}}
+            client.chat.completions.create(model="demo", messages=TURN, response_format=asked)
+        else:
+            text: Any = {"format": {"type": "json_schema", "name": "plan", "schema": SECRET, "strict": True}}
+            client.responses.create(model="demo", input=ASKED, text=text)

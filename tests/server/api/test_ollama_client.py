@@ -341,7 +341,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/generate", {"images": ["aGk="]}, "text"),
     ("/api/generate", {"context": [1, 2]}, "/api/chat"),
     ("/api/generate", {"raw": True, "system": "b"}, "system"),
-    ("/api/chat", {"format": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ("/api/chat", {"format": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "$ref: each value needs"),
     ("/api/embed", {}, "input: Field required"),
     ("/api/embed", {"input": 3}, "input"),
     ("/api/embed", {"input": ["a", ""]}, "prompt is empty"),

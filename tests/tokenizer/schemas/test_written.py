@@ -32,10 +32,8 @@ BY_OPENAPI = "zod nullable openapi-3.0"  # where `nullable` says more than JSON 
 
 def validator(case: dict[str, Any]) -> Any:
     """By the draft that the program writes where it does not say it."""
-    drafts = {"zod": jsonschema.Draft4Validator, "typebox": jsonschema.Draft7Validator}
-    is_newer = case["name"] == "typebox intersect"  # unevaluatedProperties are of draft 2019-09
-    default = drafts.get(case["name"].split()[0], jsonschema.Draft202012Validator)
-    default = jsonschema.Draft202012Validator if is_newer else default
+    old = {"openapi-3.0": jsonschema.Draft4Validator, "tuple": jsonschema.Draft7Validator}
+    default = old.get(case["name"].split()[-1], jsonschema.Draft202012Validator)
     return jsonschema.validators.validator_for(case["schema"], default=default)
 
 
