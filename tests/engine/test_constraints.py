@@ -181,7 +181,7 @@ def test_nothing_left_is_an_error_of_the_request(tokenizer: Tokenizer) -> None:
         ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
         ({"json": "{"}, "is no JSON"),
         ({"json": "3"}, "must be an object"),
-        ({"json": '{"a":' * 500 + "1" + "}" * 500}, "recursion|within|no JSON"),
+        ({"json": '{"a":' * 5000 + "1" + "}" * 5000}, "no JSON"),
         ({"json": {"$ref": "#/$defs/d", "$defs": {"d": {"$ref": "#/$defs/d"}}}}, r"\$ref: it leads back to itself"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": "(" * 100_000 + "a"}, "cannot be followed"),
@@ -192,7 +192,7 @@ def test_nothing_left_is_an_error_of_the_request(tokenizer: Tokenizer) -> None:
         ({"grammar": "\n".join(f"r{i} ::= r{i + 1} [a]" for i in range(5000))}, "within each other"),
         (
             {"json": {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(5000)}}},
-            "within",
+            "leads too far",
         ),
         ({"regex": "a" * (MAX_CONSTRAINT_CHARS + 1)}, "at most"),
         ({"json": {}, "regex": "a"}, "exactly one of"),

@@ -1,4 +1,4 @@
-"""The JSON Schema Test Suite against constraints: what is taken is held to, what cannot be is refused.
+"""The JSON Schema Test Suite against constraints: what is taken is held to; where it is widened no instance is lost.
 
 A constraint has one way to write a value: numbers that are whole without a fraction, keys in the order of the schema.
 """
@@ -20,6 +20,7 @@ from ktransformers.engine.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.grammars import Grammars
+from ktransformers.tokenizer.schemas import core_schema
 from ktransformers.weights.gguf import open_gguf
 from tests.support.fake_runner import FakeRunner, ngram_logits
 from tests.support.schema_suite import Case, suite
@@ -82,7 +83,9 @@ def test_instances_are_told_apart_as_the_suite_does(
     cases: list[Case], taken: list[Case], grammars: Grammars, random_cases: Callable[[int, int], int]
 ) -> None:
     print(f"{len(taken)} schemas of the suite are taken, {len(cases) - len(taken)} refused")
-    assert len(taken) > 150  # fewer would say that much is refused which was not
+    assert len(taken) > 320  # fewer would say that much is refused which was not
+    whole = [case for case in taken if not core_schema(case.schema).widened]
+    assert len(whole) > 220  # and fewer here that much is not held to which was
     step = random_cases(4, 1)
     wrong = []
     for case in taken[::step]:
@@ -90,6 +93,7 @@ def test_instances_are_told_apart_as_the_suite_does(
             # For the suite a format is a remark; here it is followed.
             is_left_out = is_valid and case.name.startswith("format:")
             texts = [json.dumps(one, ensure_ascii=False) for one in spellings(value)]
+            is_left_out = is_left_out or case.name.startswith("vocabulary:") or (not is_valid and case not in whole)
             if any(follows(grammars, case.schema, text) for text in texts) != is_valid and not is_left_out:
                 wrong.append((case.name, value, is_valid))
     assert not wrong
@@ -102,7 +106,7 @@ def test_answers_validate(taken: list[Case], tokenizer: Tokenizer, random_cases:
         for seed in range(num_seeds):
             text, reason = answer(tokenizer, case.schema, 1000 * number + seed)
             num_all += 1
-            if reason is FinishReason.STOP:
+            if reason is FinishReason.STOP and not core_schema(case.schema).widened:
                 num_whole += 1
                 jsonschema.Draft202012Validator(case.schema).validate(json.loads(text))
     print(f"{num_whole} of {num_all} answers came to their end")

@@ -63,9 +63,10 @@ def _unevaluated(part: Part, parts: Sequence[Part], report: Report) -> list[_Ite
         return []
     within = [one for one in parts if one is part or id(part.schema) in one.chain]
     said = [_items(one) for one in within]
-    if any(one.others is not None for one in said):
+    inner = [one for one in within if one is not part and one.get("unevaluatedItems") is not None]
+    if inner or any(one.others is not None for one in said):
         return []
-    if any(one.is_option or one.get("if") is not None or one.get("contains") is not None for one in within):
+    if any(one.is_option or one.has_conditions or one.get("contains") is not None for one in within):
         report.widen(part.at, "unevaluatedItems")
         return []
     longest = max(said, key=lambda one: len(one.prefix)).prefix

@@ -133,11 +133,10 @@ class _Merger:
         if part.get("unevaluatedProperties") is None or is_free(part.schema["unevaluatedProperties"]):
             return []
         within = [one for one in self._parts if one is part or id(part.schema) in one.chain]
-        if any(one.get("additionalProperties") is not None for one in within):
+        inner = [one for one in within if one is not part and one.get("unevaluatedProperties") is not None]
+        if inner or any(one.get("additionalProperties") is not None for one in within):
             return []
-        if any(one.is_option or one.get("if") is not None for one in within) or any(
-            part.get(key) is not None for key in ("dependentSchemas", "$dynamicRef")
-        ):
+        if any(one.is_option or one.has_conditions for one in within):
             self._report.widen(part.at, "unevaluatedProperties")
             return []
         made = _Names(part.at, others=part.below(part.schema["unevaluatedProperties"], "unevaluatedProperties"))

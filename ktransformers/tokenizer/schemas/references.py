@@ -38,6 +38,11 @@ class Part:
         """The keyword's value; None where there is none, and for null, which says nothing."""
         return self.schema.get(keyword) if isinstance(self.schema, dict) else None
 
+    @property
+    def has_conditions(self) -> bool:
+        """Whether more schemas may hold at its place than those that its alternatives name."""
+        return any(self.get(key) is not None for key in ("if", "dependentSchemas", "dependencies", "$dynamicRef"))
+
     def below(self, schema: Any, *names: str | int) -> Part:
         """A schema for a value within this one's."""
         return Part(schema, "/".join((self.at, *(step(str(name)) for name in names))))

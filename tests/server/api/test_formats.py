@@ -184,10 +184,14 @@ def test_what_answers_are_not_held_to_is_named(
 
 @pytest.mark.parametrize("form", ["chat", "responses"])
 def test_strict_is_the_whole_schema_or_a_400(client: openai.OpenAI, form: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"'plan' is strict.*#/properties/my secret/uniqueItems"):
+    strict = {"name": "plan", "schema": SECRET, "strict": True}
+    asked: Any = {"model": "demo", "messages": TURN, "response_format": {"type": "json_schema", "json_schema": strict}}
+    text: Any = {"format": {"type": "json_schema", **strict}}
+
+    def ask() -> Any:
         if form == "chat":
-            asked: Any = {"type": "json_schema", "json_schema": {"name": "plan", "schema": SECRET, "strict": True}}
-            client.chat.completions.create(model="demo", messages=TURN, response_format=asked)
-        else:
-            text: Any = {"format": {"type": "json_schema", "name": "plan", "schema": SECRET, "strict": True}}
-            client.responses.create(model="demo", input=ASKED, text=text)
+            return client.chat.completions.create(**asked)
+        return client.responses.create(model="demo", input=ASKED, text=text)
+
+    with pytest.raises(openai.BadRequestError, match=r"'plan' is strict.*#/properties/my secret/uniqueItems"):
+        ask()
