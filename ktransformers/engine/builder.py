@@ -20,6 +20,7 @@ from ktransformers.engine.attention import find_flash
 from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages, snapshot_interval
 from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.damage.scan import DamageScan
 from ktransformers.engine.fingerprint import Identified, identify
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
@@ -175,6 +176,7 @@ def build_paged_engine(
     )
     executor.new_runtime, executor.take_hot = lambda: StepRuntime(runner), built.hot.take
     executor.mend_model = lambda: _mend(ranks, runner)
+    executor.find_damage = DamageScan(opened.config).said
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identified) or (None, None)

@@ -24,7 +24,7 @@ from ktransformers.engine.constraints import check_rules, mask_of
 from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.profiled import AnswerProfile, ProfileSlot
 from ktransformers.engine.reduced import StepLogits
-from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
+from ktransformers.engine.sampler import BadLogitsError, RequestSampler, TokenMask, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -106,13 +106,15 @@ class GenerateConfig:
     """What all answers of a model share.
 
     chunk_size: most prompt tokens per forward. eos_token_ids end an answer unless params.ignore_eos. tokenizer None: no
-    text, no stop strings. has_head: whether the model generates text. Raises ConfigError.
+    text, no stop strings. has_head: whether the model generates text. find_damage: what to say of the weights where
+    logits are no numbers. Raises ConfigError.
     """
 
     chunk_size: int
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Tokenizer | None = None
     has_head: bool = True
+    find_damage: Callable[[], str] = str
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
@@ -158,6 +160,7 @@ class Answer:
         self.assembler.replay(begun.answer_ids, end)
         self.stats = self.assembler.stats
         self._runner, self._chunk_size, self._end, self._profile = runner, config.chunk_size, end, profile
+        self._find_damage = config.find_damage
         self._sampler = RequestSampler(
             params, list(prompt_ids), runner.vocab_size, mask, eos_token_ids=config.eos_token_ids
         )
@@ -251,7 +254,10 @@ class Answer:
         """Sample the next token and say what it means for the answer."""
         began, stats = time.perf_counter(), self.stats
         self._profile.sampling()
-        (sampled,) = sample_batch(logits, [self._sampler], [len(self.token_ids)])
+        try:
+            (sampled,) = sample_batch(logits, [self._sampler], [len(self.token_ids)])
+        except BadLogitsError as error:
+            raise BadLogitsError(f"{error}{self._find_damage()}") from None
         token_id = sampled.token_id
         self.token_ids.append(token_id)
         self._sampler.commit(token_id)

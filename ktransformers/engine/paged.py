@@ -20,7 +20,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.reduced import BEST_TOKEN, StepLogits
-from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
+from ktransformers.engine.sampler import BadLogitsError, RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.tiered import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -133,6 +133,7 @@ class PagedExecutor:
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
     between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
     take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see Ranks.mend.
+    find_damage: what to say of the weights where logits are no numbers.
     """
 
     recorder: Recorder | None = None
@@ -140,6 +141,7 @@ class PagedExecutor:
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
     mend_model: Callable[[], None] = staticmethod(lambda: None)
+    find_damage: Callable[[], str] = staticmethod(str)
 
     def __init__(
         self,
@@ -333,7 +335,8 @@ class PagedExecutor:
             good, samplers, sample_each(_rows(logits, good), samplers, positions, self._pool), strict=True
         ):
             if isinstance(token, KTransformersError):
-                results[i] = RowResult(None, error=str(token))
+                damage = self.find_damage() if isinstance(token, BadLogitsError) else ""
+                results[i] = RowResult(None, error=f"{token}{damage}")
             else:
                 sampler.commit(token.token_id)
                 sampler.begin()

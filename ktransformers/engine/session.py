@@ -17,6 +17,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
+from ktransformers.engine.damage.scan import DamageScan
 from ktransformers.engine.generate import (
     Answer,
     BegunAnswer,
@@ -145,13 +146,14 @@ class Session:
         has_prefix_cache: bool = True,
         store: StaticStore | None = None,
         has_head: bool = True,
+        find_damage: Callable[[], str] = str,
     ):
         """has_prefix_cache: False computes every prompt whole. store: copies the runner's cache, for files.
 
-        has_head: whether the model generates text, and not only embeddings.
+        has_head: whether the model generates text, and not only embeddings. find_damage: see GenerateConfig.
         """
         self._runner = _RecordingRunner(runner)
-        self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer, has_head)
+        self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer, has_head, find_damage)
         self._has_prefix_cache = has_prefix_cache
         self._store = store
         self._running: Iterator[TokenEvent] | None = None
@@ -170,6 +172,7 @@ class Session:
             has_prefix_cache=engine.config.prefix_cache,
             store=store,
             has_head=engine.card.has_head,
+            find_damage=DamageScan(engine.config).said,
         )
 
     @property
