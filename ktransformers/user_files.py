@@ -1,4 +1,4 @@
-"""Files and folders that a user names, or that this program keeps for its user: none is opened before it is known what it is.
+"""Files and folders that a user names, or that this program keeps for its user, checked before they are opened.
 
 Opening a named pipe waits for whoever writes to it, for ever. What a folder of ours holds is text of conversations or
 a key: it must belong to this user, and to nobody else.

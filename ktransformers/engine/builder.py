@@ -19,8 +19,8 @@ from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
 from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages, snapshot_interval
 from ktransformers.engine.constraints import mask_of
-from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.damage.scan import DamageScan
+from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.fingerprint import Identified, identify
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
@@ -132,7 +132,9 @@ def build_engine(
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len
     runner = StaticRunner(built.forward, cache, model.vocab_size, built.decode, is_models_limit)
-    return Engine(built.config, built.plan, model, built.forward.pool, built.identified, opened.facts, runner, built.hot)
+    return Engine(
+        built.config, built.plan, model, built.forward.pool, built.identified, opened.facts, runner, built.hot
+    )
 
 
 def build_paged_engine(

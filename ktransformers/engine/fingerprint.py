@@ -1,8 +1,8 @@
 """What decides the keys, values and states of a model's tokens: who has the same may use what another has computed.
 
 Two parts, because they differ for different reasons. The model: its text config, names and sizes of its stored tensors,
-and all bytes of their files. The arithmetic: how this program computes with it, and what it keeps. Paths, times, threads,
-batch and page sizes are in neither, because results do not depend on them.
+and all bytes of their files. The arithmetic: how this program computes with it, and what it keeps. Paths, times,
+threads, batch and page sizes are in neither, because results do not depend on them.
 
 Reading all bytes takes time, so that it is done once for a file (weights/digests/), and where something is kept that
 outlives the process. Until then some bytes of the tensors stand for all of them (`sampled`).

@@ -76,7 +76,7 @@ class ModelDescription:
 class OpenedModel:
     """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped.
 
-    states: what these files were before they were opened, and the files of code that came with the model where it is run.
+    states: of these files when they were opened, and of the code that came with the model where it is run.
     shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
     has_head: whether the files say what follows a text; without, the model makes embeddings only.

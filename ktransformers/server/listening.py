@@ -41,8 +41,8 @@ HEADER_TIMEOUT = 30.0
 
 
 KEEP_ALIVE = 75
-"""Seconds that a connection stays open without a request. More than the 60 of common proxies: whoever closes first while
-the other side sends costs a request."""
+"""Seconds that a connection stays open without a request. More than the 60 of common proxies: where the server closes
+while the proxy sends, a request is lost."""
 
 _HALF_CLOSE_SECONDS = 0.1
 """A client on another machine that sends no more so soon after its request has said all it had to say, and reads on."""

@@ -140,6 +140,7 @@ class Refusals(Collector):
         self._by_status[status] = self._by_status.get(status, 0) + 1
 
     def collect(self) -> Iterator[Metric]:
+        """See Collector."""
         family = CounterMetricFamily(
             "ktransformers:requests_refused", "Requests answered with an error, by HTTP status.", labels=["status"]
         )

@@ -16,7 +16,7 @@ import msgspec
 __all__ = ["MOST_GROWTH", "growth_of", "why_too_much"]
 
 MOST_GROWTH = 64
-"""Of tokenizers that are trusted with a text: a space becomes three bytes in Llama's, and no published one makes ten."""
+"""Of tokenizers that are trusted: in Llama's a space becomes three bytes, and no published one makes ten of one."""
 
 _MOST_LOADABLE = 10_000
 """Beyond this a tokenizer is not even loaded: the library normalizes added tokens then."""
@@ -100,7 +100,7 @@ def _may_match_nothing(pattern: Any) -> bool:
 
 
 def _precompiled(charsmap: Any) -> float:
-    """SentencePiece's table: a trie with its length in front, then what characters become, each with a NUL behind it."""
+    """SentencePiece's table: a trie with its length in front, then what characters become, each followed by a NUL."""
     try:
         data = base64.b64decode(charsmap)
     except (TypeError, ValueError):

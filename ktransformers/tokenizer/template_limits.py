@@ -66,7 +66,10 @@ class _Budget:
         self.resident: int | None = None
 
     def make(self, nbytes: int) -> None:
-        """So much more is going to be made. Much of it may be gone again; what is kept shows in the process's memory."""
+        """So much more is going to be made. Some of it may be gone again; what is kept shows in the process's memory.
+
+        Raises TemplateLimitError.
+        """
         if nbytes < _LARGE:
             return
         if self.resident is None:

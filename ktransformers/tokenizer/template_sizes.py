@@ -1,7 +1,7 @@
 """How much memory an operation of a chat template would take, told before it is done.
 
-What runs in C cannot be interrupted: a list that holds itself twice, sixty times over, is a text of 2^60 characters, and
-one call makes it. Knows no Jinja.
+What runs in C cannot be interrupted: a list that holds another one twice, sixty times over, is a text of 2^60
+characters, and one call makes it. Knows no Jinja.
 """
 
 from __future__ import annotations

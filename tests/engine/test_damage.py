@@ -43,7 +43,9 @@ def damaged(folder: Path, name: str, data: bytes, shard_size: str = "1GB") -> tu
     raise AssertionError(name)
 
 
-def damaged_gguf(folder: Path, name: str, experts: QuantType, dense: QuantType, splits: int) -> tuple[EngineConfig, str]:
+def damaged_gguf(
+    folder: Path, name: str, experts: QuantType, dense: QuantType, splits: int
+) -> tuple[EngineConfig, str]:
     """The same, a GGUF file of blocks, whose first two bytes are a scale, or splits of one."""
     path = write_gguf(tiny_model("qwen3_moe", seed=6), folder / "m.gguf", experts, dense, shard_max_tensors=splits)
     for file in open_gguf(path).files:

@@ -330,7 +330,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 @pytest.mark.parametrize("is_soon", [True, False])
 def test_a_client_elsewhere_that_sends_no_more(is_soon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it reads on is a guess where the kernel does not know: at once after the request it does, later it has left.
+    """Whether it reads on is a guess where the kernel does not know: soon after the request it does, later it has left.
 
     Who reads on, and then leaves after all, is noticed by what it is sent.
     """

@@ -1,7 +1,7 @@
 """Looks through a model's files for the tensor that makes its logits no numbers, once that has happened.
 
-On a thread of its own, in pieces: answers that are still good go on. Whoever asks soon after waits a moment, so that the
-error of a small model names the tensor; of a large one the log does, when all has been read.
+On a thread of its own, in pieces: answers that are still good go on. The first error waits a moment, so that of a small
+model it names the tensor; of a large one the log does, when all has been read.
 """
 
 from __future__ import annotations

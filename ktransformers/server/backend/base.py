@@ -34,8 +34,8 @@ class ModelInfo:
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
     name in the model's config.json, if any. embeddings: how they are made.
-    card: sizes and names for people. digest: 32 bytes that models of another kind or settings of their arithmetic do not
-    have, nor most other weights; empty where nobody asks. weights: their files, by which exact_fingerprint knows all.
+    card: sizes and names for people. digest: 32 bytes that models of another kind or settings of their arithmetic do
+    not have, nor most other weights; empty where nobody asks. weights: their files, for exact_fingerprint.
     """
 
     tokenizer: Tokenizer

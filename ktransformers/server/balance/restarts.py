@@ -17,7 +17,17 @@ from typing_extensions import override
 from ktransformers.config import EngineConfig
 from ktransformers.server.balance.messages import EngineFacts
 
-__all__ = ["RESTART_SECONDS", "Clock", "DeathLimit", "SystemClock", "delays", "ending", "pinned", "shortfall", "was_killed"]
+__all__ = [
+    "RESTART_SECONDS",
+    "Clock",
+    "DeathLimit",
+    "SystemClock",
+    "delays",
+    "ending",
+    "pinned",
+    "shortfall",
+    "was_killed",
+]
 
 RESTART_SECONDS = 600.0
 """The time in which deaths of engines are counted."""

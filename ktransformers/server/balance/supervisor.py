@@ -167,7 +167,7 @@ class Supervisor:
         return engine.facts
 
     async def _first(self, progress: Progress | None) -> RunningEngine:
-        """One that hangs while it loads, or is killed from outside, may be luck; one that dies by itself will die again.
+        """One that hangs while it loads, or is killed, may be luck; one that dies by itself will die again.
 
         Raises EngineError when it happens too often.
         """

@@ -1,8 +1,8 @@
 """Whether the other side of a connection that sends no more still reads. Knows no HTTP.
 
-A client that has left and one that has only said all it had to say (`shutdown(SHUT_WR)`) look the same on the wire: both
-send a FIN. Of a client on this machine the kernel knows which it is: a socket that its process has closed belongs to no
-file any more. Of others it shows when they are sent something, or probed: who has left answers with a reset.
+A client that has left and one that only sends no more (`shutdown(SHUT_WR)`) look the same on the wire: both send a FIN.
+Of a client on this machine the kernel knows which it is: a socket that its process has closed belongs to no file any
+more. Of others it shows when they are sent something, or probed: the system of one that has left answers with a reset.
 """
 
 from __future__ import annotations

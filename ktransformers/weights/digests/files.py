@@ -99,7 +99,9 @@ def exact_fingerprint(sampled: bytes, states: Sequence[FileState], folder: Path)
 def _computed(states: Sequence[FileState]) -> dict[FileState, str]:
     """By file. All chunks of all files are one queue. Raises WeightError."""
     with ThreadPoolExecutor(min(physical_cores(), _MOST_THREADS), thread_name_prefix="kt-digest") as pool:
-        chunks = {state: [pool.submit(_chunk, state, at) for at in range(0, state.size, CHUNK_BYTES)] for state in states}
+        chunks = {
+            state: [pool.submit(_chunk, state, at) for at in range(0, state.size, CHUNK_BYTES)] for state in states
+        }
         try:
             digests = {state: [one.result() for one in each] for state, each in chunks.items()}
         except BaseException:
@@ -132,7 +134,9 @@ def _chunk(state: FileState, at: int) -> bytes:
 
 
 def _changed(state: FileState) -> WeightError:
-    return WeightError(f"{state.path} was changed since the model was loaded: start anew, with files that stay as they are")
+    return WeightError(
+        f"{state.path} was changed since the model was loaded: start anew, with files that stay as they are"
+    )
 
 
 # Records.

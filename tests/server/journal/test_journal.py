@@ -265,7 +265,7 @@ def test_a_key_that_others_may_know_is_refused(what: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("")])
 def test_what_is_no_folder_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "state")
-    with pytest.raises(ConfigError, match="--state_dir .* is no folder"):
+    with pytest.raises(ConfigError, match=r"--state_dir .* is no folder"):
         Journal(tmp_path / "state")
 
 
