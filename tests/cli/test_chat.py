@@ -111,9 +111,7 @@ def test_context_full_keeps_the_conversation(chat: Chat, tmp_path: Path) -> None
     saved = tmp_path / "chat.json"
     out, err = chat(f"hello\n{'x' * 200}\n/save {saved}\n/clear\nagain\n", "--cache_lens", "120", code=1)
     assert out == "you said hello\nyou said again\n"
-    assert re.search(
-        r"maximum context length is 120 tokens .*the prompt has \d+ tokens.*/clear", err
-    )
+    assert re.search(r"maximum context length is 120 tokens .*the prompt has \d+ tokens.*/clear", err)
     assert [message["content"] for message in json.loads(saved.read_text())] == ["hello", "you said hello"]
 
 
