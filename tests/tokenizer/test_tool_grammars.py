@@ -202,3 +202,64 @@ def test_what_a_schema_leaves_open(name: str, text: str) -> None:
 def test_what_has_no_grammar() -> None:
     assert tokenizer_of("hermes", False).tool_grammar({}) is None
     assert byte_tokenizer("").tool_grammar(TOOLS) is None
+
+
+STRANGE: list[dict[str, Any]] = [
+    {"properties": {"a": {"allOf": [{"type": "string"}, {"maxLength": 2}]}}, "required": ["a"]},
+    {"allOf": [{"properties": {"a": {"type": "string", "maxLength": 2}}, "required": ["a"]}]},
+    {"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"a": {"type": "string", "maxLength": 2}}, "required": ["a"]}}},
+    {
+        "properties": {"a": {"$ref": "urn:x"}},
+        "required": ["a"],
+        "$defs": {"y": {"$id": "urn:x", "type": "string", "maxLength": 2}},
+    },
+    {
+        "oneOf": [
+            {"properties": {"a": {"const": "5"}, "b": {"type": "integer"}}, "required": ["a", "b"]},
+            {"properties": {"a": {"const": "true"}}, "required": ["a"]},
+        ]
+    },
+    {
+        "oneOf": [
+            {"properties": {"a": {"const": 1}, "b": {"type": "string", "maxLength": 1}}, "required": ["a", "b"]},
+            {"properties": {"a": {"const": 2}}, "required": ["a"]},
+        ]
+    },
+    {"properties": {"a": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False}}},
+    {"properties": {"a": {"type": "string", "pattern": "^x|y$", "maxLength": 3}}, "required": ["a"]},
+    {"properties": {"a": {"type": "string", "pattern": "(^(x|yy)$)|(^z$)", "maxLength": 3}}, "required": ["a"]},
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("schema", STRANGE)
+def test_schemas_whose_parts_lie_elsewhere(name: str, schema: dict[str, Any], random_cases: Any) -> None:
+    tokenizer, tools = tokenizer_of(name, True), {"f": {"type": "object", "unevaluatedProperties": False, **schema}}
+    constraint = forced(tokenizer, tools, parallel=False, max_thoughts=0)
+    for seed in range(random_cases(3, 60)):
+        text = wander(tokenizer, constraint, random.Random(f"{name} {seed}"))
+        check_calls(tokenizer, text, tools, parallel=False)
+
+
+def test_a_pattern_means_the_same_where_it_is_not_written_as_json() -> None:
+    schema = {"properties": {"a": {"type": "string", "pattern": "^x|y$"}}, "required": ["a"]}
+    for text, does_fit in (("xa", True), ("ay", True), ("axa", False), ("yx", False)):
+        call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        assert takes(tokenizer_of("qwen3_coder", True), call, {"f": schema}) == does_fit
+        assert takes(tokenizer_of("hermes", True), call_of(text), {"f": schema}) == does_fit
+
+
+def call_of(text: str) -> str:
+    return f'<tool_call>\n{{"name": "f", "arguments": {{"a": "{text}"}}}}\n</tool_call>'
+
+
+def test_what_a_format_cannot_hold_is_named_where_it_may_be_left_out() -> None:
+    widened: dict[str, Any] = {}
+    tokenizer = tokenizer_of("llama4_pythonic", True)
+    assert tokenizer.tool_grammar({"f": {"properties": {"a b": {}, "c": {}}}}, widened=widened)
+    assert [str(one) for one in widened["f"]] == ["#/properties/a b/properties"]
+    anchored = {"properties": {"a": {"type": "string", "pattern": "^(?:(?:x|yy)$|z)"}}}
+    for name, said in (("qwen3_coder", ["#/properties/a/pattern"]), ("hermes", [])):
+        widened.clear()
+        assert tokenizer_of(name, True).tool_grammar({"f": anchored}, widened=widened)
+        assert [str(one) for one in widened.get("f", ())] == said

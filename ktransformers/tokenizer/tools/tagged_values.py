@@ -98,7 +98,8 @@ class TaggedValues:
 
     def _beside(self, member: Member, texts: list[Leaf], others: _Others, kinds: frozenset[str]) -> str:
         """What may be written without quotes: strings that are read as such, and values of one word."""
-        barred = {_READ_AS[kind] for kind in kinds if kind in _READ_AS}
+        # Of a parameter that its schema tells no types of, parsers read whatever JSON there is.
+        barred = {_READ_AS[kind] for kind in kinds or _READ_AS if kind in _READ_AS}
         if any(leaf.kind in ("integer", "number") for leaf in others.spelled_apart):
             barred.add(f"{_BLANK}[-0-9](.|\\n)*")  # the first character tells which of the two it is
         found = []

@@ -22,6 +22,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_MAX_OPTIONS = 64
 _MAX_DEPTH = 8
 """How deep alternatives of a schema are followed."""
 
@@ -29,10 +30,23 @@ _MAX_DEPTH = 8
 def kinds_of(tools: ToolSchemas, name: str, parameter: str) -> frozenset[str]:
     """JSON schema's names of the types that a tool's parameter can have; empty when nobody says."""
     schema = tools.get(name)
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return (
-        _kinds(properties.get(parameter), schema, _MAX_DEPTH, set()) if isinstance(properties, Mapping) else frozenset()
-    )
+    found = [_kinds(one, schema, _MAX_DEPTH, set()) for one in _described(schema, schema, parameter, _MAX_DEPTH)]
+    return frozenset().union(*found) if all(found) else frozenset()
+
+
+def _described(unresolved: Any, root: Any, parameter: str, depth: int) -> list[Any]:
+    """What a schema says of a property, itself or in the parts that it is made of."""
+    try:
+        schema = resolved(unresolved, root) if isinstance(unresolved, Mapping) and depth else {}
+    except ConfigError:
+        return []
+    properties = schema.get("properties")
+    found = [properties[parameter]] if isinstance(properties, Mapping) and parameter in properties else []
+    for name in ("allOf", "anyOf", "oneOf"):
+        options = schema.get(name)
+        for option in options if isinstance(options, list) else ():
+            found += _described(option, root, parameter, depth - 1)
+    return found[:_MAX_OPTIONS]
 
 
 def kinds_in(schema: Any, root: Any) -> frozenset[str]:
@@ -58,6 +72,10 @@ def _kinds(unresolved: Any, root: Any, depth: int, seen: set[int]) -> frozenset[
         options = schema.get(name)
         if isinstance(options, list):
             return frozenset().union(*(_kinds(option, root, depth - 1, seen) for option in options))
+    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        found = _kinds(part, root, depth - 1, seen)
+        if found:
+            return found
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if isinstance(values, list) and values:
         return frozenset("string" if isinstance(value, str) else _kind_of(value) for value in values)
