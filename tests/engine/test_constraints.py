@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.session import Session
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
-from ktransformers.tokenizer.grammars import MAX_CONSTRAINT_CHARS, Grammars
+from ktransformers.tokenizer.grammars import MAX_CONSTRAINT_CHARS, Grammars, Matcher
 from ktransformers.weights.gguf import open_gguf
 from tests.support.fake_runner import FakeRunner, ngram_logits
 from tests.support.paged_loop import PagedLoop, scheduler_config
@@ -404,3 +405,30 @@ def test_patterns_beside_properties_that_they_do_not_match(grammars: Grammars) -
     grammars.check(Constraint.of({"json": {"properties": {"a": {}}, "patternProperties": {"^x-": {}, "^b": {}}}}))
     apart = {"properties": {"foo": {"type": "array"}}, "allOf": [{"patternProperties": {"f.o": {"minItems": 2}}}]}
     grammars.check(Constraint.of({"json": apart}))
+
+
+class SlowGrammars(Grammars):
+    """Reads no grammar before it is told to."""
+
+    may_read = threading.Event()
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        self.may_read.wait()
+        return super().matcher(constraint)
+
+
+def test_grammars_that_are_being_read_hold_up_no_other_answer(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    slow = SlowGrammars(tokenizer, VOCAB, (END,))
+    begun = Walk(grammars, constraint=Constraint(ConstraintKind.REGEX, "ab*"))
+    assert "a" in (begun.texts() or ())  # its grammar is read
+    waiting = [Walk(slow, constraint=Constraint(ConstraintKind.REGEX, "x")) for _ in range(8)]
+    for walk in waiting:
+        walk.mask.begin()
+    found: list[set[str] | None] = []
+    asking = threading.Thread(target=lambda: found.append(begun.add("a").texts()), daemon=True)
+    asking.start()
+    asking.join(timeout=30)
+    were_answered = len(found)
+    slow.may_read.set()
+    assert were_answered == 1
+    assert all("x" in (walk.texts() or ()) for walk in waiting)
