@@ -16,7 +16,8 @@ KEYWORD = re.compile(r"[\w.\-]*")
 
 def read_keywords(parser: ToolParser) -> Steps[bool]:
     """Tells the arguments up to the closing bracket, as a JSON object. False: they are none, or the text ends."""
-    cursor, before = parser.cursor, "{"
+    cursor, before = parser.cursor, ""
+    parser.argue("{")
     while (yield from cursor.blanks()) != ")":
         key = yield from cursor.word(KEYWORD, NAME_LEN)
         if not key or (yield from cursor.blanks()) != "=":
@@ -32,5 +33,5 @@ def read_keywords(parser: ToolParser) -> Steps[bool]:
         elif char != ")":
             return False
     cursor.skip()
-    parser.argue("{}" if before == "{" else "}")
+    parser.argue("}")
     return True
