@@ -200,7 +200,8 @@ class _Counting(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        for each in (node, *node.ops):
+        parts: list[Any] = [node, *node.ops]
+        for each in parts:
             if not isinstance(each.expr, nodes.Const):
                 each.expr = nodes.Filter(each.expr, "__as_text", [], [], None, None, lineno=node.lineno)
         return node
@@ -302,7 +303,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.extensions = {name: extension.bind(self) for name, extension in like.extensions.items()}
         self.globals.update(like.globals)
         self.globals.pop("lipsum", None)  # text without a sense, as much of it as is asked for
-        self.tests.update({name: _limited_test(self.tests[name]) for name in _COMPARING})
+        tests: dict[str, Any] = self.tests
+        tests.update({name: _limited_test(tests[name]) for name in _COMPARING})
         self.filters.update({name: _limited_filter(name, filter_) for name, filter_ in like.filters.items()})
         self.filters["join"] = _limited_filter("join", _join(like.filters["join"]))
         self.filters |= {"__loop_items": _loop_items, "__concat": _concat, "__as_text": _as_text}

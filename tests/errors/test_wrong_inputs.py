@@ -192,7 +192,7 @@ RULES = [
     ("twice.yaml", "twice.yaml:2 (rule 1): the key 'match' stands here twice (first in line 1)"),
     ("binary.yaml", "binary.yaml:1: is not UTF-8 text"),
     ("none.yaml", "--optimize_config_path | rules/none.yaml does not exist"),
-    ("", "rules: cannot be read: Is a directory"),
+    ("", "rules: cannot be read: it is a folder"),
 ]
 SERVE = "serve {}/good.gguf --port 0 "
 FLAGS = [
@@ -225,7 +225,7 @@ FLAGS = [
             ("{}/prompt_binary.txt", "prompt_binary.txt is not UTF-8 text"),
             ("{}/prompt_large.txt", "prompt_large.txt has more than 32 MiB"),
             ("{}/no_prompt.txt", "no_prompt.txt: No such file"),
-            ("{}/nothing", "nothing: Is a directory"),
+            ("{}/nothing", "nothing: it is a folder, not a file"),
             ("/dev/null", "/dev/null"),
         ],
     ),

@@ -16,10 +16,10 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.errors import KTransformersError
+from ktransformers.kernels.types import RawTensor
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.loader import weight_format
 from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.source import RawTensor
 from ktransformers.weights.transcode import dequantize
 
 __all__ = ["DamageScan", "find_damage"]
@@ -115,7 +115,12 @@ def _scanned(config: EngineConfig) -> Iterator[_Found]:
     for part in open_safetensors(path).files:
         for name, tensor in part.tensors.items():
             if tensor.dtype in _FLOATS:
-                yield _judged(part.path, name, iter(part.torch_tensor(name).reshape(-1).split(_CHUNK)))
+                yield _judged(part.path, name, _pieces(part.torch_tensor(name).reshape(-1)))
+
+
+def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, len(flat), _CHUNK):
+        yield flat[start : start + _CHUNK]
 
 
 def _gguf_pieces(raw: RawTensor, name: str) -> Iterator[torch.Tensor]:

@@ -131,8 +131,9 @@ class Launcher:
             if not listening.done():  # it may have said why, just before
                 await asyncio.wait((listening,), timeout=1.0)
             if not listening.done():
-                if watching.done() and watching.result() is not None:
-                    raise EngineHung(watching.result())
+                hung = watching.result() if watching.done() else None
+                if hung is not None:
+                    raise EngineHung(hung)
                 code = dying.result()
                 raise EngineDied(f"the engine process ended while loading, with {ending(code)}", code)
             return RunningEngine(options.epoch, process, listening.result())
