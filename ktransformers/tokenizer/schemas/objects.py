@@ -113,6 +113,8 @@ class _Merger:
         none_else = names.beside(False)
         if names.schema is False:
             return [_Names(part.at, others=none_else)]
+        if not isinstance(names.schema, dict):
+            refuse(part.at, "propertyNames", "a schema must be an object")
         said = {key: value for key, value in names.schema.items() if key in NARROWING and value is not None}
         if said.get("type") == "string":
             del said["type"]

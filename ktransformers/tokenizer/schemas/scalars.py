@@ -19,6 +19,7 @@ __all__ = ["FORMATS", "count_of", "is_number", "number_bounds", "string_bounds",
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Those that grammars hold strings to. By default a format is a remark, so that others change nothing."""
 
+_MAX_COUNT = 1 << 31
 _LARGEST = 1.7976931348623157e308
 _MAX_MULTIPLE = 5000
 """Digits of a `multipleOf`, as a number: a grammar has a state for each, and a million of them take half a minute."""
@@ -36,7 +37,10 @@ def count_of(part: Part, keyword: str) -> int | None:
         return None
     if not is_number(value) or value != int(value):
         refuse(part.at, keyword, "it must be a whole number")
-    return int(value)
+    if value < _MAX_COUNT:
+        return int(value)
+    # No answer gets so long: a limit is none, and a minimum is out of reach.
+    return None if keyword.startswith("max") else refuse(part.at, keyword, "no answer gets so long")
 
 
 def string_bounds(parts: Sequence[Part], report: Report) -> dict[str, Any] | tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import jsonschema
@@ -289,3 +290,39 @@ def test_what_only_an_instance_can_tell_is_a_superset() -> None:
             assert core.is_valid(value) or not original.is_valid(value), (schema, value)
             if (schema, core_schema(schema).schema) in SAME:
                 assert core.is_valid(value) == original.is_valid(value), (schema, value)
+
+
+KEYWORDS = sorted({key for schema, *_ in (*SAME, *WIDER, *REFUSED) if isinstance(schema, dict) for key in schema})
+KEYWORDS += ["$dynamicRef", "$recursiveRef", "$anchor", "additionalItems", "then", "else", "maxContains", "definitions"]
+
+
+def junk(draw: random.Random, depth: int = 0) -> Any:
+    """A schema with keywords that have any value, the right kind of one more often."""
+    if depth > 3 or draw.random() < 0.2:
+        return draw.choice(
+            [True, False, None, 0, -1, 2.5, 1e300, "", "a", "#", "#/$defs/a", "(", [], {}, ["a"], [1, None]]
+        )
+    made: dict[str, Any] = {}
+    for keyword in draw.sample(KEYWORDS, draw.randrange(5)):
+        inner = [junk(draw, depth + 1) for _ in range(draw.randrange(3))]
+        named = dict(zip(["a", "b/c", "^a"], inner, strict=False))
+        made[keyword] = draw.choice([inner, named, junk(draw, depth + 1), "string", "object", ["array", "object"], 3])
+    return made
+
+
+def test_whatever_comes_is_followed_or_refused(random_cases: Any) -> None:
+    followed = 0
+    for seed in range(random_cases(1500, 60_000)):
+        schema = junk(random.Random(seed))
+        for is_object in (False, True):
+            try:
+                core = core_schema(schema, is_object=is_object)
+            except SchemaError:
+                continue
+            except Exception as error:
+                error.add_note(f"seed {seed}: {json.dumps(schema)}")
+                raise
+            followed += 1
+            assert core_schema(core.schema).widened == (), (seed, schema)
+            grammars_of(tokenizer_of("hermes", True)).check(Constraint.of({"json": core.text}))
+    assert followed > 100
