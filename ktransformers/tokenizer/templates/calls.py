@@ -171,9 +171,16 @@ def _tags(arguments: Mapping[str, Any], shape: Shape) -> str:
     for key, value in arguments.items():
         is_text = isinstance(value, str)
         text = value if is_text else json.dumps(value, ensure_ascii=False)
-        opening = before.replace("KIND", "true" if is_text else "false").replace("KEY", key)
-        written.append(f"{opening}{text}{behind}")
+        word = shape.kinds.get(_kind(value), "true" if is_text else "false")
+        opening = before.replace("KIND", word).replace("KEY", key)
+        written.append(f"{opening}{text}{behind.replace('KEY', key)}")
     return "".join(written)
+
+
+def _kind(value: Any) -> str:
+    """JSON Schema's word for the type of a value."""
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
+    return kinds.get(type(value), "object")
 
 
 def _python(arguments: Mapping[str, Any], shape: Shape) -> str:
