@@ -215,10 +215,9 @@ class BatchLoop:
         self.home.require()
         if self._is_closed:
             raise EngineError(_CLOSED)
-        has_vocabulary = self.engine.model.tokenizer.has_vocabulary
-        remedy = "make the cache larger with cache_lens"
-        model = self.engine.model
-        limits = replace(self.config.limits, has_vocabulary=has_vocabulary, has_head=model.card.has_head, remedy=remedy)
+        model, remedy = self.engine.model, "make the cache larger with cache_lens"
+        has_vocabulary, has_head = model.tokenizer.has_vocabulary, model.card.has_head
+        limits = replace(self.config.limits, has_vocabulary=has_vocabulary, has_head=has_head, remedy=remedy)
         limits.check(prompt_ids, params)
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 
