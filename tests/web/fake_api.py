@@ -70,6 +70,8 @@ class FakeApi:
         self.bodies: list[dict[str, Any]] = []
         self.key = ""
         self.usage = USAGE
+        self.dropped: list[int] = []
+        """How many of the oldest messages the answers go without, one by one; then none."""
         self.model = "fake-model"
         self.loading = ""
         self.status: Any = None
@@ -119,7 +121,9 @@ class FakeApi:
         answer = self.answers.pop(0) if self.answers else [said("ok")]
         if isinstance(answer, Response):
             return answer
-        return StreamingResponse(self._events(answer), media_type="text/event-stream")
+        num_dropped = self.dropped.pop(0) if self.dropped else 0
+        headers = {"x-ktransformers-dropped-messages": str(num_dropped)} if num_dropped else {}
+        return StreamingResponse(self._events(answer), media_type="text/event-stream", headers=headers)
 
     async def _events(self, pieces: Sequence[dict[str, Any] | str]) -> AsyncIterator[str]:
         try:

@@ -4,6 +4,7 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { liveHere, stopAnswers } from "./answer";
 import { Composer } from "./Composer";
 import { ask } from "./Confirm";
+import { ContextWarning } from "./context/Context";
 import { n, t } from "./i18n";
 import { Icon, Logo } from "./icons";
 import { Announcer } from "./Announcer";
@@ -158,6 +159,7 @@ export function ChatView() {
             <span class="pulse" aria-hidden="true" /> {obstacle.value}
           </p>
         )}
+        <ContextWarning />
         <Composer />
       </div>
     </>

@@ -3,6 +3,7 @@ import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { canGoOn, goOn, live, retry, send, sendResults, type LiveAnswer } from "./answer";
 import { copyText } from "./clipboard";
+import { isTooLong, LeftOut, TooLong } from "./context/Context";
 import { n, t } from "./i18n";
 import { Icon, type IconName } from "./icons";
 import { Markdown } from "./Markdown";
@@ -209,6 +210,7 @@ function Answer({ message, answer }: { message: Message; answer: LiveAnswer | un
   const ending = endingOf(message, isLive);
   return (
     <>
+      <LeftOut message={message} />
       {message.reasoning && <Reasoning message={message} isLive={isLive} />}
       {message.content && <Markdown text={message.content} />}
       {isLive && !message.content && !message.reasoning && !message.calls && (
@@ -216,8 +218,9 @@ function Answer({ message, answer }: { message: Message; answer: LiveAnswer | un
       )}
       {message.calls && <Calls message={message} isLive={isLive} />}
       {message.error && <p class="error" role="alert">{message.error}</p>}
+      {isTooLong(message) && <TooLong message={message} />}
       {ending && <p class="ending">{ending}</p>}
-      {canGoOn(message) && <GoOn message={message} />}
+      {canGoOn(message) && !isTooLong(message) && <GoOn message={message} />}
       <div class="actions">
         <Branches message={message} />
         {!isLive && !liveElsewhere.value.has(message.id) && (

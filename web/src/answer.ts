@@ -3,7 +3,7 @@ import { batch, computed, effect, signal, type Signal } from "@preact/signals";
 import { ApiError, streamChat, type CallDelta, type Chunk } from "./api";
 import { t } from "./i18n";
 import { liveElsewhere, tellLive, tellOthers } from "./others";
-import { changeChat, chat, chats, ensureChat, explain, messages, model, path, putMessage } from "./state";
+import { changeChat, changeSettings, chat, chats, ensureChat, explain, messages, model, path, putMessage, settings } from "./state";
 import { leave, newId } from "./store";
 import { pathTo } from "./tree";
 import type { Message, Settings, TextFile, ToolCall, Usage } from "./types";
@@ -44,7 +44,7 @@ addEventListener("pagehide", () => leave([...live.value.values()].map((one) => o
 export function canGoOn(message: Message): boolean {
   if (live.value.has(message.id) || liveElsewhere.value.has(message.id) || message.calls) return false;
   const isCut = message.role === "assistant" && message.state !== undefined && message.state !== "done";
-  return isCut && Boolean(message.content || message.reasoning) && path.value.at(-1)?.id === message.id;
+  return isCut && hasBegun(message) && path.value.at(-1)?.id === message.id;
 }
 
 // What is sent.
@@ -102,6 +102,7 @@ function bodyOf(context: Message[], chosen: Settings, begun?: Message): object {
   if (chosen.stop?.length) body.stop = chosen.stop;
   if (chosen.thinking !== undefined) body.chat_template_kwargs = { enable_thinking: chosen.thinking };
   if (chosen.tools?.trim()) body.tools = JSON.parse(chosen.tools);
+  if (chosen.dropsOldest) body.truncate_prompt_tokens = -1;
   return body;
 }
 
@@ -145,6 +146,7 @@ class Reader {
     const delta = choice?.delta;
     const reasoning = delta?.reasoning_content ?? delta?.reasoning;
     const next = { ...this.now, model: chunk.model ?? this.now.model };
+    if (chunk.dropped) next.dropped = chunk.dropped;
     if (reasoning) next.reasoning = (next.reasoning ?? "") + reasoning;
     if (delta?.content) next.content += delta.content;
     if (delta?.tool_calls) next.calls = addCalls(next.calls ?? [], delta.tool_calls);
@@ -220,9 +222,9 @@ function saying(error: ApiError): string {
   return error.retryAfter ? `${what} ${t("tryAgainIn", error.retryAfter)}` : what;
 }
 
-function answerOf(parent: Message, begun?: Message): Message {
-  if (begun) {
-    const { error: _, ...rest } = begun;
+function answerOf(parent: Message, same?: Message): Message {
+  if (same) {
+    const { error: _error, errorCode: _code, dropped: _dropped, ...rest } = same;
     return { ...rest, state: "streaming" };
   }
   return {
@@ -231,19 +233,24 @@ function answerOf(parent: Message, begun?: Message): Message {
   }; // prettier-ignore
 }
 
-/** The answer to the last message of `context`, which begins with the first one of the chat; or the rest of it. */
-async function generate(context: Message[], begun?: Message): Promise<void> {
+const hasBegun = (message: Message) => Boolean(message.content || message.reasoning);
+
+/**
+ * The answer to the last message of `context`, which begins with the first one of the chat. `same`: the message that
+ * it goes into, and goes on with, where that has a beginning; else a new one.
+ */
+async function generate(context: Message[], same?: Message): Promise<void> {
   const parent = context.at(-1);
   const own = chats.value.find((one) => one.id === parent?.chat);
   if (!parent || !own) return;
   stopAnswers(own.id);
-  const made = answerOf(parent, begun);
+  const made = answerOf(parent, same);
   const controller = new AbortController();
   const answer: LiveAnswer = {
     message: signal(made), rate: signal(0), stop: () => controller.abort(), newest: () => reader.now,
   }; // prettier-ignore
   const reader = new Reader(made, answer);
-  const body = bodyOf(context, own.settings, begun);
+  const body = bodyOf(context, own.settings, same && hasBegun(same) ? same : undefined);
   // All of this before anything else can happen: nobody waits for the store.
   live.value = new Map(live.value).set(made.id, answer);
   void putMessage(made);
@@ -255,7 +262,7 @@ async function generate(context: Message[], begun?: Message): Promise<void> {
     if (controller.signal.aborted) last = { state: "stopped" };
     else if (isLeaving()) last = { state: "streaming" };
     else if (error instanceof ApiError) {
-      last = { state: "error", error: saying(error) };
+      last = { state: "error", error: saying(error), ...(error.code && { errorCode: error.code }) };
       if (error.status === 401 || error.status === 0 || error.code === "not_ready") void explain(error);
     } else last = { state: "error", error: String(error) };
   }
@@ -297,6 +304,19 @@ export async function retry(message: Message): Promise<void> {
 /** The answer goes on where it was cut. */
 export async function goOn(message: Message): Promise<void> {
   if (canGoOn(message)) await generate(pathTo(messages.value, message.parent), message);
+}
+
+/** Whether the request was refused for its length, and would not be without the oldest messages. */
+export function canDropOldest(message: Message): boolean {
+  const isRefused = message.state === "error" && message.errorCode === "context_length_exceeded" && !live.value.has(message.id);
+  return isRefused && !settings.value.dropsOldest && path.value.at(-1)?.id === message.id && path.value.length > 2;
+}
+
+/** From here on the chat leaves out its oldest messages where it has to; the answer that was refused is asked for again. */
+export async function goOnWithoutOldest(message: Message): Promise<void> {
+  if (!canDropOldest(message)) return;
+  changeSettings({ ...settings.value, dropsOldest: true });
+  await generate(pathTo(messages.value, message.parent), message);
 }
 
 /** What the tools said, in the order of the calls, and the answer to that. */

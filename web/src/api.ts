@@ -92,6 +92,8 @@ export interface CallDelta {
 }
 
 export interface Chunk {
+  /** How many of the oldest messages were left out, of the request: said once, before anything else. */
+  dropped?: number;
   model?: string;
   choices?: {
     delta?: { content?: string | null; reasoning_content?: string | null; reasoning?: string | null; tool_calls?: CallDelta[] };
@@ -114,6 +116,8 @@ export async function* streamChat(body: object, signal: AbortSignal): AsyncGener
     body: JSON.stringify(body),
     signal,
   });
+  const dropped = Number(response.headers.get("x-ktransformers-dropped-messages"));
+  if (dropped > 0) yield { dropped };
   const events = response.body!.pipeThrough(new TextDecoderStream()).pipeThrough(new EventSourceParserStream());
   const reader = events.getReader();
   try {

@@ -38,7 +38,7 @@ function settingsOf(value: unknown): Settings {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "seed",
   ]) if (typeof value[name] === "number") taken[name] = value[name]; // prettier-ignore
-  if (typeof value.thinking === "boolean") taken.thinking = value.thinking;
+  for (const name of ["thinking", "dropsOldest"]) if (typeof value[name] === "boolean") taken[name] = value[name];
   if (Array.isArray(value.stop)) taken.stop = value.stop.filter((one) => typeof one === "string");
   return taken as Settings;
 }
@@ -64,6 +64,8 @@ function messageOf(from: Fields, chat: string, ids: Map<string, string>): Messag
   if (text(from.callId)) made.callId = text(from.callId);
   if (text(from.model)) made.model = text(from.model);
   if (text(from.error)) made.error = text(from.error);
+  if (text(from.errorCode)) made.errorCode = text(from.errorCode);
+  if (number(from.dropped) > 0) made.dropped = number(from.dropped);
   if (role === "assistant") {
     const states = ["done", "length", "stopped", "error"] as const;
     made.state = states.find((state) => state === from.state) ?? "stopped";

@@ -18,6 +18,8 @@ export interface Settings {
   thinking?: boolean;
   /** JSON text of OpenAI's `tools`. */
   tools?: string;
+  /** The oldest messages are left out of prompts that do not fit into the context. */
+  dropsOldest?: boolean;
 }
 
 export interface Chat {
@@ -70,5 +72,9 @@ export interface Message {
   model?: string;
   state?: MessageState;
   error?: string;
+  /** The API's word for the kind of error. */
+  errorCode?: string;
+  /** Of an answer: how many of the oldest messages its prompt went without. */
+  dropped?: number;
   usage?: Usage;
 }
