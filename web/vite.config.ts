@@ -12,17 +12,33 @@ const woff2Only: Plugin = {
   },
 };
 
+/** The tables that PDF.js needs for Chinese, Japanese and Korean fonts which are not embedded, but for the rarest. */
+const cmaps: Plugin = {
+  name: "cmaps",
+  generateBundle() {
+    const folder = "node_modules/pdfjs-dist/cmaps";
+    const wanted = /^(?:LICENSE|[HV]\.bcmap|(?:Adobe-.*-UCS2|Uni.*-(?:UCS2|UTF16)-[HV]|GB.*|(?:EUC|ETen.*|B5pc|KSC.*|.*RKSJ)-[HV])\.bcmap)$/;
+    for (const name of readdirSync(folder).filter((one) => wanted.test(one))) {
+      this.emitFile({ type: "asset", fileName: `page/cmaps/${name}`, source: readFileSync(`${folder}/${name}`) });
+    }
+  },
+};
+
+/** The code that a package has taken over from another one, and the text that goes with it. */
+const WITHIN = [["core-js 3.51.0 (in pdfjs-dist)", "src/files/core-js.LICENSE.txt"]] as const;
+
 /** The licenses of what is built in go with it. */
 const licenses: Plugin = {
   name: "licenses",
   generateBundle() {
-    const lock = JSON.parse(readFileSync("package-lock.json", "utf8")) as { packages: Record<string, { version: string; dev?: boolean }> };
-    const shipped = Object.entries(lock.packages).filter(([path, entry]) => path && !entry.dev);
+    const lock = JSON.parse(readFileSync("package-lock.json", "utf8")) as { packages: Record<string, { version: string; dev?: boolean; optional?: boolean }> };
+    const shipped = Object.entries(lock.packages).filter(([path, entry]) => path && !entry.dev && !entry.optional);
     const texts = shipped.flatMap(([path, { version }]) => {
       const found = readdirSync(path).find((name) => /^licen[cs]e/i.test(name));
       const name = path.replace(/^.*node_modules\//, "");
       return found ? [`${name} ${version}\n\n${readFileSync(`${path}/${found}`, "utf8").trim()}\n`] : [];
     });
+    for (const [name, path] of WITHIN) texts.push(`${name}\n\n${readFileSync(path, "utf8").trim()}\n`);
     this.emitFile({ type: "asset", fileName: "page/LICENSES.txt", source: texts.join(`\n${"-".repeat(80)}\n\n`) });
   },
 };
@@ -44,7 +60,7 @@ const sources: Plugin = {
 // File names carry no hash: the server sends an ETag, and the built files are committed.
 export default defineConfig({
   base: "./",
-  plugins: [woff2Only, licenses, sources],
+  plugins: [woff2Only, cmaps, licenses, sources],
   oxc: { jsx: { runtime: "automatic", importSource: "preact" } },
   build: {
     target: "es2022",

@@ -1,6 +1,7 @@
 // The frame: sidebar, view, dialogs, and keys that work everywhere.
 import { useEffect } from "preact/hooks";
 import { stopAnswers } from "./answer";
+import { isComposing } from "./composer/keys";
 import { ChatView } from "./ChatView";
 import { KeyDialog, Preferences } from "./Dialogs";
 import { t } from "./i18n";
@@ -11,6 +12,7 @@ import { StatusView } from "./StatusView";
 
 
 function onKey(event: KeyboardEvent): void {
+  if (isComposing(event)) return; // Escape ends the composition then, and no answer
   const isCommand = event.ctrlKey || event.metaKey;
   const key = event.key.toLowerCase();
   if (isCommand && key === "k") {
@@ -31,7 +33,7 @@ function Notice() {
   const text = notice.value;
   useEffect(() => {
     if (!text) return;
-    const timer = setTimeout(() => (notice.value = ""), 6000);
+    const timer = setTimeout(() => (notice.value = ""), 4000 + 2000 * text.split("\n").length);
     return () => clearTimeout(timer);
   }, [text]);
   return (

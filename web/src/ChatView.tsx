@@ -4,6 +4,7 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { liveHere, stopAnswers } from "./answer";
 import { Composer } from "./Composer";
 import { ask } from "./Confirm";
+import { isComposing } from "./composer/keys";
 import { ContextWarning } from "./context/Context";
 import { n, t } from "./i18n";
 import { Icon, Logo } from "./icons";
@@ -54,6 +55,7 @@ function Title() {
       value={own.title}
       onBlur={done}
       onKeyDown={(event) => {
+        if (isComposing(event)) return;
         if (event.key === "Enter") done();
         else if (event.key === "Escape") {
           event.stopPropagation();
@@ -129,8 +131,11 @@ export function ChatView() {
     isAtEnd.value = true;
     scroller.current!.scrollTop = scroller.current!.scrollHeight;
   }, [chat.value?.id, shown.length]);
+  const lastTop = useRef(0);
   const onScroll = ({ currentTarget: box }: { currentTarget: HTMLElement }) => {
-    isAtEnd.value = box.scrollHeight - box.scrollTop - box.clientHeight < 48;
+    const isNear = box.scrollHeight - box.scrollTop - box.clientHeight < 48;
+    isAtEnd.value = isNear || (isAtEnd.value && box.scrollTop >= lastTop.current); // what is laid out late moves the end away
+    lastTop.current = box.scrollTop;
   };
   return (
     <>

@@ -1,41 +1,36 @@
-// The field to write in. Text files come by drop, by paste or by the button.
+// The field to write in. Files come by drop, by paste or by the button.
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { liveHere, send, stopAnswers } from "./answer";
+import { draftOf, setFiles, setText, type Draft } from "./composer/drafts";
+import { enterHint, isComposing, sends } from "./composer/keys";
+import { readFiles, refusalText } from "./files/read";
 import { t } from "./i18n";
 import { Icon } from "./icons";
 import { FileChips } from "./MessageView";
 import { liveElsewhere } from "./others";
-import { isKeyWanted, notice, obstacle, path, view } from "./state";
-import type { TextFile } from "./types";
+import { chat, isKeyWanted, notice, obstacle, path, view } from "./state";
 
-const MAX_FILE = 1 << 20;
-
-async function readText(file: File): Promise<TextFile | string> {
-  if (file.size > MAX_FILE) return t("tooLarge", file.name);
-  try {
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-    return text.includes("\0") ? t("notText", file.name) : { name: file.name, text };
-  } catch {
-    return t("notText", file.name);
-  }
+/** Reads files into a draft, and names those that cannot be read. */
+async function take(draft: Draft, list: Iterable<File>): Promise<void> {
+  const wanted = [...list]; // the browser empties its own list
+  draft.numReading.value += wanted.length;
+  const { files, refused } = await readFiles(wanted);
+  draft.numReading.value -= wanted.length;
+  if (files.length) setFiles(draft, [...draft.files.value, ...files]);
+  if (refused.length) notice.value = refusalText(refused);
 }
 
 export function Composer() {
   const field = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
-  const text = useSignal("");
-  const files = useSignal<TextFile[]>([]);
+  const draft = draftOf(chat.value?.id ?? "");
+  const { text, files } = draft;
+  const isReading = draft.numReading.value > 0;
   const isDragging = useSignal(false);
   const answer = liveHere.value;
   const isBlocked = Boolean(obstacle.value || isKeyWanted.value);
 
-  const take = async (list: Iterable<File>) => {
-    for (const read of await Promise.all([...list].map(readText))) {
-      if (typeof read === "string") notice.value = read;
-      else files.value = [...files.value, read];
-    }
-  };
   useEffect(() => {
     const has = (event: DragEvent) => event.dataTransfer?.types.includes("Files") ?? false;
     const over = (event: DragEvent) => {
@@ -50,7 +45,7 @@ export function Composer() {
       if (!has(event)) return;
       event.preventDefault();
       isDragging.value = false;
-      void take(event.dataTransfer!.files);
+      void take(draft, event.dataTransfer!.files);
     };
     addEventListener("dragover", over);
     addEventListener("dragleave", leave);
@@ -60,7 +55,7 @@ export function Composer() {
       removeEventListener("dragleave", leave);
       removeEventListener("drop", drop);
     };
-  }, []);
+  }, [draft]);
   useEffect(() => {
     if (matchMedia("(min-width: 50rem)").matches) field.current?.focus();
   }, [view.value]);
@@ -71,21 +66,21 @@ export function Composer() {
   }, [text.value]);
 
   const isElsewhere = liveElsewhere.value.has(path.value.at(-1)?.id ?? "");
-  const canSend = !answer && !isElsewhere && !isBlocked && Boolean(text.value.trim() || files.value.length);
+  const canSend = !answer && !isReading && !isElsewhere && !isBlocked && Boolean(text.value.trim() || files.value.length);
   const submit = () => {
     if (!canSend) return;
     const [said, given] = [text.value.trim(), files.value];
-    text.value = "";
-    files.value = [];
+    setText(draft, "");
+    setFiles(draft, []);
     void send(said, given, path.value.at(-1)?.id ?? "");
   };
   const onKeyDown = (event: KeyboardEvent) => {
-    if (event.key === "Enter" && event.ctrlKey && !text.value && !files.value.length) {
-      document.querySelector<HTMLButtonElement>(".go-on button")?.click();
-    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    const isEmpty = !text.value && !files.value.length;
+    if (sends(event)) {
       event.preventDefault();
-      submit();
-    } else if (event.key === "ArrowUp" && !text.value) {
+      if (isEmpty && (event.ctrlKey || event.metaKey)) document.querySelector<HTMLButtonElement>(".go-on button")?.click();
+      else submit();
+    } else if (event.key === "ArrowUp" && !text.value && !isComposing(event)) {
       const edits = document.querySelectorAll<HTMLButtonElement>(`.message.user button[aria-label="${t("edit")}"]`);
       const last = [...edits].at(-1);
       if (last) event.preventDefault();
@@ -95,7 +90,10 @@ export function Composer() {
   return (
     <form class="composer" onSubmit={(event) => { event.preventDefault(); submit(); }}>
       {files.value.length > 0 && (
-        <FileChips files={files.value} onRemove={(index) => (files.value = files.value.filter((_, i) => i !== index))} />
+        <FileChips files={files.value} onRemove={(index) => setFiles(draft, files.value.filter((_, i) => i !== index))} />
+      )}
+      {isReading && (
+        <p class="reading" role="status"><span class="pulse" aria-hidden="true" /> {t("readingFiles")}</p>
       )}
       <textarea
         id="composer"
@@ -104,13 +102,14 @@ export function Composer() {
         aria-label={t("message")}
         placeholder={t("messageHint")}
         value={text.value}
-        onInput={(event) => (text.value = event.currentTarget.value)}
+        enterkeyhint={enterHint()}
+        onInput={(event) => setText(draft, event.currentTarget.value)}
         onKeyDown={onKeyDown}
         onPaste={(event) => {
           const pasted = event.clipboardData?.files;
           if (!pasted?.length) return;
           event.preventDefault();
-          void take(pasted);
+          void take(draft, pasted);
         }}
       />
       <div class="composer-foot">
@@ -124,7 +123,7 @@ export function Composer() {
           hidden
           aria-label={t("attach")}
           onChange={(event) => {
-            void take(event.currentTarget.files ?? []);
+            void take(draft, event.currentTarget.files ?? []);
             event.currentTarget.value = "";
           }}
         />

@@ -3,6 +3,7 @@ import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { canGoOn, goOn, live, retry, send, sendResults, type LiveAnswer } from "./answer";
 import { copyText } from "./clipboard";
+import { enterHint, isComposing, sends } from "./composer/keys";
 import { isTooLong, LeftOut, TooLong } from "./context/Context";
 import { n, t } from "./i18n";
 import { Icon, type IconName } from "./icons";
@@ -50,7 +51,10 @@ export function FileChips({ files, onRemove }: { files: TextFile[]; onRemove?: (
         <li key={index}>
           <Icon name="file" />
           <span class="name">{file.name}</span>
-          <span class="hint">{t("lines", n(file.text.split("\n").length))}</span>
+          <span class="hint">
+            {file.encoding && <span title={t("readAs", file.encoding)}>{file.encoding} · </span>}
+            {file.pages ? t("pages", n(file.pages)) : t("lines", n(file.text.replace(/\n$/, "").split("\n").length))}
+          </span>
           {onRemove && <Action name="close" label={t("removeFile", file.name)} onClick={() => onRemove(index)} />}
         </li>
       ))}
@@ -76,13 +80,14 @@ function Editor({ message, onDone }: { message: Message; onDone: () => void }) {
       <textarea
         ref={field}
         aria-label={t("edit")}
+        enterkeyhint={enterHint()}
         rows={Math.min(12, message.content.split("\n").length + 1)}
         defaultValue={message.content}
         onKeyDown={(event) => {
-          if (event.key === "Escape") {
+          if (event.key === "Escape" && !isComposing(event)) {
             event.stopPropagation();
             onDone();
-          } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+          } else if (sends(event)) {
             event.preventDefault();
             done();
           }

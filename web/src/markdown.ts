@@ -64,6 +64,8 @@ export function blocksOf(text: string): string[] {
   return blocks;
 }
 
+let math: Promise<typeof import("./math")> | undefined;
+
 function finish(fragment: DocumentFragment): void {
   for (const link of fragment.querySelectorAll("a")) {
     if (!link.hasAttribute("href")) link.replaceWith(...link.childNodes);
@@ -81,7 +83,10 @@ function finish(fragment: DocumentFragment): void {
     box.append(table);
   }
   const formulas = fragment.querySelectorAll<HTMLElement>("[data-tex]");
-  if (formulas.length) void import("./math").then(({ renderFormula }) => formulas.forEach(renderFormula));
+  if (!formulas.length) return;
+  // Each import() looks through the whole document for its style sheet: one is enough.
+  math ??= import("./math");
+  void math.then(({ renderFormula }) => formulas.forEach(renderFormula));
 }
 
 const MAX_RENDERED = 400_000; // characters; beyond them an answer is shown as it is

@@ -2,6 +2,7 @@
 import { batch, computed, effect, signal } from "@preact/signals";
 import * as store from "./store";
 import { ApiError, getModels, getReady, type Model } from "./api";
+import { forgetDraft, forgetDrafts } from "./composer/drafts";
 import { language, t, type Language } from "./i18n";
 import { listen, tellOthers } from "./others";
 import { inBrowser } from "./remembered";
@@ -232,6 +233,7 @@ export async function putMessage(message: Message): Promise<void> {
 export async function removeChat(id: string): Promise<void> {
   await store.deleteChat(id);
   numChanges += 1;
+  forgetDraft(id);
   chats.value = chats.value.filter((one) => one.id !== id);
   if (view.value.name === "chat" && view.value.id === id) open({ name: "new" });
   tellOthers();
@@ -240,6 +242,7 @@ export async function removeChat(id: string): Promise<void> {
 export async function removeAll(): Promise<void> {
   await store.deleteEverything();
   numChanges += 1;
+  forgetDrafts();
   chats.value = [];
   open({ name: "new" });
   tellOthers();

@@ -53,7 +53,12 @@ function messageOf(from: Fields, chat: string, ids: Map<string, string>): Messag
     content: text(from.content),
     created: number(from.created),
   };
-  const files = list(from.files).map((file): TextFile => ({ name: text(file.name), text: text(file.text) }));
+  const files = list(from.files).map((file): TextFile => ({
+    name: text(file.name),
+    text: text(file.text),
+    ...(text(file.encoding) && { encoding: text(file.encoding) }),
+    ...(number(file.pages) && { pages: number(file.pages) }),
+  }));
   const calls = list(from.calls).map(
     (call): ToolCall => ({ id: text(call.id), name: text(call.name), arguments: text(call.arguments) }),
   );

@@ -35,6 +35,10 @@ export interface Chat {
 export interface TextFile {
   name: string;
   text: string;
+  /** What the text was read from, where that is not UTF-8: an encoding, or PDF. */
+  encoding?: string;
+  /** Of a PDF. */
+  pages?: number;
 }
 
 export interface ToolCall {

@@ -31,9 +31,9 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # No script can make markup of a string, but the sanitizer.
+        # No script can make markup of a string but the sanitizer, nor an address of a worker but the reader of PDFs.
         "require-trusted-types-for 'script'",
-        "trusted-types dompurify",
+        "trusted-types dompurify ktransformers-pdf",
     )
 )
 _HEADERS = {
