@@ -150,7 +150,8 @@ def test_enter_on_a_phone_is_a_new_line(browser: Browser, api: FakeApi) -> None:
 FORMULAS = "Then $\\sum_i x_i^{2}$ and\n\n$$\\begin{pmatrix} a & b \\\\ c & \\sqrt{d} \\end{pmatrix}$$\n\n| a |\n|---|\n| $y$ |\n"
 
 
-def _long_chat(path: Path, num_messages: int) -> Path:
+def long_chat(path: Path, num_messages: int) -> Path:
+    """An export of one chat, three formulas in each answer."""
     messages = [
         {
             "id": f"m{at}",
@@ -167,11 +168,11 @@ def _long_chat(path: Path, num_messages: int) -> Path:
     return path
 
 
-def test_typing_in_a_long_chat_touches_no_message(page: Page, api: FakeApi, tmp_path: Path) -> None:
+def test_typing_in_along_chat_touches_no_message(page: Page, api: FakeApi, tmp_path: Path) -> None:
     """300 messages with 900 formulas: those out of sight are not rendered, and none changes while somebody types."""
     open_page(page, api)
     button(page, "Preferences").click()
-    page.locator("dialog input[type=file]").set_input_files(_long_chat(tmp_path / "long.json", 300))
+    page.locator("dialog input[type=file]").set_input_files(long_chat(tmp_path / "long.json", 300))
     page.get_by_role("link", name="Long").click()
     expect(page.locator(".katex")).to_have_count(900)
     expect(page.get_by_text("Number 299.")).to_be_in_viewport()  # and the end is where the reader is

@@ -10,6 +10,7 @@ import { n, t } from "./i18n";
 import { Icon, Logo } from "./icons";
 import { Announcer } from "./Announcer";
 import { MessageView } from "./MessageView";
+import { jump, showMatch, type Jump } from "./search/jump";
 import { changeChat, chat, isSidebarOpen, model, obstacle, openSidebar, path, removeChat, shownDialog } from "./state";
 import { download, exportChats } from "./transfer";
 
@@ -131,6 +132,13 @@ export function ChatView() {
     isAtEnd.value = true;
     scroller.current!.scrollTop = scroller.current!.scrollHeight;
   }, [chat.value?.id, shown.length]);
+  const wanted = jump.value;
+  const jumped = useRef<Jump | undefined>(undefined);
+  useEffect(() => {
+    if (!wanted || wanted === jumped.current || wanted.chat !== chat.value?.id) return;
+    isAtEnd.value = false;
+    if (showMatch(wanted, scroller.current!)) jumped.current = wanted;
+  }, [wanted, shown]);
   const lastTop = useRef(0);
   const onScroll = ({ currentTarget: box }: { currentTarget: HTMLElement }) => {
     const isNear = box.scrollHeight - box.scrollTop - box.clientHeight < 48;

@@ -9,6 +9,7 @@ import { t } from "./i18n";
 import { Icon } from "./icons";
 import { FileChips } from "./MessageView";
 import { liveElsewhere } from "./others";
+import { jump } from "./search/jump";
 import { chat, isKeyWanted, notice, obstacle, path, view } from "./state";
 
 /** Reads files into a draft, and names those that cannot be read. */
@@ -57,6 +58,7 @@ export function Composer() {
     };
   }, [draft]);
   useEffect(() => {
+    if (jump.peek() && jump.peek()?.chat === chat.peek()?.id) return; // the match has the focus
     if (matchMedia("(min-width: 50rem)").matches) field.current?.focus();
   }, [view.value]);
   useLayoutEffect(() => {

@@ -255,7 +255,13 @@ export function MessageView({ message: stored }: { message: Message }) {
   const message = answer?.message.value ?? stored;
   const who = message.role === "user" ? t("you") : message.role === "tool" ? t("toolResult", "") : t("assistant");
   return (
-    <article class={`message ${message.role}`} aria-label={who} aria-busy={answer !== undefined}>
+    <article
+      class={`message ${message.role}`}
+      data-message={message.id}
+      tabIndex={-1}
+      aria-label={who}
+      aria-busy={answer !== undefined}
+    >
       {message.role === "user" && <UserMessage message={message} />}
       {message.role === "assistant" && <Answer message={message} answer={answer} />}
       {message.role === "tool" && <ToolResult message={message} />}

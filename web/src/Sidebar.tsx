@@ -2,10 +2,12 @@
 import { useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { live } from "./answer";
+import { isComposing } from "./composer/keys";
 import { t } from "./i18n";
 import { Icon, Logo } from "./icons";
+import { endSearch, jump } from "./search/jump";
 import { chats, isSidebarOpen, open, shownDialog, view } from "./state";
-import { search } from "./store";
+import { search, type Match } from "./store";
 import type { Chat } from "./types";
 
 function groupOf(time: number): "today" | "yesterday" | "earlier" {
@@ -14,7 +16,7 @@ function groupOf(time: number): "today" | "yesterday" | "earlier" {
   return time >= midnight - 86_400_000 ? "yesterday" : "earlier";
 }
 
-function ChatLink({ chat, excerpt }: { chat: Chat; excerpt?: string | undefined }) {
+function ChatLink({ chat, match, text }: { chat: Chat; match: Match | undefined; text: string }) {
   const now = view.value;
   const isShown = now.name === "chat" && now.id === chat.id;
   const isLive = [...live.value.values()].some((one) => one.message.peek().chat === chat.id);
@@ -23,11 +25,15 @@ function ChatLink({ chat, excerpt }: { chat: Chat; excerpt?: string | undefined 
       <a
         href={`#/chat/${chat.id}`}
         aria-current={isShown ? "page" : undefined}
-        onClick={() => (isSidebarOpen.value = false)}
+        onClick={() => {
+          isSidebarOpen.value = false;
+          if (match) jump.value = { chat: chat.id, message: match.message, text };
+          else endSearch();
+        }}
       >
         <span class="title">{chat.title}</span>
         {isLive && <span class="pulse" role="img" aria-label={t("answering")} />}
-        {excerpt && <span class="excerpt">{excerpt}</span>}
+        {match && <span class="excerpt">{match.excerpt}</span>}
       </a>
     </li>
   );
@@ -35,9 +41,10 @@ function ChatLink({ chat, excerpt }: { chat: Chat; excerpt?: string | undefined 
 
 export function Sidebar() {
   const query = useSignal("");
-  const found = useSignal<Map<string, string> | undefined>(undefined);
+  const found = useSignal<Map<string, Match> | undefined>(undefined);
   useEffect(() => {
     const text = query.value.trim();
+    endSearch();
     if (!text) {
       found.value = undefined;
       return;
@@ -55,6 +62,13 @@ export function Sidebar() {
     if (isSidebarOpen.value && document.activeElement?.id !== "search") closer.current?.focus();
   }, [isSidebarOpen.value]);
 
+  const first = async () => {
+    const text = query.value.trim();
+    if (!text) return;
+    found.value = await search(text); // it may be typed faster than it is looked for
+    requestAnimationFrame(() => list.current?.querySelector("a")?.click());
+  };
+  const list = useRef<HTMLDivElement>(null);
   const wanted = query.value.trim().toLowerCase();
   const shown = chats.value.filter(
     (chat) => !wanted || chat.title.toLowerCase().includes(wanted) || found.value?.has(chat.id),
@@ -82,9 +96,12 @@ export function Sidebar() {
           autocomplete="off"
           value={query.value}
           onInput={(event) => (query.value = event.currentTarget.value)}
+          onKeyDown={(event) => {
+            if (event.key === "Enter" && !isComposing(event)) void first();
+          }}
         />
       </label>
-      <div class="chat-list">
+      <div class="chat-list" ref={list}>
         {!shown.length && <p class="hint">{wanted ? t("noMatch") : t("noChats")}</p>}
         {(["today", "yesterday", "earlier"] as const).map((group) => {
           const members = shown.filter((chat) => groupOf(chat.updated) === group);
@@ -94,7 +111,7 @@ export function Sidebar() {
                 <h2>{t(group)}</h2>
                 <ul>
                   {members.map((chat) => (
-                    <ChatLink key={chat.id} chat={chat} excerpt={wanted ? found.value?.get(chat.id) : undefined} />
+                    <ChatLink key={chat.id} chat={chat} match={wanted ? found.value?.get(chat.id) : undefined} text={wanted} />
                   ))}
                 </ul>
               </section>

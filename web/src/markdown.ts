@@ -6,6 +6,9 @@ import DOMPurify, { type Config } from "dompurify";
 import MarkdownIt, { type Token } from "markdown-it";
 import { codeBlock } from "./code";
 import { t } from "./i18n";
+import { addBreaks } from "./marks/breaks";
+import { addCjkEmphasis } from "./marks/cjk";
+import { addTasks, showTasks } from "./marks/tasks";
 import { addMath } from "./mathRules";
 
 const ALLOWED_URI = /^(?:https?:\/\/|mailto:)/i;
@@ -13,9 +16,9 @@ const SANITIZER: Config & { RETURN_DOM_FRAGMENT: true } = {
   ALLOWED_TAGS: (
     "a b blockquote br code del em h1 h2 h3 h4 h5 h6 hr i li ol p pre s span strong sub sup table tbody td th thead tr ul"
   ).split(" "),
-  ALLOWED_ATTR: ["href", "title", "start", "data-align", "data-lang", "data-tex", "data-display"],
+  ALLOWED_ATTR: ["href", "title", "start", "data-align", "data-lang", "data-tex", "data-display", "data-task"],
   ALLOWED_URI_REGEXP: ALLOWED_URI, // for every attribute that is not named in the next line
-  ADD_URI_SAFE_ATTR: ["title", "start", "data-align", "data-lang", "data-tex", "data-display"],
+  ADD_URI_SAFE_ATTR: ["title", "start", "data-align", "data-lang", "data-tex", "data-display", "data-task"],
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
@@ -24,7 +27,7 @@ const SANITIZER: Config & { RETURN_DOM_FRAGMENT: true } = {
 const md = new MarkdownIt({ html: false, linkify: true, typographer: false, breaks: true });
 md.validateLink = (url) => ALLOWED_URI.test(url.trim());
 md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
-md.use(addMath);
+for (const rules of [addMath, addBreaks, addCjkEmphasis, addTasks]) md.use(rules);
 
 // A picture would be a request to wherever the model says: it stays a link.
 md.renderer.rules.image = (tokens, index) => {
@@ -73,6 +76,7 @@ function finish(fragment: DocumentFragment): void {
     link.rel = "noopener noreferrer nofollow";
   }
   for (const code of fragment.querySelectorAll<HTMLElement>("pre > code")) code.parentElement!.replaceWith(codeBlock(code));
+  showTasks(fragment);
   for (const table of fragment.querySelectorAll("table")) {
     const box = document.createElement("div");
     box.className = "table-box";

@@ -233,13 +233,20 @@ export async function deleteEverything(): Promise<void> {
   await attempt(write, () => undefined);
 }
 
-/** For each chat that has one, an excerpt around the first place where the text stands. */
-export async function search(text: string): Promise<Map<string, string>> {
+export interface Match {
+  message: string;
+  /** The words around it. */
+  excerpt: string;
+}
+
+/** For each chat that has one, the first message where the text stands. */
+export async function search(text: string): Promise<Map<string, Match>> {
   const wanted = text.toLowerCase();
-  const found = new Map<string, string>();
-  const look = ({ chat, content }: Message) => {
+  const found = new Map<string, Match>();
+  const look = ({ id, chat, content }: Message) => {
     const at = found.has(chat) ? -1 : content.toLowerCase().indexOf(wanted);
-    if (at >= 0) found.set(chat, content.slice(Math.max(at - 24, 0), at + wanted.length + 60).replace(/\s+/g, " "));
+    if (at < 0) return;
+    found.set(chat, { message: id, excerpt: content.slice(Math.max(at - 24, 0), at + wanted.length + 60).replace(/\s+/g, " ") });
   };
   heldMessages.forEach(look);
   const read = async () => {
