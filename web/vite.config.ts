@@ -78,5 +78,5 @@ export default defineConfig({
       },
     },
   },
-  server: { proxy: Object.fromEntries(["/v1", "/ready"].map((path) => [path, "http://127.0.0.1:10002"])) },
+  server: { proxy: Object.fromEntries(["/v1", "/ready", "/server_info"].map((path) => [path, "http://127.0.0.1:10002"])) },
 });

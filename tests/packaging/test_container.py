@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,28 @@ def test_containers_serve_as_a_user_and_tell_their_health(name: str) -> None:
     requirement = re.search(r'"(torch[^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert requirement
     assert f'TORCH="{requirement[1]}"' in [rest for keyword, rest in instructions(name) if keyword == "ARG"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_published_port_shows_the_page(name: str) -> None:
+    """The command and the variables of the image, in front of a browser that came by a port of this machine."""
+    steps = instructions(name)
+    entry = json.loads(dict(steps)["ENTRYPOINT"])
+    variables = dict(word.split("=", 1) for keyword, rest in steps if keyword == "ENV" for word in shlex.split(rest))
+    environment = os.environ | {name: text for name, text in variables.items() if name.startswith("KTRANSFORMERS_")}
+    command = [sys.executable, "-m", *entry, "--backend_type", "ktransformers", "--port", "0", "--cpu_infer", "1"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = next(filter(None, (re.search(r"serving .* on https?://\S+?:(\d+)/v1", line) for line in process.stderr)))[1]
+        try:
+            for host in (f"127.0.0.1:{port}", "localhost:8080"):  # -p 8080:10002
+                headers = {"Host": host, "Accept": "text/html", "Origin": f"http://{host}"}
+                request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers=headers)
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    assert "page/app.js" in response.read().decode()
+        finally:
+            process.kill()
+            process.stderr.read()
 
 
 @dataclass

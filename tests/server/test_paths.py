@@ -88,6 +88,8 @@ def test_helpers_of_other_servers() -> None:
     info = ask("GET", "/server_info", config={"sampling": {"temperature": 0.5}}).json()
     assert (info["version"], info["backend"], info["max_model_len"]) == (__version__, "fake", 64)
     assert info["default_sampling"]["temperature"] == 0.5
+    assert info["default_max_tokens"] is None
+    assert ask("GET", "/server_info", config={"max_new_tokens": 32}).json()["default_max_tokens"] == 32
     props = ask("GET", "/props").json()
     assert props["default_generation_settings"]["n_ctx"] == 64
     assert props["default_generation_settings"]["params"]["repeat_penalty"] == 1.0

@@ -53,6 +53,7 @@ class FakeApi:
             Route("/", self._page),
             Route("/v1/models", self._models),
             Route("/v1/status", self._status),
+            Route("/server_info", self._info),
             Route("/ready", self._ready),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Mount(PAGE_PREFIX, web.page_files()),
@@ -75,6 +76,8 @@ class FakeApi:
         self.model = "fake-model"
         self.loading = ""
         self.status: Any = None
+        self.info: dict[str, Any] = {}
+        """By model: what /server_info says; a model that is not here is not loaded."""
         self.left = threading.Event()
         """Set when a client leaves in the middle of an answer."""
         self._released = threading.Event()
@@ -112,6 +115,10 @@ class FakeApi:
 
     async def _status(self, request: Request) -> Response:
         return JSONResponse(self.status) if self.status is not None else self.error(404, "Not Found", "")
+
+    async def _info(self, request: Request) -> Response:
+        info = self.info.get(request.query_params.get("model", ""))
+        return self._refusal(request) or (JSONResponse(info) if info else self.error(503, "not loaded", "not_ready"))
 
     async def _chat(self, request: Request) -> Response:
         refusal = self._refusal(request)

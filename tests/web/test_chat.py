@@ -189,6 +189,29 @@ def test_settings_are_sent_and_kept_for_new_chats(page: Page, api: FakeApi) -> N
         assert body["model"] == "alias"
 
 
+def test_settings_show_the_defaults_of_the_server(page: Page, api: FakeApi) -> None:
+    sampling = {"temperature": 0.6, "top_p": 0.949999988079071, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05}
+    api.info = {
+        "fake-model": {"default_sampling": sampling, "default_max_tokens": None},
+        "alias": {"default_sampling": {"temperature": 1}, "default_max_tokens": 512},
+    }
+    open_page(page, api)
+    button(page, "Settings of this chat").click()
+    shown = {"Temperature": "0.6", "Top-p": "0.95", "Top-k": "20", "Min-p": "0", "Repetition penalty": "1.05"}
+    for label, text in (shown | {"Max. tokens": "up to 4,096", "Seed": "random"}).items():
+        expect(page.get_by_label(label)).to_have_attribute("placeholder", text)
+        expect(page.get_by_label(label)).to_have_value("")
+    page.get_by_role("combobox", name="Model", exact=True).select_option("alias")
+    for label, text in {"Temperature": "1", "Top-p": "", "Max. tokens": "512"}.items():
+        expect(page.get_by_label(label)).to_have_attribute("placeholder", text)
+    page.keyboard.press("Escape")
+    say(page, "Hello")
+    assert "temperature" not in api.bodies[0]  # what is shown is not sent
+    api.info = {}
+    button(page, "Settings of this chat").click()
+    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "")
+
+
 def test_text_files_are_sent_and_others_refused(page: Page, api: FakeApi, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("a ``` fence\n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\x00")

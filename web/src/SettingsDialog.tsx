@@ -1,9 +1,11 @@
 // Sampling, prompt and tools of one chat. Changes hold from the next answer on.
 import { useSignal } from "@preact/signals";
+import { useEffect } from "preact/hooks";
 import { wrongTools } from "./answer";
+import { getDefaults } from "./api";
 import { Dialog } from "./Dialog";
-import { t, type Key } from "./i18n";
-import { changeSettings, keepDefaults, models, notice, settings, shownDialog } from "./state";
+import { n, t, type Key } from "./i18n";
+import { changeSettings, keepDefaults, model, models, notice, settings, shownDialog } from "./state";
 import type { Settings } from "./types";
 
 type NumberName =
@@ -22,7 +24,35 @@ const NUMBERS: { name: NumberName; min: number; max?: number; step: number }[] =
   { name: "seed", min: 0, step: 1 },
 ];
 
-function NumberField({ name, min, max, step }: (typeof NUMBERS)[number]) {
+/** What the field stands for while it is empty; "" where the server does not say. */
+function placeholderOf(name: NumberName, defaults: Record<string, unknown>): string {
+  const value = defaults[name];
+  if (typeof value === "number") return String(Number(value.toPrecision(6)));
+  if (name === "seed") return t("randomSeed");
+  const size = model.value?.max_model_len;
+  return name === "max_tokens" && size ? t("upTo", n(size)) : "";
+}
+
+/** The server's defaults for the model of this chat. */
+function useDefaults(): Record<string, unknown> {
+  const defaults = useSignal<Record<string, unknown>>({});
+  const id = model.value?.id;
+  useEffect(() => {
+    defaults.value = {};
+    if (!id) return;
+    let isCurrent = true;
+    const take = (found: Record<string, unknown>) => {
+      if (isCurrent) defaults.value = found;
+    };
+    getDefaults(id).then(take, () => undefined); // not offered, or the model is not loaded: the fields stay blank
+    return () => {
+      isCurrent = false;
+    };
+  }, [id]);
+  return defaults.value;
+}
+
+function NumberField({ name, min, max, step, placeholder }: (typeof NUMBERS)[number] & { placeholder: string }) {
   return (
     <label class="field">
       <span>{t(name as Key)}</span>
@@ -31,6 +61,7 @@ function NumberField({ name, min, max, step }: (typeof NUMBERS)[number]) {
         min={min}
         max={max}
         step={step < 1 ? "any" : step}
+        placeholder={placeholder}
         inputMode={step < 1 ? "decimal" : "numeric"}
         defaultValue={settings.peek()[name]?.toString() ?? ""}
         onInput={(event) => {
@@ -52,6 +83,7 @@ function change<Name extends keyof Settings>(name: Name, value: Settings[Name] |
 
 export function SettingsDialog() {
   const toolsError = useSignal("");
+  const serverDefaults = useDefaults();
   const now = settings.value;
   const thinking = now.thinking === undefined ? "" : now.thinking ? "on" : "off";
   return (
@@ -61,7 +93,7 @@ export function SettingsDialog() {
         <label class="field wide">
           <span>{t("model")}</span>
           <select value={now.model ?? models.value[0]!.id} onChange={(event) => change("model", event.currentTarget.value)}>
-            {models.value.map((model) => <option key={model.id}>{model.id}</option>)}
+            {models.value.map(({ id }) => <option key={id}>{id}</option>)}
           </select>
         </label>
       )}
@@ -74,7 +106,9 @@ export function SettingsDialog() {
         />
       </label>
       <div class="grid">
-        {NUMBERS.map((number) => <NumberField key={number.name} {...number} />)}
+        {NUMBERS.map((number) => (
+          <NumberField key={number.name} {...number} placeholder={placeholderOf(number.name, serverDefaults)} />
+        ))}
         <label class="field">
           <span>{t("thinkingMode")}</span>
           <select

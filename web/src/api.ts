@@ -76,6 +76,13 @@ export async function getModels(): Promise<Model[]> {
   return ((await askJson("v1/models")) as { data: Model[] }).data;
 }
 
+/** What requests get that name no sampling: numbers under the names that requests have. Parts may be missing. */
+export async function getDefaults(model: string): Promise<Record<string, unknown>> {
+  const info = await askJson(`server_info?model=${encodeURIComponent(model)}`);
+  const { default_sampling: sampling, default_max_tokens: maxTokens } = info as Record<string, unknown>;
+  return { ...(sampling as object | undefined), max_tokens: maxTokens };
+}
+
 /** Resolves when requests are served; else an ApiError says what keeps them waiting. */
 export async function getReady(): Promise<void> {
   await ask("ready");

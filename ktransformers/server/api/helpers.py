@@ -60,6 +60,7 @@ async def server_info(request: Request) -> Response:
             "max_running_requests": service.backend.max_running,
             "max_queued_requests": config.max_queue,
             "default_sampling": _sampling(service),
+            "default_max_tokens": config.max_new_tokens,  # None: to the end of the context
         }
     )
 
