@@ -116,6 +116,8 @@ export function ChatView() {
   const scroller = useRef<HTMLDivElement>(null);
   const content = useRef<HTMLDivElement>(null);
   const isAtEnd = useSignal(true);
+  /** The largest scrollTop when it was last looked at. */
+  const end = useRef(0);
   const shown = path.value;
 
   // Follows the answer while the reader is at its end, and stays where the reader has scrolled to.
@@ -123,6 +125,7 @@ export function ChatView() {
     const [box, inner] = [scroller.current!, content.current!];
     const follow = new ResizeObserver(() => {
       if (isAtEnd.peek()) box.scrollTop = box.scrollHeight;
+      end.current = box.scrollHeight - box.clientHeight;
     });
     follow.observe(inner);
     follow.observe(box);
@@ -139,11 +142,10 @@ export function ChatView() {
     isAtEnd.value = false;
     if (showMatch(wanted, scroller.current!)) jumped.current = wanted;
   }, [wanted, shown]);
-  const lastTop = useRef(0);
   const onScroll = ({ currentTarget: box }: { currentTarget: HTMLElement }) => {
-    const isNear = box.scrollHeight - box.scrollTop - box.clientHeight < 48;
-    isAtEnd.value = isNear || (isAtEnd.value && box.scrollTop >= lastTop.current); // what is laid out late moves the end away
-    lastTop.current = box.scrollTop;
+    const now = box.scrollHeight - box.clientHeight;
+    isAtEnd.value = Math.min(now, end.current) - box.scrollTop < 48; // near an end that has moved away since is at the end
+    end.current = now;
   };
   return (
     <>

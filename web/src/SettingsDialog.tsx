@@ -123,17 +123,17 @@ export function SettingsDialog() {
             <option value="off">{t("off")}</option>
           </select>
         </label>
-        <label class="field">
-          <span>{t("fullContext")}</span>
-          <select
-            value={now.dropsOldest ? "drop" : ""}
-            onChange={(event) => change("dropsOldest", event.currentTarget.value ? true : undefined)}
-          >
-            <option value="">{t("byServer")}</option>
-            <option value="drop">{t("dropOldest")}</option>
-          </select>
-        </label>
       </div>
+      <label class="field wide">
+        <span>{t("fullContext")}</span>
+        <select
+          value={now.dropsOldest ? "drop" : ""}
+          onChange={(event) => change("dropsOldest", event.currentTarget.value ? true : undefined)}
+        >
+          <option value="">{t("byServer")}</option>
+          <option value="drop">{t("dropOldest")}</option>
+        </select>
+      </label>
       <label class="field wide">
         <span>{t("stopStrings")}</span>
         <textarea
