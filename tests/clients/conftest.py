@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.client_environments import environment
+from tests.support.client_environments import environment, node_modules
 from tests.support.server_process import ServerProcess
 
 
@@ -22,3 +22,10 @@ def interpreter_of(request: pytest.FixtureRequest) -> Callable[..., Path]:
     """interpreter_of(name, behind=()): of the environment whose pins are in NAME.txt here."""
     cache = request.config.cache.mkdir("clients")
     return lambda name, behind=(): environment(Path(__file__).parent / f"{name}.txt", cache, behind)
+
+
+@pytest.fixture(scope="session")
+def modules_of(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """modules_of(folder): node_modules of the packages that are pinned in that folder here, js or js/agents."""
+    cache = request.config.cache.mkdir("clients")
+    return lambda folder: node_modules(Path(__file__).parent / folder, cache)

@@ -1,13 +1,14 @@
 """Programs that people build on other libraries, against a real service: each case gets the right answer.
 
 Each program runs once and says what all of its cases got. The bundled model answers the questions of
-programs/cases.py the same way through every dialect, streamed or not.
+programs/cases.py the same way through every dialect, streamed or not. Programs in JavaScript are in js/programs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.support.server_process import ServerProcess
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 PROGRAMS = Path(__file__).parent / "programs"
+JS_PROGRAMS = Path(__file__).parent / "js" / "programs"
 PROGRAM_SECONDS = 120.0  # for a busy machine; each takes two to eight
 
 TEXT = "17 + 25 = 42."
@@ -27,10 +29,11 @@ COUNTED = " 4, 5, 6, 7,"
 CALL = ["get_weather", {"city": "Paris"}]
 SAID = "It is 18 degrees and sunny in Paris."
 PERSON = {"name": "Anna", "age": 31, "city": "Paris"}
+RAN = CALL[1]  # what a tool that a library runs is given
 
 
 def of_each(names: tuple[str, ...], cases: dict[str, Any]) -> dict[str, Any]:
-    return {f"{name} {case}": wanted for name in names for case, wanted in cases.items()}
+    return {f"{name} {case}".rstrip(): wanted for name in names for case, wanted in cases.items()}
 
 
 EXPECTED: dict[tuple[str, str], dict[str, Any]] = {
@@ -49,6 +52,12 @@ EXPECTED: dict[tuple[str, str], dict[str, Any]] = {
         {"text": TEXT, "stream": TEXT, "loop": [CALL, SAID], "streamed_loop": [CALL, SAID]}
         | {"required": "get_weather", "schema": PERSON},
     ),
+    ("agents", "anthropic"): {"text": TEXT, "stream": TEXT, "parsed": PERSON, "cut runner": "max_tokens"}
+    | of_each(("runner", "streamed runner", "async runner", "async streamed runner"), {"": [RAN, SAID]}),
+    ("agents", "cut_calls"): {"ollama": ["length", True]}  # which has no place for half an object
+    | of_each(("chat", "streamed chat"), {"": ["length", "get_weather", True]})
+    | of_each(("responses", "streamed responses"), {"": ["incomplete", "max_output_tokens", "get_weather", True]})
+    | of_each(("messages", "streamed messages"), {"": ["max_tokens", "get_weather", True]}),
     ("gateways", "litellm"): {
         "completions": COUNTED,
         "responses": TEXT,
@@ -75,19 +84,46 @@ EXPECTED: dict[tuple[str, str], dict[str, Any]] = {
         "structured by tool": PERSON,
         "structured by schema": PERSON,
     },
+    ("js", "ai_sdk"): {"text": TEXT, "stream": TEXT, "usage": 12, "loop": [CALL, SAID], "streamed loop": [CALL, SAID]}
+    | {"cut loop": ["length", True], "forced record": ["as_record", False], "required of 24": 1}
+    | {"object": PERSON, "object with record": PERSON},
+    ("js", "langchain"): of_each(
+        ("chat", "responses"),
+        {"text": TEXT, "stream": TEXT, "loop": [CALL, SAID], "cut": "string", "named": "get_weather"}
+        | {"jsonSchema": PERSON, "functionCalling": PERSON, "jsonMode": PERSON}
+        | {"functionCalling of a record": PERSON},
+    )
+    | {"chat jsonSchema of a record": "object"},
+    ("js", "anthropic_sdk"): {"text": TEXT, "stream": TEXT, "tool runner": [RAN, SAID], "any": "get_weather"}
+    | {"streamed tool runner": [RAN, SAID], "cut tool runner": ["max_tokens", "message"]},
+    ("js", "openai_sdk"): {"text": TEXT, "responses": TEXT, "run tools": [RAN, SAID]}
+    | {"streamed run tools": [RAN, SAID], "chat parse": PERSON, "responses parse": PERSON},
 }
 
 Report = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def reports(service: ServerProcess, interpreter_of: Callable[..., Path]) -> Callable[[str, str], Report]:
+def reports(
+    service: ServerProcess,
+    interpreter_of: Callable[..., Path],
+    modules_of: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], Report]:
     """reports(environment, program): what the program said; it runs when it is first asked for."""
     made: dict[str, Report] = {}
 
+    def program_of(environment: str, program: str) -> list[str]:
+        if environment != "js":
+            return [str(interpreter_of(environment)), str(PROGRAMS / f"{program}_client.py")]
+        folder = tmp_path_factory.mktemp("js")  # node looks for packages beside the program
+        (folder / "node_modules").symlink_to(modules_of("js"))
+        shutil.copytree(JS_PROGRAMS, folder, dirs_exist_ok=True)
+        return ["node", str(folder / f"{program}.mjs")]
+
     def report(environment: str, program: str) -> Report:
         if program not in made:
-            command = [str(interpreter_of(environment)), str(PROGRAMS / f"{program}_client.py"), service.url]
+            command = [*program_of(environment, program), service.url]
             # litellm would fetch prices, and the agents' SDK send traces.
             settings = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
             done = subprocess.run(

@@ -1,6 +1,7 @@
 """Environments of client programs that cannot live with each other, nor with what the tests need.
 
-Each is built once from a file of pins, in the cache folder of pytest, and found there by later runs.
+Each is built once from a file of pins, or from a package-lock.json, in the cache folder of pytest, and found there by
+later runs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["environment", "is_unreachable"]
+__all__ = ["environment", "is_unreachable", "node_modules"]
 
 BUILD_SECONDS = 600.0
 _UNREACHABLE = (
     r"(?i)failed to (fetch|download)|error sending request|dns error|connection (refused|reset)|timed out"
     r"|no matching distribution|name resolution"
 )
+_NPM_UNREACHABLE = r"npm error code (ENOTFOUND|ECONNREFUSED|ECONNRESET|ETIMEDOUT|EAI_AGAIN|ENETUNREACH|E5\d\d)"
 
 
 def environment(pins: Path, cache: Path, behind: tuple[str, ...] = ()) -> Path:
@@ -60,9 +62,35 @@ def environment(pins: Path, cache: Path, behind: tuple[str, ...] = ()) -> Path:
     return interpreter
 
 
+def node_modules(packages: Path, cache: Path) -> Path:
+    """The node_modules folder of the package.json and package-lock.json in the folder `packages`. No script of a package runs.
+
+    Skips the test where node or npm is missing or the registry is not reachable; any other failure is raised.
+    """
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("needs node 20 and npm")
+    files = [packages / "package.json", packages / "package-lock.json"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    name = f"node-{packages.name}"
+    folder = cache / f"{name}-{digest}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            for old in cache.glob(f"{name}-*"):
+                shutil.rmtree(old)
+            folder.mkdir()
+            for file in files:
+                shutil.copy(file, folder)
+            _run(npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(folder))
+            (folder / "complete").touch()
+    return folder / "node_modules"
+
+
 def is_unreachable(done: subprocess.CompletedProcess[str]) -> bool:
-    """Whether uv, or pip, failed for want of a registry."""
-    return done.returncode != 0 and re.search(_UNREACHABLE, done.stderr) is not None
+    """Whether uv, pip or npm failed for want of a registry."""
+    return done.returncode != 0 and re.search(f"{_UNREACHABLE}|{_NPM_UNREACHABLE}", done.stderr) is not None
 
 
 def _run(*command: str) -> None:
