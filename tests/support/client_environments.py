@@ -63,7 +63,7 @@ def environment(pins: Path, cache: Path, behind: tuple[str, ...] = ()) -> Path:
 
 
 def node_modules(packages: Path, cache: Path) -> Path:
-    """The node_modules folder of the package.json and package-lock.json in the folder `packages`. No script of a package runs.
+    """The node_modules folder of package.json and package-lock.json in the folder `packages`; their scripts do not run.
 
     Skips the test where node or npm is missing or the registry is not reachable; any other failure is raised.
     """

@@ -83,9 +83,8 @@ async def async_runner(client: AsyncAnthropic) -> list[Any]:
 
 async def async_streamed_runner(client: AsyncAnthropic) -> list[Any]:
     RAN.clear()
-    said: list[str] = []
-    async for events in client.beta.messages.tool_runner(**asking(WEATHER), tools=[get_weather_async], stream=True):
-        said.append(text_of(await events.get_final_message()))
+    runner = client.beta.messages.tool_runner(**asking(WEATHER), tools=[get_weather_async], stream=True)
+    said = [text_of(await events.get_final_message()) async for events in runner]
     return [*RAN, said[-1]]
 
 

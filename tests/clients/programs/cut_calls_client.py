@@ -1,4 +1,4 @@
-"""A tool loop at 17 tokens an answer, in all dialects: the call is cut, and the conversation goes on with it in its history.
+"""A tool loop at 17 tokens an answer, in all dialects: the call is cut, and the conversation goes on with it.
 
 Each case gives how the first answer says that it was cut, the tools that it called, and whether there is an answer to a
 question after it.
@@ -39,10 +39,10 @@ def chat(client: OpenAI, is_streamed: bool) -> list[Any]:
     else:
         choice = client.chat.completions.create(messages=history, **fields).choices[0]
     history.append(choice.message.model_dump(exclude_none=True))
-    for call in choice.message.tool_calls or []:
-        history.append({"role": "tool", "tool_call_id": call.id, "content": FAILED})
+    calls = choice.message.tool_calls or []
+    history += [{"role": "tool", "tool_call_id": call.id, "content": FAILED} for call in calls]
     after = client.chat.completions.create(messages=[*history, user(QUESTION)], **fields).choices[0]
-    named = [call.function.name for call in choice.message.tool_calls or []]
+    named = [call.function.name for call in calls]
     return [choice.finish_reason, *named, isinstance(after.message.content, str) or bool(after.message.tool_calls)]
 
 
