@@ -55,7 +55,9 @@ def test_the_published_port_shows_the_page(name: str) -> None:
     command = [sys.executable, "-m", *entry, "--backend_type", "ktransformers", "--port", "0", "--cpu_infer", "1"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        port = next(filter(None, (re.search(r"serving .* on https?://\S+?:(\d+)/v1", line) for line in process.stderr)))[1]
+        port = next(
+            filter(None, (re.search(r"serving .* on https?://\S+?:(\d+)/v1", line) for line in process.stderr))
+        )[1]
         try:
             for host in (f"127.0.0.1:{port}", "localhost:8080"):  # -p 8080:10002
                 headers = {"Host": host, "Accept": "text/html", "Origin": f"http://{host}"}

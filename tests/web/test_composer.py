@@ -127,11 +127,14 @@ def test_composing_an_edit_a_title_and_beside_an_answer(page: Page, api: FakeApi
 
 
 def test_enter_on_a_phone_is_a_new_line(browser: Browser, api: FakeApi) -> None:
-    context = browser.new_context(viewport={"width": 400, "height": 800}, is_mobile=True, has_touch=True, locale="en-US")
+    context = browser.new_context(
+        viewport={"width": 400, "height": 800}, is_mobile=True, has_touch=True, locale="en-US"
+    )
     page = context.new_page()
     page.goto(api.url)
     composer = page.locator("#composer")
     expect(composer).to_have_attribute("enterkeyhint", "enter")
+    expect(page.locator(".greeting")).not_to_contain_text("Enter")
     composer.tap()
     page.keyboard.type("One")
     page.keyboard.press("Enter")
@@ -147,7 +150,14 @@ def test_enter_on_a_phone_is_a_new_line(browser: Browser, api: FakeApi) -> None:
     context.close()
 
 
-FORMULAS = "Then $\\sum_i x_i^{2}$ and\n\n$$\\begin{pmatrix} a & b \\\\ c & \\sqrt{d} \\end{pmatrix}$$\n\n| a |\n|---|\n| $y$ |\n"
+FORMULAS = """Then $\\sum_i x_i^{2}$ and
+
+$$\\begin{pmatrix} a & b \\\\ c & \\sqrt{d} \\end{pmatrix}$$
+
+| a |
+|---|
+| $y$ |
+"""
 
 
 def long_chat(path: Path, num_messages: int) -> Path:
@@ -163,7 +173,15 @@ def long_chat(path: Path, num_messages: int) -> Path:
         }
         for at in range(num_messages)
     ]
-    chat = {"id": "c", "title": "Long", "created": 1, "updated": 2, "settings": {}, "selected": {}, "messages": messages}
+    chat = {
+        "id": "c",
+        "title": "Long",
+        "created": 1,
+        "updated": 2,
+        "settings": {},
+        "selected": {},
+        "messages": messages,
+    }
     path.write_text(json.dumps({"format": "ktransformers-chats", "version": 1, "chats": [chat]}))
     return path
 
@@ -176,13 +194,18 @@ def test_typing_in_along_chat_touches_no_message(page: Page, api: FakeApi, tmp_p
     page.get_by_role("link", name="Long").click()
     expect(page.locator(".katex")).to_have_count(900)
     expect(page.get_by_text("Number 299.")).to_be_in_viewport()  # and the end is where the reader is
-    rendered = "[...document.querySelectorAll('.message > *')].filter((one) => one.checkVisibility({contentVisibilityAuto: true}))"
-    page.wait_for_function(f"{rendered}.length < 40")
+    page.wait_for_function(
+        """() => {
+            const isRendered = (one) => one.checkVisibility({contentVisibilityAuto: true});
+            return [...document.querySelectorAll(".message > *")].filter(isRendered).length < 40;
+        }"""
+    )
     page.evaluate(
         """() => {
             window.changes = 0;
-            new MutationObserver((all) => { window.changes += all.length })
-                .observe(document.querySelector(".messages"), {subtree: true, childList: true, attributes: true, characterData: true});
+            const all = {subtree: true, childList: true, attributes: true, characterData: true};
+            const count = (changes) => { window.changes += changes.length };
+            new MutationObserver(count).observe(document.querySelector(".messages"), all);
         }"""
     )
     page.locator("#composer").press_sequentially("some words", delay=0)

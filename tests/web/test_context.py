@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -14,6 +15,7 @@ from playwright.sync_api import expect
 from tests.support.server_process import ServerProcess
 from tests.web.fake_api import HOLD, FakeApi, said
 from tests.web.steps import answers, button, open_page, say, whole
+from tests.web.test_views import serious_faults
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -142,6 +144,32 @@ def test_an_answer_that_filled_the_context_goes_on(page: Page, api: FakeApi) -> 
     expect(answers(page).last).to_have_text("second")
     assert api.bodies[-1]["continue_final_message"] is True
     assert api.bodies[-1]["truncate_prompt_tokens"] == -1
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_on_a_phone_the_way_on_is_in_sight_and_axe_finds_nothing(
+    page: Page, api: FakeApi, tmp_path: Path, theme: Literal["light", "dark"]
+) -> None:
+    """The field shrinks and the error grows in the same moment: the end stays where the reader is."""
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+    page.set_viewport_size({"width": 390, "height": 700})
+    api.usage = _usage(3900)
+    api.answers = [[said("- [x] done\n- [ ] open\n\n| a |\n|---|\n| b<br>c |\n\n" + "A line.\n\n" * 12)], _refusal(api)]
+    open_page(page, api)
+    say(page, "One")
+    page.locator("input[type=file]").first.set_input_files(tmp_path / "a.txt")
+    expect(page.locator(".composer .files .hint")).to_contain_text("Windows-1252")
+    faults = {"warning": serious_faults(page)}
+    say(page, "Two", waits=False)
+    expect(button(page, WITHOUT)).to_be_in_viewport(ratio=1)
+    faults["refused"] = serious_faults(page)
+    api.dropped = [2]
+    button(page, WITHOUT).click()
+    expect(page.locator(".left-out")).to_be_in_viewport()
+    whole(page)
+    faults["left out"] = serious_faults(page)
+    assert faults == {name: [] for name in faults}
 
 
 def test_with_the_bundled_model(page: Page) -> None:

@@ -62,7 +62,8 @@ def test_other_emphasis_follows(chat: Page, api: FakeApi) -> None:
 
 
 def test_breaks_in_cells_and_elsewhere(chat: Page, api: FakeApi) -> None:
-    text = "| a | b |\n|---|---|\n| one<br>two<br/>three | **x**<BR />y |\n\nfour<br >five `<br>` <b>no</b> <br class=x> <brx>"
+    table = "| a | b |\n|---|---|\n| one<br>two<br/>three | **x**<BR />y |"
+    text = f"{table}\n\nfour<br >five `<br>` <b>no</b> <br class=x> <brx>"
     api.answers = [[said(text)]]
     say(chat, "Table")
     cells = answers(chat).locator("td")

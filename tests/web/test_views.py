@@ -160,7 +160,8 @@ def test_a_phone(page: Page, api: FakeApi) -> None:
     expect(answers(page)).to_be_visible()
 
 
-def _serious(page: Page) -> list[str]:
+def serious_faults(page: Page) -> list[str]:
+    """What axe finds on the page as it is."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     found = axe.Axe().run(page).response["violations"]
     return [
@@ -180,33 +181,33 @@ def test_axe_finds_nothing(page: Page, api: FakeApi, theme: str, width: int) -> 
     page.set_viewport_size({"width": width, "height": 800})
     page.goto(api.url)
     expect(page.locator(".greeting .facts")).to_be_visible()
-    faults = {"empty": _serious(page)}
+    faults = {"empty": serious_faults(page)}
     say(page, "How does quicksort work?")
     expect(page.locator(".hljs-keyword").first).to_be_visible()
     expect(page.locator(".katex").last).to_be_visible()
-    faults["chat"] = _serious(page)
+    faults["chat"] = serious_faults(page)
     page.locator(".message.user").get_by_role("button", name="Edit").click()
-    faults["editor"] = _serious(page)
+    faults["editor"] = serious_faults(page)
     button(page, "Cancel").click()
     button(page, "Settings of this chat").click()
-    faults["settings"] = _serious(page)
+    faults["settings"] = serious_faults(page)
     page.keyboard.press("Escape")
     if width < 800:
         button(page, "Menu").click()
         expect(page.locator("#search")).to_be_visible()
-        faults["menu"] = _serious(page)
+        faults["menu"] = serious_faults(page)
     button(page, "Preferences").click()
-    faults["preferences"] = _serious(page)
+    faults["preferences"] = serious_faults(page)
     page.keyboard.press("Escape")
     page.goto(f"{api.url}/#/status")
     expect(page.locator(".cards")).to_be_visible()
-    faults["status"] = _serious(page)
+    faults["status"] = serious_faults(page)
     api.key = "k"
     page.reload()
     page.goto(f"{api.url}/#/")
     page.reload()
     expect(page.get_by_role("textbox", name="API key")).to_be_visible()
-    faults["key"] = _serious(page)
+    faults["key"] = serious_faults(page)
     assert {view: found for view, found in faults.items() if found} == {}
 
 

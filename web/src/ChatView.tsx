@@ -4,7 +4,7 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { liveHere, stopAnswers } from "./answer";
 import { Composer } from "./Composer";
 import { ask } from "./Confirm";
-import { isComposing } from "./composer/keys";
+import { enterHint, isComposing } from "./composer/keys";
 import { ContextWarning } from "./context/Context";
 import { n, t } from "./i18n";
 import { Icon, Logo } from "./icons";
@@ -106,7 +106,7 @@ function Greeting() {
     <div class="greeting">
       <Logo />
       <h2>{t("greeting")}</h2>
-      <p>{t("greetingHint")}</p>
+      <p>{t(enterHint() === "send" ? "greetingHint" : "greetingHintTouch")}</p>
       {model.value && <p class="facts">{model.value.id}{size ? ` · ${t("tokens", n(size))}` : ""}</p>}
     </div>
   );
