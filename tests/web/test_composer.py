@@ -192,6 +192,10 @@ def test_typing_in_along_chat_touches_no_message(page: Page, api: FakeApi, tmp_p
     button(page, "Preferences").click()
     page.locator("dialog input[type=file]").set_input_files(long_chat(tmp_path / "long.json", 300))
     page.get_by_role("link", name="Long").click()
+    expect(page.get_by_text("Number 299.")).to_be_in_viewport()
+    page.locator("#composer").press_sequentially("at once")  # while the older ones are still being set
+    expect(page.locator("#composer")).to_have_value("at once")
+    page.locator("#composer").fill("")
     expect(page.locator(".katex")).to_have_count(900)
     expect(page.get_by_text("Number 299.")).to_be_in_viewport()  # and the end is where the reader is
     page.wait_for_function(
