@@ -399,3 +399,19 @@ def test_formats_by_hand() -> None:
     assert tokenizer.tool_format == "lfm2"
     with pytest.raises(ConfigError, match="the template cannot be used"):
         tokenizer.use_chat_template("{% if %}")
+
+
+@pytest.mark.parametrize(("before", "behind"), [("[", "]"), ("*", "*"), ("(", ")\n"), ("> ", "\n\n"), ("__", "__")])
+def test_how_a_template_shows_reasoning_may_be_no_mark(before: str, behind: str) -> None:
+    """Answers begin with brackets and stars, too: tags that are known are looked for instead."""
+    shown = f"{{% if message.reasoning_content %}}{before}{{{{ message.reasoning_content }}}}{behind}{{% endif %}}"
+    tokenizer = byte_tokenizer(
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        + shown
+        + "{{ message.content }}<|im_end|>\n{% endfor %}"
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert tokenizer.reasoning_tags == ("<think>", "</think>")
+    for text in (f"{before}a note{behind}Hi", "<think>Hm.</think>Hi"):
+        thoughts = "Hm." if text.startswith("<think>") else ""
+        assert read(tokenizer, "<|im_start|>assistant\n", [text]) == (thoughts, "Hi" if thoughts else text, [])

@@ -91,7 +91,13 @@ def _reasoning_marks(
     own = _beyond(splitter, before_plain, opening) if following == CONTENT else ""
     closes = _closing(splitter, between, opens, own)
     marks = (opens.strip(), closes.strip())
-    return marks if all(0 < len(mark) <= _MAX_MARK and not _DUMPED.search(mark) for mark in marks) else None
+    return marks if all(map(_is_mark, marks)) else None
+
+
+def _is_mark(text: str) -> bool:
+    """Whether a model would write this around its reasoning. A bracket or a star is how a template shows it: answers
+    begin with them, too."""
+    return len(text) <= _MAX_MARK and any(map(str.isalpha, text)) and not _DUMPED.search(text)
 
 
 def _distinct_end(splitter: Splitter, head: str) -> str:

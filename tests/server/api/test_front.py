@@ -171,7 +171,7 @@ def test_a_template_that_refuses_is_not_quoted(log: pytest.LogCaptureFixture, mo
     def refuse(*args: object, **kwargs: object) -> None:
         raise ConversationError(f"the model's chat template refuses this conversation: {SECRET}")
 
-    monkeypatch.setattr("ktransformers.server.answers.job.chat_prompt", refuse)
+    monkeypatch.setattr("ktransformers.server.answers.fitting.chat_prompt", refuse)
     assert SECRET in ask("POST", CHAT, json={"messages": [{"role": "user", "content": "a"}]}).text
     assert line_of(log).endswith("400 in T s: the model's chat template refuses this conversation")
 
