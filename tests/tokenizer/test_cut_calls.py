@@ -241,6 +241,11 @@ def test_slips_around_other_calls_and_texts(text: str, expected: list[Any], show
         ),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="look">\n<parameter name="city">Os', '{"city": "Os'),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="look">\n', "{"),
+        (
+            "minimax_m3",
+            ']<]minimax[>[<invoke name="look">]<]minimax[>[<city>Os]<]minimax[>[</ci',
+            '{"city": "Os',
+        ),
         ("glm45", "<tool_call>look\n<arg_key>ci", "{"),
         ("glm45", "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Os", '{"city": "Os'),
         ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n', "{"),
@@ -257,6 +262,17 @@ def test_slips_around_other_calls_and_texts(text: str, expected: list[Any], show
 def test_what_was_cut_is_what_the_model_wrote(form: str, text: str, arguments: str) -> None:
     for size in (1, len(text)):
         assert calls_of(read(form, text, SLIP_TOOLS, is_cut=True, size=size)) == [("look", arguments, False)]
+
+
+@pytest.mark.parametrize("form", ["hermes", "ernie", "hunyuan"])
+def test_a_tag_that_was_begun_behind_a_call_takes_nothing_else_along(form: str) -> None:
+    call = '{"name": "look", "arguments": {}}'
+    tag = "<tool_calls>" if form == "hunyuan" else "<tool_call>"
+    text = f"{tag}{call}</{tag[1:]}\n \n</"
+    for size in range(1, len(text) + 1):
+        events = read(form, text, SLIP_TOOLS, is_cut=True, size=size)
+        assert calls_of(events) == [("look", "{}", True)]
+        assert text_of(events) == ""
 
 
 def test_a_call_that_is_whole_is_no_cut_one() -> None:

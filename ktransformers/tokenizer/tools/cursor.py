@@ -83,7 +83,9 @@ class Cursor:
         """
         while not self._text.startswith(literal, self._at):
             if self.is_cut and literal.startswith(self._text[self._at :]):
+                at = self._at
                 self._take_to(len(self._text))
+                self._text, self._at = self._text[:at], at  # what was read before it may be put back
             if self._is_end or not literal.startswith(self._text[self._at : self._at + len(literal)]):
                 return False
             yield

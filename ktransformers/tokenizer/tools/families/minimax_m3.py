@@ -103,7 +103,8 @@ class MiniMaxM3Parser(TaggedParser):
         """The value behind its opening tag, with the closing one."""
         if kinds_in(schema, root) == _STRING:
             self.argue('"')
-            found = yield from self.cursor.find((f"{_MARK}</{key}>",), lambda piece: self.argue(escaped(piece)))
+            end = f"{_MARK}</{key}>"
+            found = yield from self.cursor.find((end,), lambda text: self.argue(escaped(text)), drops_begun=True)
             if found is not None:
                 self.argue('"')
             return found is not None
