@@ -264,6 +264,25 @@ def test_what_was_cut_is_what_the_model_wrote(form: str, text: str, arguments: s
         assert calls_of(read(form, text, SLIP_TOOLS, is_cut=True, size=size)) == [("look", arguments, False)]
 
 
+@pytest.mark.parametrize(
+    ("form", "begun", "shown"),
+    [
+        ("seed_oss", "<seed:tool", ""),
+        ("qwen3_coder", "<func", ""),
+        ("minimax_m3", "]<]minimax[>[<to", ""),
+        ("kimi_k3", "<|open|>to", ""),
+        ("mistral", "[TOOL_C", ""),
+        ("hermes", "<", "<"),
+        ("mistral", "[", "["),
+        ("muse_glimmer", " to", " to"),
+    ],
+)
+def test_half_a_tag_is_no_text_where_an_answer_was_cut(form: str, begun: str, shown: str) -> None:
+    for size in (1, 100):
+        assert text_of(read(form, f"I am going{begun}", SLIP_TOOLS, is_cut=True, size=size)) == f"I am going{shown}"
+        assert text_of(read(form, f"I am going{begun}", SLIP_TOOLS, size=size)) == f"I am going{begun}"
+
+
 @pytest.mark.parametrize("form", ["hermes", "ernie", "hunyuan"])
 def test_a_tag_that_was_begun_behind_a_call_takes_nothing_else_along(form: str) -> None:
     call = '{"name": "look", "arguments": {}}'

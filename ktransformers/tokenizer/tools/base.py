@@ -142,12 +142,14 @@ class TaggedParser(ToolParser):
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
     """Tags that may follow calls and are dropped then, once for each opening tag."""
+    begun_len: int = 3
+    """So much of a tag, where an answer was cut, is no text any more; a lone bracket may be."""
 
     def _run(self) -> Steps[None]:
         is_open = False
         while True:
             tags = self.opening + (self.closing if is_open else ())
-            tag = yield from self.cursor.find(tags, self.say)
+            tag = yield from self.cursor.find(tags, self.say, drops_begun=self.begun_len)
             if tag is None:
                 return
             if tag in self.closing:

@@ -113,10 +113,11 @@ class Cursor:
         yield from self.run_of(_BLANK, sink or _forget)
         return (yield from self.peek())
 
-    def find(self, tags: tuple[str, ...], sink: Sink, *, drops_begun: bool = False) -> Steps[str | None]:
+    def find(self, tags: tuple[str, ...], sink: Sink, *, drops_begun: int = 0) -> Steps[str | None]:
         """Takes the text up to the first of `tags` and that tag, which it returns; None when the text ends before.
 
-        No tag may have another one inside. drops_begun: what there is of one where the text was cut is not handed on.
+        No tag may have another one inside. drops_begun: what there is of one where the text was cut is not handed on,
+        if it has at least so many characters; 0: it is.
         """
         pattern, longest = _any_of(tags), max(map(len, tags))
         while True:
@@ -126,8 +127,10 @@ class Cursor:
                     sink(self._take_to(found.start()))
                 return self._take_to(found.end())
             tail = self._text[max(self._at, len(self._text) - longest) :]
-            is_known = self._is_end and not (self.is_cut and drops_begun)
-            certain = len(self._text) - (0 if is_known else held_back(tail, tags))
+            num_begun = held_back(tail, tags)
+            if self._is_end and not (self.is_cut and 0 < drops_begun <= num_begun):
+                num_begun = 0
+            certain = len(self._text) - num_begun
             if certain > self._at:
                 sink(self._take_to(certain))
             if self._is_end:

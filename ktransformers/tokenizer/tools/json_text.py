@@ -246,7 +246,7 @@ class GemmaReader(JsonReader):
             return False
         sink('"')
         quotes = (self._quote,)
-        if (yield from self._cursor.find(quotes, lambda piece: sink(escaped(piece)), drops_begun=True)) is None:
+        if (yield from self._cursor.find(quotes, lambda piece: sink(escaped(piece)), drops_begun=1)) is None:
             return False
         sink('"')
         return True

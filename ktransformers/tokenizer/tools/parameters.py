@@ -108,7 +108,7 @@ class ParameterWriter:
         sink = _Trimmed(into) if trims else _Sink(into)
         watched = tags.all + tuple(f"\n{tag}" for tag in tags.all if trims)
         while True:
-            found = yield from cursor.find(watched, sink, drops_begun=True)
+            found = yield from cursor.find(watched, sink, drops_begun=1)
             if found is None:
                 return not cursor.is_cut
             sink.release()

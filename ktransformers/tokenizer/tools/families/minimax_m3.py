@@ -104,7 +104,7 @@ class MiniMaxM3Parser(TaggedParser):
         if kinds_in(schema, root) == _STRING:
             self.argue('"')
             end = f"{_MARK}</{key}>"
-            found = yield from self.cursor.find((end,), lambda text: self.argue(escaped(text)), drops_begun=True)
+            found = yield from self.cursor.find((end,), lambda text: self.argue(escaped(text)), drops_begun=1)
             if found is not None:
                 self.argue('"')
             return found is not None

@@ -27,6 +27,8 @@ _NEXT = "<|eom|><|start|>assistant"
 class MuseGlimmerParser(ShapeParser):
     """A call may follow a message of text, whose end and the head that follows then belong to the call."""
 
+    begun_len = 4  # " to" is a word, too
+
     def __init__(self, tools: ToolSchemas | None = None):
         super().__init__(SHAPES["muse_glimmer"], tools)
         self.opening = (f"{_NEXT} to=", " to=", *self.opening)
