@@ -72,7 +72,7 @@ def test_what_the_tokenizer_puts_around_a_text_stays() -> None:
         ({"input": "a", "dimensions": 1000}, "dimensions 1000 are more than this model's embeddings have: 256"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": [1 << 20]}, "names token 1048576"),
-        ({"input": "a " * 20000}, "maximum context length is 2048"),
+        ({"input": "a " * 20000}, "maximum context length is 2048 tokens"),
         ({"input": ["a"] * 129}, "may have 128 prompts"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "extra_body": {"truncate_prompt_tokens": 0}}, "leaves nothing"),
@@ -80,8 +80,10 @@ def test_what_the_tokenizer_puts_around_a_text_stays() -> None:
     ],
 )
 def test_wrong_requests(body: dict[str, Any], says: str, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=says):
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
         client.embeddings.create(model="demo", **body)
+    extra = body.get("extra_body")
+    assert not extra or refused.value.param in extra
 
 
 def test_a_vector_is_cut_then_scaled_or_left_as_it_is() -> None:

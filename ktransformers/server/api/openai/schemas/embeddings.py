@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, WrapValidator, model_validator
+from pydantic import Field, WrapValidator, field_validator
 
 from ktransformers.server.api.openai.schemas.base import Body, Seconds, TokenId, UnicodeText, Whole, quick_prompt
 
@@ -33,8 +33,9 @@ class EmbeddingsBody(Body):
     priority: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     timeout: Seconds | None = None
 
-    @model_validator(mode="after")
-    def _something_is_left(self) -> EmbeddingsBody:
-        if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens 0 leaves nothing to embed; -1 is as much as the model takes")
-        return self
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _something_is_left(cls, num_tokens: int | None) -> int | None:
+        if num_tokens == 0:
+            raise ValueError("0 leaves nothing to embed; -1 is as much as the model takes")
+        return num_tokens
