@@ -56,16 +56,20 @@ class Limits:
         if params.stop and not self.has_vocabulary:
             raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
 
-    def too_long(self, prompt_len: int, what: str = "prompt") -> ContextLengthError:
+    def too_long(self, prompt_len: int, what: str = "prompt", *, has_answer: bool = True) -> ContextLengthError:
         """The error for a prompt of so many tokens, at least. what: how whoever sent it calls it.
+
+        has_answer: whether there is an answer that it has to leave room for.
 
         It begins as OpenAI's does: programs that shorten conversations by themselves know it by these words.
         """
         limit = "what the model takes" if self.is_models_limit else f"set by {self.set_by}"
         remedy = f"shorten the {what}" + ("" if self.is_models_limit else f", or {self.remedy}")
+        together = ", for prompt and answer together" if has_answer else ""
+        consequence = ", which leaves no room for an answer" if has_answer else ""
         return ContextLengthError(
-            f"This model's maximum context length is {self.max_len} tokens ({limit}), for prompt and answer together. "
-            f"However, the {what} has {prompt_len} tokens, which leaves no room for an answer: {remedy}",
+            f"This model's maximum context length is {self.max_len} tokens ({limit}){together}. "
+            f"However, the {what} has {prompt_len} tokens{consequence}: {remedy}",
             prompt_len=prompt_len,
             max_len=self.max_len,
         )

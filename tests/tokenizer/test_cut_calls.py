@@ -256,6 +256,7 @@ def test_slips_around_other_calls_and_texts(text: str, expected: list[Any], show
         ("mistral", '[TOOL_CALLS]look[ARGS]{"city"', '{"city"'),
         ("kimi_k2", "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{", "{"),
         ("gemma4", '<|tool_call>call:look{city:<|"|>Os', '{"city": "Os'),
+        ("gemma4", "<|tool_call>call:look{ci", '{"ci'),
         ("harmony", '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"da', '{"da'),
     ],
 )

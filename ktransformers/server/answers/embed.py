@@ -79,7 +79,7 @@ async def respond_embeddings(
         asked = read()
         if key is not None and service.backend.has_priorities:
             asked = replace(asked, priority=key.priority(asked.priority))
-        with in_words_of(service, "input"):
+        with in_words_of(service, "input", has_answer=False):
             made = await service.workers.run(size, partial(_generations, service, asked))
         tally = Tally(made, 1, service.metrics)
         name = service.check_model(asked.model)

@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def in_words_of(service: Service, what: str = "prompt") -> Iterator[None]:
-    """Says of a text that was found to be too long in the block whose limit that is. what: how clients call it."""
+def in_words_of(service: Service, what: str = "prompt", *, has_answer: bool = True) -> Iterator[None]:
+    """Says of a text that was found to be too long in the block whose limit that is. See Limits.too_long."""
     try:
         yield
     except ContextLengthError as error:
-        raise service.model.limits.too_long(max(error.prompt_len, error.max_len), what) from error
+        prompt_len = max(error.prompt_len, error.max_len)
+        raise service.model.limits.too_long(prompt_len, what, has_answer=has_answer) from error
 
 
 NoteChanges = Callable[[Sequence[str]], None]

@@ -228,6 +228,9 @@ class GemmaReader(JsonReader):
         if (yield from self._cursor.peek()) == "<":
             return (yield from self.string(sink))
         key = (yield from self._cursor.word(self._bare, 256)).strip()
+        if self._cursor.is_cut_here:
+            sink(f'"{escaped(key)}')
+            return False
         sink(f'"{escaped(key)}"')
         return bool(key)
 

@@ -348,7 +348,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/embed", {"input": ["a"] * 129}, "more than 128 answers"),
     ("/api/embed", {"input": "a", "dimensions": 1000}, "more than this model's embeddings have: 256"),
     ("/api/embed", {"input": "a", "dimensions": -1}, "dimensions"),
-    ("/api/embed", {"input": "a " * 5000, "truncate": False}, "maximum context length is 2048"),
+    ("/api/embed", {"input": "a " * 5000, "truncate": False}, "maximum context length is 2048 tokens"),
     ("/api/embeddings", {"prompt": ["a"]}, "prompt"),
     ("/api/pull", {"model": "llama3"}, "ktransformers pull"),
     ("/api/create", {"model": "x", "from": "demo"}, "quantize"),

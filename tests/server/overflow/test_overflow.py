@@ -76,9 +76,9 @@ CHATS = {
     "/api/chat": None,
 }
 OPENAI = re.compile(
-    r"This model's maximum context length is 800 tokens \(set by the server's --cache_lens\), for prompt and answer "
-    r"together\. However, the (conversation|prompt|input) has \d+ tokens, which leaves no room for an answer: shorten "
-    r"the \1, or start the server with a larger --cache_lens"
+    r"This model's maximum context length is 800 tokens \(set by the server's --cache_lens\)(, for prompt and answer "
+    r"together)?\. However, the (conversation|prompt|input) has \d+ tokens(, which leaves no room for an answer)?: "
+    r"shorten the \2, or start the server with a larger --cache_lens"
 )
 
 
