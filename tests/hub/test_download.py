@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import hf_hub_download, scan_cache_dir
 
-from ktransformers.errors import CapacityError, ConfigError, FormatError
+from ktransformers.errors import CapacityError, ConfigError, ConflictError, FormatError
 from ktransformers.hub import download
 from ktransformers.hub.download import CHUNK, MAX_RETRIES, Downloader
 from ktransformers.hub.names import parse_name
@@ -175,7 +175,7 @@ def test_two_processes_do_not_write_one_file(hub: HubServer) -> None:
     partial.parent.mkdir(parents=True)
     with partial.open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="another process is downloading"):
+        with pytest.raises(ConflictError, match="another process is downloading"):
             brought.fetch(FILE, lambda nbytes: None)
 
 

@@ -23,7 +23,7 @@ TINY = Machine(10, 10, {"cpu": 10})
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    parser = ArgumentParser()
+    parser = ArgumentParser(has_settings=False)
     add_parser(parser.add_subparsers())
     return parser.parse_args(["plan", *arguments])
 
