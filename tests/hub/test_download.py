@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import hf_hub_download, scan_cache_dir
 
-from ktransformers.errors import CapacityError, ConfigError, ConflictError, FormatError
+from ktransformers.errors import CapacityError, ConflictError, FormatError
 from ktransformers.hub import download
 from ktransformers.hub.download import CHUNK, MAX_RETRIES, Downloader
 from ktransformers.hub.names import parse_name
