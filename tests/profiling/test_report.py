@@ -220,7 +220,7 @@ def test_plotly_is_asked_for(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
     folder, output = recorded[0], tmp_path / "r.html"
-    assert main(["profile", "report", str(folder), "-o", str(output)]) == 1
+    assert main(["profile", "report", str(folder), "-o", str(output)]) == 2
     assert "error: the pictures need plotly, which is not installed: pip install plotly" in capsys.readouterr().err
     assert not output.exists()
     assert main(["profile", "trace", str(folder), "-o", str(tmp_path / "t.json")]) == 0
@@ -231,7 +231,7 @@ def test_plotly_is_asked_for(
 def test_places_where_no_file_can_be(
     recorded: tuple[Path, Written], tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, said: str
 ) -> None:
-    assert main(["profile", "report", str(recorded[0]), "-o", str(tmp_path / path)]) == 1
+    assert main(["profile", "report", str(recorded[0]), "-o", str(tmp_path / path)]) == 2
     assert said in capsys.readouterr().err
 
 
