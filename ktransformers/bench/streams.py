@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 
 import numpy as np
 
@@ -44,9 +44,10 @@ class StreamWork:
 
 @dataclass(frozen=True, slots=True)
 class StreamFigure:
-    """Milliseconds between tokens of the stream: medians and worst, alone and while a prompt of prompt_len tokens is
-    computed; ratio: of the medians, worst_ratio: of the worst beside it to the median alone. first_token_ms: of the
-    prompt beside the stream. chunk: rows of the prompt in a step, the median."""
+    """Milliseconds between tokens of the stream: the median alone, the mean while a prompt of prompt_len tokens is
+    computed (short steps follow long ones), and the worst of each; ratio: of mean to median, worst_ratio: of the worst
+    beside it to the median alone. first_token_ms: of the prompt beside the stream. chunk: rows of the prompt in a step
+    that has any, the median."""
 
     prompt_len: int
     max_itl_ratio: float
@@ -106,6 +107,7 @@ class _Loop:
             self.step()
 
     def round(self, work: StreamWork, times: _Times) -> None:
+        """One stream, and one prompt beside it."""
         self.add("stream", work.stream_len, work.most_tokens)
         while "stream" not in self.step()[0]:
             pass
@@ -120,8 +122,9 @@ class _Loop:
         while "prompt" not in came:
             came, rows = self.step()
             at, before = time.perf_counter(), at
-            if rows > 1:  # steps that were planned before the prompt came are those of the stream alone
+            if rows > 1 or times.chunks:  # steps that were planned before the prompt came are the stream's alone
                 times.beside.append(at - before)
+            if rows > 1:
                 times.chunks.append(rows)
         times.first_tokens.append(at - arrived)
         self.end("stream")
@@ -149,7 +152,7 @@ def stream_beside_prompt(engine: PagedEngine, work: StreamWork) -> StreamFigure:
     times = _Times()
     for _ in range(_ROUNDS):
         loop.round(work, times)
-    alone, beside = 1e3 * median(times.alone), 1e3 * median(times.beside)
+    alone, beside = 1e3 * median(times.alone), 1e3 * mean(times.beside)
     worst = 1e3 * max(times.beside)
     return StreamFigure(
         prompt_len=work.prompt_len,

@@ -9,12 +9,12 @@
 A snapshot is the state behind the last position of a page of the prefix tree (`cache/prefix_tree.py`): the page's
 number is its name. Steps run in their order, so a slot may change hands while a step that reads it is in flight: the
 next owner writes in a later one. Only within a step that must not be: a snapshot that the step being planned reads is
-*pinned* until the next one is begun.
+*pinned* until the next one is begun. One that a run will read, of which no row is planned yet, is *held*.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 __all__ = ["StateSlots"]
@@ -36,6 +36,7 @@ class StateSlots:
         self._kept: OrderedDict[int, int] = OrderedDict()  # slot by page, least recently used first
         self._used: set[int] = set()  # pages whose snapshot a run began from
         self._pinned: set[int] = set()
+        self._held: Counter[int] = Counter()  # pages, by how many runs
 
     def __contains__(self, page: int) -> bool:
         return page in self._kept
@@ -85,7 +86,7 @@ class StateSlots:
     @property
     def can_save(self) -> bool:
         """Whether `begin_save` would give a slot."""
-        if any(page not in self._pinned for page in self._kept):
+        if self._idle() is not None:
             return True
         return bool(self._free) and len(self._kept) + len(self._pending) < self.max_snapshots
 
@@ -99,6 +100,16 @@ class StateSlots:
         self._used.add(page)
         self._pinned.add(page)
         return self._kept[page]
+
+    def hold(self, page: int) -> None:
+        """Do not give the slot of this snapshot away, until `let_go`."""
+        self._held[page] += 1
+
+    def let_go(self, page: int) -> None:
+        """One of those who hold a snapshot does not any more."""
+        self._held[page] -= 1
+        if not self._held[page]:
+            del self._held[page]
 
     def is_used(self, page: int) -> bool:
         """Whether a run began from this snapshot."""
@@ -123,18 +134,22 @@ class StateSlots:
             self._pinned.discard(page)
 
     def _evict(self) -> bool:
-        page = next((page for page in self._kept if page not in self._pinned), None)
+        page = self._idle()
         if page is None:
             return False
         self.drop(page)
         return True
+
+    def _idle(self) -> int | None:
+        """Of snapshots that nobody is about to read, the one not used for longest."""
+        return next((page for page in self._kept if page not in self._pinned and page not in self._held), None)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is in one place, and snapshots are within their budget."""
         held = [*self._free, *self._running, *self._pending, *self._kept.values()]
         assert sorted(held) == list(range(self.num_slots)), "a slot is lost, or in two places"
         assert len(self._kept) + len(self._pending) <= self.max_snapshots, "more snapshots than there is room for"
-        assert self._used <= self._kept.keys() >= self._pinned, "snapshots that are not there"
+        assert self._used <= self._kept.keys() >= self._pinned | self._held.keys(), "snapshots that are not there"
 
     def holders(self) -> tuple[set[int], set[int]]:
         """Slots of runs, and those that steps will write snapshots to."""

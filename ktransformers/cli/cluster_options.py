@@ -98,6 +98,7 @@ def cluster_args(args: argparse.Namespace, engine: EngineConfig, server: ServerC
         "page_size": args.page_size,
         "max_batch_size": args.max_batch_size,
         "max_itl_ratio": args.max_itl_ratio,
+        "max_gap_ms": args.max_gap_ms,
         "max_engine_restarts": args.max_engine_restarts,
         "engine_timeout": args.engine_timeout,
         "has_spare_engine": args.spare_engine,

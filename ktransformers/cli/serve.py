@@ -41,7 +41,7 @@ from ktransformers.cli.serving import (
     server_config,
 )
 from ktransformers.config import KV_DISK_SIZE_GB
-from ktransformers.scheduler.config import MAX_ITL_RATIO
+from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
@@ -81,8 +81,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--max_itl_ratio",
         type=float,
         metavar="X",
-        help="balance_serve: with prompts beside decodes, a step takes at most X times what it takes without; 0: no "
-        f"limit but --chunk_size ({MAX_ITL_RATIO:g})",
+        help="balance_serve: beside prompts, a stream is at most X times slower over any two seconds; 0: no limit but "
+        f"--chunk_size ({MAX_ITL_RATIO:g})",
+    )
+    group.add_argument(
+        "--max_gap_ms",
+        type=float,
+        metavar="MS",
+        help="balance_serve: most milliseconds between two tokens of a stream for the sake of prompts, or four steps "
+        f"where these are longer; 0: no limit ({MAX_GAP_MS:g})",
     )
     group.add_argument("--page_size", type=int, help=f"balance_serve: tokens per page of the cache ({PAGE_SIZE})")
     add_toggle(group, "prefix_cache", default=None, help="use what is cached of prompts that begin alike (on)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ktransformers.cli.options import given_sampling
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
-from ktransformers.scheduler.config import MAX_ITL_RATIO
+from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
@@ -36,8 +36,8 @@ BACKENDS = ("balance_serve", "ktransformers", "transformers")
 DEFAULT_BACKEND = "balance_serve"
 _TIER_FLAGS = ("cpu_memory_size_GB", "kv_disk_path", "kv_disk_size_GB")
 _BALANCE_FLAGS = (
-    "max_batch_size", "max_itl_ratio", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout",
-    "spare_engine", *_TIER_FLAGS
+    "max_batch_size", "max_itl_ratio", "max_gap_ms", "page_size", "prefix_cache", "max_engine_restarts",
+    "engine_timeout", "spare_engine", *_TIER_FLAGS
 )  # fmt: skip
 PAGE_SIZE = 64
 MAX_BATCH_SIZE = 16
@@ -146,6 +146,7 @@ def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[]
             page_size=PAGE_SIZE if args.page_size is None else args.page_size,
             max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
             max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
+            max_gap_ms=MAX_GAP_MS if args.max_gap_ms is None else args.max_gap_ms,
             has_prefix_cache=config.prefix_cache,
             max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
             engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,

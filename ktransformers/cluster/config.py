@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ktransformers.config import EngineConfig, bundled_model
 from ktransformers.errors import ConfigError
 from ktransformers.hub.locate import title_of
-from ktransformers.scheduler.config import MAX_ITL_RATIO
+from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
 from ktransformers.server.balance.supervisor import BalanceConfig
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.keys import read_api_keys
@@ -39,6 +39,7 @@ class BatchArgs(_Args):
     page_size: int = 64
     max_batch_size: int = 16
     max_itl_ratio: float = MAX_ITL_RATIO
+    max_gap_ms: float = MAX_GAP_MS
     max_engine_restarts: int = 5
     engine_timeout: float = 300.0
     has_spare_engine: bool = True

@@ -46,6 +46,7 @@ _SHOWN_VALUES = frozenset(
             "max_new_tokens",
             "profile_max_bytes",
             "max_itl_ratio",
+            "max_gap_ms",
         ),
         *(
             "cpu_infer",

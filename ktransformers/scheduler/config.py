@@ -9,7 +9,7 @@ from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 
-__all__ = ["MAX_ITL_RATIO", "SchedulerConfig", "TierConfig", "check_itl_ratio"]
+__all__ = ["MAX_GAP_MS", "MAX_ITL_RATIO", "SchedulerConfig", "TierConfig", "check_itl_ratio", "check_max_gap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,16 @@ def check_itl_ratio(ratio: float) -> None:
         raise ConfigError(f"--max_itl_ratio must be more than 1, or 0 for no limit, got {ratio}")
 
 
+MAX_GAP_MS = 500.0
+"""What balance_serve takes where nobody says: the longest pause of a stream for the sake of prompts."""
+
+
+def check_max_gap(milliseconds: float) -> None:
+    """Raises ConfigError for what is no --max_gap_ms."""
+    if not 0 <= milliseconds < float("inf"):
+        raise ConfigError(f"--max_gap_ms must be a number of milliseconds, or 0 for no limit, got {milliseconds:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Checked on creation; raises ConfigError.
@@ -53,8 +63,9 @@ class SchedulerConfig:
     num_pages, page_size: the K/V cache, in pages and in tokens per page.
     chunk_size: most tokens one step carries, decodes and prefill together.
     max_batch_size: most sequences one step carries.
-    max_itl_ratio: a step that carries prompts beside decodes takes at most so many times what these take alone, as far
-    as scheduler/pacing.py can have it; 0: chunk_size alone decides.
+    max_itl_ratio: beside prompts, streams are at most so many times slower than alone over any two seconds, as far as
+    scheduler/pacing.py can have it; 0: chunk_size alone decides. max_gap_ms: milliseconds that a step which carries
+    prompts beside decodes may last; 0: no limit.
     vocab_size: token ids are 0 .. vocab_size - 1. A prompt with others would kill the engine again and again.
     eos_token_ids: end every answer whose request does not say ignore_eos.
     max_model_len: most tokens of one sequence that the model can do; None: as many as the cache holds.
@@ -80,6 +91,7 @@ class SchedulerConfig:
     snapshot_align: int = SNAPSHOT_ALIGN
     tiers: TierConfig | None = None
     max_itl_ratio: float = 0.0
+    max_gap_ms: float = 0.0
     num_stages: int = 1
 
     def __post_init__(self) -> None:
@@ -91,6 +103,7 @@ class SchedulerConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         check_itl_ratio(self.max_itl_ratio)
+        check_max_gap(self.max_gap_ms)
         if self.max_len < 2:
             raise ConfigError(
                 f"a sequence may have {self.max_len} tokens, which leaves no room for a prompt and an answer; "

@@ -1,106 +1,236 @@
-"""How many rows of prompts a step may carry beside decodes, so that those who read answers as they come hardly notice.
+"""How many rows of prompts a step may carry beside decodes: prompts get a share of the time, not of each step.
 
-    seconds(decodes and prompts) <= max_itl_ratio * seconds(the same decodes alone)
+With experts in RAM a step of 64 rows costs nearly what one of 2,000 costs, since both read all experts: rationed to a
+few rows a step, the same bytes are read dozens of times. So a prompt is computed in chunks of the size whose rows are
+cheap, and streams are paid back with steps of their own:
 
-by what steps took of late (scheduler/step_times.py). Prompts must not starve: where not even FEWEST_ROWS fit, they have
-twice as many if these take at most twice the time that there is for them. Where they take more the ratio is far from
-being kept, and tiny steps would keep both waiting longer: a step has LEAST_ROWS, and twice as many as long as twice the
-rows take less than 1.5 times as long. With experts in RAM, whose weights are read or cross a bus whatever the rows, one
-long step ends sooner than thirty that are nearly as long; sizes that were not timed are tried. LEAST_ROWS it has while
-nothing is known. Steps without decodes are as long as chunk_size.
+    chunk   the fewest rows whose rate is within WORTH of the best that ends in time (max_gap)
+    debt    += seconds of the chunk beside the decodes; -= (max_itl_ratio - 1) * seconds of every decode step
+    next    a chunk goes when the debt is paid, and prompts have at most 1 - 1 / max_itl_ratio of any WINDOW seconds
 
-What decodes take alone must be known: where it is not, and after REFRESH steps with prompts in a row, one step carries
-none. So a server with a prompt in every step knows it too.
+A stream so has at least 1 / max_itl_ratio of its rate over WINDOW seconds, and gaps of at most max_gap. Where small
+chunks are as cheap as large ones, each step carries what max_itl_ratio allows, and gaps stay even. A short prompt whose
+rows fit into the window does not wait for the debt to be paid. Steps without decodes are as long as chunk_size.
+
+Times are those that steps took of late (scheduler/step_times.py). Sizes that were not timed are tried: LEAST_ROWS while
+nothing is known, twice the largest while rows become cheaper. What decodes take alone must be known: where it is not,
+and after REFRESH steps with prompts in a row, one step carries none.
+
+Not known here: who the prompts are, and what time it is (callers say what steps took).
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
 from ktransformers.scheduler.step_times import StepTimes
 
-__all__ = ["FEWEST_ROWS", "LEAST_ROWS", "REFRESH", "Pacer", "paced_rows"]
+__all__ = ["FEWEST_ROWS", "LEAST_ROWS", "REFRESH", "WINDOW", "WORTH", "Pacer", "Pending", "cheapest_rows"]
 
 LEAST_ROWS = 64
-"""Of a step with decodes and prompts, together; at least half of them are of prompts, however many decode."""
+"""Of a step with decodes and prompts, together, while nothing is known; at least half of them are of prompts."""
 
 FEWEST_ROWS = 7
-"""Of prompts beside decodes, where the time for them is short: 8 less the one decode that there often is."""
-
-_SHORT_OF_TIME = 15
-"""The same where these take longer than there is time for."""
+"""Of prompts beside decodes, unless fewer are left: 8 less the one decode that there often is."""
 
 REFRESH = 32
 """Steps with decodes and prompts in a row before one of decodes alone."""
 
-_WORTH = 1.5
-"""Twice the rows of a step that keeps no ratio are worth less than so many times its time."""
-
 _RETRY = 4
 """The same while steps of so many decodes were never timed alone: results come two steps later."""
 
+WORTH = 1.2
+"""Smaller chunks are worth rows that cost so many times the cheapest: gaps are shorter."""
+
+_GAIN = 1.1
+"""Four times the rows must make them so many times cheaper for more to be tried."""
+
+WINDOW = 2.0
+"""Seconds in which each stream has its share, where steps are not long."""
+
+_GAP_IN_STEPS = 4
+"""Steps of decodes alone that a gap may always last: where each takes a second, max_gap cannot be kept. The window is
+twice as long at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Prompts that wait for rows. rows: of all of them, None where that is not known yet. shortest: of the one with the
+    fewest, if it may pass the others, else 0."""
+
+    rows: int | None = None
+    shortest: int = 0
+
 
 def _totals(most: int) -> list[int]:
-    """Rows of whole steps to choose among, largest first: 8, 12, 16, 24, ... Graphs are padded to some of them."""
+    """Rows of whole steps to choose among: 8, 12, 16, 24, ... Graphs are padded to some of them."""
     sizes = []
     size = FEWEST_ROWS + 1
     while size <= most:
         sizes += [size, size + size // 2]
         size *= 2
-    return [size for size in reversed(sizes) if size <= most]
+    return [size for size in sizes if size <= most]
 
 
-def paced_rows(times: StepTimes, ratio: float, decodes: int, most: int) -> int:
-    """Rows of prompts beside so many decodes, at most `most`, and at least FEWEST_ROWS where `most` is."""
-    least = min(max(LEAST_ROWS - decodes, LEAST_ROWS // 2), most)
-    fewest, alone = min(FEWEST_ROWS, most), times.alone(decodes)
-    if alone is None:
-        return least
-    budget = (ratio - 1) * alone
-    for rows in (most, *(total - decodes for total in _totals(most + decodes)), fewest):
-        more = times.more(rows)
-        if rows >= fewest and more is not None and more <= budget:
-            return rows
-    few = min(_SHORT_OF_TIME, most)
-    more = times.more(few)
-    if more is None:
-        return least
-    return few if more <= 2 * budget else _worthwhile_rows(times, least, most)
+def _choices(decodes: int, most: int) -> list[int]:
+    """Rows of prompts beside so many decodes, ascending; the last is `most`."""
+    fewest = min(FEWEST_ROWS, most)
+    sizes = {rows for total in _totals(most + decodes) if fewest <= (rows := total - decodes) < most}
+    return sorted(sizes | {fewest, most})
 
 
-def _worthwhile_rows(times: StepTimes, least: int, most: int) -> int:
-    """Rows of prompts where the ratio cannot be kept: more of them, while that shortens the whole."""
-    rows = least
-    while rows < most:
-        here, twice = times.more(rows), min(2 * rows, most)
-        if here is None or not times.knows_more(rows):
-            return rows
-        there = times.more(twice)
-        if there is None or not times.knows_more(twice):
-            return twice
-        if there * rows >= _WORTH / 2 * twice * here:
-            return rows
-        rows = twice
-    return rows
+def cheapest_rows(times: StepTimes, decodes: int, most: int, limit: float, share: float = math.inf) -> int | None:
+    """The fewest rows of prompts, at most `most`, whose rate is within WORTH of the best that takes `limit` seconds.
+
+    share: seconds of a window that prompts have; chunks of which a whole number does not fill it are paid as if it did.
+    The fewest rows that there are where none keeps to the limit; None where nothing is known.
+    """
+    choices = _choices(decodes, most)
+    costs = [(rows, seconds) for rows in choices if (seconds := times.more(rows)) is not None]
+    if not costs:
+        return None
+    fitting = [(rows, _paid(seconds, share)) for rows, seconds in costs if seconds <= limit]
+    if not fitting:
+        return choices[0]
+    best = max(rows / paid for rows, paid in fitting)
+    found = min(rows for rows, paid in fitting if WORTH * rows / paid >= best)
+    return max(found, _untried(times, choices, limit))
+
+
+def _paid(seconds: float, share: float) -> float:
+    """Seconds of its share that a chunk uses up."""
+    seconds = max(seconds, 1e-9)
+    count = share // seconds
+    return share / count if 1 <= count < math.inf else seconds
+
+
+def _untried(times: StepTimes, choices: list[int], limit: float) -> int:
+    """Rows beyond all that were timed, up to twice as many, unless four times the rows made them no cheaper; else 0."""
+    largest = times.largest
+    if largest is None or largest >= choices[-1]:
+        return 0
+    here, quarter = times.more(largest), times.more(max(largest // 4, 1))
+    if here is None or quarter is None or (times.knows_more(largest // 4) and 4 * quarter < _GAIN * here):
+        return 0
+    # Where rows share what is read, a curve is ever less steep: at most as steep as it was up to here.
+    half = max(largest // 2, 1)
+    slope = (here - (times.more(half) or 0.0)) / (largest - half) if largest > 1 else here
+    longer = (rows for rows in choices if largest < rows <= 2 * largest)
+    return max((rows for rows in longer if here + slope * (rows - largest) <= limit), default=0)
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What prompts took of the time of streams. ratio: max_itl_ratio. window: seconds."""
+
+    ratio: float
+    window: float = WINDOW
+    now: float = 0.0
+    debt: float = 0.0
+    spent: deque[tuple[float, float]] = field(default_factory=deque)  # from, to: of prompts, within the window
+
+    def add(self, alone: float, more: float) -> None:
+        """A step whose decodes take `alone`, and its prompts `more` beside them."""
+        self.now += alone
+        if more > 0:
+            self.spent.append((self.now, self.now + more))
+            self.now += more
+        paid = (self.ratio - 1) * alone
+        self.debt = max(self.debt + more - paid, -paid)  # steps are whole: what is paid too much is not lost
+        while self.spent and self.spent[0][1] <= self.now - self.window:
+            self.spent.popleft()
+
+    def after(self, steps: deque[tuple[float, float]]) -> _Ledger:
+        """As it will be behind the steps in flight."""
+        ledger = _Ledger(self.ratio, self.window, self.now, self.debt, self.spent.copy())
+        for alone, more in steps:
+            ledger.add(alone, more)
+        return ledger
+
+    def allows(self, alone: float, more: float) -> bool:
+        """Whether prompts keep to their share of the window that ends with such a step, but for less than a token of
+        the streams, whose steps are whole. One alone always does."""
+        begin = self.now + alone + more - self.window
+        spent = sum(min(end - begin, end - start) for start, end in self.spent if end > begin)
+        return not spent or spent + more <= (1 - 1 / self.ratio) * self.window + (self.ratio - 1) * alone
 
 
 class Pacer:
-    """Of one scheduler. ratio: max_itl_ratio, more than 1."""
+    """Of one scheduler. ratio: max_itl_ratio, more than 1. max_gap: seconds, 0 for no limit."""
 
-    def __init__(self, ratio: float):
-        self.ratio, self.times = ratio, StepTimes()
+    def __init__(self, ratio: float, max_gap: float = 0.0):
+        self.ratio, self.max_gap, self.times = ratio, max_gap, StepTimes()
         self._since_alone = REFRESH
+        self._ledger = _Ledger(ratio)
+        self._in_flight: deque[tuple[float, float]] = deque()
 
-    def rows(self, decodes: int, most: int, *, has_prompts: bool) -> int:
-        """Rows of prompts that the step being planned may carry beside its decodes; 0: none, to time these alone."""
-        if not has_prompts:
+    def rows(self, decodes: int, most: int, pending: Pending | None) -> int:
+        """Rows of prompts that the step being planned may carry beside its decodes, at most `most`.
+
+        0: none now, to time decodes alone or to pay them back. pending: None where no prompts wait.
+        """
+        if pending is None:
             self._since_alone = 0
             return most
         self._since_alone += 1
         if self._since_alone > (REFRESH if self.times.knows(decodes) else _RETRY):
             self._since_alone = 0
             return 0
-        return paced_rows(self.times, self.ratio, decodes, most)
+        rows = self._paced(decodes, most, pending)
+        if not rows:
+            self._since_alone = 0
+        return rows
+
+    def _paced(self, decodes: int, most: int, pending: Pending) -> int:
+        alone = self.times.alone(decodes)
+        least = min(max(LEAST_ROWS - decodes, LEAST_ROWS // 2), most)
+        if alone is None:
+            return least
+        self._ledger.window = max(WINDOW, 2 * _GAP_IN_STEPS * alone)
+        budget, ledger = (self.ratio - 1) * alone, self._ledger.after(self._in_flight)
+        share = (1 - 1 / self.ratio) * self._ledger.window
+        chunk = cheapest_rows(self.times, decodes, most, self._longest(alone, share), share)
+        if chunk is None:
+            chunk = least
+        known = ((rows, self.times.more(rows)) for rows in _choices(decodes, most))
+        even = max((rows for rows, seconds in known if seconds is not None and seconds <= budget), default=0)
+        chunk = max(chunk, even)
+        cost = self._cost(chunk if pending.rows is None else min(chunk, pending.rows))
+        if ledger.debt <= 0 and (cost <= budget or ledger.allows(alone, cost)):
+            return chunk
+        if 0 < pending.shortest <= chunk and ledger.allows(alone, self._cost(pending.shortest)):
+            return pending.shortest
+        return 0
+
+    def _longest(self, alone: float, share: float) -> float:
+        """Seconds that a chunk may add to decodes that take `alone`, where prompts have `share` of a window."""
+        if not self.max_gap:
+            return share
+        return min(share, max(self.max_gap, _GAP_IN_STEPS * alone) - alone)
+
+    def _cost(self, rows: int) -> float:
+        return self.times.more(rows) or 0.0
+
+    def planned(self, decodes: int, prefill_rows: int) -> None:
+        """A step is in flight."""
+        alone = (self.times.alone(decodes) or 0.0) if decodes else 0.0
+        self._in_flight.append((alone, self._cost(prefill_rows) if decodes and prefill_rows else 0.0))
 
     def took(self, decodes: int, prefill_rows: int, seconds: float) -> None:
-        """A step has been run. Those without decodes say nothing of this, nor does a time that nobody measured."""
-        if decodes and seconds > 0:
+        """The oldest step in flight has been run. 0 seconds: nobody knows."""
+        if self._in_flight:
+            self._in_flight.popleft()
+        if seconds > 0:
             self.times.add(decodes, prefill_rows, seconds)
+        if not decodes:  # nobody had to wait
+            self._ledger = _Ledger(self.ratio)
+            return
+        alone = min(self.times.alone(decodes) or 0.0, seconds) if prefill_rows else seconds
+        self._ledger.add(alone, seconds - alone)
+
+    def lost(self) -> None:
+        """Steps in flight went down with their engine."""
+        self._in_flight.clear()
+        self._ledger = _Ledger(self.ratio)

@@ -77,6 +77,14 @@ class PageTables:
         """Pages that `num_tokens` positions take."""
         return -(-num_tokens // self.page_size)
 
+    def num_reserved(self, running: Collection[Sequence]) -> int:
+        """Pages that running sequences still need for the tokens they have."""
+        count = 0
+        for seq in running:
+            assert seq.run is not None, "it does not run"
+            count += max(self.pages_for(seq.known_len + seq.run.num_pending) - len(seq.run.block_table), 0)
+        return count
+
     def shared_len(self, seq: Sequence) -> int:
         """Leading tokens of a prompt whose pages another sequence of the same prompt can have. 0: none, ever."""
         if not self.has_prefix_cache or seq.params.prompt_logprobs is not None:
@@ -84,6 +92,21 @@ class PageTables:
         if self.snapshots is not None:
             return self.snapshots.border(seq.prompt_len)
         return (seq.prompt_len - 1) // self.page_size * self.page_size
+
+    def findable_len(self, seq: Sequence, length: int) -> int:
+        """Of the first `length` tokens of a prompt, those that others can skip once it has been computed."""
+        if self.snapshots is None:
+            return length // self.page_size * self.page_size
+        border, interval = self.snapshots.border(seq.prompt_len), self.snapshots.interval
+        inside = length // interval * interval if border and interval else 0
+        return max(inside, border if border <= length else 0)
+
+    def cached_len(self, seq: Sequence) -> int:
+        """Tokens that a waiting sequence could skip if it began now, by what the tree has."""
+        pages = self._tree.match(seq.request.cache_salt, seq.token_ids, self._max_pages(seq))
+        while pages and self.snapshots is not None and pages[-1] not in self.snapshots.slots:
+            pages.pop()
+        return len(pages) * self.page_size
 
     def start(self, seq: Sequence, run_id: int, num_reserved: int) -> Run | None:
         """A run for a waiting sequence that begins behind the longest prefix in the tree, or the longest snapshot.
@@ -117,6 +140,8 @@ class PageTables:
         for page in pages:
             self._acquire(page)
         self._load(seq, pages, start, loaded)
+        if self.snapshots is not None and pages:
+            self.snapshots.hold(run, pages[-1])  # its first row may be steps away
         return run
 
     def _max_pages(self, seq: Sequence) -> int:

@@ -5,14 +5,17 @@
               ├── out of pages, engine_lost ────┤
               └── resume ── suspended <─────────┴── suspend (from waiting too)
 
-A step takes, within chunk_size tokens and in the order of rank (priority, then arrival): first one token of every
-decode, so that streams do not stall; then prefill chunks of running sequences; then waiting sequences, while there are
-seats and pages. With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows (pacing.py).
-The queue is strict: nobody overtakes the head that waits for pages, so that no prompt is too long to get its turn.
+A step takes, within chunk_size tokens: first one token of every decode, so that streams do not stall; then chunks of
+prompts in the order of rank (priority, then arrival), of which a part goes to the one with the fewest tokens left
+(passing.py). With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows (pacing.py).
+
+Waiting sequences are admitted in the order of rank while there are seats and pages, whether the step has rows for them
+or not: so a short prompt is seen behind long ones. The queue is strict: nobody overtakes the head that waits for pages,
+so that no prompt is too long to get its turn.
 
 A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
 
-Answers to one prompt compute it once: the first is let in, and the others wait until its pages are full.
+What prompts have in common is computed once: while one that comes before computes it, the others wait for its pages.
 
 Pages are allocated as sequences grow. When none is left, the running sequence of the last rank gives up its pages and
 waits again with its tokens; if that is the very sequence that wants to grow, it just sits this step out. So the first
@@ -54,8 +57,9 @@ from operator import attrgetter
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
 from ktransformers.scheduler.batch import Batch, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.pacing import Pacer
+from ktransformers.scheduler.pacing import Pacer, Pending
 from ktransformers.scheduler.page_tables import PageTables
+from ktransformers.scheduler.passing import Passing
 from ktransformers.scheduler.records import (
     PromptLogprobs,
     Request,
@@ -65,6 +69,7 @@ from ktransformers.scheduler.records import (
     StepPlan,
 )
 from ktransformers.scheduler.sequence import Run, Sequence
+from ktransformers.scheduler.shared_prompts import awaits_prefix
 from ktransformers.scheduler.tier_records import TierResult
 from ktransformers.scheduler.updates import update_of
 
@@ -96,7 +101,8 @@ class Scheduler:
         self.config = config
         self._pages = PageTables(config)
         self._snapshots = self._pages.snapshots
-        self._pacer = Pacer(config.max_itl_ratio) if config.max_itl_ratio else None
+        self._pacer = Pacer(config.max_itl_ratio, config.max_gap_ms / 1000) if config.max_itl_ratio else None
+        self._passing = Passing(config.chunk_size)
         self._requests: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
@@ -243,24 +249,43 @@ class Scheduler:
             return None if self._in_flight else self._plan(Batch(self.config.chunk_size))
         self._pages.begin_step()
         batch = Batch(self.config.chunk_size)
-        decodes, prefills = self._runnable()
-        for seq in decodes:
+        for seq in self._runnable()[0]:
             self._extend(batch, seq)
-        if self._pacer is not None and len(batch):
-            batch.limit(self._pacer.rows(len(batch), batch.budget, has_prompts=bool(prefills or self._waiting)))
-        for seq in prefills:
-            self._extend(batch, seq)
-        self._admit(batch)
+        admitted = self._admit()
+        prefills = self._runnable()[1] + [seq for seq in admitted if seq.num_unplanned == 1]
+        self._fill(batch, sorted(prefills, key=_rank))
         for seq in self._waiting[:MAX_FETCHING]:
             self._pages.awaits_tiers(seq)
         if not len(batch) and (self._in_flight or tiers is None or not tiers.wants_step()):
             return None
         return self._plan(batch)
 
+    def _fill(self, batch: Batch, prefills: list[Sequence]) -> None:
+        """Rows of prompts: in the order of rank, but for the part of one that may pass."""
+        passing = self._passing.choose(prefills) if prefills else None
+        if self._pacer is not None and len(batch):
+            pending = None
+            if prefills:
+                num_rows = sum(seq.num_unplanned for seq in prefills)
+                pending = Pending(num_rows, self._passing.shortest(prefills, passing))
+            batch.limit(self._pacer.rows(len(batch), batch.budget, pending))
+        part = self._passing.part(passing, batch.budget)
+        batch.budget -= part
+        for seq in prefills:
+            if seq is not passing:
+                self._extend(batch, seq)
+        batch.budget += part
+        if passing is not None:
+            before = batch.budget
+            self._extend(batch, passing)
+            self._passing.spend(min(before - batch.budget, part))
+
     def _plan(self, batch: Batch) -> StepPlan:
         """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
         step = PlannedStep(self._next_step, rows)
+        if self._pacer is not None:
+            self._pacer.planned(step.num_decodes, step.num_rows - step.num_decodes)
         ended, self._ended = self._ended, []
         self._next_step += 1
         self._in_flight.append(step)
@@ -303,25 +328,25 @@ class Scheduler:
             saves = self._snapshots.plan(run, run.planned_len, run.planned_len + num_tokens)
         batch.add(seq, run, num_tokens, saves)
 
-    def _admit(self, batch: Batch) -> None:
+    def _admit(self) -> list[Sequence]:
         """Give seats to waiting sequences, in order, as long as each one's known tokens fit beside those of the others.
 
-        A sequence whose very prompt is being computed for another one waits for its pages, and lets others pass: it
-        loses nothing, because the other one is first in rank or gives way to those that are. So does one whose pages
-        are read from files, once.
+        A sequence that shares a prefix with one that computes it now waits for its pages, and lets others pass: it
+        loses nothing, because the other one comes first or gives way to those that do. So does one whose pages are
+        read from files, once.
 
         The check covers the whole prefill, though pages are only taken chunk by chunk: a sequence that is let in too
         early would be the first to be thrown out again.
         """
-        at = 0
-        while at < len(self._waiting) and batch.budget and len(self._running) < self._max_running:
+        at, admitted = 0, []
+        while at < len(self._waiting) and len(self._running) < self._max_running:
             seq = self._waiting[at]
-            if self._awaits_prefix(seq) or self._pages.awaits_tiers(seq):
+            if awaits_prefix(seq, self._running, self._pages) or self._pages.awaits_tiers(seq):
                 at += 1
                 continue
-            run = self._pages.start(seq, next(self._run_ids), self._num_reserved())
+            run = self._pages.start(seq, next(self._run_ids), self._pages.num_reserved(self._running))
             if run is None:
-                return
+                break
             if seq.cached_len is None:  # finding one's own pages again after a preemption is not a hit
                 seq.cached_len = min(run.planned_len, seq.prompt_len)  # of an answer begun before, more may be found
                 self._totals.prefix_query_len += seq.prompt_len
@@ -329,32 +354,13 @@ class Scheduler:
             seq.run = run
             del self._waiting[at]
             bisect.insort(self._running, seq, key=_rank)
-            self._extend(batch, seq)
-
-    def _awaits_prefix(self, seq: Sequence) -> bool:
-        """Whether a running sequence of the same prompt (the same object: answers to one request) computes it now."""
-        shared = self._pages.shared_len(seq)
-        return any(
-            other.request.prompt_ids is seq.request.prompt_ids
-            and other.run is not None
-            and other.run.computed_len < shared
-            and other.request.cache_salt == seq.request.cache_salt
-            for other in self._running
-        )
+            admitted.append(seq)
+        return admitted
 
     @property
     def _max_running(self) -> int:
         limit = self.config.max_running
         return limit if self.max_admitted is None else min(limit, self.max_admitted)
-
-    def _num_reserved(self) -> int:
-        """Pages that running sequences still need for the tokens they have."""
-        num_reserved = 0
-        for seq in self._running:
-            assert seq.run is not None
-            total_len = len(seq.token_ids) + seq.run.num_pending
-            num_reserved += max(self._pages.pages_for(total_len) - len(seq.run.block_table), 0)
-        return num_reserved
 
     def _preempt(self, seq: Sequence) -> None:
         """Take its pages for a sequence before it. What the tree and tiers have of it is not lost."""
@@ -431,6 +437,8 @@ class Scheduler:
     def engine_lost(self) -> None:
         """The engine and its cache are gone. Everything that ran waits again, in its old order, for the next engine."""
         self._in_flight.clear()
+        if self._pacer is not None:
+            self._pacer.lost()
         self._ended.clear()
         for seq in self._running:
             seq.run = None

@@ -10,6 +10,7 @@ total_len - planned_len == 1: the next row is a decode; > 1: a prefill chunk
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from ktransformers.core import AnswerEnd, SamplingParams
@@ -27,7 +28,8 @@ class Run:
     sampled_index: where the latest planned step lists this run's sampled token, among its sampled rows.
 
     Of recurrent layers: state_slot, its own; read_slot, what its next row continues (-1: zeros); border, see
-    scheduler.snapshots; saves, slots by length that steps in flight write; rolled: the page with its answer's snapshot.
+    scheduler.snapshots; saves, slots by length that steps in flight write; rolled: the page with its answer's snapshot;
+    held: the page with the snapshot that its first row will read.
     """
 
     run_id: int
@@ -44,6 +46,21 @@ class Run:
     border: int = 0
     saves: dict[int, int] = field(default_factory=dict)
     rolled: int | None = None
+    held: int | None = None
+
+
+def _common_len(one: Seq[int], other: Seq[int]) -> int:
+    """Leading items that both have. Compares slices, which is C, and halves what differs."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # the first `low` are equal, the first `high` are not
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +74,20 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # prompt, then the answer so far
     cached_len: int | None = None  # None until first admitted
     run: Run | None = None
+    common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have
+
+    @property
+    def num_unplanned(self) -> int:
+        """Tokens of a running sequence that no step in flight has."""
+        assert self.run is not None, "it does not run"
+        return self.known_len + self.run.num_pending - self.run.planned_len
+
+    def common_len(self, other: Sequence) -> int:
+        """Leading tokens that its prompt and another's have in common; found once."""
+        known = self.common.get(other.arrival)
+        if known is None:
+            known = self.common[other.arrival] = _common_len(self.request.prompt_ids, other.request.prompt_ids)
+        return known
 
     @property
     def request_id(self) -> str:

@@ -60,8 +60,21 @@ class Snapshots:
         run.state_slot, run.read_slot, run.border = slot, read, self.border(known_len)
         return True
 
+    def hold(self, run: Run, page: int) -> None:
+        """Keep the snapshot behind `page`, which the run's first row will read, until that row is planned."""
+        self.slots.hold(page)
+        run.held = page
+
+    def _let_go(self, run: Run) -> None:
+        if run.held is not None:
+            self.slots.let_go(run.held)
+            run.held = None
+
     def plan(self, run: Run, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """(length, slot) of the states that a row of the positions start .. end - 1 is to save."""
+        if run.held is not None:
+            self.slots.use(run.held)  # pinned in this step
+            self._let_go(run)
         if not self._is_kept:
             return ()
         saves = []
@@ -110,6 +123,7 @@ class Snapshots:
 
     def end(self, run: Run) -> None:
         """The run is over; so are snapshots on their way."""
+        self._let_go(run)
         if run.rolled is not None:
             self._keep(run.rolled)
         for slot in (run.state_slot, *run.saves.values()):

@@ -2,6 +2,7 @@
 
     seconds(n decodes, p rows of prompts) = alone(n) + more(p)
 
+Steps without decodes tell `more` of sizes that no step beside decodes has had: they take all of alone(1) less at most.
 Both are curves that never fall. A curve keeps the last few times of each size, by powers of the square root of two; the
 median of a size counts, so that one slow step among them does not, and sizes that contradict each other are pooled.
 What `more` says outside of the sizes it has seen is the line from nothing through the nearest of them. A row costs less
@@ -49,30 +50,11 @@ def _pooled(knots: Iterable[tuple[float, float, int]]) -> list[tuple[float, floa
     return [(rows, seconds) for seconds, _, at in pools for rows in at]
 
 
-class _Curve:
-    """Seconds by rows, never falling."""
+class _Line:
+    """Seconds by rows, through knots that do not fall."""
 
-    def __init__(self) -> None:
-        self._sizes: dict[int, deque[tuple[int, int, float]]] = {}  # (step, rows, seconds)
-        self._knots: list[tuple[float, float]] = []
-
-    def add(self, step: int, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long. step: counts up."""
-        self._sizes.setdefault(_size_of(rows), deque(maxlen=_KEPT)).append((step, rows, seconds))
-        for size, times in list(self._sizes.items()):
-            lifetime = _LIFETIME if len(times) >= _TRUSTED else _SHORT_LIFETIME
-            while times and step - times[0][0] >= lifetime:
-                times.popleft()
-            if not times:
-                del self._sizes[size]
-        self._knots = _pooled(
-            (sum(rows for _, rows, _ in times) / len(times), median(t for *_, t in times), len(times))
-            for _, times in sorted(self._sizes.items())
-        )
-
-    def knows(self, rows: int) -> bool:
-        """Whether steps of about so many rows were timed of late."""
-        return _size_of(rows) in self._sizes
+    def __init__(self, knots: list[tuple[float, float]]) -> None:
+        self._knots = knots
 
     @property
     def ends(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
@@ -90,31 +72,79 @@ class _Curve:
         return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
 
 
+class _Times:
+    """The last few times of each size. medians: by size: rows, seconds, how often."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, deque[tuple[int, int, float]]] = {}  # (step, rows, seconds)
+        self.medians: dict[int, tuple[float, float, int]] = {}
+
+    def add(self, step: int, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long. step: counts up."""
+        self._sizes.setdefault(_size_of(rows), deque(maxlen=_KEPT)).append((step, rows, seconds))
+        for size, times in list(self._sizes.items()):
+            lifetime = _LIFETIME if len(times) >= _TRUSTED else _SHORT_LIFETIME
+            while times and step - times[0][0] >= lifetime:
+                times.popleft()
+            if not times:
+                del self._sizes[size]
+        self.medians = {
+            size: (sum(rows for _, rows, _ in times) / len(times), median(t for *_, t in times), len(times))
+            for size, times in self._sizes.items()
+        }
+
+    def knows(self, rows: int) -> bool:
+        """Whether steps of about so many rows were timed of late."""
+        return rows > 0 and _size_of(rows) in self._sizes
+
+
+def _line(medians: dict[int, tuple[float, float, int]]) -> _Line:
+    return _Line(_pooled(medians[size] for size in sorted(medians)))
+
+
 class StepTimes:
     """See the module's docstring. Rows are counted from 1."""
 
     def __init__(self) -> None:
-        self._alone, self._more = _Curve(), _Curve()
-        self._num_alone = self._num_mixed = 0
+        self._alone_times, self._more_times, self._prompt_times = _Times(), _Times(), _Times()
+        self._alone, self._more = _line({}), _line({})
+        self._num_alone = self._num_mixed = self._num_prompts = 0
 
     def add(self, decodes: int, prefill_rows: int, seconds: float) -> None:
-        """A step with at least one decode took so long. A mixed one before any of decodes alone says nothing yet."""
+        """A step took so long. A mixed one before any of decodes alone says nothing yet."""
         if not prefill_rows:
             self._num_alone += 1
-            self._alone.add(self._num_alone, decodes, seconds)
+            self._alone_times.add(self._num_alone, decodes, seconds)
+            self._alone = _line(self._alone_times.medians)
             return
-        alone = self._alone.at(decodes)
-        if alone is not None:
+        alone = self._alone.at(decodes) if decodes else None
+        if not decodes:
+            self._num_prompts += 1
+            self._prompt_times.add(self._num_prompts, prefill_rows, seconds)
+        elif alone is not None:
             self._num_mixed += 1
-            self._more.add(self._num_mixed, prefill_rows, max(seconds - alone, 0.0))
+            self._more_times.add(self._num_mixed, prefill_rows, max(seconds - alone, 0.0))
+        self._more = _line(self._prompt_medians() | self._more_times.medians)
+
+    def _prompt_medians(self) -> dict[int, tuple[float, float, int]]:
+        """Of prompts alone, as if beside a decode."""
+        alone = self._alone.at(1) or 0.0
+        known = self._prompt_times.medians
+        return {size: (rows, max(seconds - alone, 0.0), count) for size, (rows, seconds, count) in known.items()}
 
     def knows(self, decodes: int) -> bool:
         """Whether steps of about so many decodes, alone, were timed of late."""
-        return self._alone.knows(decodes)
+        return self._alone_times.knows(decodes)
 
     def knows_more(self, prefill_rows: int) -> bool:
-        """Whether steps with about so many rows of prompts beside decodes were timed of late."""
-        return self._more.knows(prefill_rows)
+        """Whether steps with about so many rows of prompts were timed of late."""
+        return self._more_times.knows(prefill_rows) or self._prompt_times.knows(prefill_rows)
+
+    @property
+    def largest(self) -> int | None:
+        """Most rows of prompts that were timed of late."""
+        ends = self._more.ends
+        return None if ends is None else round(ends[1][0])
 
     def alone(self, decodes: int) -> float | None:
         """Seconds of a step of so many decodes; None before any was timed."""

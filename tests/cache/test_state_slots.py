@@ -68,3 +68,25 @@ def test_a_page_keeps_the_snapshot_that_it_has() -> None:
 def test_too_few_slots() -> None:
     with pytest.raises(ValueError, match="too few"):
         StateSlots(1, 2)
+
+
+def test_what_a_run_will_read_is_not_given_away() -> None:
+    """Held over steps, by each run that waits for its first row."""
+    slots = StateSlots(3, 1)
+    for page in (5, 6):
+        slot = slots.begin_save()
+        assert slot is not None
+        slots.publish(page, slot)
+    slots.hold(5)
+    slots.hold(5)
+    slots.begin_step()
+    assert slots.begin_save() is not None  # 6 gives way
+    assert 5 in slots
+    assert 6 not in slots
+    assert not slots.can_save
+    slots.let_go(5)
+    assert slots.begin_save() is None
+    slots.let_go(5)
+    assert slots.can_save
+    assert slots.begin_save() is not None
+    slots.check_integrity()

@@ -12,6 +12,7 @@ from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.scheduler.records import Request, RowResult, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
+from ktransformers.scheduler.shared_prompts import WORTH_WAITING
 from tests.support.fake_engine import EOS, Loop, answer_alone, make_config, make_request, next_token
 
 
@@ -327,6 +328,7 @@ def test_abort_frees_pages_at_once(num_steps: int) -> None:
     loop.add(long_request("a1", 20), long_request("a2", 2))
     for _ in range(num_steps):
         loop.schedule()
+    others = loop.scheduler.pages.pages_for(2 + max(num_steps - 1, 0)) if num_steps else 0  # a2 passes it
     update = loop.scheduler.abort("a1")
     loop.scheduler.check_integrity()
     assert update is not None
@@ -337,7 +339,7 @@ def test_abort_frees_pages_at_once(num_steps: int) -> None:
         False,
     )
     loop.hear(update)
-    assert loop.scheduler.stats().num_used_pages == 0
+    assert loop.scheduler.stats().num_used_pages == others
     assert loop.scheduler.abort("a1") is None
     loop.scheduler.add(long_request("a1", 20))  # the same id again, while rows of the old one are in flight
     del loop.last["a1"]
@@ -483,16 +485,70 @@ def test_answers_to_one_prompt_compute_it_once() -> None:
     shared = [make_request(f"a{i}", [], 3, ignore_eos=True, seed=i) for i in range(4)]
     shared = [msgspec.structs.replace(one, prompt_ids=prompt) for one in shared]
     loop.add(*shared, long_request("b9", 2))
-    assert shape(loop.schedule()) == [(0, 8, False)]
+    assert shape(loop.schedule()) == [(0, 6, False), (0, 2, True)]  # b9 passes with what it has
+    loop.scheduler.abort("b9")
     loop.commit()
-    assert shape(loop.schedule()) == [(8, 8, False)]
+    assert shape(loop.schedule()) == [(6, 8, False)]
     loop.commit()
-    # Full pages are there: the others begin behind them, and whoever came after them was let in no earlier than now.
-    assert shape(loop.schedule()) == [(16, 2, True), (16, 2, True), (16, 2, True), (16, 2, True)]
+    assert shape(loop.schedule()) == [(14, 4, True)]
+    loop.commit()
+    # Full pages are there: the others begin behind them.
+    assert shape(loop.schedule())[1:] == [(16, 2, True), (16, 2, True), (16, 2, True)]
+    del loop.requests["b9"], loop.answers["b9"]
     loop.drain()
     loop.check_answers()
     stats = loop.scheduler.stats()
     assert stats.prefix_hit_len == 3 * 16
+
+
+def test_prompts_that_begin_alike_compute_it_once() -> None:
+    """Of 180 tokens, of which 160 are the same: whoever comes later waits for these, and nobody for a few."""
+    loop = Loop(make_config(num_pages=300, chunk_size=80))
+    same = [i % 5 + 10 for i in range(160)]
+    others = [make_request(f"a{i}", [*same, *[20 + i] * 20], 3, ignore_eos=True) for i in range(3)]
+    loop.add(*others, make_request("few", [*same[:40], *[30] * 20], 3, ignore_eos=True))
+    loop.drain()
+    loop.check_answers()
+    assert loop.last["a0"].cached_len == 0
+    assert all(loop.last[name].cached_len >= 160 - WORTH_WAITING for name in ("a1", "a2"))
+    assert loop.last["few"].cached_len == 0
+    # One that comes first does not wait for one that comes later.
+    loop = Loop(make_config(num_pages=300, chunk_size=80))
+    loop.add(msgspec.structs.replace(others[0], priority=1))
+    loop.schedule()
+    loop.add(others[1])
+    loop.drain()
+    loop.check_answers()
+    assert loop.last["a1"].cached_len < 160
+
+
+def test_a_short_prompt_passes_and_long_ones_are_not_held_up() -> None:
+    loop = Loop(make_config(num_pages=4000, page_size=4, chunk_size=400, max_batch_size=8))
+    loop.add(make_request("long", [1, 2] * 2000, 1), make_request("longer", [3] * 4001, 1))
+    loop.schedule()
+    loop.add(make_request("short", [4] * 9, 2, ignore_eos=True))
+    plan = loop.schedule()
+    assert plan is not None
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(400, 391), (0, 9)]
+    for i in range(60):  # without end: a quarter of the rows is theirs, and no more
+        loop.add(make_request(f"q{i}", [5, *[i % 30] * 89], 1))
+    rows = 0
+    while "long" not in loop.last:
+        loop.schedule()
+        loop.commit()
+        rows += 1
+    assert rows <= 4000 / 300 + 3
+    assert "longer" not in loop.last
+    loop.drain()
+    loop.check_answers()
+
+
+def test_rank_decides_before_length() -> None:
+    loop = Loop(make_config(num_pages=400, chunk_size=40))
+    loop.add(make_request("long", [1, 2] * 200, 1, priority=-1), make_request("short", [4] * 9, 2))
+    plan = loop.schedule()
+    assert plan is not None
+    assert [row.num_tokens for row in plan.rows] == [40]
 
 
 def test_nobody_waits_for_a_prompt_that_is_not_computed() -> None:

@@ -82,6 +82,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_align: int = SNAPSHOT_ALIGN
     tiers: TierConfig | None = None
     max_itl_ratio: float = 0.0
+    max_gap_ms: float = 0.0
     parent_pid: int
     commands: str
     news: str

@@ -27,7 +27,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
 from ktransformers.private_folder import PrivateFolder
-from ktransformers.scheduler.config import MAX_ITL_RATIO, check_itl_ratio
+from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO, check_itl_ratio, check_max_gap
 from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
     Command,
@@ -67,7 +67,7 @@ SPARE_BYTES = 300 << 20
 class BalanceConfig:
     """What balance_serve is started with. engine.cache_lens counts the tokens of all requests together.
 
-    max_itl_ratio: see SchedulerConfig.
+    max_itl_ratio, max_gap_ms: see SchedulerConfig.
     max_engine_restarts: engines that may die within RESTART_SECONDS; one more ends the service.
     engine_timeout: seconds after which a step of few tokens means that the engine hangs, see StepWatch, and of loading
     in which nothing is read or reported; 0: never.
@@ -80,6 +80,7 @@ class BalanceConfig:
     page_size: int = 64
     max_batch_size: int = 16
     max_itl_ratio: float = MAX_ITL_RATIO
+    max_gap_ms: float = MAX_GAP_MS
     has_prefix_cache: bool = True
     log_level: str = "info"
     max_engine_restarts: int = 5
@@ -94,6 +95,7 @@ class BalanceConfig:
             if not 1 <= getattr(self, flag) <= 1 << 16:
                 raise ConfigError(f"--{flag} must be between 1 and {1 << 16}, got {getattr(self, flag)}")
         check_itl_ratio(self.max_itl_ratio)
+        check_max_gap(self.max_gap_ms)
         if not 0 <= self.max_engine_restarts < 1 << 31:
             raise ConfigError(
                 f"--max_engine_restarts must be at least 0 (and below 2^31), got {self.max_engine_restarts}"
@@ -219,6 +221,7 @@ class Supervisor:
             num_stages=facts.num_stages,
             tiers=facts.tiers,
             max_itl_ratio=config.max_itl_ratio,
+            max_gap_ms=config.max_gap_ms,
             parent_pid=os.getpid(),
             commands=self._endpoint("commands"),
             news=self._endpoint("news"),

@@ -275,7 +275,7 @@ def test_the_flag_for_streams_beside_prompts_arrives(monkeypatch: pytest.MonkeyP
     """From the command line to the scheduler, which then goes by the times that the engine tells."""
     config: list[BalanceConfig] = []
     monkeypatch.setattr(balance_serve, "BalanceServeBackend", lambda made, profile: config.append(made))
-    args = build_parser().parse_args(["serve", "--max_itl_ratio", "3.5"])
+    args = build_parser().parse_args(["serve", "--max_itl_ratio", "3.5", "--max_gap_ms", "80"])
     serving.backend_maker(args, EngineConfig())()
     started: list[SchedulerOptions] = []
 
@@ -292,10 +292,11 @@ def test_the_flag_for_streams_beside_prompts_arrives(monkeypatch: pytest.MonkeyP
         await supervisor.close()
 
     asyncio.run(supervise())
-    assert scheduler_config(started[0]).max_itl_ratio == 3.5
+    arrived = scheduler_config(started[0])
+    assert (arrived.max_itl_ratio, arrived.max_gap_ms) == (3.5, 80.0)
     args = build_parser().parse_args(["serve"])
     serving.backend_maker(args, EngineConfig())()
-    assert config[1].max_itl_ratio == 2.0
+    assert (config[1].max_itl_ratio, config[1].max_gap_ms) == (2.0, 500.0)
 
 
 def test_steps_beside_a_stream_are_as_long_as_the_engine_takes() -> None:
@@ -303,7 +304,7 @@ def test_steps_beside_a_stream_are_as_long_as_the_engine_takes() -> None:
     around.engine(0)
     around.tell(Add(make_request("stream", (1, 2), 500, ignore_eos=True)))
     plans = []
-    for step in range(20):
+    for step in range(30):
         plan = around.step()
         plans.append(plan.num_tokens)
         around.answer(plan, 1.0 + 0.01 * (plan.num_tokens - 1))
@@ -311,8 +312,10 @@ def test_steps_beside_a_stream_are_as_long_as_the_engine_takes() -> None:
             around.tell(Add(make_request("prompt", [3] * 1000, 1)))
     around.close()
     assert plans[:5] == [2, 1, 1, 1, 1]
-    assert sum(plans) == 2 + 19 + 1000
-    assert max(plans) == 96  # 1.95 seconds; the next choice takes 2.27
+    assert sum(plans) == 2 + 29 + 1000, plans
+    assert plans[-5:] == [1] * 5
+    assert 96 in plans  # 1.95 seconds: what the ratio leaves time for
+    assert max(plans) <= 300  # tried once
 
 
 @pytest.mark.parametrize("flag", ["1", "-2", "nan"])
