@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 __all__ = ["Column", "Record", "Row", "Table", "print_record"]
@@ -47,14 +48,19 @@ class Table:
         self.rows.append(row)
 
 
-def print_record(name: str, is_json: bool, measure: Callable[[], Record]) -> int:
+def print_record(name: str, is_json: bool, measure: Callable[[], Record], output: Path | None = None) -> int:
     """Measure, then print the record as one line, the last on standard output. Returns the exit code.
 
-    is_json: the record only; what is printed meanwhile goes to standard error.
+    is_json: the record only; what is printed meanwhile goes to standard error. output: a file that the line is appended
+    to as well, as files of results have it.
     """
     with _table_beside_json(is_json):
         record = measure()
-    print(json.dumps({"bench": name} | record))
+    line = json.dumps({"bench": name} | record)
+    print(line, flush=True)
+    if output is not None:
+        with output.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
     return 1 if record.get("is_failed") else 0
 
 

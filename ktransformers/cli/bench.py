@@ -27,6 +27,7 @@ from ktransformers.cli.bench_options import (
     model_or_shape,
     numbers,
 )
+from ktransformers.cli.benches.agents import add_agents
 from ktransformers.cli.loading import loading_bar
 from ktransformers.cli.options import (
     add_logging_flag,
@@ -58,7 +59,7 @@ def add_parser(subparsers: Kinds) -> None:
         "bench", has_settings=False, help="measure this machine", description="Measure this machine."
     )
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for add in (_add_model, _add_offline, _add_prediction, _add_serving, _add_speed, _add_soak, _add_load):
+    for add in (_add_model, _add_offline, _add_prediction, _add_serving, add_agents, _add_speed, _add_soak, _add_load):
         add(kinds)
     bench_kernels.add_parsers(kinds)
     for add in (add_fidelity, _add_operations, _add_sampling, _add_scheduler, _add_profiling):

@@ -1,0 +1,39 @@
+"""Describes the machine without touching its GPUs from this process.
+
+Asking CUDA what there is makes a context, which takes a few hundred MB of each GPU for as long as the process lives,
+and fails where a server has taken all. So a child process asks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+from typing import Any
+
+from ktransformers.child import spawn_code
+from ktransformers.config import cpu_name
+from ktransformers.system.cores import usable_cores
+
+__all__ = ["describe_host"]
+
+logger = logging.getLogger(__name__)
+
+
+def describe_host() -> dict[str, Any]:
+    """bench.machine.describe_machine of a child process; CPU and cores alone, with one logged line, when that fails."""
+    child = subprocess.run(spawn_code(__name__), capture_output=True, text=True, check=False)
+    if child.returncode:
+        reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+        logger.warning("the machine is described by its CPU alone: %s", reason)
+        return {"cpu": cpu_name(), "cores": usable_cores()}
+    facts: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return facts
+
+
+def main() -> int:
+    """The child: prints the description as one line of JSON."""
+    from ktransformers.bench.machine import describe_machine
+
+    print(json.dumps(describe_machine()))
+    return 0

@@ -1,0 +1,1 @@
+"""Command lines of `ktransformers bench`, one file per command."""
