@@ -72,9 +72,11 @@ def prompt_len(messages: list[dict[str, str]]) -> int:
 
 
 @contextmanager
-def http_server(*, failing: bool = False) -> Iterator[tuple[Client, list[dict[str, Any]]]]:
+def http_server(
+    *, failing: bool = False, handler: type[Handler] = Handler
+) -> Iterator[tuple[Client, list[dict[str, Any]]]]:
     """A client of a running server, and the bodies of the completions that it was asked for."""
-    kind = type("Kept", (Handler,), {"bodies": [], "failing": failing})
+    kind = type("Kept", (handler,), {"bodies": [], "failing": failing})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

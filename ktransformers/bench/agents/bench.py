@@ -159,13 +159,17 @@ def _show_errors(turn: Turn) -> None:
 
 
 def vocab_size(config: EngineConfig) -> int | None:
-    """Token ids that the model of a resolved configuration knows; None where neither file nor config.json says it."""
-    if config.gguf_path is not None and config.gguf_path.is_file():
-        embedding = open_gguf(config.gguf_path).info("token_embd.weight")
+    """Token ids that a model knows, by its GGUF file or its config.json; None where neither says it."""
+    folders = [path for path in (config.model_path, config.gguf_path) if path is not None and path.is_dir()]
+    file = config.gguf_path
+    if file is not None and file.is_dir():
+        file = min(file.glob("*.gguf"), default=None)  # the embedding is in the first of several parts
+    if file is not None:
+        embedding = open_gguf(file).info("token_embd.weight")
         return None if embedding is None else int(embedding.shape[0])
-    for folder in (config.model_path, config.gguf_path):
-        if folder is not None and (folder / "config.json").is_file():
-            facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for path in (folder / "config.json" for folder in folders):
+        if path.is_file():
+            facts = json.loads(path.read_text(encoding="utf-8"))
             size = facts.get("vocab_size") or (facts.get("text_config") or {}).get("vocab_size")
             return None if size is None else int(size)
     return None
