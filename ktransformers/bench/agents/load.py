@@ -24,8 +24,9 @@ __all__ = ["Answer", "Load", "Turn", "model_name"]
 class Answer:
     """What one request gave. Times are in seconds on the clock of time.perf_counter.
 
-    token_times: when each event with a token came; several tokens in one event count once. cached_len: tokens of the
-    prompt that the server did not compute, None where it does not say. error: why there is no whole answer, or "".
+    token_times: when each event with a token came; several tokens in one event count once, and the event that ends an
+    answer counts when there is no other. cached_len: tokens of the prompt that the server did not compute, None where
+    it does not say. error: why there is no whole answer, or "".
     """
 
     sent_at: float
@@ -148,18 +149,23 @@ class Load:
 
     def _read(self, body: dict[str, Any], answer: Answer, progress: _Progress | None) -> None:
         usage: dict[str, Any] = {}
+        ended_at = 0.0
         for event in self._client.events("/v1/completions", body):
             usage = event.get("usage") or usage
-            if not any(map(_has_token, event.get("choices") or ())):
-                continue
-            answer.token_times.append(time.perf_counter())
-            if progress is not None:
-                progress.add_token()
-        if not answer.token_times:
-            raise RequestError("the answer has no tokens")
+            choices = event.get("choices") or ()
+            if any(map(_has_token, choices)):
+                answer.token_times.append(time.perf_counter())
+                if progress is not None:
+                    progress.add_token()
+            elif choices:
+                ended_at = time.perf_counter()
         if not usage:
             raise RequestError("the stream carries no usage; the server must know stream_options.include_usage")
         answer.prompt_len, answer.answer_len = usage["prompt_tokens"], usage["completion_tokens"]
+        if not answer.answer_len:
+            raise RequestError("the answer has no tokens")
+        if not answer.token_times:  # llama-server keeps back tokens that are no text, here all of them
+            answer.token_times.append(ended_at)
         answer.cached_len = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 

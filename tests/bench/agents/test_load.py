@@ -126,6 +126,22 @@ def test_answers_that_say_too_little_are_errors(handler: type[AgentsHandler], an
     assert answer.error.startswith(message)
 
 
+class NoText(AgentsHandler):
+    """As llama-server answers with tokens that are no text."""
+
+    def send(self, event: dict[str, Any]) -> None:
+        if not event["choices"] or event["choices"][0]["finish_reason"]:
+            super().send(event)
+
+
+def test_an_answer_without_text_has_its_end_as_first_token() -> None:
+    wave = Wave("a", (Group("", 1, own=3, answer=16),))
+    with http_server(handler=NoText) as (client, _):
+        ((answer,),) = (turn.answers for turn in Load(client, "demo", PROMPTS).run(wave))
+    assert (answer.error, answer.answer_len, len(answer.token_times), answer.gaps) == ("", 16, 1, [])
+    assert answer.first > 0
+
+
 def test_a_server_without_models_is_an_error() -> None:
     with pytest.raises(RequestError, match="pass --model_name"):
         model_name(FakeClient({"data": []}))  # type: ignore[arg-type]
