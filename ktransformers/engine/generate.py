@@ -21,10 +21,11 @@ import torch
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules, mask_of
+from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.profiled import AnswerProfile, ProfileSlot
 from ktransformers.engine.reduced import StepLogits
-from ktransformers.engine.sampler import BadLogitsError, RequestSampler, TokenMask, sample_batch, token_logprobs
+from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -107,7 +108,7 @@ class GenerateConfig:
 
     chunk_size: most prompt tokens per forward. eos_token_ids end an answer unless params.ignore_eos. tokenizer None: no
     text, no stop strings. has_head: whether the model generates text. find_damage: what to say of the weights where
-    logits are no numbers. Raises ConfigError.
+    logits or an embedding are no numbers. Raises ConfigError.
     """
 
     chunk_size: int
@@ -256,15 +257,15 @@ class Answer:
         self._profile.sampling()
         try:
             (sampled,) = sample_batch(logits, [self._sampler], [len(self.token_ids)])
-        except BadLogitsError as error:
-            raise BadLogitsError(f"{error}{self._find_damage()}") from None
+            embedding = None if self._pooled is None or stats.completion_len else self._pooled.vector()
+        except NotFiniteError as error:
+            raise error.with_damage(self._find_damage()) from None
         token_id = sampled.token_id
         self.token_ids.append(token_id)
         self._sampler.commit(token_id)
         self._sampler.begin()
         self._profile.end_token(token_id, stats.completion_len)
         self._add_seconds(began)
-        embedding = None if self._pooled is None or stats.completion_len else self._pooled.vector()
         reason = self._end.reason(token_id, stats.completion_len + 1)
         return self.assembler.token(token_id, sampled.logprobs, reason, embedding)
 

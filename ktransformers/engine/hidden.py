@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ktransformers.core import EmbeddingForm, Pooling
+from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 
 __all__ = ["HiddenTap", "Pooled", "embedding_form"]
@@ -83,8 +84,14 @@ class Pooled:
             self._sum, self._len = row.astype(np.float64), 1
 
     def vector(self) -> bytes:
-        """fp32 [H], little-endian."""
-        return np.asarray(self._sum / self._len, dtype="<f4").tobytes()
+        """fp32 [H], little-endian. Raises NotFiniteError where a token's hidden state is no number, though the last
+        token's logits may be good: windows of attention end, and a mean is of all tokens."""
+        vector = np.asarray(self._sum / self._len)
+        is_bad = ~np.isfinite(vector)
+        if is_bad.any():
+            at = int(is_bad.argmax())
+            raise NotFiniteError(float(vector[at]), f"number {at} of a prompt's embedding")
+        return vector.astype("<f4").tobytes()
 
 
 def embedding_form(pooling_type: object, *paths: Path | None) -> EmbeddingForm:

@@ -18,9 +18,10 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
+from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.reduced import BEST_TOKEN, StepLogits
-from ktransformers.engine.sampler import BadLogitsError, RequestSampler, TokenMask, sample_each, token_logprobs
+from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.tiered import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -133,7 +134,7 @@ class PagedExecutor:
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
     between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
     take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see Ranks.mend.
-    find_damage: what to say of the weights where logits are no numbers.
+    find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
@@ -312,9 +313,19 @@ class PagedExecutor:
         """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
         pooled = [self._runs[row.run_id].pooled for row in rows if row.is_sampled]
         return [
-            result if one is None else msgspec.structs.replace(result, embedding=one.vector())
+            result if one is None or result.error is not None else self._with_embedding(result, one)
             for one, result in zip(pooled, results, strict=True)
         ]
+
+    def _with_embedding(self, result: RowResult, pooled: Pooled) -> RowResult:
+        try:
+            return msgspec.structs.replace(result, embedding=pooled.vector())
+        except NotFiniteError as error:
+            return RowResult(None, error=self._said(error))
+
+    def _said(self, error: KTransformersError) -> str:
+        """What a row's error says, with the tensor that is damaged where one may be."""
+        return str(error.with_damage(self.find_damage()) if isinstance(error, NotFiniteError) else error)
 
     def _token_ids(self, rows: Sequence[Row]) -> Iterator[int]:
         for row in rows:
@@ -335,8 +346,7 @@ class PagedExecutor:
             good, samplers, sample_each(_rows(logits, good), samplers, positions, self._pool), strict=True
         ):
             if isinstance(token, KTransformersError):
-                damage = self.find_damage() if isinstance(token, BadLogitsError) else ""
-                results[i] = RowResult(None, error=f"{token}{damage}")
+                results[i] = RowResult(None, error=self._said(token))
             else:
                 sampler.commit(token.token_id)
                 sampler.begin()

@@ -34,12 +34,12 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.core import SamplingParams, TokenLogprobs
+from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.reduced import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits, StepLogits
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, sampling
 
 __all__ = [
-    "BadLogitsError",
     "RequestSampler",
     "SampledToken",
     "TokenMask",
@@ -395,10 +395,6 @@ def _masked(request: RequestSampler) -> torch.Tensor | KTransformersError | None
     return None if words is None else torch.from_numpy(words.view(np.int32))
 
 
-class BadLogitsError(KTransformersError):
-    """The model computed what is no number."""
-
-
 def _bad_logit(row: torch.Tensor, bad_id: int, position: int) -> KTransformersError:
     value = float(row[bad_id])
     if np.isfinite(value):
@@ -406,10 +402,7 @@ def _bad_logit(row: torch.Tensor, bad_id: int, position: int) -> KTransformersEr
             f"penalties turn the logit {value} of token {bad_id} at position {position} into something that is no "
             "number: use a repetition_penalty closer to 1"
         )
-    return BadLogitsError(
-        f"the model computed {value} as the logit of token {bad_id} at position {position}: "
-        "its weights are damaged, or they do not fit its config"
-    )
+    return NotFiniteError(value, f"the logit of token {bad_id} at position {position}")
 
 
 def _with_logprobs(

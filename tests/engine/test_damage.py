@@ -7,10 +7,11 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import SamplingParams
+from ktransformers.core import Pooling, SamplingParams
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.damage import scan
 from ktransformers.engine.damage.scan import find_damage
@@ -80,14 +81,8 @@ def test_the_tensor_is_named(
     monkeypatch.setattr(scan, "PATIENCE", 60.0)
     name, make = MADE[kind]
     config, file = make(tmp_path)
-    where = {"model_path": config.model_path, "gguf_path": config.gguf_path}
-    llm = (
-        LLM(**where, cache_lens=96, cpu_infer=1, self_check=False, page_size=8)
-        if paged
-        else LLM.from_engine(build_engine(config))
-    )
     caplog.set_level(logging.ERROR, "ktransformers")
-    with llm:
+    with _opened(config, paged) as llm:
         for _ in range(2):
             with pytest.raises(KTransformersError) as caught:
                 list(llm.stream(PROMPT, SamplingParams(max_tokens=4, temperature=0)))
@@ -95,6 +90,37 @@ def test_the_tensor_is_named(
             assert "damaged" in str(caught.value)
     lines = [line for line in caplog.messages if f"{name!r} of {file}" in line]
     assert len(lines) == 1  # it was looked for once
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("pooling", [Pooling.FIRST, Pooling.MEAN])
+def test_the_tensor_is_named_where_only_an_embedding_is_bad(
+    pooling: Pooling, paged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token sees nothing of the first: windows are shorter than the prompt, so that its logits are good."""
+    monkeypatch.setattr(scan, "PATIENCE", 60.0)
+    write_safetensors(tiny_model("mistral", seed=6), tmp_path)
+    name = "model.embed_tokens.weight"
+    (file,) = open_safetensors(tmp_path).files
+    overwrite(file.path, file.tensors[name].offset, NAN)  # of token 0
+    config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, self_check=False)
+    with _opened(config, paged) as llm:
+        prompt = [0, *range(5, 85)]
+        (good,) = llm.stream(prompt, SamplingParams(max_tokens=1, temperature=0, pooling=Pooling.LAST))
+        assert good.embedding is not None
+        assert np.isfinite(np.frombuffer(good.embedding, "<f4")).all()
+        with pytest.raises(KTransformersError, match="nan as number 0 of a prompt's embedding: its weights") as caught:
+            list(llm.stream(prompt, SamplingParams(max_tokens=1, temperature=0, pooling=pooling)))
+        assert f"{name!r} of {file.path.name} (1)" in str(caught.value)
+        (good,) = llm.stream(prompt[1:], SamplingParams(max_tokens=1, temperature=0, pooling=pooling))
+        assert good.embedding is not None  # others are answered
+
+
+def _opened(config: EngineConfig, paged: bool) -> LLM:
+    if not paged:
+        return LLM.from_engine(build_engine(config))
+    where = {"model_path": config.model_path, "gguf_path": config.gguf_path}
+    return LLM(**where, cache_lens=96, cpu_infer=1, self_check=False, page_size=8)
 
 
 def test_what_is_said_of_good_files(tmp_path: Path) -> None:

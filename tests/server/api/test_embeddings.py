@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+import struct
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
 
 from ktransformers.server.answers.embed import Cut, _prompt_ids, shown_vector
+from ktransformers.weights.gguf import open_gguf
+from tests.support.demo import DEMO_GGUF
+from tests.support.server_process import ServerProcess
 
 TEXT = "Count from one to a hundred, then back, please, and then again with more words. "
 
@@ -92,3 +99,19 @@ def test_a_vector_is_cut_then_scaled_or_left_as_it_is() -> None:
     assert shown_vector(vector, 2, normalizes=False).tolist() == [3, 4]
     assert shown_vector(vector, None, normalizes=False).tolist() == [3, 4, 12]
     assert shown_vector(np.zeros(2, dtype=np.float32), None, normalizes=True).tolist() == [0, 0]
+
+
+def test_damaged_weights_are_named_in_both_dialects(tmp_path: Path) -> None:
+    path = Path(shutil.copy(DEMO_GGUF, tmp_path / "damaged.gguf"))
+    name = "output_norm.weight"
+    (file,) = open_gguf(path).files
+    with path.open("r+b") as out:
+        out.seek(file.tensors[name].offset)
+        out.write(struct.pack("<f", float("nan")))
+    flags = ("--gguf_path", str(path), "--cache_lens", "256", "--backend_type", "ktransformers", "--self_check", "off")
+    with ServerProcess(*flags) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for route in ("/v1/embeddings", "/api/embed"):
+            answer = client.post(route, json={"model": "damaged", "input": TEXT})
+            assert answer.is_error
+            assert "the model computed nan as" in answer.text
+            assert f"'{name}' of damaged.gguf (1)" in answer.text

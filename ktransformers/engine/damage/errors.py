@@ -1,0 +1,22 @@
+"""The error of a step whose results are no numbers."""
+
+from __future__ import annotations
+
+from ktransformers.errors import KTransformersError
+
+__all__ = ["NotFiniteError"]
+
+
+class NotFiniteError(KTransformersError):
+    """The model computed NaN or infinity. value: the number found. what: whose number it is, with its article."""
+
+    def __init__(self, value: float, what: str, damage: str = ""):
+        """damage: what a DamageScan says of the weights, to be put behind."""
+        self.value, self.what = value, what
+        super().__init__(
+            f"the model computed {value} as {what}: its weights are damaged, or they do not fit its config{damage}"
+        )
+
+    def with_damage(self, damage: str) -> NotFiniteError:
+        """The same error with what a DamageScan says of the weights."""
+        return NotFiniteError(self.value, self.what, damage)
