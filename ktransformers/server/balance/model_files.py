@@ -4,108 +4,125 @@ What is written into a mapped file shows in the engine at once, and bytes that w
 that was replaced by another of its name (renamed into place) leaves the mapping as it was; only the next engine would
 differ.
 
-Times alone say little: a backup or a `touch` sets them and changes no byte. So a file with other times is looked into,
-where samples were taken at the start: its head, and pages all over it.
+A file is what the digests of weights take it for (weights/digests/): a look compares its state, without reading it.
+Only where its times or its inode are others are all of its bytes read, once, for a backup, a `chmod` or a `touch`
+changes no byte of it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from ktransformers.errors import WeightError
+from ktransformers.weights.digests.files import files_digest
+from ktransformers.weights.digests.states import FileState, state_of
 
 __all__ = ["ModelFiles"]
 
 logger = logging.getLogger("ktransformers.server")
 
-_HEAD = 1 << 20
-_PAGE = 4096
-_MOST_PAGES, _LEAST_PAGES = 1024, 8  # of all files together, of each: a disk that seeks takes seconds for them
+_NUM_THREADS = 1
+"""That read a file, beside the ones that answer requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Print:
-    """What tells one state of a file from another. mtime in nanoseconds."""
+@dataclass(slots=True)
+class _Known:
+    """A file that is watched. state: the last one in which it had the bytes of its first; None: it was not there.
 
-    device: int
-    inode: int
-    size: int
-    mtime: int
+    digest: of these bytes; None: they were not read.
+    """
 
-
-def _print_of(path: Path) -> _Print | None:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return _Print(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-
-
-def _sample(path: Path, num_pages: int) -> bytes | None:
-    """A digest of the head of a file and of some pages of it; None for one that cannot be read."""
-    digest = hashlib.blake2b()
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(file.read(_HEAD))
-            for number in range(1, num_pages + 1):
-                digest.update(os.pread(file.fileno(), _PAGE, max(size - _PAGE, 0) * number // num_pages))
-    except OSError:
-        return None
-    return digest.digest()
+    state: FileState | None
+    digest: str | None = None
 
 
 class ModelFiles:
-    """The files as they are when this is made. Methods may be called on any thread, one at a time."""
+    """The files as they are when this is made. Methods may be called on any thread; each looks at all files."""
 
     def __init__(self, paths: Iterable[Path] = ()):
-        self._prints = {path: _print_of(path) for path in paths}
-        self._num_pages = max(_MOST_PAGES // max(len(self._prints), 1), _LEAST_PAGES)
-        self._samples: dict[Path, bytes | None] = {}
+        self._known = {path: _Known(_state_of(path)) for path in paths}
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
 
-    def take_samples(self) -> None:
-        """Keep what tells a touched file from one that was written to; nothing of a file that changes meanwhile."""
-        for path, old in self._prints.items():
-            sample = _sample(path, self._num_pages)
-            self._samples[path] = sample if _print_of(path) == old else None
+    def close(self) -> None:
+        """Have files no longer read, on whatever thread that happens. Later looks find nothing."""
+        self._is_closed.set()
+
+    def read(self) -> None:
+        """Take the digests that tell a file that was touched from one that was written to, from records where they are.
+
+        To be called once the model is loaded: of a large model without a record this reads for minutes. A file that
+        changes meanwhile, or before, gets none.
+        """
+        for known in self._known.values():
+            state = known.state
+            digest = None if state is None else self._digest(state)  # minutes, in which looks go on
+            with self._lock:
+                if known.state == state:
+                    known.digest = digest
 
     def written_to(self) -> str | None:
         """What was done to a file that is mapped; None when all are as they were, or another has their name now."""
-        for path, (old, new) in self._changes().items():
-            if new is not None and old is not None and (old.device, old.inode) == (new.device, new.inode):
-                return _described(path, old, new)
-        return None
+        return self._first_change(is_mapped=True)
 
     def changed(self) -> str | None:
-        """What is different for whoever opens the files now; None when nothing is."""
-        for path, (old, new) in self._changes().items():
-            return _described(path, old, new)
+        """What is different for whoever opens the files now; None when nothing is, and it is these that are mapped."""
+        return self._first_change(is_mapped=False)
+
+    def _first_change(self, *, is_mapped: bool) -> str | None:
+        with self._lock:
+            for path, known in self._known.items():
+                new = _state_of(path)
+                if new == known.state or (is_mapped and not _is_same_file(known.state, new)):
+                    continue
+                if not self._has_same_bytes(path, known, new) and not self._is_closed.is_set():
+                    return _described(path, known, new)
         return None
 
-    def _changes(self) -> dict[Path, tuple[_Print | None, _Print | None]]:
-        found = {path: (old, _print_of(path)) for path, old in self._prints.items()}
-        return {path: (old, new) for path, (old, new) in found.items() if old != new and not self._is_touch(path, new)}
-
-    def _is_touch(self, path: Path, new: _Print | None) -> bool:
-        """Whether nothing but a file's time is new. Logs it, once."""
-        old, sample = self._prints[path], self._samples.get(path)
-        if old is None or new is None or replace(old, mtime=new.mtime) != new:
+    def _has_same_bytes(self, path: Path, known: _Known, new: FileState | None) -> bool:
+        """Whether only times or the inode are new, which is then taken for the file's. Logs it, once."""
+        old = known.state
+        if old is None or new is None or known.digest is None or old.size != new.size:
             return False
-        if sample is None or sample != _sample(path, self._num_pages):
+        if self._digest(new) != known.digest:
             return False
-        logger.info("%s has another time and the same bytes, as far as was looked: it is served on", path)
-        self._prints[path] = new
+        what = "has another time" if _is_same_file(old, new) else "is another file"
+        logger.info("%s %s and the same bytes: it is served on", path, what)
+        known.state = new
         return True
 
+    def _digest(self, state: FileState) -> str | None:
+        """None for a file that is not in that state any more, and once this is closed."""
+        try:
+            return files_digest([state], num_threads=_NUM_THREADS, is_over=self._is_closed.is_set)
+        except WeightError:
+            return None
 
-def _described(path: Path, old: _Print | None, new: _Print | None) -> str:
+
+def _state_of(path: Path) -> FileState | None:
+    try:
+        return state_of(path)
+    except WeightError:
+        return None
+
+
+def _is_same_file(old: FileState | None, new: FileState | None) -> bool:
+    """Whether what is mapped has the name still."""
+    return old is not None and new is not None and (old.path, old.inode) == (new.path, new.inode)
+
+
+def _described(path: Path, known: _Known, new: FileState | None) -> str:
+    old = known.state
     if new is None:
         what = "is gone"
     elif old is not None and new.size < old.size:
         what = f"was cut from {old.size} to {new.size} bytes"
+    elif old is not None and new.size == old.size and known.digest is None:
+        what = "was written to, replaced or touched before its bytes were read to tell these apart"
     else:
         what = "was written to or replaced"
     return f"{path} {what} while it was served, so answers would change; start the server again on the right file"

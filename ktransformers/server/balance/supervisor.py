@@ -166,6 +166,7 @@ class Supervisor:
         self._spawn(self._receive_news())
         await self._announce(engine)
         self._spawn(self._keep_engine(engine))
+        self._spawn(self._read_files())
         return engine.facts
 
     async def _first(self, progress: Progress | None) -> RunningEngine:
@@ -300,12 +301,14 @@ class Supervisor:
 
     async def _watch_files(self) -> None:
         """Raises WeightError when a file that engines have mapped is written to."""
-        await asyncio.to_thread(self._files.take_samples)
         while True:
             await self._clock.sleep(FILE_CHECK_SECONDS)
             what = await asyncio.to_thread(self._files.written_to)
             if what is not None:
                 raise WeightError(what)
+
+    async def _read_files(self) -> None:
+        await asyncio.to_thread(self._files.read)
 
     async def _check_files(self) -> None:
         """Raises WeightError when another engine would not be the same."""
@@ -388,6 +391,7 @@ class Supervisor:
         if self._is_closing:
             return
         self._is_closing = True
+        self._files.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,10 +66,16 @@ class WeightDigest:
             return self._digest
 
 
-def files_digest(states: Sequence[FileState], folders: Sequence[Path] = ()) -> str:
+def files_digest(
+    states: Sequence[FileState],
+    folders: Sequence[Path] = (),
+    num_threads: int | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> str:
     """The digest of files together, whatever their names and order, in hexadecimal digits.
 
-    Files that a record knows are not read. Raises WeightError.
+    Files that a record knows are not read. num_threads: that read; None: as many as pay. is_over: asked before each
+    chunk whether nobody wants it any more. Raises WeightError, for that too.
     """
     places = [*folders, user_cache_dir() / "weights"]
     found = [(state, _recorded(state, places)) for state in states]
@@ -79,7 +85,7 @@ def files_digest(states: Sequence[FileState], folders: Sequence[Path] = ()) -> s
         logger.info(
             "reading all of the weights' files once, %s, to know them again at the next start", format_bytes(nbytes)
         )
-    made = _computed(unknown)
+    made = _computed(unknown, num_threads or min(physical_cores(), _MOST_THREADS), is_over)
     for state, digest in made.items():
         _write(state, digest, places)
     parts = sorted(digest or made[state] for state, digest in found)
@@ -96,11 +102,17 @@ def exact_fingerprint(sampled: bytes, states: Sequence[FileState], folder: Path)
     return hashlib.blake2b(sampled + files_digest(states, (folder,)).encode(), digest_size=32).digest()
 
 
-def _computed(states: Sequence[FileState]) -> dict[FileState, str]:
+def _computed(states: Sequence[FileState], num_threads: int, is_over: Callable[[], bool]) -> dict[FileState, str]:
     """By file. All chunks of all files are one queue. Raises WeightError."""
-    with ThreadPoolExecutor(min(physical_cores(), _MOST_THREADS), thread_name_prefix="kt-digest") as pool:
+
+    def chunk(state: FileState, at: int) -> bytes:
+        if is_over():
+            raise WeightError(f"{state.path} is not read any more")
+        return _chunk(state, at)
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="kt-digest") as pool:
         chunks = {
-            state: [pool.submit(_chunk, state, at) for at in range(0, state.size, CHUNK_BYTES)] for state in states
+            state: [pool.submit(chunk, state, at) for at in range(0, state.size, CHUNK_BYTES)] for state in states
         }
         try:
             digests = {state: [one.result() for one in each] for state, each in chunks.items()}

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
-from collections.abc import Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import TokenEvent
 from ktransformers.engine import planning
 from ktransformers.engine.planning import Hardware
-from ktransformers.errors import CapacityError, ConfigError, EngineError, WeightError
+from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.optimize.machine import Machine
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
@@ -30,9 +27,8 @@ from ktransformers.server.balance import model_engine
 from ktransformers.server.balance.launcher import Launcher
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
-from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
-from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, SPARE_BYTES, BalanceConfig, Supervisor
+from ktransformers.server.balance.supervisor import SPARE_BYTES, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.many.keeper import ModelKeeper
 from ktransformers.server.many.pool import ModelPool, PooledModel
@@ -373,118 +369,6 @@ def test_children_leave_signals_to_their_parent() -> None:
             check(await stream, request(1, params=LONG))
             assert made.supervisor.num_restarts == 0
             assert not any(gone(pid) for pid in pids if pid is not None)
-
-    run(work)
-
-
-@asynccontextmanager
-async def on_a_copy(tmp_path: Path, clock: ManualClock):  # type: ignore[no-untyped-def]
-    model = tmp_path / DEMO_GGUF.name
-    shutil.copy(DEMO_GGUF, model)
-    async with backend("load_slow", clock=clock, model=model) as made:
-        yield made, model
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 4096)
-
-
-def test_a_file_that_is_cut_short_ends_the_service(tmp_path: Path) -> None:
-    async def work() -> None:
-        clock = ManualClock()
-        async with on_a_copy(tmp_path, clock) as (made, model):
-            stream = asyncio.create_task(collect(made, request(1, params={"max_tokens": 2000, "ignore_eos": True})))
-            await until(lambda: made.stats().engine.num_steps > 3 and FILE_CHECK_SECONDS in clock.sleeping)
-            clock.wake(FILE_CHECK_SECONDS)
-            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
-            assert not made.supervisor.failed.done()
-            truncate(model)
-            clock.wake(FILE_CHECK_SECONDS)
-            with pytest.raises(EngineError, match=r"was cut from \d+ to \d+ bytes while it was served"):
-                await stream
-            assert isinstance(await made.lost(), WeightError)
-
-    run(work)
-
-
-def test_no_engine_is_started_on_another_file(tmp_path: Path) -> None:
-    async def work() -> None:
-        clock = ManualClock()
-        async with on_a_copy(tmp_path, clock) as (made, model):
-            other = tmp_path / "other"
-            shutil.copy(model, other)
-            other.replace(model)
-            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
-            clock.wake(FILE_CHECK_SECONDS)  # the file that is mapped is as it was
-            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
-            assert not made.supervisor.failed.done()
-            stream = await killed(made, 1)
-            with pytest.raises(EngineError, match="was written to or replaced"):
-                await stream
-            assert isinstance(await made.lost(), WeightError)
-
-    run(work)
-
-
-def test_what_is_seen_of_files(tmp_path: Path) -> None:
-    file = tmp_path / "weights"
-
-    def after(change: Callable[[], object]) -> tuple[bool, bool]:
-        file.write_bytes(b"12345678")
-        os.utime(file, ns=(1, 1))
-        files = ModelFiles([file])
-        files.take_samples()
-        assert files.written_to() is None
-        assert files.changed() is None
-        change()
-        return files.written_to() is not None, files.changed() is not None
-
-    assert after(lambda: os.truncate(file, 4)) == (True, True)
-    assert after(lambda: file.write_bytes(b"87654321")) == (True, True)
-    assert after(file.unlink) == (False, True)  # the mapping lives on
-    assert after(file.touch) == (False, False)
-
-
-def test_a_touch_is_told_once_and_a_write_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ktransformers.server")
-    file, unsampled = tmp_path / "weights", tmp_path / "more"
-    file.write_bytes(bytes(5 << 20))
-    unsampled.write_bytes(bytes(4096))
-    files = ModelFiles([file, unsampled])
-    unsampled.write_bytes(b"written while the model loads".ljust(4096, b"."))
-    files.take_samples()
-    assert "more was written to" in str(files.written_to())
-    os.utime(unsampled, ns=(1, 1))
-    assert "more was written to" in str(files.changed())  # nobody knows what it held
-
-    files = ModelFiles([file])
-    files.take_samples()
-    for seconds in (1, 2, 2):
-        os.utime(file, (seconds, seconds))
-        assert files.written_to() is None
-        assert files.changed() is None
-    assert caplog.text.count("has another time and the same bytes") == 2  # one line a touch
-    for offset in (7, (5 << 20) - 4096):  # the head, a page
-        with file.open("r+b") as opened:
-            opened.seek(offset)
-            opened.write(b"x")
-        assert "was written to or replaced" in str(files.written_to())
-        with file.open("r+b") as opened:
-            opened.seek(offset)
-            opened.write(b"\0")
-        assert files.written_to() is None
-
-
-def test_a_touch_does_not_end_the_service(tmp_path: Path) -> None:
-    async def work() -> None:
-        clock = ManualClock()
-        async with on_a_copy(tmp_path, clock) as (made, model):
-            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
-            os.utime(model, (1, 1))
-            clock.wake(FILE_CHECK_SECONDS)
-            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
-            check(await (await killed(made, 1)), request(1, params=LONG))  # on an engine that loads the file again
-            assert not made.supervisor.failed.done()
 
     run(work)
 
