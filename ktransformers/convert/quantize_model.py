@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -42,11 +42,14 @@ from ktransformers.convert.writing import Importance, write_tensors
 from ktransformers.engine.opened import open_model
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.kernels.types import QuantType
+from ktransformers.models.gguf_keys import is_key_of_other_parts
 from ktransformers.models.gguf_of_config import check_comes_back, factor_tensors, hf_metadata
 from ktransformers.system.cores import usable_cores
 from ktransformers.tokenizer import load_tokenizer
+from ktransformers.tokenizer.gguf_vocab import cut_vocab
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.loader import weight_format
+from ktransformers.weights.names import is_of_other_parts
 
 __all__ = ["Outcome", "Task", "quantize_model"]
 
@@ -177,13 +180,24 @@ def _shape_of(arch: str, entries: Entries) -> ModelShape:
 
 def _from_gguf(model: GGUFModel) -> _Input:
     arch, entries = model.architecture, entries_of(model.files[0])
-    for key in [key for key in entries if key.startswith("split.")]:
-        del entries[key]
+    for key in list(entries):
+        if key.startswith("split.") or is_key_of_other_parts(key.removeprefix(f"{arch}.")):
+            del entries[key]
     if entries.get("general.type", entry("model")).value != "model":
         raise UnsupportedError(f"{model.files[0].path} holds a {entries['general.type'].value}, not a model")
-    return _Input(
-        arch, entries, gguf_tensors(model), _shape_of(arch, entries), tuple(file.path for file in model.files)
-    )
+    tensors = [tensor for tensor in gguf_tensors(model) if not is_of_other_parts(tensor.name)]
+    if others := len(model.tensors) - len(tensors):
+        logger.info("%d tensors for images and sound are left out; the file will read text only", others)
+    if (table := model.info("token_embd.weight")) is not None:
+        _cut_vocabulary(entries, table.shape[0])
+    return _Input(arch, entries, tensors, _shape_of(arch, entries), tuple(file.path for file in model.files))
+
+
+def _cut_vocabulary(entries: Entries, vocab_size: int) -> None:
+    """Tokens beyond the embedding table, which llama.cpp would not open: see read_gguf_vocab."""
+    kept = cut_vocab({key: one.value for key, one in entries.items() if key.startswith("tokenizer.ggml.")}, vocab_size)
+    for key, value in kept.items():
+        entries[key] = replace(entries[key], value=value)
 
 
 def _from_safetensors(folder: Path) -> _Input:

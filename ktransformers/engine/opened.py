@@ -228,6 +228,7 @@ def _load_tokenizer(opened: OpenedModel) -> Tokenizer:
         _tokenizer_path(opened),
         None if opened.gguf is None else opened.gguf.metadata,
         trust_remote_code=config.trust_remote_code,
+        vocab_size=opened.facts.vocab_size,
     )
     if config.chat_template is not None:
         tokenizer.use_chat_template(read_chat_template(config.chat_template))

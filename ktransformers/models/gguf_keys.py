@@ -17,7 +17,7 @@ import numpy as np
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf_metadata import Metadata
 
-__all__ = ["NEUTRAL", "check_unread"]
+__all__ = ["NEUTRAL", "check_unread", "is_key_of_other_parts"]
 
 logger = logging.getLogger(__name__)
 
@@ -275,13 +275,18 @@ _OTHER_PARTS = re.compile(r"(vision|audio|mm|projector)\.")
 """Keys of the parts for images and sound, which Ollama keeps in the same file."""
 
 
+def is_key_of_other_parts(key: str) -> bool:
+    """Whether a key without its architecture is about images or sound, which Ollama keeps in the same file."""
+    return _OTHER_PARTS.match(key) is not None
+
+
 def check_unread(gguf: Metadata) -> None:
     """Raises UnsupportedError for a key that was not read and that says what changes the answer."""
     unknown = []
     for key, value in gguf.unread().items():
         neutral = NEUTRAL.get(key)
         if neutral is None:
-            unknown += [] if _OTHER_PARTS.match(key) else [key]
+            unknown += [] if is_key_of_other_parts(key) else [key]
         elif not neutral(gguf, value):
             raise UnsupportedError(
                 f"the GGUF file says {gguf.arch}.{key} = {_shown(value)}, which changes what the model computes and is "

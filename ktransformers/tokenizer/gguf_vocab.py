@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
 from ktransformers.tokenizer.pretokenizers import SPACE_PATTERNS, find_pre_tokenizer
 
-__all__ = ["END_OF_TURN_TOKENS", "GgufVocab", "build_gguf_tokenizer", "read_gguf_vocab"]
+__all__ = ["END_OF_TURN_TOKENS", "GgufVocab", "build_gguf_tokenizer", "cut_vocab", "read_gguf_vocab"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ END_OF_TURN_TOKENS = (
 )
 """Control tokens that end an answer although a file may name another token as its end-of-sequence."""
 
+_HARMONY_ENDS = {"<|return|>", "<|call|>"}
+"""Of gpt-oss, whose answers have several messages: `<|end|>` ends only one of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class GgufVocab:
@@ -51,6 +54,7 @@ class GgufVocab:
     scores: list[float] | None
     merges: list[tuple[str, str]] | None
     roles: dict[str, int]  # "bos", "eos", "eot", "eom", "unknown", "padding" -> id
+    more_eos: list[int]  # ids, as Ollama's files list them beside the role
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
@@ -59,9 +63,9 @@ class GgufVocab:
     chat_template: str | dict[str, str] | None
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: the file's eos, eot and eom, and control tokens known to end a turn."""
-        ids = [self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles]
-        known = set(END_OF_TURN_TOKENS)
+        """Ids that end an answer: the file's eos, eot, eom and eos_token_ids, and control tokens that end a turn."""
+        ids = [*(self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles), *self.more_eos]
+        known = _HARMONY_ENDS if set(self.tokens) >= _HARMONY_ENDS else set(END_OF_TURN_TOKENS)
         ids += [
             i
             for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
@@ -148,6 +152,39 @@ def _read_roles(metadata: Mapping[str, object], model: str, num_tokens: int) -> 
     return _DEFAULT_ROLES.get(model, {}) | roles if num_tokens > 2 else roles
 
 
+def cut_vocab(metadata: Mapping[str, object], vocab_size: int | None) -> Mapping[str, object]:
+    """The metadata with no more tokens than `vocab_size`, and no merge that makes one of the others.
+
+    Logs what is left aside. Raises ConfigError for arrays of other lengths.
+    """
+    tokens = _strings(metadata, "tokenizer.ggml.tokens") or []
+    if vocab_size is None or len(tokens) <= vocab_size:
+        return metadata
+    lost = tokens[vocab_size:]
+    shown = ", ".join(ascii(token) for token in lost[:3])
+    _log.warning("the vocabulary has %d tokens more than the model (%s): they are left aside", len(lost), shown)
+    made: dict[str, object] = {"tokenizer.ggml.tokens": tokens[:vocab_size]}
+    for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+        values = _array(metadata, key, len(tokens))
+        if values is not None:
+            made[key] = values[:vocab_size]
+    merges = _strings(metadata, "tokenizer.ggml.merges")
+    if merges is not None:
+        gone = set(lost).difference(tokens[:vocab_size])
+        made["tokenizer.ggml.merges"] = [
+            line for line in merges if gone.isdisjoint((*line.split(" "), line.replace(" ", "", 1)))
+        ]
+    return {**metadata, **made}
+
+
+def _read_more_eos(metadata: Mapping[str, object], num_tokens: int) -> list[int]:
+    key = "tokenizer.ggml.eos_token_ids"
+    ids = _array(metadata, key, None) or []
+    if not all(type(one) is int and 0 <= one < num_tokens for one in ids):
+        raise ConfigError(f"GGUF metadata {key} must be ids of the vocabulary's {num_tokens} tokens")
+    return ids
+
+
 def _read_charsmap(metadata: Mapping[str, object]) -> bytes | None:
     key = "tokenizer.ggml.precompiled_charsmap"
     values = _array(metadata, key, None)
@@ -158,8 +195,13 @@ def _read_charsmap(metadata: Mapping[str, object]) -> bytes | None:
     return bytes(value & 0xFF for value in values)
 
 
-def read_gguf_vocab(metadata: Mapping[str, object]) -> GgufVocab:
-    """Check the `tokenizer.*` keys of a GGUF file. Raises ConfigError or UnsupportedError naming the key."""
+def read_gguf_vocab(metadata: Mapping[str, object], vocab_size: int | None = None) -> GgufVocab:
+    """Check the `tokenizer.*` keys of a GGUF file. Raises ConfigError or UnsupportedError naming the key.
+
+    vocab_size: rows of the embedding table, beyond which tokens are left aside: Ollama's files of Gemma 3 list those of
+    images there. None: as many as there are tokens. Of ids that have no token none is ever the text's.
+    """
+    metadata = cut_vocab(metadata, vocab_size)
     model = _get(metadata, "tokenizer.ggml.model", str, "")
     if model not in _MODELS:
         raise UnsupportedError(
@@ -191,6 +233,7 @@ def read_gguf_vocab(metadata: Mapping[str, object]) -> GgufVocab:
         scores=_numbers(metadata, "tokenizer.ggml.scores", len(tokens), (int, float)),
         merges=_read_merges(metadata, tokens),
         roles=roles,
+        more_eos=_read_more_eos(metadata, len(tokens)),
         add_bos=_get(metadata, "tokenizer.ggml.add_bos_token", bool, adds_bos) and "bos" in roles,
         add_eos=_get(metadata, "tokenizer.ggml.add_eos_token", bool, model == "t5") and "eos" in roles,
         add_space_prefix=_get(metadata, "tokenizer.ggml.add_space_prefix", bool, is_spm),

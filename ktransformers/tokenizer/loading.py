@@ -91,11 +91,16 @@ def has_tokenizer_files(folder: Path) -> bool:
 
 
 def load_tokenizer(
-    model_path: Path | None, gguf_metadata: Mapping[str, object] | None, *, trust_remote_code: bool = False
+    model_path: Path | None,
+    gguf_metadata: Mapping[str, object] | None,
+    *,
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
 ) -> Tokenizer:
     """The tokenizer in the folder `model_path`, else the one in a GGUF file's metadata, else one without vocabulary.
 
     A folder's tokenizer without chat template takes the GGUF file's, and one that cannot be loaded gives way to it.
+    vocab_size: of the GGUF's model, see read_gguf_vocab.
     Raises ConfigError or UnsupportedError.
     """
     metadata = gguf_metadata or {}
@@ -117,7 +122,7 @@ def load_tokenizer(
     if not has_vocab:
         _log.info("no tokenizer found: this model takes token ids only")
         return Tokenizer(None)
-    vocab = read_gguf_vocab(metadata)
+    vocab = read_gguf_vocab(metadata, vocab_size)
     return Tokenizer(build_gguf_tokenizer(vocab), vocab.eos_token_ids())
 
 

@@ -17,7 +17,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,11 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES
 
-from ktransformers.errors import FormatError
+from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.weights.mapped_file import map_file
+from ktransformers.weights.ollama import gpt_oss
 
 __all__ = ["GGUFFile", "GGUFModel", "GGUFTensor", "MetadataValue", "open_gguf", "shown"]
 
@@ -184,7 +185,23 @@ def parse_file(path: Path) -> GGUFFile:
     _check_complete(reader, tensors.values(), start)
     placed = {name: _placed(reader, tensor, start, alignment) for name, tensor in tensors.items()}
     _check_overlap(reader, placed)
-    return GGUFFile(path, metadata, placed, data, value_types)
+    file = GGUFFile(path, metadata, placed, data, value_types)
+    return _from_ollamas_gpt_oss(file) if metadata.get("general.architecture") == gpt_oss.ARCHITECTURE else file
+
+
+def _from_ollamas_gpt_oss(file: GGUFFile) -> GGUFFile:
+    """The same file with the names and metadata that llama.cpp's converter would have given it."""
+    try:
+        names = {name: gpt_oss.renamed_tensor(name) for name in file.tensors}
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file.path}: {error}") from error
+    tensors = {names[name]: replace(tensor, name=names[name]) for name, tensor in file.tensors.items()}
+    metadata = {gpt_oss.renamed_key(key): value for key, value in file.metadata.items()}
+    value_types = {gpt_oss.renamed_key(key): kind for key, kind in file.value_types.items()}
+    said = dict.fromkeys(gpt_oss.SAID, (_STRING,))
+    if len(tensors) < len(file.tensors) or len(metadata) < len(file.metadata):
+        raise FormatError(f"{file.path}: has names of both Ollama's and llama.cpp's gpt-oss; convert the model again")
+    return replace(file, metadata={**metadata, **gpt_oss.SAID}, tensors=tensors, value_types={**value_types, **said})
 
 
 def _value_type(reader: _Reader, start: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import weakref
@@ -69,6 +70,33 @@ def test_metadata_and_alignment_are_copied(tmp_path: Path) -> None:
         assert qtype is (T.F32 if "norm" in name else T.Q8_0)
         values = before[name][2].view(np.float32 if "norm" in name else np.float16).astype(np.float32).reshape(shape)
         assert (data == gguf.quants.quantize(values, qtype).view(np.uint8).reshape(-1)).all()
+
+
+def test_of_a_file_of_ollama_the_language_model_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without its parts for images, and without tokens that the embedding table has no rows for."""
+    caplog.set_level(logging.INFO, "ktransformers")
+    given, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
+    writer = gguf.GGUFWriter(given, "gemma3")
+    writer.add_block_count(1)
+    writer.add_uint32("gemma3.vision.block_count", 1)
+    writer.add_token_list(["a", "b", "c", "<image>"])
+    writer.add_token_types([1, 1, 1, 3])
+    writer.add_token_scores([0.0, -1.0, -2.0, -3.0])
+    kept = {"token_embd.weight": (3, COLS), "blk.0.attn_q.weight": (ROWS, COLS), "blk.0.attn_norm.weight": (COLS,)}
+    for name, shape in {**kept, "v.blk.0.attn_q.weight": (4, 4), "mm.mm_input_projection.weight": (4, 4)}.items():
+        writer.add_tensor(name, np.ones(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    quantized(given, out, "q8_0")
+    assert {name: shape for name, (_, shape, _) in tensors(out).items()} == kept
+    assert "2 tensors for images and sound are left out" in caplog.text
+    found = contents(out)
+    assert not any("vision" in key for key in found)
+    assert found["tokenizer.ggml.tokens"] == (["ARRAY", "STRING"], ["a", "b", "c"])
+    assert found["tokenizer.ggml.token_type"] == (["ARRAY", "INT32"], [1, 1, 1])
+    assert found["tokenizer.ggml.scores"] == (["ARRAY", "FLOAT32"], [0.0, -1.0, -2.0])
 
 
 def test_shards_become_one_file(tmp_path: Path) -> None:

@@ -123,6 +123,56 @@ def test_numpy_arrays_and_end_tokens(qwen_metadata: dict[str, Any]) -> None:
     assert named.eos_token_ids == (tokenizer.token_id("<|endoftext|>"), tokenizer.token_id("<|im_end|>"))
 
 
+@pytest.mark.parametrize(
+    ("added", "named", "ends"),
+    [
+        (["<|end|>", "<|eot_id|>"], [], ["<|end|>", "<|eot_id|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], [], ["<|return|>", "<|call|>"]),  # gpt-oss: messages of one answer
+        (["<|end|>", "<|return|>"], [], ["<|end|>", "<|return|>"]),
+        (["<|call|>", "<x>"], ["<x>"], ["<x>"]),
+        (["<|end|>"], ["<|end|>", "a"], ["<|end|>", "a"]),
+    ],
+)
+def test_what_ends_an_answer(added: list[str], named: list[str], ends: list[str], qwen_like: Tokenizer) -> None:
+    """Control tokens that are known, and what `eos_token_ids` lists, as Ollama's converter writes it."""
+    tokenizer = Tokenizer.from_str(qwen_like.to_str())
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in added])
+    metadata = gguf_metadata(tokenizer, "qwen2")
+    metadata.pop("tokenizer.ggml.eos_token_id", None)
+    kinds = [3 if token in added else 1 for token in metadata["tokenizer.ggml.tokens"]]
+    ids = np.array([tokenizer.token_to_id(token) for token in named], dtype=np.int32)
+    metadata |= {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eos_token_ids": ids}
+    vocab = read_gguf_vocab(metadata)
+    assert {vocab.tokens[one] for one in vocab.eos_token_ids()} == set(ends)
+    for wrong in ([len(kinds)], [-1], ["a"], [True]):
+        with pytest.raises(ConfigError, match="eos_token_ids must be ids"):
+            read_gguf_vocab(metadata | {"tokenizer.ggml.eos_token_ids": wrong})
+
+
+def test_tokens_beyond_the_embedding_table_are_left_aside(
+    qwen_metadata: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ollama's Gemma 3 lists one for images; here one that a merge makes, too."""
+    size = len(qwen_metadata["tokenizer.ggml.tokens"])
+    longer = dict(qwen_metadata)
+    longer["tokenizer.ggml.tokens"] = [*qwen_metadata["tokenizer.ggml.tokens"], "zqz", "<image>"]
+    longer["tokenizer.ggml.token_type"] = [*qwen_metadata["tokenizer.ggml.token_type"], 1, 3]
+    tokens = set(longer["tokenizer.ggml.tokens"])
+    pair = next((f"{a} {b}" for a, b in (("z", "qz"), ("zq", "z")) if {a, b} <= tokens), None)
+    if pair is None:
+        longer["tokenizer.ggml.tokens"][-2], pair = "zq", "z q"
+    longer["tokenizer.ggml.merges"] = [*qwen_metadata["tokenizer.ggml.merges"], pair]
+    cut, expected = load_tokenizer(None, longer, vocab_size=size), load_tokenizer(None, qwen_metadata)
+    assert "2 tokens more than the model" in caplog.text
+    assert cut.vocab_size == expected.vocab_size == size
+    for text in (*STRINGS, "a <image> zqz"):
+        assert cut.encode(text) == expected.encode(text)
+    assert len(read_gguf_vocab(longer).tokens) == len(read_gguf_vocab(longer, size + 2).tokens) == size + 2
+    assert len(read_gguf_vocab(qwen_metadata, size + 64).tokens) == size  # rows that no token is for
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        read_gguf_vocab(longer | {"tokenizer.ggml.eos_token_id": size}, size)
+
+
 # --- SentencePiece ---------------------------------------------------------------------------------------------------
 
 PIECES = [

@@ -1,0 +1,1 @@
+"""What Ollama's own converter writes otherwise than llama.cpp's."""
