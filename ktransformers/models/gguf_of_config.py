@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf_config import config_from_gguf
@@ -223,13 +225,10 @@ def _rotation(config: Any) -> Values:
     if kind == "yarn":
         return values | _yarn(rope)
     if kind == "longrope":
-        original = rope["original_max_position_embeddings"]
-        scale = math.sqrt(1 + math.log(max(config.max_position_embeddings / original, 1.0)) / math.log(original))
-        scale = rope.get("attention_factor") or scale
         return values | {
             "rope.scaling.type": "longrope",  # without it llama.cpp takes the factors for tensors too many
-            "rope.scaling.original_context_length": original,
-            "rope.scaling.attn_factor": scale,
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.attn_factor": float(ROPE_INIT_FUNCTIONS[kind](config)[1]),
         }
     if kind not in ("default", "llama3"):
         raise UnsupportedError(f"rope scaling {kind!r:.40} has no keys in GGUF")
@@ -242,13 +241,11 @@ def _yarn(rope: Mapping[str, Any]) -> Values:
         "rope.scaling.factor": float(rope["factor"]),
         "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
     }
-    for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-        if rope.get(name) not in (None, usual):
-            values[f"rope.scaling.yarn_{name}"] = float(rope[name])
+    for name, key in (("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"), ("attention_factor", "attn_factor")):
+        if rope.get(name) is not None:
+            values[f"rope.scaling.yarn_{key}"] = float(rope[name])
     if rope.get("mscale_all_dim"):
         values["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
-    elif rope.get("attention_factor") is not None:
-        values["rope.scaling.yarn_attn_factor"] = float(rope["attention_factor"])
     return values
 
 
@@ -318,8 +315,9 @@ def check_comes_back(
     facts, back = ModelFacts.of(config), ModelFacts.of(got)
     compared = ("vocab_size", "hidden_size", "layers", "latent", "experts", "is_tied", "context_len")
     differ += [name for name in compared if getattr(facts, name) != getattr(back, name)]
-    if _same_frequencies(config, got):  # other parameters may say the same rotation
-        differ = [name for name in differ if name != "rope_parameters"]
+    differ = [name for name in differ if name != "rope_parameters"]
+    if not _same_rotation(config, got):
+        differ.append("rope_parameters")
     if config.model_type != got.model_type and (config.model_type, got.model_type) != ("mistral", "llama"):
         differ.append("model_type")
     if differ:
@@ -327,14 +325,27 @@ def check_comes_back(
         raise UnsupportedError(f"GGUF has no keys for what this {config.model_type} config says: {said}")
 
 
-def _same_frequencies(config: Any, got: Any) -> bool:
-    """Whether Llama 3's scaling came back, as factors that are the same: its parameters are inferred from them."""
+def _same_rotation(config: Any, got: Any) -> bool:
+    """Whether both rotate alike, whatever their parameters are called: those of Llama 3 are inferred from factors.
+
+    What both say is not enough: a file has no key for YaRN's `truncate`, and none for other families' frequencies.
+    """
     wanted, given = config.rope_parameters, got.rope_parameters
-    if wanted.get("rope_type") != "llama3" or not _same(wanted["rope_theta"], given["rope_theta"]):
-        return False
-    factors = _llama3_factors(got) if given["rope_type"] == "llama3" else np.array(given.get("long_factor", ()))
-    ours = _llama3_factors(config)
-    return bool(len(factors) == len(ours) and np.allclose(factors, ours, rtol=1e-6))
+    if not _same(wanted.get("mscale_all_dim") or 0.0, given.get("mscale_all_dim") or 0.0):
+        return False  # of attention's scale, beside the rotation
+    kinds = [rope.get("rope_type", "default") for rope in (wanted, given)]
+    if not all(kind in ROPE_INIT_FUNCTIONS for kind in kinds):
+        return kinds[0] == kinds[1] and _same(wanted, given)
+    for seq_len in (1, config.max_position_embeddings):  # below the original length, and beyond it
+        computed = (
+            ROPE_INIT_FUNCTIONS[kind](one, seq_len=seq_len) for kind, one in zip(kinds, (config, got), strict=True)
+        )
+        (ours, our_scale), (theirs, their_scale) = computed
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-5, atol=0.0):
+            return False
+        if not _same(float(our_scale), float(their_scale)):
+            return False
+    return True
 
 
 def _as_read(metadata: Mapping[str, Any]) -> dict[str, object]:
