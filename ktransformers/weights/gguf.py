@@ -31,7 +31,7 @@ from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.weights.mapped_file import map_file
 from ktransformers.weights.ollama import gpt_oss
 
-__all__ = ["GGUFFile", "GGUFModel", "GGUFTensor", "MetadataValue", "open_gguf", "shown"]
+__all__ = ["OTHER_FILE", "GGUFFile", "GGUFModel", "GGUFTensor", "MetadataValue", "open_gguf", "shown"]
 
 MetadataValue = int | float | bool | str | list[str] | npt.NDArray[np.generic]
 """Numbers in arrays stay in a numpy array (a copy in the file's own dtype); strings become a list."""
@@ -257,20 +257,23 @@ def _tensor_info(reader: _Reader, index: int) -> GGUFTensor:
 
 
 _OTHER_TYPES = {
+    4: "Q4_2, or MXFP4 in the order of Ollama's first gpt-oss",
+    5: "Q4_3",
     42: "Q2_0",  # 64 weights of 2 bits under an fp16 scale
     **dict.fromkeys((31, 32, 33), "Q4_0 in an order of rows for some processors"),
     **dict.fromkeys((36, 37, 38), "IQ4_NL in an order of rows for some processors"),
 }
 """Numbers of ggml's types that are not read and that the `gguf` package may not name."""
 
+OTHER_FILE = "take a file of the model in another type, for instance Q4_0 or Q4_K_M"
+"""What to do about a tensor whose type is not read."""
+
 
 def _unknown_type(path: Path, what: str, type_id: int) -> FormatError:
     name = _OTHER_TYPES.get(type_id)
-    if name is None:
-        return FormatError(f"{path}: {what} has the ggml type {type_id}, which the gguf package lacks")
+    stored = "a type of weights that is not known here" if name is None else name
     return FormatError(
-        f"{path}: {what} is stored as {name} (ggml type {type_id}), which is not supported; take a file of the model "
-        "in another type, for instance Q4_0 or Q4_K_M"
+        f"{path}: {what} is stored as {stored} (ggml type {type_id}), which is not supported; {OTHER_FILE}"
     )
 
 
@@ -322,6 +325,10 @@ class GGUFModel:
         if not isinstance(value, str):
             raise FormatError(f"{self.files[0].path}: general.architecture is missing; this is not a model file")
         return value
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor. Raises KeyError when there is none of that name."""
+        return self._file_of[name].path
 
     def info(self, name: str) -> GGUFTensor | None:
         """What the headers say of a tensor; None when there is none of that name."""

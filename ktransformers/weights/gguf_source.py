@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ktransformers.errors import TensorMismatchError
+from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu.pages import page_out
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
-from ktransformers.weights.gguf import GGUFModel
+from ktransformers.weights.gguf import OTHER_FILE, GGUFModel
 from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts
 from ktransformers.weights.recurrent_names import Form
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
@@ -328,7 +328,10 @@ class GGUFSource:
         pairs: Counter[tuple[str, str]] = Counter()
         for name, tensor in self._tensors.items():
             if not self.ignorable(name):
-                resident = resident_type(tensor.qtype, name)
+                try:
+                    resident = resident_type(tensor.qtype, name)
+                except UnsupportedError as error:
+                    raise UnsupportedError(f"{self._model.path_of(name)}: {error}; {OTHER_FILE}") from error
                 if resident is not tensor.qtype:
                     pairs[tensor.qtype.name, resident.name] += 1
         for (stored, resident_name), count in sorted(pairs.items()):

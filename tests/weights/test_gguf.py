@@ -9,9 +9,13 @@ import gguf
 import numpy as np
 import pytest
 
-from ktransformers.errors import FormatError
+from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.kernels.cpu import NATIVE_TYPES
 from ktransformers.kernels.types import QuantType
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf import open_gguf, shown
+from ktransformers.weights.gguf_source import GGUFSource
+from tests.support.tiny_models import tiny_config
 
 
 def text(value: str | bytes) -> bytes:
@@ -123,7 +127,7 @@ BROKEN = {
     "five dims": (file_bytes(tensors=[tensor("a", [1] * 5)], data=DATA), "5 dimensions"),
     "empty shape": (file_bytes(tensors=[tensor("a", [4, 0])], data=DATA), r"empty shape \[0, 4\]"),
     "overflowing shape": (file_bytes(tensors=[tensor("a", [1 << 33, 1 << 33])], data=DATA), "more than 1 EiB missing"),
-    "type": (file_bytes(tensors=[tensor("a", [4], 4)], data=DATA), "'a' has the ggml type 4"),
+    "type": (file_bytes(tensors=[tensor("a", [4], 4)], data=DATA), r"'a' is stored as Q4_2, or .* \(ggml type 4\)"),
     "Q2_0": (file_bytes(tensors=[tensor("a", [64], 42)], data=bytes(18)), r"'a' is stored as Q2_0 \(ggml type 42\)"),
     "rows for ARM": (file_bytes(tensors=[tensor("a", [32], 31)], data=bytes(18)), "'a' is stored as Q4_0 in an order"),
     "half a block": (file_bytes(tensors=[tensor("a", [33], 8)], data=bytes(68)), "Q8_0 blocks hold 32"),
@@ -196,3 +200,20 @@ def test_unreadable_and_missing_files(tmp_path: Path) -> None:
         open_gguf(tmp_path / "none.gguf")
     with pytest.raises(FormatError, match=r"general\.architecture is missing"):
         _ = open_gguf(write(tmp_path, file_bytes())).architecture
+
+
+@pytest.mark.parametrize("number", range(61))
+def test_every_type_is_read_or_refused_in_one_line(number: int, tmp_path: Path) -> None:
+    """Which says the tensor, its type, the file and what to do; numbers that ggml has not given yet included."""
+    heads = [kv("general.architecture", 8, text("llama"))]
+    path = write(tmp_path, file_bytes(heads, [tensor("output.weight", [256], number)], data=bytes(2048)))
+    try:
+        GGUFSource(open_gguf(path), ModelFacts.of(tiny_config("llama")))
+    except (FormatError, UnsupportedError) as error:
+        said, names = str(error), {kind.value: kind.name for kind in QuantType}
+        assert "\n" not in said
+        assert said.startswith(f"{path}: tensor 'output.weight' is stored as ")
+        assert names.get(number, f"(ggml type {number})") in said
+        assert said.endswith("; take a file of the model in another type, for instance Q4_0 or Q4_K_M")
+    else:
+        assert QuantType(number) in NATIVE_TYPES
