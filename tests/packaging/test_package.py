@@ -6,10 +6,13 @@ import re
 import shutil
 import subprocess
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from ktransformers.kernels.extension import extension
 
@@ -34,6 +37,17 @@ def test_nobody_is_told_to_install_the_other_distribution() -> None:
     for file in files:
         found = re.search(r"pip install [^`\n]*\bktransformers(?!-engine)\b(?!/)", file.read_text(encoding="utf-8"))
         assert not found, f"{file}: {found and found[0]}"
+
+
+def test_ci_pins_the_triton_that_the_pinned_torch_asks_for() -> None:
+    """By what is installed; test_resolves.py asks the index."""
+    lines = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    installed = Version(metadata.version("torch"))
+    asked = [one for one in map(Requirement, metadata.requires("torch") or ()) if one.name == "triton"]
+    if installed.public != pins["torch"] or not asked:
+        pytest.skip(f"torch {installed} is not the pinned one for CUDA")
+    assert all(one.specifier.contains(pins["triton"]) for one in asked)
 
 
 def test_ci_pins_are_not_what_users_get() -> None:
