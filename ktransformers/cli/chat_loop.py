@@ -239,12 +239,12 @@ class ChatLoop:
             self._num_dropped = 0
             return prompt_ids
 
-        def prompt_of(kept: Sequence[int]) -> list[int] | None:
+        def prompt_of(kept: Sequence[int]) -> list[int] | int:
             ids = self._prompt_ids([messages[at] for at in kept])
-            return ids if len(ids) <= room else None
+            return ids if len(ids) <= room else len(ids)
 
         sizes = [len(str(message["content"]).encode(errors="replace")) for message in messages]
-        found = shorten([message["role"] for message in messages], sizes, max_len, prompt_of)
+        found = shorten([message["role"] for message in messages], sizes, max_len, len(prompt_ids), room, prompt_of)
         if found is None:
             return prompt_ids  # refused, with its length, unless an answer has some room all the same
         if found.num_dropped != self._num_dropped:

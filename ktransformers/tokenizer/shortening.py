@@ -22,6 +22,11 @@ _ANSWER_PART = 8
 """An answer wants a part in so many of the context, or max_tokens if that is less."""
 
 
+PromptOf = Callable[[Sequence[int]], "list[int] | int"]
+"""From the places of the turns that stay to the ids of their prompt; of one that is too long how many tokens it has, or
+has at least."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shortened:
     """prompt_ids: of the turns that stayed. num_dropped: how many turns left."""
@@ -40,29 +45,61 @@ def prompt_room(max_len: int, max_tokens: int | None) -> int:
 
 
 def shorten(
-    roles: Sequence[str], sizes: Sequence[int], max_len: int, prompt_of: Callable[[Sequence[int]], list[int] | None]
+    roles: Sequence[str], sizes: Sequence[int], max_len: int, whole_len: int, limit: int, prompt_of: PromptOf
 ) -> Shortened | None:
     """Leaves out the oldest turns until the prompt fits; None when it does not even without all that may leave.
 
-    roles, sizes: of each turn; sizes are UTF-8 bytes, which only decide where turns leave together. max_len: tokens of
-    the context. prompt_of: from the places of the turns that stay to the ids of their prompt, None for one that is too
-    long; called at most some log2(len(roles)) times.
+    roles, sizes: of each turn; sizes are UTF-8 bytes, which decide where turns leave together, and what is tried first.
+    max_len: tokens of the context. whole_len: of the prompt of all turns, about; limit: most that a prompt may have.
+    prompt_of is called some four times, and at most some 2 * log2(len(roles)) times where sizes say little of tokens.
     """
     groups = _groups(roles)
     cuts = _cuts([sum(sizes[at] for at in group) for group in groups], max_len)
-    tried: dict[int, list[int] | None] = {}
+    dropped = [0, *accumulate(sum(sizes[at] for at in group) for group in groups)]
+    left = [sum(sizes) - dropped[cut] for cut in cuts]
+    best: list[int] = []
 
-    def fits(cut: int) -> bool:
-        dropped = {at for group in groups[:cut] for at in group}
-        tried[cut] = prompt_of([at for at in range(len(roles)) if at not in dropped])
-        return tried[cut] is not None
+    def probe(at: int) -> tuple[int, bool]:
+        nonlocal best
+        gone = {place for group in groups[: cuts[at]] for place in group}
+        made = prompt_of([place for place in range(len(roles)) if place not in gone])
+        if isinstance(made, int):
+            return made, False
+        best = made  # each that fits has more turns than the one before
+        return len(made), True
 
-    found = bisect_left(cuts, True, key=fits)
-    if found == len(cuts):
-        return None
-    prompt_ids = tried[cuts[found]]
-    assert prompt_ids is not None
-    return Shortened(prompt_ids, sum(map(len, groups[: cuts[found]])))
+    found = _first_that_fits(left, (whole_len, sum(sizes)), limit, probe)
+    return None if found == len(cuts) else Shortened(best, sum(map(len, groups[: cuts[found]])))
+
+
+def _first_that_fits(
+    left: Sequence[int], whole: tuple[int, int], limit: int, probe: Callable[[int], tuple[int, bool]]
+) -> int:
+    """The first place whose prompt fits, where all later ones do; len(left): none does.
+
+    left: bytes that stay at each place. whole: tokens and bytes of all. limit: tokens. probe: tokens of a place's
+    prompt, and whether it fits. Two places are guessed by the tokens for each byte, of the whole and then of the first
+    guess. From the second one on the search goes on in growing steps, until it has passed the border.
+    """
+    low, high, fits = 0, len(left), False
+    tokens, nbytes = whole
+    for _ in range(2):
+        if low == high:
+            return low
+        room = nbytes * limit / max(tokens, 1)
+        at = min(max(bisect_left(left, -room, key=lambda size: -size), low), high - 1)
+        (tokens, fits), nbytes = probe(at), left[at]
+        low, high = (low, at) if fits else (at + 1, high)
+    goes_down, step = fits, 1
+    while low < high:
+        if fits is goes_down:
+            at = max(high - step, low) if goes_down else min(low + step - 1, high - 1)
+        else:
+            at = (low + high) // 2
+        now = probe(at)[1]
+        low, high = (low, at) if now else (at + 1, high)
+        fits, step = (now, 2 * step) if fits is goes_down else (fits, step)
+    return low
 
 
 def _groups(roles: Sequence[str]) -> list[list[int]]:

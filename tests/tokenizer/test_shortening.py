@@ -16,10 +16,10 @@ def kept(roles: str, room: int, size: int = 10, nbytes: int = 10, max_len: int =
     """What stays of turns of `size` tokens and `nbytes` each, as letters; None: nothing fits."""
     names = [LETTERS[role] for role in roles]
 
-    def prompt_of(places: Sequence[int]) -> list[int] | None:
-        return [at for at in places for _ in range(size)] if len(places) * size <= room else None
+    def prompt_of(places: Sequence[int]) -> list[int] | int:
+        return [at for at in places for _ in range(size)] if len(places) * size <= room else len(places) * size
 
-    found = shorten(names, [nbytes] * len(roles), max_len, prompt_of)
+    found = shorten(names, [nbytes] * len(roles), max_len, len(roles) * size, room, prompt_of)
     if found is None:
         return None
     places = list(dict.fromkeys(found.prompt_ids))
@@ -65,32 +65,61 @@ def test_the_next_prompts_begin_as_this_one_does() -> None:
     assert cuts[17:] == [10 * (1 + at // 5) for at in range(43)]
 
 
-def test_fewest_groups_that_make_it_fit() -> None:
-    """With turns of random sizes: what stays fits, at the least border that does."""
+@pytest.mark.parametrize("told", ["right", "least", "nothing"])
+def test_fewest_groups_that_make_it_fit(told: str) -> None:
+    """With turns of random sizes: what stays fits, at the least border that does, by a search over all.
+
+    told: what is said of prompts that are too long, which only decides what is tried first.
+    """
     draw = random.Random(5)
     for _ in range(300):
         sizes = [draw.randint(1, 50) for _ in range(draw.randint(1, 30))]
-        check_one(sizes, room=draw.randint(1, 400), max_len=draw.choice([1, 40, 100, 1000]))
+        for per_byte in (1, 3, lambda: draw.randint(0, 9)):
+            tokens = [size * (per_byte if isinstance(per_byte, int) else per_byte()) for size in sizes]
+            check_one(sizes, tokens, draw.randint(1, 400), draw.choice([1, 40, 100, 1000]), told)
 
 
-def check_one(sizes: list[int], room: int, max_len: int) -> None:
+def check_one(sizes: list[int], tokens: list[int], room: int, max_len: int, told: str) -> None:
+    """sizes: bytes of each turn; tokens: of each turn."""
     roles = ["user" if at % 2 == 0 else "assistant" for at in range(len(sizes))]
     num_asked = 0
 
-    def prompt_of(places: Sequence[int]) -> list[int] | None:
+    def prompt_of(places: Sequence[int]) -> list[int] | int:
         nonlocal num_asked
         num_asked += 1
-        return list(places) if sum(sizes[at] for at in places) <= room else None
+        count = sum(tokens[at] for at in places)
+        return list(places) if count <= room else said(count)
+
+    def said(count: int) -> int:
+        return {"right": count, "least": room + 1, "nothing": 0}[told]
 
     last = max(at for at, role in enumerate(roles) if role == "user")
     borders = range(2, last + 1, 2)
     marks = [at for at in borders if sum(sizes[:at]) // max_len > sum(sizes[: at - 2]) // max_len]
     cuts = [*marks, *(at for at in borders if not marks or at > marks[-1])]
-    want = next((at for at in cuts if sum(sizes[at:]) <= room), None)
-    found = shorten(roles, sizes, max_len, prompt_of)
+    want = next((at for at in cuts if sum(tokens[at:]) <= room), None)
+    found = shorten(roles, sizes, max_len, said(sum(tokens)), room, prompt_of)
     assert (None if found is None else found.num_dropped) == want
     assert found is None or found.prompt_ids == list(range(found.num_dropped, len(sizes)))
-    assert num_asked <= 2 + len(sizes).bit_length()
+    assert num_asked <= 4 + 2 * len(sizes).bit_length()
+
+
+@pytest.mark.parametrize("room", [70_000, 30_000, 5_000, 500])
+def test_few_prompts_are_made_of_a_long_conversation(room: int) -> None:
+    """Of turns like those that people write, sizes say nearly how many tokens there are."""
+    draw = random.Random(6)
+    sizes = [draw.randint(20, 400) for _ in range(2000)]
+    tokens = [max(size * draw.randint(20, 30) // 100, 1) for size in sizes]
+    asked = []
+
+    def prompt_of(places: Sequence[int]) -> list[int] | int:
+        ids = [0] * sum(tokens[at] + 5 for at in places)
+        asked.append(len(ids))
+        return ids if len(ids) <= room else len(ids)
+
+    roles = ["user", "assistant"] * 1000
+    assert shorten(roles, sizes, 1 << 18, sum(tokens) + 10_000, room, prompt_of) is not None
+    assert len(asked) <= 6
 
 
 @pytest.mark.parametrize(

@@ -70,19 +70,19 @@ def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges)
 def _within(service: Service, conversation: Conversation, limit: int, note_changes: NoteChanges) -> Shortened | None:
     """The whole conversation if it has at most `limit` tokens, else without its oldest turns, if that helps."""
 
-    def prompt_of(kept: Sequence[int]) -> list[int] | None:
+    def prompt_of(kept: Sequence[int]) -> list[int] | int:
         part = replace(conversation, messages=[conversation.messages[at] for at in kept])
         try:
             return _prompt(service, part, limit, note_changes)
-        except ContextLengthError:
-            return None
+        except ContextLengthError as error:
+            return error.prompt_len
 
     messages = conversation.messages
     whole = prompt_of(range(len(messages)))
-    if whole is not None:
+    if not isinstance(whole, int):
         return Shortened(whole, 0)
     sizes = [_size(conversation, at) for at in range(len(messages))]
-    return shorten([message.role for message in messages], sizes, service.model.max_len, prompt_of)
+    return shorten([message.role for message in messages], sizes, service.model.max_len, whole, limit, prompt_of)
 
 
 def _size(conversation: Conversation, at: int) -> int:
