@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES
 
-from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.errors import FormatError
 from ktransformers.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.weights.mapped_file import map_file
@@ -193,8 +193,8 @@ def _from_ollamas_gpt_oss(file: GGUFFile) -> GGUFFile:
     """The same file with the names and metadata that llama.cpp's converter would have given it."""
     try:
         names = {name: gpt_oss.renamed_tensor(name) for name in file.tensors}
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{file.path}: {error}") from error
+    except FormatError as error:
+        raise FormatError(f"{file.path}: {error}") from error
     tensors = {names[name]: replace(tensor, name=names[name]) for name, tensor in file.tensors.items()}
     metadata = {gpt_oss.renamed_key(key): value for key, value in file.metadata.items()}
     value_types = {gpt_oss.renamed_key(key): kind for key, kind in file.value_types.items()}

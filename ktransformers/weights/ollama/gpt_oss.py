@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ktransformers.errors import UnsupportedError
+from ktransformers.errors import FormatError
 
 __all__ = ["ARCHITECTURE", "SAID", "renamed_key", "renamed_tensor"]
 
@@ -44,10 +44,10 @@ def renamed_key(key: str) -> str:
 def renamed_tensor(name: str) -> str:
     """llama.cpp's name of a tensor.
 
-    Raises UnsupportedError for gate and up in one tensor, whose rows Ollama's converter once left in turn.
+    Raises FormatError for gate and up in one tensor, whose rows Ollama's converter once left in turn.
     """
     if "ffn_gate_up_exps" in name:
-        raise UnsupportedError(
+        raise FormatError(
             f"tensor {name!r:.80} of architecture {ARCHITECTURE!r} has gate and up in one, as Ollama wrote it for a "
             "while; `ollama pull` the model again, or take a file that llama.cpp's converter made"
         )

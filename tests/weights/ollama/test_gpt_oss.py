@@ -12,10 +12,11 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine
-from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf import open_gguf
 from tests.support.agreement import prompt
+from tests.support.converting import contents, quantized, tensors
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model
 
@@ -85,13 +86,22 @@ def test_its_names_are_those_of_llama_cpp(tmp_path: Path) -> None:
     assert not any(key.startswith("gptoss.") for key in ours.metadata)
     assert ours.metadata["tokenizer.ggml.pre"] == "gpt-4o"
     assert ours.metadata["gpt-oss.rope.scaling.type"] == "yarn"
-    assert set(ours.files[0].value_types) == set(ours.metadata)  # which `quantize` writes by
+    assert set(ours.files[0].value_types) == set(ours.metadata)
+
+
+def test_it_is_quantized_into_a_file_of_llama_cpp(tmp_path: Path) -> None:
+    ollama = as_ollama(written(tmp_path, layers=1), tmp_path / "ollama.gguf")
+    quantized(ollama, tmp_path / "out.gguf", "q8_0")
+    said = contents(tmp_path / "out.gguf")
+    assert said["general.architecture"][1] == "gpt-oss"
+    assert said["gpt-oss.rope.scaling.type"] == (["STRING"], "yarn")
+    assert set(tensors(tmp_path / "out.gguf")) == set(open_gguf(ollama).tensors)
 
 
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     path = written(tmp_path, layers=1)
     merged = as_ollama(path, tmp_path / "merged.gguf", {"blk.0.ffn_gate_up_exps.weight": [2, 4, 32]})
-    with pytest.raises(UnsupportedError, match=r"merged.gguf: tensor 'blk.0.ffn_gate_up_exps.weight'.*ollama pull"):
+    with pytest.raises(FormatError, match=r"merged.gguf: tensor 'blk.0.ffn_gate_up_exps.weight'.*ollama pull"):
         open_gguf(merged)
     both = as_ollama(path, tmp_path / "both.gguf", {"blk.0.attn_sinks.weight": [4]})
     with pytest.raises(FormatError, match=r"names of both Ollama's and llama\.cpp's"):
