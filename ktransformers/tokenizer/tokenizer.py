@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from ktransformers.tokenizer.recognition import (
 from ktransformers.tokenizer.shortening import text_too_long
 from ktransformers.tokenizer.template_limits import why_no_template
 from ktransformers.tokenizer.template_variables import template_variables
-from ktransformers.tokenizer.templates import Ending, Message, Rendered, TemplateTurns, rendered
+from ktransformers.tokenizer.templates import Ending, Message, Rendered, Rendering, TemplateTurns, rendered
 from ktransformers.tokenizer.templates.calls import spelled
 from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
 from ktransformers.tokenizer.tools.base import TaggedParser
@@ -419,18 +420,11 @@ class Tokenizer:
         form = self._format.tools
         return spelled(calls, None if form is None else form.shape or shape_of(form.name, self._template_text()))
 
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        ending: Ending,
-        guard_of: Callable[[Any], Guard | None],
-    ) -> Rendered:
-        if not messages:
+    def _rendered(self, asked: Rendering) -> Rendered:
+        if not asked.messages:
             raise ConfigError("a conversation needs at least one message")
         try:
-            return self.turns.rendered(messages, tools, variables, ending, guard_of)
+            return self.turns.rendered(asked)
         except RecursionError as error:
             raise ConfigError(
                 "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
@@ -453,7 +447,7 @@ class Tokenizer:
         Raises UnsupportedError when the model has no template, ConfigError when the template refuses the messages.
         """
         ending = Ending(add_generation_prompt, continue_final_message, None, self.reasoning_tags)
-        return self._rendered(messages, tools, template_kwargs, ending, lambda _: None).text
+        return self._rendered(Rendering(messages, tools, template_kwargs, ending)).text
 
     def apply_chat_template(
         self,
@@ -477,10 +471,10 @@ class Tokenizer:
         that nobody can forge a turn.
         """
         ending = Ending(add_generation_prompt, continue_final_message, continue_reasoning, self.reasoning_tags)
-        guard_of: Callable[[Any], Guard | None] = lambda _: None  # noqa: E731
+        asked = Rendering(messages, tools, template_kwargs, ending)
         if not reads_special_tokens and self.has_chat_template:
-            guard_of = self.verbatim.guard
-        made = self._rendered(messages, tools, template_kwargs, ending, guard_of)
+            asked = replace(asked, guard_of=self.verbatim.guard)
+        made = self._rendered(asked)
         if note_changes is not None and made.changes:
             note_changes(made.changes)
         return self.encode_guarded(made.text, made.guard, max_len=max_len)

@@ -360,7 +360,7 @@ def test_slow_templates_are_not_probed_for_long(monkeypatch: pytest.MonkeyPatch)
     seconds = iter(range(1000))
     monkeypatch.setattr("ktransformers.tokenizer.templates.probe.time.thread_time", lambda: next(seconds))
     made = turns.TemplateTurns(render, lambda calls: "")
-    text = made.rendered(conversation("SSUUSD"), None, {}, turns.Ending(), lambda _: None)
+    text = made.rendered(turns.Rendering(conversation("SSUUSD")))
     assert rendered <= 3
     assert text.changes == ()
 

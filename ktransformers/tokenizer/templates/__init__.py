@@ -8,6 +8,6 @@ turns.py       all of it for one template
 
 from ktransformers.tokenizer.templates.probe import Prober
 from ktransformers.tokenizer.templates.rendering import Message, rendered
-from ktransformers.tokenizer.templates.turns import Ending, Rendered, TemplateTurns
+from ktransformers.tokenizer.templates.turns import Ending, Rendered, Rendering, TemplateTurns
 
-__all__ = ["Ending", "Message", "Prober", "Rendered", "TemplateTurns", "rendered"]
+__all__ = ["Ending", "Message", "Prober", "Rendered", "Rendering", "TemplateTurns", "rendered"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ktransformers.errors import ConversationError
@@ -20,7 +20,7 @@ from ktransformers.tokenizer.templates.rendering import Message, Render
 from ktransformers.tokenizer.templates.traits import PlainTraits, Traits
 from ktransformers.tokenizer.verbatim import Guard
 
-__all__ = ["Ending", "Rendered", "TemplateTurns"]
+__all__ = ["Ending", "Rendered", "Rendering", "TemplateTurns"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,26 @@ class Ending:
     behind: str | None = None
     tags: tuple[str, str] | None = None
     is_apart: bool = False
+
+
+def _no_guard(_: Any) -> Guard | None:
+    """Texts of this JSON-like value are read as they are."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What a prompt is rendered from.
+
+    messages: the conversation, one turn at least. tools: in the form of chat completions, or None. variables: of the
+    template. ending: how the prompt ends. guard_of: what keeps texts of a JSON-like value from being read as tokens.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    ending: Ending = Ending()
+    guard_of: Callable[[Any], Guard | None] = _no_guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +84,17 @@ class TemplateTurns:
         """What the template does with turns when it is given tools, or none."""
         return self._traits[has_tools]
 
-    def rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        ending: Ending,
-        guard_of: Callable[[Any], Guard | None],
-    ) -> Rendered:
-        """The text of a conversation. guard_of: what keeps texts of this JSON-like value from being read as tokens.
+    def rendered(self, asked: Rendering) -> Rendered:
+        """The text of a conversation.
 
         Raises ConversationError when the template refuses it, folded or in the plainest form that there is.
         """
-        variables = self._variables(variables)
+        asked = replace(asked, variables=self._variables(asked.variables))
         refused: ConversationError | None = None
-        for folded in self._folded(messages, bool(tools), ending.continues):
-            for end in self._endings(folded.messages, ending):
+        for folded in self._folded(asked):
+            for end in self._endings(folded.messages, asked.ending):
                 try:
-                    made = self._rendered(folded.messages, tools, variables, end, guard_of)
+                    made = self._rendered(replace(asked, messages=folded.messages, ending=end))
                 except ConversationError as error:
                     refused = refused or error
                 else:
@@ -100,27 +113,21 @@ class TemplateTurns:
         if can_be_apart:
             yield replace(ending, continues=False, is_apart=True)
 
-    def _folded(self, messages: Sequence[Message], has_tools: bool, continues: bool) -> Iterator[Folded]:
-        traits = self._traits[has_tools]
-        first = fold(messages, traits, self._spell, continues=continues)
+    def _folded(self, asked: Rendering) -> Iterator[Folded]:
+        traits, continues = self._traits[bool(asked.tools)], asked.ending.continues
+        first = fold(asked.messages, traits, self._spell, continues=continues)
         yield first
         if traits.is_understood:
-            plain = fold(messages, PlainTraits(traits), self._spell, continues=continues)
+            plain = fold(asked.messages, PlainTraits(traits), self._spell, continues=continues)
             if plain.messages != first.messages:
                 yield plain
 
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        ending: Ending,
-        guard_of: Callable[[Any], Guard | None],
-    ) -> Rendered:
+    def _rendered(self, asked: Rendering) -> Rendered:
+        messages, tools, variables, ending = asked.messages, asked.tools, asked.variables, asked.ending
         behind, opens = ending.behind, ending.opens and not ending.continues
         if ending.is_apart:
             messages, behind, opens = messages[:-1], str(messages[-1]["content"]), True
-        guard = guard_of((messages, tools, variables, behind))
+        guard = asked.guard_of((messages, tools, variables, behind))
         if guard is not None:
             messages, tools, variables, behind = (guard.marked(one) for one in (messages, tools, variables, behind))
         text = self._render(
