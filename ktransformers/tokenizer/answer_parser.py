@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from ktransformers.tokenizer.reasoning import EndTrimmer, ReasoningParser, Unwrapper
-from ktransformers.tokenizer.tools.base import ToolParser
-from ktransformers.tokenizer.tools.events import ParsedEvent, ReasoningPiece, TextPiece
+from ktransformers.tokenizer.recognition import AnswerFormat
+from ktransformers.tokenizer.tools.base import TaggedParser, ToolParser
+from ktransformers.tokenizer.tools.events import ParsedEvent, ReasoningPiece, TextPiece, ToolSchemas
+from ktransformers.tokenizer.tools.families.harmony import HarmonyParser
+from ktransformers.tokenizer.tools.formats import HARMONY
 
-__all__ = ["AnswerParser", "TaggedAnswerParser"]
+__all__ = ["AnswerParser", "TaggedAnswerParser", "parser_of"]
 
 
 class AnswerParser(Protocol):
@@ -66,3 +69,35 @@ class TaggedAnswerParser:
         if self._tools:
             return self._tools.feed(content)
         return [TextPiece(content)] if content else []
+
+
+def parser_of(
+    form: AnswerFormat,
+    tools: ToolSchemas | None,
+    *,
+    thoughts: str | None,
+    continues_reasoning: bool,
+    is_forced: bool,
+    end: str,
+) -> AnswerParser:
+    """What reads one answer of a model that writes `form`.
+
+    tools: those of the request, None when it has none. thoughts: the reasoning that the prompt ends with, None when it
+    does not end inside. continues_reasoning: it ends in the middle of it. is_forced: behind its reasoning the answer
+    has to be calls. end: see TaggedAnswerParser.
+    """
+    starts_inside = continues_reasoning or thoughts is not None
+    parser: ToolParser | None = None
+    if form.tools is not None and form.tools.name == HARMONY:
+        parser = HarmonyParser(tools, has_tools=tools is not None, starts_inside=starts_inside)
+    elif form.tools is not None and tools is not None:
+        parser = form.tools.parser(tools)
+    if parser is not None and is_forced:
+        parser.expect_calls()
+    if isinstance(parser, HarmonyParser):
+        return parser
+    ends_reasoning = form.tools is not None and form.tools.ends_reasoning
+    stops = parser.opening if ends_reasoning and isinstance(parser, TaggedParser) else ()
+    goes_on = continues_reasoning or bool(thoughts and thoughts.strip())
+    reasoning = ReasoningParser(form.marks.reasoning, starts_inside, goes_on, stops)
+    return TaggedAnswerParser(reasoning, form.wrapper, parser, end=end)

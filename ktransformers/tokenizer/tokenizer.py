@@ -16,11 +16,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerParser
+from ktransformers.tokenizer.answer_parser import AnswerParser, parser_of
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, why_not_trusted
-from ktransformers.tokenizer.reasoning import REASONING_TAGS, ReasoningParser, open_thoughts
+from ktransformers.tokenizer.reasoning import REASONING_TAGS, open_thoughts
 from ktransformers.tokenizer.recognition import (
     AnswerFormat,
     Probe,
@@ -35,9 +35,6 @@ from ktransformers.tokenizer.template_variables import template_variables
 from ktransformers.tokenizer.templates import Ending, Message, Rendered, Rendering, TemplateTurns, rendered
 from ktransformers.tokenizer.templates.calls import spelled
 from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
-from ktransformers.tokenizer.tools.base import TaggedParser
-from ktransformers.tokenizer.tools.families.harmony import HarmonyParser
-from ktransformers.tokenizer.tools.formats import HARMONY
 from ktransformers.tokenizer.tools.grammars import WidenedOf, tool_grammar
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
 from ktransformers.tokenizer.tools.shapes import shape_of
@@ -339,27 +336,27 @@ class Tokenizer:
         )
 
     def answer_parser(
-        self, prompt_ids: Sequence[int], tools: ToolSchemas | None = None, *, continues_reasoning: bool = False
+        self,
+        prompt_ids: Sequence[int],
+        tools: ToolSchemas | None = None,
+        *,
+        continues_reasoning: bool = False,
+        is_forced: bool = False,
     ) -> AnswerParser:
         """What reads one answer to this prompt. tools: those of the request, None when it has none.
 
-        continues_reasoning: the prompt ends in the middle of the answer's reasoning.
+        continues_reasoning: the prompt ends in the middle of the answer's reasoning. is_forced: behind its reasoning
+        the answer has to be calls, see tool_grammar.
         """
         if self._has_own_parser and self._response_template is not None:
             prompt = self.decode(prompt_ids, skip_special_tokens=False)
             return ResponseTemplateParser(self._response_template, prompt, tools)
-        thoughts, form = self._open_thoughts(prompt_ids), self._format.tools
-        starts_inside = continues_reasoning or thoughts is not None
-        if form is not None and form.name == HARMONY:
-            return HarmonyParser(tools, has_tools=tools is not None, starts_inside=starts_inside)
-        parser = None if form is None or tools is None else form.parser(tools)
-        ends_reasoning = form is not None and form.ends_reasoning
-        stops = parser.opening if ends_reasoning and isinstance(parser, TaggedParser) else ()
-        goes_on = continues_reasoning or bool(thoughts and thoughts.strip())
-        return TaggedAnswerParser(
-            ReasoningParser(self.reasoning_tags, starts_inside, goes_on, stops),
-            self._format.wrapper,
-            parser,
+        return parser_of(
+            self._format,
+            tools,
+            thoughts=self._open_thoughts(prompt_ids),
+            continues_reasoning=continues_reasoning,
+            is_forced=is_forced,
             end=self._shown_end,
         )
 

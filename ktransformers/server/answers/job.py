@@ -160,8 +160,11 @@ def _chat(
     if asked.is_prompt_only:
         return [prompt_ids], [PromptChoice() for _ in range(asked.n)], fitted.num_dropped
     schemas = {tool.name: tool.parameters for tool in tools} if tools else None
-    inside = asked.conversation.continues_reasoning
-    parsers = (tokenizer.answer_parser(prompt_ids, schemas, continues_reasoning=inside) for _ in range(asked.n))
+    inside, is_forced = asked.conversation.continues_reasoning, asked.tool_choice.is_required
+    parsers = (
+        tokenizer.answer_parser(prompt_ids, schemas, continues_reasoning=inside, is_forced=is_forced)
+        for _ in range(asked.n)
+    )
     choices: list[Choice] = [ChatChoice(parser, f"{asked.id}-{index}") for index, parser in enumerate(parsers)]
     if asked.tool_choice.max_calls is not None and not asked.tool_choice.is_required:  # whose grammar says it
         choices = [OneCall(choice) for choice in choices]

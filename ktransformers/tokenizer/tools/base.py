@@ -43,6 +43,7 @@ class ToolParser(ABC):
         self._blank: list[str] | None = None  # after a call: what may be nothing but blanks between calls
         self._num_calls = 0
         self._hides_begun = True  # calls begin with a tag here, so that what was begun is no text
+        self._is_forced = False
         self._running = self._run()
 
     def feed(self, text: str) -> list[ParsedEvent]:
@@ -51,6 +52,13 @@ class ToolParser(ABC):
             self.cursor.add(text)
             next(self._running, None)
         return self._taken()
+
+    def expect_calls(self) -> None:
+        """The answer has to be calls (`tool_choice: required`). To be called before the first piece.
+
+        Whatever it had begun where it was cut is then the beginning of a call, and no text, tag or not.
+        """
+        self._is_forced = True
 
     def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
         """The end of the answer. Call once. is_cut: the model was stopped before it was done.
@@ -126,8 +134,12 @@ class ToolParser(ABC):
     def give_back(self) -> None:
         """No call started: what was read is text, unless the model was stopped while it began one."""
         kept, self.cursor.kept = self.cursor.kept, None
-        if kept and not (self._hides_begun and self.cursor.is_cut_here):
+        if kept and not ((self._hides_begun or self._is_forced) and self.cursor.is_cut_here):
             self.say("".join(kept))
+
+    def num_hidden(self, begun_len: int) -> int:
+        """From how many characters on the beginning of a tag, where an answer was cut, is no text; 0: none is."""
+        return 1 if self._is_forced else begun_len
 
 
 def _close_run(events: list[ParsedEvent], run: list[str]) -> None:
@@ -149,7 +161,7 @@ class TaggedParser(ToolParser):
         is_open = False
         while True:
             tags = self.opening + (self.closing if is_open else ())
-            tag = yield from self.cursor.find(tags, self.say, drops_begun=self.begun_len)
+            tag = yield from self.cursor.find(tags, self.say, drops_begun=self.num_hidden(self.begun_len))
             if tag is None:
                 return
             if tag in self.closing:

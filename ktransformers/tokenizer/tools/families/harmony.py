@@ -43,7 +43,7 @@ class HarmonyParser(ToolParser):
         if not self._starts_inside:
             yield from self._first_message()
         while True:
-            tag = yield from self.cursor.find((_START, _CHANNEL, *_ENDS), self.say)
+            tag = yield from self.cursor.find((_START, _CHANNEL, *_ENDS), self.say, drops_begun=self.num_hidden(0))
             if tag is None:
                 return
             if tag not in _ENDS:

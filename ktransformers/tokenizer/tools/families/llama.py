@@ -17,21 +17,25 @@ __all__ = ["LlamaJsonParser", "LlamaPythonicParser", "UntaggedParser"]
 
 
 class UntaggedParser(ToolParser):
-    """opening: what may stand in front of the calls, where they begin the answer or not. brackets: how they begin."""
+    """opening: what may stand in front of the calls, where they begin the answer or not. brackets: how they begin.
+
+    doubtful: those of `opening` that stand in front of other texts, too.
+    """
 
     opening: tuple[str, ...]
+    doubtful: tuple[str, ...] = ()
     brackets: str
 
     def _run(self) -> Steps[None]:
-        self._hides_begun = False  # any JSON begins so
         tag: str | None = ""
         while tag is not None:
+            self._hides_begun = tag not in ("", *self.doubtful)  # any JSON begins as a call without a tag does
             self.keep(tag)
             char = yield from self.cursor.blanks()
             if char and char in self.brackets:
                 yield from self.calls(tag)
             self.give_back()
-            tag = yield from self.cursor.find(self.opening, self.say)
+            tag = yield from self.cursor.find(self.opening, self.say, drops_begun=self.num_hidden(0))
 
     def calls(self, tag: str) -> Steps[None]:
         """Reads the calls that begin here, as far as they are calls."""

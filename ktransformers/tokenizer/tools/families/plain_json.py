@@ -28,6 +28,7 @@ class PlainJsonParser(UntaggedParser):
     """At the beginning of an answer, or behind one of these tags."""
 
     opening = tuple(_CLOSING)
+    doubtful = ("```json",)
     brackets = "{["
 
     @override
