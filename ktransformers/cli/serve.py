@@ -170,7 +170,7 @@ def _add_api_flags(group: argparse._ArgumentGroup) -> None:
         "--tool_format",
         default="auto",
         metavar="NAME",
-        help="how the model writes tool calls (auto: as its chat template tells)",
+        help="how the model writes tool calls (auto: as its chat template tells; none: refuse tools)",
     )
     add_template_flags(group)
 

@@ -147,9 +147,11 @@ def _announce(service: Service, listener: socket.socket, seconds: float) -> None
 def _tool_format(tokenizer: Tokenizer, asked: str) -> str:
     """How tool calls are read, and who says so."""
     if tokenizer.tool_format is None:
-        return "none, because the chat template knows no tools (--chat_template FILE with one that does)"
+        return "none, because there is no chat template" if asked == AUTO else "none (--tool_format)"
     if asked != AUTO:
         return f"{tokenizer.tool_format} (--tool_format)"
+    if tokenizer.has_chat_template and not tokenizer.turns.shows_tools:
+        return f"{tokenizer.tool_format}; the chat template writes no tools, so they are described in a system turn"
     return f"{tokenizer.tool_format}, as the model's files tell (--tool_format NAME overrides)"
 
 

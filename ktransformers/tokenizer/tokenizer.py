@@ -247,7 +247,7 @@ class Tokenizer:
         self.use_tool_format(AUTO)
 
     def use_tool_format(self, name: str, reasoning: str | None = None) -> None:
-        """How this model's answers are read: a name of TOOL_FORMATS, or "auto" for what its files tell.
+        """How this model's answers are read: a name of TOOL_FORMATS, "none", or "auto" for what its files tell.
 
         reasoning: a name of REASONING_FORMATS, or "auto"; None: the one that was given before. With "auto" a
         checkpoint's own `response_template` comes first, then what the chat template writes (recognition/). To be
@@ -304,7 +304,7 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> str | None:
-        """The name of what reads this model's tool calls, or None for a model that knows no tools."""
+        """The name of what reads this model's tool calls, or None where nothing does."""
         if self._has_own_parser:
             return "response_template"
         return None if self._format.tools is None else self._format.tools.name
@@ -316,7 +316,7 @@ class Tokenizer:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether the model writes tool calls in a form that is known here."""
+        """Whether tool calls are read: always with a chat template, unless --tool_format is none."""
         return self.tool_format is not None
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:

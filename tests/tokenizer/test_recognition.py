@@ -310,8 +310,9 @@ def test_calls_without_a_form_are_json(text: str) -> None:
     assert read(tokenizer, "x", [other]) == ("", other, [])
 
 
-def test_a_template_that_knows_no_tools_has_no_format() -> None:
-    assert byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}").tool_format is None
+def test_a_template_that_knows_no_tools_has_the_plainest_format() -> None:
+    assert byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}").tool_format == "json"
+    assert byte_tokenizer(None).tool_format is None
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,9 @@ def test_hostile_text_takes_time_in_proportion(name: str) -> None:
 
 def test_formats_have_names() -> None:
     assert tool_format_named("kimi_k2") is TOOL_FORMATS["kimi_k2"]
-    with pytest.raises(ConfigError, match="'nope' is not one of auto, harmony, deepseek_v4, "):
+    with pytest.raises(ConfigError, match="'nope' is not one of auto, none, harmony, deepseek_v4, "):
         tool_format_named("nope")
+    assert tool_format_named("none") is None
     assert find_tool_format("{{ messages }}") is None
 
 

@@ -151,10 +151,6 @@ def _chat(
     """See _Prepared; and how many turns were left out."""
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
-    if tools and not tokenizer.has_tool_calls:
-        raise UnsupportedError(
-            "this model's files tell of no tool calls: leave tools out, or start the server with --tool_format"
-        )
     fitted = fitted_chat(service, asked, note_changes)
     prompt_ids = fitted.prompt_ids
     if asked.is_prompt_only:

@@ -107,8 +107,8 @@ def chat_prompt(
     max_len tokens.
     """
     kwargs = template_kwargs(tokenizer, asked).given
-    if asked.tools and not tokenizer.template_knows("tools"):
-        raise UnsupportedError("this model's chat template does not know tools")
+    if asked.tools and tokenizer.has_chat_template and not tokenizer.has_tool_calls:
+        raise UnsupportedError("tools are switched off here (--tool_format none): leave them out")
     # A last message without text is no turn yet: the template opens it, as it opens every answer.
     messages = asked.messages if asked.continues_text or not asked.continues else asked.messages[:-1]
     turns = [_turn(message) for message in messages]

@@ -68,7 +68,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """tools: how calls are written, None for a model that knows none. marks: around reasoning and text.
+    """tools: how calls are written, None without a chat template or with --tool_format none. marks: around reasoning
+    and text.
 
     The reasoning's marks are those of `marks`, which may be known otherwise than by rendering.
     """
@@ -128,7 +129,10 @@ def _known_reasoning(source: Source) -> tuple[str, str] | None:
 
 
 def _told_format(source: Source) -> ToolFormat | None:
-    """By what is written of past calls, by tags in the source, by tokens; JSON where a model knows tools at least."""
+    """By what is written of past calls, by tags in the source, by tokens; JSON where nothing tells.
+
+    None without a chat template.
+    """
     marked = marked_formats(source.template)
     if source.probe is not None:
         found = recognize_calls(source.probe, [*marked, *(one for one in _READABLE if one not in marked)])
@@ -146,8 +150,8 @@ def _told_format(source: Source) -> ToolFormat | None:
             "the chat template knows tools but writes calls in no form that is recognized: a call is read where an "
             "answer is a JSON object with name and arguments; --tool_format NAME sets another form"
         )
-        return TOOL_FORMATS[JSON]
-    return None
+    # Tools that a template does not write are described to the model, with the form in which it is to call them.
+    return TOOL_FORMATS[JSON] if source.probe is not None else None
 
 
 _READABLE = [one for one in TOOL_FORMATS.values() if one.name != JSON]

@@ -1,6 +1,6 @@
 """One chat template and what it makes of conversations: the place through which all prompts go.
 
-messages ── fold ──> what the template keeps ── guard, render ──> text
+messages ── tools in words, where it knows none ──> fold ──> what the template keeps ── guard, render ──> text
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ktransformers.errors import ConversationError
 from ktransformers.tokenizer.reasoning import close_reasoning, open_reasoning
 from ktransformers.tokenizer.templates.calls import SpellCalls
+from ktransformers.tokenizer.templates.described import with_described_tools
 from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES, nearest_effort
 from ktransformers.tokenizer.templates.fold import WHY, Folded, fold
 from ktransformers.tokenizer.templates.probe import PROBE_TOOLS, Prober, is_kept, sample
@@ -23,6 +25,11 @@ from ktransformers.tokenizer.verbatim import Guard
 __all__ = ["Ending", "Rendered", "Rendering", "TemplateTurns"]
 
 _log = logging.getLogger(__name__)
+
+_WHY = {
+    **WHY,
+    "tools": "it writes no tools: a system turn describes them, and how to call them",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +92,14 @@ class TemplateTurns:
         return self._traits[has_tools]
 
     def rendered(self, asked: Rendering) -> Rendered:
-        """The text of a conversation.
+        """The text of a conversation. Tools that the template would not write are described in a system turn.
 
         Raises ConversationError when the template refuses it, folded or in the plainest form that there is.
         """
         asked = replace(asked, variables=self._variables(asked.variables))
+        is_described = bool(asked.tools) and not self.shows_tools
+        if asked.tools and is_described:
+            asked = replace(asked, messages=with_described_tools(asked.messages, asked.tools, self._spell), tools=None)
         refused: ConversationError | None = None
         for folded in self._folded(asked):
             for end in self._endings(folded.messages, asked.ending):
@@ -98,10 +108,22 @@ class TemplateTurns:
                 except ConversationError as error:
                     refused = refused or error
                 else:
-                    self._say(folded.changes)
-                    return replace(made, changes=folded.changes)
+                    changes = (*(["tools"] if is_described else ()), *folded.changes)
+                    self._say(changes)
+                    return replace(made, changes=changes)
         assert refused is not None
         raise refused
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template itself writes the tools that it is given, with a system turn or without one."""
+        name = PROBE_TOOLS[0]["function"]["name"]
+        for word in ("U", "SU"):
+            made = sample(word, parts=self._traits[False].parts)
+            text, plain = (self.prober.render(made.messages, tools) for tools in (PROBE_TOOLS, None))
+            if (text or "").count(name) > (plain or "").count(name):
+                return True
+        return self.prober.is_exhausted
 
     def _endings(self, messages: Sequence[Message], ending: Ending) -> Iterator[Ending]:
         """How the prompt may end: as asked, or with an unfinished answer behind what the template writes."""
@@ -169,7 +191,7 @@ class TemplateTurns:
 
     def _say(self, changes: Sequence[str]) -> None:
         for name in changes:
-            self._log_once(name, f"{WHY[name]} ({name})")
+            self._log_once(name, f"{_WHY[name]} ({name})")
 
     def _log_once(self, key: str, text: str) -> None:
         if key not in self._logged:

@@ -31,6 +31,7 @@ __all__ = [
     "AUTO",
     "HARMONY",
     "JSON",
+    "NONE",
     "TOOL_FORMATS",
     "ToolFormat",
     "find_tool_format",
@@ -40,6 +41,9 @@ __all__ = [
 
 AUTO = "auto"
 """What stands for the format that the chat template tells."""
+
+NONE = "none"
+"""What stands for no format: requests with tools are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +189,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {one.name: one for one in _FORMATS}
 """All formats by their names."""
 
 
-def tool_format_named(name: str) -> ToolFormat:
-    """The format of this name. Raises ConfigError, with all names."""
+def tool_format_named(name: str) -> ToolFormat | None:
+    """The format of this name, None for "none". Raises ConfigError, with all names, for a name that there is not."""
     found = TOOL_FORMATS.get(name)
-    if found is None:
-        raise ConfigError(f"--tool_format {name[:100]!r} is not one of {', '.join((AUTO, *TOOL_FORMATS))}")
+    if found is None and name != NONE:
+        raise ConfigError(f"--tool_format {name[:100]!r} is not one of {', '.join((AUTO, NONE, *TOOL_FORMATS))}")
     return found
 
 

@@ -68,7 +68,7 @@ def test_what_cannot_be_demanded() -> None:
     with pytest.raises(FieldError, match="calls of 'odd' cannot be forced"):
         forced(tokenizer_of("gemma4"), required, tools=TOOLS)
     with pytest.raises(UnsupportedError, match="--tool_format"):
-        forced(byte_tokenizer(""), required)
+        forced(byte_tokenizer(None), required)
 
 
 def test_no_request_says_such_a_grammar_itself() -> None:

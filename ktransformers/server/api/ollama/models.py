@@ -120,7 +120,7 @@ def _template(model: ModelInfo) -> str:
 
 def _capabilities(model: ModelInfo) -> list[str]:
     tokenizer = model.tokenizer
-    has_tools = tokenizer.has_tool_calls and tokenizer.template_knows("tools")
+    has_tools = tokenizer.has_tool_calls
     thinks = tokenizer.has_vocabulary and knows_thinking(tokenizer)
     return ["completion", *["tools"] * has_tools, *["thinking"] * thinks]
 
