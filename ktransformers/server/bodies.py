@@ -1,13 +1,15 @@
 """Bodies of requests: read, measured, parsed and sorted by a dialect's table before their fields are checked.
 
 A dialect's router says `APIRouter(route_class=body_route(TABLE))`; its models then see the table's own fields only, and
-responses name what was ignored. Routes without a table (`BodyRoute`) get their bodies as they came.
+responses name what was ignored. Halves of characters, which no model can read, become U+FFFD and are named there, too.
+Routes without a table (`BodyRoute`) get their bodies as they came.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+import re
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar
 
 from fastapi import HTTPException, Request, Response
@@ -18,12 +20,25 @@ from typing_extensions import override
 from ktransformers.errors import ConfigError
 from ktransformers.server.fields import FieldTable, ignored_header, note_ignored, sort_fields
 from ktransformers.server.json_limits import JsonLimits
-from ktransformers.server.service import service_of
+from ktransformers.server.service import note_altered, service_of
+from ktransformers.tokenizer.unicode import may_have_halves, with_whole_texts
 
 __all__ = ["BodyRoute", "body_route", "body_size"]
 
 _SHORT = 16 << 10
 """Bytes that are parsed in less time than a hand-over to another thread takes to pay."""
+
+_EXACT = frozenset({"model", "stop", "stop_sequences", "cache_salt", "options"})
+"""Fields that are compared and never read by the model: what is no text there is refused, or is what it is."""
+
+_USERS = frozenset({"arguments", "input", "parameters", "input_schema", "inputSchema", "schema", "metadata"})
+"""Fields below which names are the user's, and are named nowhere."""
+
+_PLAIN_TYPES = frozenset({"[text]", "[input_text]", "[output_text]", "[message]", "[function]", "[custom]"})
+"""Types that nothing is called by: fields say it."""
+
+_FIELD = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
+_MAX_STEPS = 4
 
 
 class BodyRoute(APIRoute):
@@ -66,8 +81,12 @@ class _MeasuredRequest(Request):
     async def _parsed(self) -> Any:
         data, service = await self.body(), service_of(self)
         if len(data) < _SHORT:
-            return _parse(data, service.json_limits)
-        return await service.workers.run(len(data), _parse, data, service.json_limits)
+            body, altered = _parse(data, service.json_limits)
+        else:
+            body, altered = await service.workers.run(len(data), _parse, data, service.json_limits)
+        if altered:
+            note_altered(self, altered)
+        return body
 
     def _sort(self, body: Any) -> Any:
         if self._table is None or not isinstance(body, dict):
@@ -79,9 +98,35 @@ class _MeasuredRequest(Request):
         return honoured
 
 
-def _parse(data: bytes, limits: JsonLimits) -> Any:
+def _parse(data: bytes, limits: JsonLimits) -> tuple[Any, tuple[str, ...]]:
+    """The body, and names of fields in which half characters became U+FFFD."""
     limits.check(data)
-    return json.loads(data)
+    body = json.loads(data)
+    if not isinstance(body, dict) or not may_have_halves(data):
+        return body, ()
+    found: dict[str, None] = {}
+    made = {
+        name: one if name in _EXACT else with_whole_texts(one, lambda at: found.setdefault(_named(at)), (name,))
+        for name, one in body.items()
+    }
+    return made, tuple(found)
+
+
+def _named(at: Sequence[str]) -> str:
+    """The place of a text, without names of the user's: `input.function_call.output`, `messages.content.text`."""
+    steps = [at[0]]
+    for one in at[1:]:
+        step = one.strip("[]")
+        if one in _PLAIN_TYPES:
+            continue
+        if len(steps) == _MAX_STEPS or not _FIELD.fullmatch(step):
+            break
+        if step != one and steps[-1] == "content":  # what stands in there has a name of its own
+            steps.pop()
+        steps.append(step)
+        if one in _USERS:
+            break
+    return ".".join(steps)
 
 
 async def body_size(request: Request) -> int:

@@ -7,15 +7,13 @@ What the model is told in their place is said to `alter`, by the name of the fie
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ktransformers.server.json_limits import MAX_DEPTH, json_size
+from ktransformers.tokenizer.unicode import with_whole_texts
 
 __all__ = ["INVALID_ARGUMENTS", "Alter", "is_arguments", "left_out", "past_arguments", "result_text"]
-
-_HALF = re.compile("[\ud800-\udfff]")
 
 Alter = Callable[[str], None]
 """Called with the name of each field that the model is told otherwise than it was sent."""
@@ -64,11 +62,11 @@ def _object(text: str) -> Mapping[str, Any] | None:
 
 def _unicode(arguments: Mapping[str, Any], field: str, alter: Alter) -> Mapping[str, Any]:
     """The same without halves of characters, which models write where they break off, and no tokenizer can read."""
-    text = json.dumps(arguments, ensure_ascii=False)
-    if _HALF.search(text) is None:
+    found = list[Any]()
+    made: Mapping[str, Any] = with_whole_texts(arguments, found.append)
+    if not found:
         return arguments
     alter(field)
-    made: dict[str, Any] = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     return made
 
 
