@@ -18,7 +18,14 @@ from starlette.types import Receive, Scope
 from typing_extensions import override
 
 from ktransformers.errors import ConfigError
-from ktransformers.server.fields import FieldTable, ignored_header, note_ignored, sort_fields
+from ktransformers.server.fields import (
+    FieldTable,
+    ignored_header,
+    note_ignored,
+    note_said_names,
+    said_names,
+    sort_fields,
+)
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.service import note_altered, service_of
 from ktransformers.tokenizer.unicode import may_have_halves, with_whole_texts
@@ -94,6 +101,7 @@ class _MeasuredRequest(Request):
         service = service_of(self)
         honoured, ignored = sort_fields(body, self._table, is_strict=service.config.is_strict_on_fields)
         note_ignored(self.scope, ignored)
+        note_said_names(self.scope, said_names(body, self._table))
         service.log_ignored(ignored)
         return honoured
 

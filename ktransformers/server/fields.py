@@ -41,7 +41,9 @@ __all__ = [
     "mapped",
     "note_dropped",
     "note_ignored",
+    "note_said_names",
     "refuse",
+    "said_names",
     "schema_place",
     "sort_fields",
     "within",
@@ -60,6 +62,7 @@ _MAX_FIELDS = 256
 _MAX_SHOWN = 32
 _SCOPE_KEY = "ktransformers.ignored"
 _DROPPED_KEY = "ktransformers.dropped"
+_SAID_KEY = "ktransformers.said"
 _ODD = "?"  # stands for names that no header could carry
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _PLACE = re.compile(r"[A-Za-z0-9_.\-*]{1,80}#(?:/[A-Za-z0-9_.\-$*]{1,64}){1,16}")
@@ -163,6 +166,20 @@ def sort_fields(body: Mapping[str, Any], table: FieldTable, *, is_strict: bool =
     made = _sorted(body, table)
     if made.ignored and is_strict:
         raise is_unwanted(made.ignored[0])
+    return made
+
+
+def said_names(body: Mapping[str, Any], table: FieldTable) -> dict[str, str]:
+    """The names that a body has for fields that it does not call by their own, of fields that were sorted before."""
+    made: dict[str, str] = {}
+    for name, value in body.items():
+        rule = table.get(name)
+        if rule is None or rule.to is None:
+            continue
+        for inner, _ in _meaning(name, value, table):
+            is_own = inner in body or (isinstance(value, dict) and inner in value)
+            if not is_own:
+                made.setdefault(inner, name)
     return made
 
 
@@ -277,6 +294,11 @@ def note_ignored(scope: MutableMapping[str, Any], names: Iterable[str]) -> None:
     scope.setdefault(_SCOPE_KEY, []).extend(names)
 
 
+def note_said_names(scope: MutableMapping[str, Any], names: Mapping[str, str]) -> None:
+    """Say what the request calls these fields, for its response's header. names: see `said_names`."""
+    scope[_SAID_KEY] = names
+
+
 def note_dropped(scope: MutableMapping[str, Any], num_messages: int) -> None:
     """Say that so many of the oldest messages were left out, for the response's header."""
     scope[_DROPPED_KEY] = num_messages
@@ -284,7 +306,8 @@ def note_dropped(scope: MutableMapping[str, Any], num_messages: int) -> None:
 
 def ignored_header(scope: Mapping[str, Any]) -> dict[str, str]:
     """The headers that say what of a request was not taken, empty when all was."""
-    names = _shown(scope.get(_SCOPE_KEY, ()))
+    said = scope.get(_SAID_KEY, {})
+    names = _shown(said.get(name.partition(".")[0], name) for name in scope.get(_SCOPE_KEY, ()))
     headers = {IGNORED_HEADER: ", ".join(names)} if names else {}
     if scope.get(_DROPPED_KEY):
         headers[DROPPED_HEADER] = str(scope[_DROPPED_KEY])

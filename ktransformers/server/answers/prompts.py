@@ -58,7 +58,9 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class TemplateKwargs:
-    """given: to the template, besides messages and tools. ignored: fields of the request that it does not know."""
+    """given: to the template, besides messages and tools. ignored: fields of the request that it does not know, by the
+    names that the client's dialect has.
+    """
 
     given: dict[str, Any]
     ignored: tuple[str, ...]
@@ -86,7 +88,7 @@ def template_kwargs(tokenizer: Tokenizer, asked: Conversation) -> TemplateKwargs
         ignored.append("enable_thinking")
     if budget is not None and tokenizer.template_knows("thinking_budget"):
         given.setdefault("thinking_budget", budget)
-    return TemplateKwargs(given, tuple(ignored))
+    return TemplateKwargs(given, asked.named(ignored))
 
 
 def chat_prompt(
@@ -121,7 +123,7 @@ def chat_prompt(
         continue_reasoning=asked.messages[-1].reasoning if asked.continues_reasoning else None,
         reads_special_tokens=reads_special_tokens,
         max_len=max_len,
-        note_changes=note_changes,
+        note_changes=None if note_changes is None else lambda names: note_changes(asked.named(names)),
         **kwargs,
     )
     tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues

@@ -157,7 +157,8 @@ class Conversation:
     the answer. continues: the last message is the beginning of the answer, which goes on from its last character.
     drops_oldest: whether the oldest turns leave where all are longer than the context; None: as the operator says.
     max_prompt_len: they leave until the prompt has at most so many tokens.
-    altered: fields of messages that stand in `messages` otherwise than they were sent, see `history.py`.
+    altered: fields of messages that stand in `messages` otherwise than they were sent, see `history.py`. field_names:
+    what the dialect calls fields of a conversation and names of folds, where that is not as in chat completions.
     """
 
     messages: Sequence[Message]
@@ -171,6 +172,11 @@ class Conversation:
     drops_oldest: bool | None = None
     max_prompt_len: int | None = None
     altered: Sequence[str] = ()
+    field_names: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, names: Sequence[str]) -> tuple[str, ...]:
+        """These fields as the client knows them."""
+        return tuple(self.field_names.get(name, name) for name in names)
 
     @property
     def continues_text(self) -> bool:

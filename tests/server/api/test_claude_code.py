@@ -105,7 +105,7 @@ def test_a_turn(cli: httpx.Client) -> None:
     assert types[-2:] == ["message_delta", "message_stop"]
     assert events[-2]["delta"]["stop_reason"] in ("end_turn", "tool_use", "max_tokens", "model_context_window_exceeded")
     assert response.headers["request-id"].startswith("req_")
-    assert response.headers["x-ktransformers-ignored"] == "reasoning_effort"  # the demo's template knows no levels
+    assert response.headers["x-ktransformers-ignored"] == "output_config.effort"  # the demo's template knows no levels
 
 
 def test_billing_does_not_spoil_the_cache(cli: httpx.Client) -> None:
@@ -138,7 +138,7 @@ def test_fields_without_an_effect_are_named(cli: httpx.Client) -> None:
     sent = body(stream=False, max_tokens=1, context_management=edits, made_up=1, other=None, service_tier="auto")
     response = cli.post("/v1/messages", json=sent)
     assert response.status_code == 200
-    ignored = "context_management, made_up, reasoning_effort"
+    ignored = "context_management, made_up, output_config.effort"
     assert response.headers["x-ktransformers-ignored"] == ignored
     response = cli.post("/v1/messages/count_tokens", json=sent)
     assert response.headers["x-ktransformers-ignored"] == ignored

@@ -133,7 +133,8 @@ def test_a_mistral_model_gets_through_three_tool_steps(dialect: Callable[[], tup
     assert head.startswith("<s>[AVAILABLE_TOOLS]")
     assert question
     assert steps == MISTRAL_STEPS
-    assert response.headers["x-ktransformers-ignored"] == "messages.system"  # the template loses it between calls
+    named = {anthropic: "system", responses: "instructions"}.get(dialect, "messages.system")
+    assert response.headers["x-ktransformers-ignored"] == named  # the template loses it between calls
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -161,7 +162,7 @@ def test_late_instructions_are_not_refused(path: str, field: str, late: str) -> 
     turns = [{"role": late if role == "developer" else role, "content": text} for role, text in TURNS]
     prompt, response = ask(QWEN35, path, {"model": "m", field: turns, "stream": False}, is_strict_on_fields=True)
     assert prompt == FOLDED
-    assert response.headers["x-ktransformers-ignored"] == "messages.system"
+    assert response.headers["x-ktransformers-ignored"] == f"{field}.system"
 
 
 def test_streams_and_counts_say_it_too() -> None:
@@ -201,3 +202,71 @@ def test_calls_that_we_returned_ourselves_are_taken_back() -> None:
         "<|im_start|>tool\nnoon<|im_end|>\n<|im_start|>assistant\n"
     )
     assert response.headers["x-ktransformers-ignored"] == "messages.tool_calls"
+
+
+NO_TOOLS = template_of(Habits(system="first_raises", calls="drops", results="drops", alternates=True), "chatml")
+AFTERWARDS = {
+    chat: ("messages", {"role": "user", "content": "and"}, "messages.user", "messages.tool_calls", "messages.tool"),
+    anthropic: (
+        "messages",
+        {"role": "user", "content": "and"},
+        "messages.user",
+        "messages.tool_use",
+        "messages.tool_result",
+    ),
+    responses: (
+        "input",
+        {"role": "developer", "content": "and"},
+        "input.system",
+        "input.function_call",
+        "input.function_call_output",
+    ),
+    ollama: (
+        "messages",
+        {"role": "system", "content": "and"},
+        "messages.system",
+        "messages.tool_calls",
+        "messages.tool",
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", AFTERWARDS)
+def test_folds_are_named_as_the_client_knows_them(dialect: Any) -> None:
+    path, body = dialect()
+    field, more, *names = AFTERWARDS[dialect]
+    body[field] = [*body[field], more, {"role": "user", "content": "Go on."}]
+    _, response = ask(NO_TOOLS, path, body)
+    named = response.headers["x-ktransformers-ignored"].split(", ")
+    assert set(names) <= set(named)
+    assert all(name.startswith((f"{field}.", "system", "instructions")) for name in named)
+
+
+EFFORTS = [
+    ("/v1/chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
+    ("/v1/chat/completions", {"reasoning": {"effort": "high"}}, "reasoning"),
+    ("/v1/chat/completions", {"enable_thinking": True}, "enable_thinking"),
+    ("/v1/chat/completions", {"thinking": {"type": "enabled"}}, "thinking"),
+    ("/v1/chat/completions", {"think": True}, "think"),
+    ("/v1/messages", {"output_config": {"effort": "high"}}, "output_config.effort"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ("/v1/responses", {"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ("/v1/responses", {"reasoning_effort": "high"}, "reasoning_effort"),
+    ("/api/chat", {"think": "high"}, "think"),
+]
+
+
+@pytest.mark.parametrize(("path", "asked", "name"), EFFORTS)
+def test_what_a_template_does_not_know_is_named_as_it_was_sent(path: str, asked: dict[str, Any], name: str) -> None:
+    field = "input" if path == "/v1/responses" else "messages"
+    body = {"model": "m", "max_tokens": 2000, field: [{"role": "user", "content": "Hi"}], "stream": False, **asked}
+    if path == "/api/chat":
+        del body["max_tokens"]
+    _, response = ask(template_of(Habits(), "chatml"), path, body)
+    assert response.headers["x-ktransformers-ignored"] == name
+
+
+def test_a_prompt_of_ollamas_is_named_so() -> None:
+    body = {"model": "m", "prompt": "Hi", "system": "Be brief.", "stream": False}
+    _, response = ask(template_of(Habits(system="raises"), "chatml"), "/api/generate", body)
+    assert response.headers["x-ktransformers-ignored"] == "system"

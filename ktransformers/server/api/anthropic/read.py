@@ -277,6 +277,18 @@ def _tool(tool: ToolDefinition, at: str, note: Note) -> Tool | _Foreign | None:
     return Tool(name=tool.name or "", description=tool.description, parameters=tool.input_schema, strict=tool.strict)
 
 
+def _field_names(body: ConversationBody) -> dict[str, str]:
+    """See Conversation."""
+    has_late = any(message.role == "system" for message in body.messages)
+    return {
+        "messages.system": "system" if _system(body.system) and not has_late else "messages.system",
+        "messages.tool_calls": "messages.tool_use",
+        "messages.tool": "messages.tool_result",
+        "reasoning_effort": "output_config.effort",
+        "enable_thinking": "thinking",
+    }
+
+
 def read_conversation(body: ConversationBody) -> Reading:
     """Raises ConfigError and UnsupportedError for what this server does not do."""
     ignored: list[str] = []
@@ -289,6 +301,7 @@ def read_conversation(body: ConversationBody) -> Reading:
     conversation = Conversation(
         messages=messages,
         altered=altered,
+        field_names=_field_names(body),
         tools=_tools(body, ignored.append),
         template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=_EFFORTS.get(config.effort or "", config.effort),

@@ -36,6 +36,11 @@ _THINK_SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates: of Qwen and GLM, of DeepSeek."""
 
 
+_CHAT_NAMES = {"reasoning_effort": "think", "enable_thinking": "think"}
+_GENERATE_NAMES = {**_CHAT_NAMES, "messages.system": "system", "messages.user": "prompt", "messages.empty": "prompt"}
+"""See Conversation."""
+
+
 def knows_thinking(tokenizer: Tokenizer) -> bool:
     """Whether the model reasons before it answers, or can."""
     switches = (*_THINK_SWITCHES, *EFFORT_VARIABLES)
@@ -94,6 +99,7 @@ def _chat(
             reasoning_effort=effort,
             drops_oldest=_drops_oldest(body),
             altered=altered,
+            field_names=_CHAT_NAMES if isinstance(body, ChatBody) else _GENERATE_NAMES,
         ),
     )
 

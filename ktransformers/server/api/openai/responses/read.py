@@ -83,6 +83,19 @@ class Exchange:
         """Whether reasoning comes with encrypted_content."""
         return SEALED_REASONING in (self.body.include or ())
 
+    def _field_names(self) -> dict[str, str]:
+        """See Conversation."""
+        has_system = any(item.get("role") in ("system", "developer") for item in self.items)
+        return {
+            "messages.system": "instructions" if self.body.instructions and not has_system else "input.system",
+            "messages.user": "input.user",
+            "messages.assistant": "input.assistant",
+            "messages.empty": "input.empty",
+            "messages.tool_calls": "input.function_call",
+            "messages.tool": "input.function_call_output",
+            "reasoning_effort": "reasoning.effort",
+        }
+
     def read(self) -> ChatRequest:
         """Raises ConfigError and UnsupportedError for what cannot be honoured."""
         body = self.body
@@ -112,6 +125,7 @@ class Exchange:
             conversation=Conversation(
                 messages=messages,
                 altered=tuple(turns.altered),
+                field_names=self._field_names(),
                 tools=self.tools.shown,
                 template_kwargs=body.chat_template_kwargs or {},
                 reasoning_effort=body.reasoning.effort if body.reasoning and knows_effort else None,
