@@ -141,7 +141,29 @@ GLM = (
 GLM47 = GLM.replace("\n", "")
 TWICE = f"{QWEN}\n{QWEN}"
 
+M3_MARK = "]<]minimax[>["
+M3 = (
+    f'{M3_MARK}<tool_call>\n{M3_MARK}<invoke name="look">{M3_MARK}<city>Oslo{M3_MARK}</city>'
+    f"{M3_MARK}<days>3{M3_MARK}</days>{M3_MARK}</invoke>\n{M3_MARK}</tool_call>"
+)
+M3_BACK = (
+    f'{M3_MARK}<tool_call>\n{M3_MARK}<invoke name="look">{M3_MARK}<days>3{M3_MARK}</days>'
+    f"{M3_MARK}<city>Oslo{M3_MARK}</city>{M3_MARK}</invoke>\n{M3_MARK}</tool_call>"
+)
+M3_CITY, M3_DAYS, M3_CALL = (f"{M3_MARK}</{name}>" for name in ("city", "days", "invoke"))
+
 SLIPS = [
+    *((text, "minimax_m3") for m3 in (M3, M3_BACK) for text in (
+        m3,
+        without(m3, M3_CITY),
+        without(m3, M3_DAYS),
+        without(without(m3, M3_CITY), M3_DAYS),
+        without(m3, M3_CALL),
+        without(without(m3, M3_CALL), M3_CITY),
+        m3.partition(M3_CALL)[0],
+        without(m3.partition(M3_CALL)[0], M3_CITY),
+        without(m3.partition(M3_CALL)[0], M3_DAYS),
+    )),
     *((text, form) for text, form in ((QWEN, "qwen3_coder"), (QWEN.replace("\n", ""), "qwen3_coder"))),
     *((doubled(QWEN, "</parameter>", joint), "qwen3_coder") for joint in ("", "\n", "\n\n", " ")),
     (doubled(doubled(QWEN, "</parameter>"), "</function>"), "qwen3_coder"),
@@ -295,6 +317,39 @@ def test_a_tag_that_was_begun_behind_a_call_takes_nothing_else_along(form: str) 
         assert text_of(events) == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (without(M3, M3_CITY) + "\n" + M3, OSLO * 2),
+        (without(M3.partition(M3_CALL)[0], M3_DAYS) + "\n" + M3, OSLO * 2),
+        # A value may talk about tags, even with the token in front of them.
+        (
+            M3.replace("Oslo", f"a {M3_MARK}</invoke> b {M3_MARK}<x>"),
+            [("look", {"city": f"a {M3_MARK}</invoke> b {M3_MARK}<x>", "days": 3})],
+        ),
+        (
+            f'{M3_MARK}<invoke name="look">{M3_MARK}<tags>{M3_MARK}<item>a{M3_MARK}</item>{M3_MARK}<item>b',
+            [("look", {"tags": ["a", "b"]})],
+        ),
+    ],
+)
+def test_forgotten_tags_of_minimax_m3(text: str, expected: list[Any]) -> None:
+    for size in (1, 5, len(text)):
+        events = read("minimax_m3", text, SLIP_TOOLS, size=size)
+        assert [(name, json.loads(arguments)) for name, arguments, _ in calls_of(events)] == expected
+        assert text_of(events).strip() == ""
+
+
+@pytest.mark.parametrize("text", [M3, without(M3, M3_CITY), without(M3_BACK, M3_CITY), without(M3, M3_CALL)])
+def test_minimax_m3_may_be_cut_anywhere(text: str) -> None:
+    for end in range(len(text)):
+        for size in (3, len(text)):
+            events = read("minimax_m3", text[:end], SLIP_TOOLS, is_cut=True, size=size)
+            for _, arguments, is_whole in calls_of(events):
+                assert M3_MARK[0] not in arguments
+                assert not is_whole or json.loads(arguments) == OSLO[0][1]
+
+
 def test_a_call_that_is_whole_is_no_cut_one() -> None:
     text = '<tool_call>\n{"name": "look", "arguments": {"city": "Oslo"}'
     assert calls_of(read("hermes", text, SLIP_TOOLS, is_cut=True)) == [("look", '{"city": "Oslo"}', True)]
@@ -305,6 +360,7 @@ HOSTILE = {
     "qwen3_coder": "<tool_call><function=look><parameter=city>x</function>",
     "minimax_m2": '<minimax:tool_call><invoke name="look"><parameter name="city">x</invoke>',
     "glm45": "<tool_call>look<arg_key>city<arg_value>x</tool_call>",
+    "minimax_m3": f'{M3_MARK}<invoke name="look">{M3_MARK}<city>x{M3_CALL}',
 }
 
 
@@ -328,7 +384,16 @@ def num_lines(form: str, text: str) -> int:
 
 @pytest.mark.parametrize("form", HOSTILE)
 @pytest.mark.parametrize(
-    "tail", ["<parameter=note>", "</function><tool_call>", "</tool_call>", "</invoke>", "<arg_key>x"]
+    "tail",
+    [
+        "<parameter=note>",
+        "</function><tool_call>",
+        "</tool_call>",
+        "</invoke>",
+        "<arg_key>x",
+        M3_CALL,
+        f"{M3_MARK}<note>",
+    ],
 )
 def test_slips_take_time_in_proportion(form: str, tail: str) -> None:
     """Whatever is looked at twice is looked at no more often, however long the text."""

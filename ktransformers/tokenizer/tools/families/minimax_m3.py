@@ -4,14 +4,15 @@
     ]<]minimax[>[<invoke name="f">]<]minimax[>[<key>value]<]minimax[>[</key>]<]minimax[>[</invoke>
     ]<]minimax[>[</tool_call>
 
-Objects are tags within tags, lists are `<item>`s. Source: the chat template of MiniMaxAI/MiniMax-M3.
+Objects are tags within tags, lists are `<item>`s. Source: the chat template of MiniMaxAI/MiniMax-M3. Where a closing
+tag was forgotten, values end as those of other families do (parameters.py).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ _NAME = re.compile(r"[^<>\"\r\n]*")
 _KEY = re.compile(r"[^<>\r\n]*")
 _MAX_DEPTH = 64
 _STRING = frozenset({"string"})
+_NESTED = frozenset({"object", "array"})
+_CALL, _CALL_END, _SECTION, _SECTION_END = '<invoke name="', "</invoke>", "<tool_call>", "</tool_call>"
 
 
 @dataclass(slots=True)
@@ -45,8 +48,8 @@ class _Node:
 class MiniMaxM3Parser(TaggedParser):
     """Strings are told as they come; whatever else a parameter may be, when it is complete."""
 
-    opening = (f"{_MARK}<tool_call>", f'{_MARK}<invoke name="')
-    closing = (f"{_MARK}</tool_call>",)
+    opening = (f"{_MARK}{_SECTION}", f"{_MARK}{_CALL}")
+    closing = (f"{_MARK}{_SECTION_END}",)
 
     @override
     def calls(self, tag: str) -> Steps[None]:
@@ -69,28 +72,37 @@ class MiniMaxM3Parser(TaggedParser):
 
     def _parameters(self, name: str) -> Steps[bool]:
         """All of a call's, and its closing tag."""
-        root, before = self.tools.get(name), "{"
+        root, keys = self.tools.get(name), set[str]()
         while True:
             yield from self.cursor.blanks()
             if not (yield from self.cursor.match(_MARK)):
                 break
-            if (yield from self.cursor.match("</invoke>")):
-                self.argue("{}" if before == "{" else "}")
+            if (yield from self.cursor.match(_CALL_END)):
+                self.argue("}" if keys else "{}")
                 return True
+            if (yield from self._call_ends()):
+                self.cursor.put_back(_MARK)
+                break
             key = yield from self._tag()
             if not key:
                 break
-            self.argue(f'{before}"{escaped(key)}": ')
-            before = ", "
+            self.argue(f'{", " if keys else "{"}"{escaped(key)}": ')
+            keys.add(key)
             schema = _member(root, root, key)
-            if not (yield from self._parameter(key, schema, root)):
+            if not (yield from self._parameter(key, schema, root, keys)):
                 return False
         is_whole = not self.cursor.is_cut_here  # the closing tag was forgotten
         if is_whole:
-            self.argue("{}" if before == "{" else "}")
-        elif before == "{":
+            self.argue("}" if keys else "{}")
+        elif not keys:
             self.argue("{")
         return is_whole
+
+    def _follows(self, tag: str) -> Steps[bool]:
+        """Whether the text goes on with this tag, which stays."""
+        found = yield from self.cursor.match(tag)
+        self.cursor.put_back(tag if found else "")
+        return found
 
     def _tag(self) -> Steps[str]:
         """The name in an opening tag behind its mark; "" when there is none."""
@@ -99,31 +111,94 @@ class MiniMaxM3Parser(TaggedParser):
         key = yield from self.cursor.word(_KEY, NAME_LEN)
         return key if (yield from self.cursor.match(">")) and not key.startswith("/") else ""
 
-    def _parameter(self, key: str, schema: Any, root: Any) -> Steps[bool]:
-        """The value behind its opening tag, with the closing one."""
-        if kinds_in(schema, root) == _STRING:
+    def _parameter(self, key: str, schema: Any, root: Any, keys: Set[str]) -> Steps[bool]:
+        """The value behind its opening tag, with the closing one. keys: of the parameters so far."""
+        kinds = kinds_in(schema, root)
+        if kinds == _STRING:
             self.argue('"')
-            end = f"{_MARK}</{key}>"
-            found = yield from self.cursor.find((end,), lambda text: self.argue(escaped(text)), drops_begun=1)
-            if found is not None:
+            is_whole = yield from self._string(key, root, keys)
+            if is_whole:
                 self.argue('"')
-            return found is not None
+            return is_whole
         node = _Node(key)
-        if not (yield from self._elements(node)):
+        may_end = (lambda: self._next_begins(root, keys)) if kinds and not kinds & _NESTED else self._never
+        if not (yield from self._elements(node, may_end)):
             return False
         self.argue(_as_json(node, schema, root))
         return True
 
-    def _elements(self, outer: _Node) -> Steps[bool]:
-        """Everything up to the closing tag of `outer`. False: the text breaks off, or is nested too deeply."""
-        stack = [outer]
+    def _string(self, key: str, root: Any, keys: Set[str]) -> Steps[bool]:
+        """A text up to its end. False: the answer was cut inside."""
+        cursor, end = self.cursor, f"</{key}>"
+        while True:
+            if (yield from cursor.find((_MARK,), lambda text: self.argue(escaped(text)), drops_begun=1)) is None:
+                return not cursor.is_cut
+            if (yield from cursor.match(end)):
+                return True
+            ends_call = yield from self._call_ends()
+            if (ends_call and not (yield from self._goes_on(end))) or (yield from self._next_begins(root, keys)):
+                cursor.put_back(_MARK)
+                return True
+            if cursor.is_cut_here:  # inside of a tag
+                return False
+            self.argue(escaped(_MARK))
+
+    def _call_ends(self) -> Steps[bool]:
+        """Whether a tag follows, behind its mark, that ends the call or begins another one. It stays."""
+        for tag in (_CALL_END, _SECTION_END, _CALL):
+            if (yield from self._follows(tag)):
+                return True
+        if not (yield from self.cursor.match(_SECTION)):
+            return False
+        read = [_SECTION]  # a parameter may have this name
+        yield from self.cursor.blanks(read.append)
+        has_call = yield from self.cursor.match(f"{_MARK}{_CALL}")
+        if has_call or not self.cursor.is_cut_here:
+            self.cursor.put_back("".join(read) + (f"{_MARK}{_CALL}" if has_call else ""))
+        return has_call
+
+    def _goes_on(self, end: str) -> Steps[bool]:
+        """Whether the value's closing tag comes before the next call. Puts back what it reads."""
+        read: list[str] = []
+        found = yield from self.cursor.find((f"{_MARK}{end}", f"{_MARK}{_CALL}"), read.append)
+        self.cursor.put_back("".join(read) + (found or ""))
+        return found == f"{_MARK}{end}"
+
+    def _next_begins(self, root: Any, keys: Set[str]) -> Steps[bool]:
+        """Whether the opening tag of a parameter follows that the tool has and that was not written. It stays."""
+        if not (yield from self.cursor.match("<")):
+            return False
+        read = ["<"]
+        yield from self.cursor.run_of(_KEY, read.append, NAME_LEN)
+        key = "".join(read[1:])
+        is_closed = yield from self.cursor.match(">")
+        if not is_closed and self.cursor.is_cut_here:
+            return False
+        self.cursor.put_back("".join(read) + (">" if is_closed else ""))
+        return is_closed and key not in keys and any(key in one.get("properties", {}) for one in _options(root, root))
+
+    def _never(self) -> Steps[bool]:
+        yield from ()
+        return False
+
+    def _elements(self, outer: _Node, may_end: Callable[[], Steps[bool]]) -> Steps[bool]:
+        """Everything up to the closing tag of `outer`. False: the text is cut, or nested too deeply.
+
+        may_end: whether the value ends in front of what follows.
+        """
+        stack, cursor = [outer], self.cursor
         while stack:
             node = stack[-1]
-            if (yield from self.cursor.find((_MARK,), node.text.append)) is None:
-                return False
-            if (yield from self.cursor.match(f"</{node.key}>")):
+            if (yield from cursor.find((_MARK,), node.text.append)) is None:
+                return not cursor.is_cut
+            if (yield from cursor.match(f"</{node.key}>")):
                 stack.pop()
                 continue
+            if cursor.is_cut_here:
+                return False
+            if (yield from self._call_ends()) or (yield from may_end()):
+                cursor.put_back(_MARK)
+                return True
             key = yield from self._tag()
             if not key or len(stack) > _MAX_DEPTH:
                 return False
