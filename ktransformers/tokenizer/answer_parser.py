@@ -90,8 +90,8 @@ def parser_of(
     parser: ToolParser | None = None
     if form.tools is not None and form.tools.name == HARMONY:
         parser = HarmonyParser(tools, has_tools=tools is not None, starts_inside=starts_inside)
-    elif form.tools is not None and tools is not None:
-        parser = form.tools.parser(tools)
+    elif form.tools is not None and (tools is not None or form.tools.has_messages):
+        parser = form.tools.parser(tools or {})
     if parser is not None and is_forced:
         parser.expect_calls()
     if isinstance(parser, HarmonyParser):

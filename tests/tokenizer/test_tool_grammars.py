@@ -201,7 +201,7 @@ def test_what_a_schema_leaves_open(name: str, text: str) -> None:
 
 def test_what_has_no_grammar() -> None:
     assert tokenizer_of("hermes", False).tool_grammar({}) is None
-    assert byte_tokenizer("").tool_grammar(TOOLS) is None
+    assert byte_tokenizer(None).tool_grammar(TOOLS) is None
 
 
 STRANGE: list[dict[str, Any]] = [

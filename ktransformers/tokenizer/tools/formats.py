@@ -11,6 +11,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.base import ToolParser
 from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.families.deepseek import DeepSeekV3Parser, DeepSeekV31Parser, DsmlParser
+from ktransformers.tokenizer.tools.families.functionary import FunctionaryParser
 from ktransformers.tokenizer.tools.families.gemma import GemmaParser
 from ktransformers.tokenizer.tools.families.glm import GlmParser
 from ktransformers.tokenizer.tools.families.harmony import HARMONY_TAGS, HarmonyParser
@@ -53,7 +54,7 @@ class ToolFormat:
     markers: texts that show that a template writes this format, all of one group. tokens: tags of it that some
     tokenizers call special; they have to be seen in the text. wrapper: tags that may stand around the answer's text.
     shape: how calls are spelled, where that is no matter of the name. ends_reasoning: models call in the middle of
-    their reasoning, without closing it.
+    their reasoning, without closing it. has_messages: text has heads that the parser takes off, with tools or without.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ToolFormat:
     wrapper: tuple[str, str] | None = None
     shape: Shape | None = None
     ends_reasoning: bool = False
+    has_messages: bool = False
 
 
 _DEEPSEEK = (
@@ -152,6 +154,8 @@ _FORMATS = (
         (("<tool_call>", "<arg_key>"),),
         (*_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
+    ToolFormat("functionary_v32", FunctionaryParser, ((">>>all",),), (">>>",), has_messages=True),
+    _shaped("functionary_v31", ("<function=", "</function>", "<|python_tag|>")),
     ToolFormat("qwen3_coder", QwenXmlParser, (("<tool_call>", "<function="),), _TOOL_CALL),
     ToolFormat("mistral", MistralParser, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
     ToolFormat(

@@ -236,6 +236,9 @@ SHAPES: dict[str, Shape] = {
         sep="",
         close=f"{_MINIMAX}</tool_call>",
     ),
+    "functionary_v31": Shape(head="<function=NAME>", foot="</function>", sep=""),
+    "functionary_v32": Shape(head="NAME\n", foot="", sep=">>>"),
+    "functionary_v32_marked": Shape(open=">>>", head="NAME\n", foot="", sep=">>>"),
     "muse_glimmer": Shape(
         head=' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">\n',
         spelling=Spelling.TAGS,
@@ -245,7 +248,9 @@ SHAPES: dict[str, Shape] = {
     ),
     "json": Shape(head='{"name": "NAME", "arguments": ', foot="}", sep="\n"),
 }
-"""By the format's name; mistral_list and glm47 are other forms of the same parsers."""
+"""By the format's name; mistral_list, glm47 and functionary_v32_marked are other forms of the same parsers."""
+
+_ENDS_MARKED = re.compile(r"""add_generation_prompt(?:(?!endif).)*>>>['"]""", re.DOTALL)
 
 
 def shape_of(format_name: str, template: str) -> Shape:
@@ -254,4 +259,6 @@ def shape_of(format_name: str, template: str) -> Shape:
         return SHAPES["mistral_list"]
     if format_name == "glm45" and "<arg_key>" in template and "n<arg_key>" not in template:
         return SHAPES["glm47"]
+    if format_name == "functionary_v32" and not _ENDS_MARKED.search(template):  # the prompt has no mark
+        return SHAPES["functionary_v32_marked"]
     return SHAPES[format_name]
