@@ -356,7 +356,50 @@ def test_a_call_that_is_whole_is_no_cut_one() -> None:
     assert calls_of(read("qwen3_coder", QWEN.removesuffix("</tool_call>"), SLIP_TOOLS, is_cut=True))[0][2]
 
 
+QUOTED = [
+    ('say(text="He said "hi" to me", n=1)', {"text": 'He said "hi" to me', "n": 1}),
+    ('say(text="He said "hi", then left", n=1)', {"text": 'He said "hi", then left', "n": 1}),
+    ('say(n=1, text="He said "hi"")', {"n": 1, "text": 'He said "hi"'}),
+    ('say(text=""hi" he said")', {"text": '"hi" he said'}),
+    ('say(text="f("x") is (called "g") now")', {"text": 'f("x") is (called "g") now'}),
+    ("say(text='It's Tom's', n=1)", {"text": "It's Tom's", "n": 1}),
+    ('say(tags=["a "b" c", "d"], n=1)', {"tags": ['a "b" c', "d"], "n": 1}),
+    ('say(of={"k "x" y": "v "w" z"})', {"of": {'k "x" y': 'v "w" z'}}),
+    # As it should be.
+    ('say(text="a\\"b", n=1)', {"text": 'a"b', "n": 1}),
+    ('say(text="" , n = 1 )', {"text": "", "n": 1}),
+    ('say(text="a, b=c", n=1)', {"text": "a, b=c", "n": 1}),
+    ('say(text="x",)', {"text": "x"}),
+    ("say(text='\"', n=1)", {"text": '"', "n": 1}),
+]
+
+
+@pytest.mark.parametrize(("call", "expected"), QUOTED)
+@pytest.mark.parametrize(
+    ("form", "around"),
+    [("lfm2", ("<|tool_call_start|>[", "]<|tool_call_end|>")), ("llama4_pythonic", ("[", "]"))],
+)
+def test_quotes_inside_of_strings(form: str, around: tuple[str, str], call: str, expected: dict[str, Any]) -> None:
+    for count in (1, 2):
+        text = f"{around[0]}{', '.join([call] * count)}{around[1]}"
+        for size in (1, 4, len(text)):
+            events = read(form, text, {"say": None}, size=size)
+            assert [(name, json.loads(arguments), is_whole) for name, arguments, is_whole in calls_of(events)] == [
+                ("say", expected, True)
+            ] * count
+            assert text_of(events) == ""
+
+
+@pytest.mark.parametrize("call", ['say(text="a" n=1)', 'say(text="never ends', 'say(text="a" n'])
+def test_what_no_quote_explains_is_no_whole_call(call: str) -> None:
+    for size in (1, 100):
+        ((_, arguments, is_whole),) = calls_of(read("lfm2", f"<|tool_call_start|>[{call}", {"say": None}, size=size))
+        assert not is_whole
+        assert arguments.startswith('{"text": "')
+
+
 HOSTILE = {
+    "lfm2": '<|tool_call_start|>[look(city="x" y',
     "qwen3_coder": "<tool_call><function=look><parameter=city>x</function>",
     "minimax_m2": '<minimax:tool_call><invoke name="look"><parameter name="city">x</invoke>',
     "glm45": "<tool_call>look<arg_key>city<arg_value>x</tool_call>",

@@ -187,13 +187,18 @@ class PythonReader(JsonReader):
             if char == "":
                 return False
             self._cursor.skip()
-            if char == quote:
+            if char == quote and (yield from self._ends_string()):
                 sink('"')
                 return True
             if char != "\\":
                 sink(escaped(char))
             elif not (yield from self._python_escape(sink)):
                 return False
+
+    def _ends_string(self) -> Steps[bool]:
+        """Whether a quote that was read ends its string; always, of Python as it should be."""
+        yield from ()
+        return True
 
     def _python_escape(self, sink: Sink) -> Steps[bool]:
         char = yield from self._cursor.peek()
