@@ -134,11 +134,11 @@ def test_small_requests(cli: httpx.Client) -> None:
 
 
 def test_fields_without_an_effect_are_named(cli: httpx.Client) -> None:
-    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    edits = {"edits": [{"type": "compact_20260112"}]}
     sent = body(stream=False, max_tokens=1, context_management=edits, made_up=1, other=None, service_tier="auto")
     response = cli.post("/v1/messages", json=sent)
     assert response.status_code == 200
-    ignored = "context_management, made_up, output_config.effort"
+    ignored = "made_up, context_management.edits.compact_20260112, output_config.effort"
     assert response.headers["x-ktransformers-ignored"] == ignored
     response = cli.post("/v1/messages/count_tokens", json=sent)
     assert response.headers["x-ktransformers-ignored"] == ignored

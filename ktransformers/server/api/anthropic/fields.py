@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.server.api.anthropic.errors import THREAD_CODE
-from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
+from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, within
 
 __all__ = ["TABLE"]
 
@@ -15,7 +15,7 @@ def _stops(value: Any) -> Mapping[str, Any]:
     return {"stop_sequences": [value] if isinstance(value, str) else value}
 
 
-_CLEAR_NOTHING = {"type": "clear_thinking_20251015", "keep": "all"}  # Claude Code's
+_CLEAR_NOTHING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 TABLE: FieldTable = {
     **dict.fromkeys(("model", "messages", "max_tokens", "temperature", "top_p", "top_k"), honour()),
@@ -26,10 +26,8 @@ TABLE: FieldTable = {
     "tool_choice": honour(),
     "thinking": honour(),
     "output_config": within({"effort": honour(), "format": honour()}),
-    # Nothing of the context is ever cleared here.
-    "context_management": without_effect(
-        {}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    ),
+    # Claude Code's clears nothing.
+    "context_management": honour({}, {"edits": []}, {"edits": [_CLEAR_NOTHING]}),
     # Extensions.
     **dict.fromkeys(
         (
@@ -43,6 +41,7 @@ TABLE: FieldTable = {
             "priority",
             "timeout",
             "cache_salt",
+            "truncation",
         ),
         honour(),
     ),

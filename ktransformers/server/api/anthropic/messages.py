@@ -5,24 +5,30 @@ The headers `anthropic-version` and `anthropic-beta` and the query `?beta=true` 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ContextLengthError
+from ktransformers.server.answers.job import Job
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
-from ktransformers.server.answers.requests import ChatRequest
+from ktransformers.server.answers.requests import ChatRequest, Conversation
 from ktransformers.server.answers.respond import respond
+from ktransformers.server.api.anthropic.context_edits import Edited, edited
 from ktransformers.server.api.anthropic.errors import ERROR_RESPONSES, too_long
 from ktransformers.server.api.anthropic.fields import TABLE
-from ktransformers.server.api.anthropic.read import read_chat, read_conversation
+from ktransformers.server.api.anthropic.read import edits_of, read_chat, read_conversation
 from ktransformers.server.api.anthropic.schemas import ConversationBody, MessagesBody
 from ktransformers.server.api.anthropic.writer import MessageWriter
 from ktransformers.server.bodies import body_route, body_size
 from ktransformers.server.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import note_altered, note_unused, service_of
+from ktransformers.server.service import Service, note_altered, note_unused, service_of
+from ktransformers.tokenizer.shortening import prompt_room
 
 __all__ = ["router"]
 
@@ -36,37 +42,70 @@ MAX_TOKENS = 1 << 18
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """The next turn of a conversation, as one message or as a stream of events (Anthropic's API)."""
 
+    applied: list[Mapping[str, Any]] = []
+
     def read() -> ChatRequest:
         reading = read_conversation(body)
         note_unused(request, reading.ignored)
-        return read_chat(body, reading)
+        found = _edited(service_of(request), body, reading.conversation, body.max_tokens)
+        applied[:] = found.applied if found is not None else ()
+        return read_chat(body, reading if found is None else replace(reading, conversation=found.conversation))
 
-    hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
+    def writer(job: Job) -> MessageWriter:
+        hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
+        edits = None if body.context_management is None else [dict(one) for one in applied]
+        return MessageWriter(job, hides_thinking=hides_thinking, applied_edits=edits)
+
     try:
-        return await respond(
-            request, 1, bool(body.stream), read, lambda job: MessageWriter(job, hides_thinking=hides_thinking)
-        )
+        return await respond(request, 1, bool(body.stream), read, writer)
     except ContextLengthError as error:
         raise too_long(error) from error
+
+
+def _edited(service: Service, body: ConversationBody, conversation: Conversation, max_tokens: int) -> Edited | None:
+    """The conversation as context_management has it; None where that asks for nothing.
+
+    max_tokens: of the answer, for which there should be room.
+    """
+    edits, max_len = edits_of(body), service.model.max_len
+    if not edits:
+        return None
+
+    def count(one: Conversation) -> int:
+        try:
+            return len(_prompt(service, one))
+        except ContextLengthError as error:
+            return error.prompt_len
+
+    return edited(conversation, edits, count, prompt_room(max_len, service.max_tokens(max_tokens)))
+
+
+def _prompt(
+    service: Service, conversation: Conversation, note_changes: Callable[[Sequence[str]], None] | None = None
+) -> list[int]:
+    return chat_prompt(
+        service.model.tokenizer,
+        conversation,
+        max_len=max(service.model.max_len, MAX_TOKENS),
+        force_think=service.config.force_think,
+        reads_special_tokens=service.config.reads_special_tokens,
+        note_changes=note_changes,
+    )
 
 
 def _count(request: Request, body: ConversationBody) -> Response:
     service, reading = service_of(request), read_conversation(body)
-    tokenizer, config = service.model.tokenizer, service.config
-    note_unused(request, reading.ignored + template_kwargs(tokenizer, reading.conversation).ignored)
-    note_altered(request, reading.conversation.altered)
+    conversation = reading.conversation
+    note_unused(request, reading.ignored + template_kwargs(service.model.tokenizer, conversation).ignored)
+    note_altered(request, conversation.altered)
+    found = _edited(service, body, conversation, 0)
     try:
-        ids = chat_prompt(
-            tokenizer,
-            reading.conversation,
-            max_len=max(service.model.max_len, MAX_TOKENS),
-            force_think=config.force_think,
-            reads_special_tokens=config.reads_special_tokens,
-            note_changes=partial(note_ignored, request.scope),
-        )
+        made = conversation if found is None else found.conversation
+        ids = _prompt(service, made, partial(note_ignored, request.scope))
     except ContextLengthError as error:
         raise too_long(error) from error
-    return ApiResponse({"input_tokens": len(ids)})
+    more = {} if found is None else {"context_management": {"original_input_tokens": found.original_len}}
+    return ApiResponse({"input_tokens": len(ids), **more})
 
 
 @router.post("/v1/messages/count_tokens")

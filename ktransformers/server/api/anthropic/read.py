@@ -24,9 +24,11 @@ from ktransformers.server.answers.requests import (
     Tool,
     ToolChoice,
 )
+from ktransformers.server.api.anthropic.context_edits import CLEAR_THINKING, CLEAR_TOOL_USES
 from ktransformers.server.api.anthropic.schemas import (
     Block,
     CompactionBlock,
+    ContextEdit,
     ConversationBody,
     DocumentBlock,
     InputMessage,
@@ -45,7 +47,7 @@ from ktransformers.server.api.anthropic.schemas import (
     ToolUseBlock,
 )
 
-__all__ = ["Reading", "read_chat", "read_conversation"]
+__all__ = ["Reading", "edits_of", "read_chat", "read_conversation"]
 
 Note = Callable[[str], None]
 """Called with the name of each field that has no effect."""
@@ -56,6 +58,8 @@ shown it, since no prefix of such a prompt would be in the cache."""
 
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Levels above those that chat templates know."""
+
+_EDITS = (CLEAR_TOOL_USES, CLEAR_THINKING)
 
 _SEARCH_TOOLS = "tool_search_tool_"
 """Begins the types of tools that find other tools. Here the model is shown all of them."""
@@ -289,11 +293,17 @@ def _field_names(body: ConversationBody) -> dict[str, str]:
     }
 
 
+def edits_of(body: ConversationBody) -> list[ContextEdit]:
+    """What `context_management` asks for."""
+    return [] if body.context_management is None else body.context_management.edits or []
+
+
 def read_conversation(body: ConversationBody) -> Reading:
     """Raises ConfigError and UnsupportedError for what this server does not do."""
     ignored: list[str] = []
     config, thinking = body.output_config or OutputConfig(), body.thinking
     messages, altered = _messages(body, ignored.append)
+    ignored += [f"context_management.edits.{edit.type}" for edit in edits_of(body) if edit.type not in _EDITS]
     if config.format is not None and messages[-1].role == "assistant":
         raise ConfigError(
             "output_config.format: the last message is the assistant's and begins the answer already; send one of them"
@@ -308,6 +318,7 @@ def read_conversation(body: ConversationBody) -> Reading:
         thinks=None if thinking is None else thinking.type != "disabled",
         reasoning_budget=None if thinking is None else thinking.budget_tokens,
         continues=messages[-1].role == "assistant",
+        drops_oldest=None if body.truncation is None else body.truncation == "auto",
     )
     return Reading(conversation, tuple(dict.fromkeys(ignored)))
 

@@ -324,6 +324,44 @@ class OutputConfig(_Part):
     format: OutputFormat | None = None
 
 
+class Trigger(_Part):
+    """More than so many: then an edit is done."""
+
+    type: Literal["input_tokens", "tool_uses"]
+    value: Annotated[WholeNumber, Field(ge=0)]
+
+
+class Keep(_Part):
+    """The newest so many stay; "all" has no number."""
+
+    type: Literal["tool_uses", "thinking_turns", "all"]
+    value: Annotated[WholeNumber, Field(ge=0)] | None = None
+
+
+class ClearAtLeast(_Part):
+    """So many tokens, or an edit is not done."""
+
+    type: Literal["input_tokens"]
+    value: Annotated[WholeNumber, Field(ge=0)]
+
+
+class ContextEdit(_Part):
+    """What of the conversation is cleared, and when (context_edits.py). None: as Anthropic has it."""
+
+    type: str
+    trigger: Trigger | None = None
+    keep: Keep | Literal["all"] | None = None
+    clear_at_least: ClearAtLeast | None = None
+    exclude_tools: list[str] | None = None
+    clear_tool_inputs: bool | list[str] | None = None
+
+
+class ContextManagement(_Part):
+    """Edits of the conversation before the model reads it."""
+
+    edits: Annotated[list[ContextEdit], Field(max_length=16)] | None = None
+
+
 class ConversationBody(BaseModel):
     """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
 
@@ -337,6 +375,8 @@ class ConversationBody(BaseModel):
     parallel_tool_calls: bool | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

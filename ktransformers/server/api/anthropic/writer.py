@@ -7,7 +7,7 @@ Blocks are numbered from 0 and never overlap. An error in the middle is a last e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic_core import from_json
@@ -50,12 +50,17 @@ def _sse(type: str, **fields: Any) -> bytes:
 
 
 class MessageWriter(Writer):
-    """hides_thinking: blocks of thinking are empty. ping: the event that says that the server lives."""
+    """hides_thinking: blocks of thinking are empty. applied_edits: what context_management did, None without one.
+    ping: the event that says that the server lives.
+    """
 
     ping: ClassVar[bytes] = _sse("ping")
 
-    def __init__(self, job: Job, *, hides_thinking: bool = False):
+    def __init__(self, job: Job, *, hides_thinking: bool = False, applied_edits: Sequence[Fields] | None = None):
         self._job = job
+        self._edits: Fields = {}
+        if applied_edits is not None:
+            self._edits = {"context_management": {"applied_edits": list(applied_edits)}}
         self._hides_thinking = hides_thinking
         self._blocks: list[Fields] = []
         self._is_open = False  # the last of the blocks
@@ -88,7 +93,7 @@ class MessageWriter(Writer):
         assert self._finished is not None
         reason, stop = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": stop}
-        yield _sse("message_delta", delta=delta, usage=self._usage(self._finished.stats))
+        yield _sse("message_delta", delta=delta, usage=self._usage(self._finished.stats), **self._edits)
         yield _sse("message_stop")
 
     def keep(self, step: AnswerStep) -> None:
@@ -102,7 +107,7 @@ class MessageWriter(Writer):
         if error is not None:
             raise error
         assert self._finished is not None
-        return self._message(self._blocks, *self._stop(), self._finished.stats)
+        return self._message(self._blocks, *self._stop(), self._finished.stats) | self._edits
 
     def _add(self, event: object) -> Iterator[bytes]:
         match event:
