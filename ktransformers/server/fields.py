@@ -307,7 +307,10 @@ def note_dropped(scope: MutableMapping[str, Any], num_messages: int) -> None:
 def ignored_header(scope: Mapping[str, Any]) -> dict[str, str]:
     """The headers that say what of a request was not taken, empty when all was."""
     said = scope.get(_SAID_KEY, {})
-    names = _shown(said.get(name.partition(".")[0], name) for name in scope.get(_SCOPE_KEY, ()))
+    names = _shown(
+        name if "#" in name else said.get(name.partition(".")[0], name)  # a place in a schema is one of the field's own
+        for name in scope.get(_SCOPE_KEY, ())
+    )
     headers = {IGNORED_HEADER: ", ".join(names)} if names else {}
     if scope.get(_DROPPED_KEY):
         headers[DROPPED_HEADER] = str(scope[_DROPPED_KEY])
