@@ -128,6 +128,8 @@ _TOOL_PARSERS = {ANY: ""} | {
         "minimax_m1": "minimax_m1 minimax",
         "minimax_m3": "minimax_m3 minimax-m3",
         "muse_glimmer": "muse_glimmer",
+        "functionary_v31": "functionary_v31",
+        "functionary_v32": "functionary_v32",
         "json": "json",
     }.items()
     for name in names.split()

@@ -166,7 +166,7 @@ def test_cors_is_off_unless_asked_for() -> None:
         (("--port", "70000"), "--port must be between"),
         (("--ping_seconds", "-1"), "--ping_seconds must be at least 0"),
         (("--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),
-        (("--tool_format", "xml"), "--tool_format 'xml' is not one of auto, harmony, "),
+        (("--tool_format", "xml"), "--tool_format 'xml' is not one of auto, none, harmony, "),
         (("--prot", "1"), "did you mean --port?"),
         (("--sched-strategy", "LIFO"), "invalid choice: 'LIFO'"),
         (("--gguf_path", __file__), "error: "),
