@@ -11,16 +11,30 @@ that. It starts them with these signals blocked, so that there is no moment in w
 from __future__ import annotations
 
 import ctypes
+import importlib
+import os
 import signal
 import struct
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
-__all__ = ["PARENTS_SIGNALS", "become", "follow_parent", "framed", "leave_signals", "read_frame", "spawn_code"]
+__all__ = [
+    "PARENTS_SIGNALS",
+    "become",
+    "follow_parent",
+    "framed",
+    "import_aside",
+    "leave_signals",
+    "read_frame",
+    "spawn_code",
+]
 
 PARENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_LOWEST_PRIORITY = 19
 _HEADER = struct.Struct("<I")
 
 
@@ -55,6 +69,21 @@ def leave_signals() -> None:
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+
+
+def import_aside(module: str) -> None:
+    """Import a module while others compute: at the lowest priority, so that a model's steps do not wait for it.
+
+    In a thread of its own, since a thread without privileges never gets its priority back. Raises what the import does.
+    """
+
+    def run() -> None:
+        if sys.platform == "linux":  # elsewhere priorities are those of processes
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        importlib.import_module(module)
+
+    with ThreadPoolExecutor(1, "import") as thread:
+        thread.submit(run).result()
 
 
 def follow_parent() -> None:

@@ -48,12 +48,16 @@ __all__ = ["Hardware", "Planned", "Planner"]
 logger = logging.getLogger(__name__)
 
 
+_SOME_CORES, _MANY_CORES = 4, 8
+"""From so many on a service gets one, and another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
 
     prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows: of the steps that are
-    captured beside decode steps.
+    captured beside decode steps. is_served: whether a scheduler, an HTTP server and clients share the processor.
     """
 
     machine: Machine
@@ -61,15 +65,20 @@ class Hardware:
     make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
     prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
     graph_rows: Sequence[int] = GRAPH_ROWS
+    is_served: bool = False
 
     @property
     def num_threads(self) -> int:
         """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own.
 
-        Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
+        Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers. So
+        do the processes of a service, which have two cores of many: experts wait for memory, not for cores.
         """
         cores = usable_cores()
-        return cores - 1 if self.has_gpus and cores > 2 else cores
+        beside = 1 if self.has_gpus and cores > 2 else 0
+        if self.is_served and self.has_gpus:
+            beside += (cores >= _SOME_CORES) + (cores >= _MANY_CORES)
+        return cores - beside
 
     @property
     def has_gpus(self) -> bool:

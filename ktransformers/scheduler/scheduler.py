@@ -10,8 +10,7 @@ prompts in the order of rank (priority, then arrival), of which a part goes to t
 (passing.py). With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows (pacing.py).
 
 Waiting sequences are admitted in the order of rank while there are seats and pages, whether the step has rows for them
-or not: so a short prompt is seen behind long ones. The queue is strict: nobody overtakes the head that waits for pages,
-so that no prompt is too long to get its turn.
+or not: so a short prompt is seen behind long ones. The queue is strict: nobody overtakes the head that waits for pages.
 
 A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import zmq
 
-from ktransformers.child import become, follow_parent
+from ktransformers.child import become, follow_parent, import_aside
 from ktransformers.errors import KTransformersError, StageLostError
 from ktransformers.logs import set_up_logging
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
@@ -157,7 +157,7 @@ def main(preload: str = "") -> int:
     become("kt-spare")
     follow_parent()
     if preload:
-        importlib.import_module(preload)
+        import_aside(preload)
     options: EngineOptions = read_options(EngineOptions)
     become("kt-engine")
     set_up_logging(options.log_level, f"engine {options.epoch}" if options.epoch else "engine", with_time=True)

@@ -23,7 +23,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         page_size=options.page_size,
         max_batch_size=options.max_batch_size,
         progress=progress,
-        hardware=replace(hardware, machine=hardware.machine.beside(options.spare_bytes)),
+        hardware=replace(hardware, machine=hardware.machine.beside(options.spare_bytes), is_served=True),
     )
     experts = _experts_on_cpu(engine.plan)
     facts = EngineFacts(
