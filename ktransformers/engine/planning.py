@@ -48,8 +48,8 @@ __all__ = ["Hardware", "Planned", "Planner"]
 logger = logging.getLogger(__name__)
 
 
-_SOME_CORES, _MANY_CORES = 4, 8
-"""From so many on a service gets one, and another one."""
+_MANY_CORES = 8
+"""From so many on a service gets one for its other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class Hardware:
         """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own.
 
         Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers. So
-        do the processes of a service, which have two cores of many: experts wait for memory, not for cores.
+        do the processes of a service, which have one of many.
         """
         cores = usable_cores()
         beside = 1 if self.has_gpus and cores > 2 else 0
-        if self.is_served and self.has_gpus:
-            beside += (cores >= _SOME_CORES) + (cores >= _MANY_CORES)
+        if self.is_served and cores >= _MANY_CORES:
+            beside += 1
         return cores - beside
 
     @property

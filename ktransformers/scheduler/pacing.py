@@ -2,15 +2,14 @@
 
 With experts in RAM a step of 64 rows costs nearly what one of 2,000 costs, since both read all experts: rationed to a
 few rows a step, the same bytes are read dozens of times. So a prompt is computed in chunks of the size whose rows are
-cheap, and streams are paid back with steps of their own:
+cheap, as soon as streams can spare the time:
 
     chunk   the fewest rows whose rate is within WORTH of the best that ends in time (max_gap)
-    debt    += seconds of the chunk beside the decodes; -= (max_itl_ratio - 1) * seconds of every decode step
-    next    a chunk goes when the debt is paid, and prompts have at most 1 - 1 / max_itl_ratio of any WINDOW seconds
+    goes    where prompts then have at most 1 - 1 / max_itl_ratio of the WINDOW seconds that end with it
 
-A stream so has at least 1 / max_itl_ratio of its rate over WINDOW seconds, and gaps of at most max_gap. Where small
-chunks are as cheap as large ones, each step carries what max_itl_ratio allows, and gaps stay even. A short prompt whose
-rows fit into the window does not wait for the debt to be paid. Steps without decodes are as long as chunk_size.
+A stream so has at least 1 / max_itl_ratio of its rate over any WINDOW seconds, and gaps of at most max_gap. Where small
+chunks are as cheap as large ones, each step carries what max_itl_ratio allows, and gaps stay even. A short prompt goes
+where a chunk would not fit. Steps without decodes are as long as chunk_size.
 
 Times are those that steps took of late (scheduler/step_times.py). Sizes that were not timed are tried: LEAST_ROWS while
 nothing is known, twice the largest while rows become cheaper. What decodes take alone must be known: where it is not,
@@ -35,13 +34,16 @@ LEAST_ROWS = 64
 FEWEST_ROWS = 7
 """Of prompts beside decodes, unless fewer are left: 8 less the one decode that there often is."""
 
+_LARGE = 1024
+"""Rows from which on sizes are not powers of two."""
+
 REFRESH = 32
 """Steps with decodes and prompts in a row before one of decodes alone."""
 
 _RETRY = 4
 """The same while steps of so many decodes were never timed alone: results come two steps later."""
 
-WORTH = 1.2
+WORTH = 1.1
 """Smaller chunks are worth rows that cost so many times the cheapest: gaps are shorter."""
 
 _GAIN = 1.1
@@ -65,12 +67,14 @@ class Pending:
 
 
 def _totals(most: int) -> list[int]:
-    """Rows of whole steps to choose among: 8, 12, 16, 24, ... Graphs are padded to some of them."""
+    """Rows of whole steps to choose among: 8, 12, 16, 24, ... 1024, since graphs are padded to some of them, and then
+    1280, 1536, ..."""
     sizes = []
     size = FEWEST_ROWS + 1
-    while size <= most:
+    while size < _LARGE:
         sizes += [size, size + size // 2]
         size *= 2
+    sizes += range(_LARGE, most + 1, _LARGE // 4)
     return [size for size in sizes if size <= most]
 
 
@@ -123,12 +127,11 @@ def _untried(times: StepTimes, choices: list[int], limit: float) -> int:
 
 @dataclass(slots=True)
 class _Ledger:
-    """What prompts took of the time of streams. ratio: max_itl_ratio. window: seconds."""
+    """What prompts took of the time of streams. ratio: max_itl_ratio. window: seconds. now: those counted so far."""
 
     ratio: float
     window: float = WINDOW
     now: float = 0.0
-    debt: float = 0.0
     spent: deque[tuple[float, float]] = field(default_factory=deque)  # from, to: of prompts, within the window
 
     def add(self, alone: float, more: float) -> None:
@@ -137,14 +140,12 @@ class _Ledger:
         if more > 0:
             self.spent.append((self.now, self.now + more))
             self.now += more
-        paid = (self.ratio - 1) * alone
-        self.debt = max(self.debt + more - paid, -paid)  # steps are whole: what is paid too much is not lost
         while self.spent and self.spent[0][1] <= self.now - self.window:
             self.spent.popleft()
 
     def after(self, steps: deque[tuple[float, float]]) -> _Ledger:
         """As it will be behind the steps in flight."""
-        ledger = _Ledger(self.ratio, self.window, self.now, self.debt, self.spent.copy())
+        ledger = _Ledger(self.ratio, self.window, self.now, self.spent.copy())
         for alone, more in steps:
             ledger.add(alone, more)
         return ledger
@@ -169,7 +170,7 @@ class Pacer:
     def rows(self, decodes: int, most: int, pending: Pending | None) -> int:
         """Rows of prompts that the step being planned may carry beside its decodes, at most `most`.
 
-        0: none now, to time decodes alone or to pay them back. pending: None where no prompts wait.
+        0: none now, to time decodes alone or because streams have their turn. pending: None where no prompts wait.
         """
         if pending is None:
             self._since_alone = 0
@@ -198,7 +199,7 @@ class Pacer:
         even = max((rows for rows, seconds in known if seconds is not None and seconds <= budget), default=0)
         chunk = max(chunk, even)
         cost = self._cost(chunk if pending.rows is None else min(chunk, pending.rows))
-        if ledger.debt <= 0 and (cost <= budget or ledger.allows(alone, cost)):
+        if ledger.allows(alone, cost):
             return chunk
         if 0 < pending.shortest <= chunk and ledger.allows(alone, self._cost(pending.shortest)):
             return pending.shortest

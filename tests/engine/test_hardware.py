@@ -55,7 +55,6 @@ def test_a_core_is_left_to_the_thread_that_serves_the_gpu(monkeypatch: pytest.Mo
         monkeypatch.setattr(planning, "usable_cores", lambda cores=cores: cores)
         assert Hardware(Machine(8, 4, {"cpu": 4})).num_threads == cores
         assert Hardware(Machine(8, 4, {"cpu": 4, "cuda:0": 2})).num_threads == with_gpu
-        assert Hardware(Machine(8, 4, {"cpu": 4}), is_served=True).num_threads == cores
 
 
 def test_gpus_without_bf16_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,9 +75,11 @@ def test_gpus_without_bf16_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplo
     assert caplog.text.count("cuda:0 (an older one) is left alone: its compute capability is 7.5, below 8.0") == 1
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2), (4, 2), (7, 5), (8, 5), (16, 13)])
-def test_a_service_with_a_gpu_has_cores_for_its_other_processes(
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2), (7, 6), (8, 6), (16, 14)])
+def test_a_service_has_a_core_of_many_for_its_other_processes(
     cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "usable_cores", lambda: cores)
     assert Hardware(Machine(8, 4, {"cpu": 4, "cuda:0": 2}), is_served=True).num_threads == threads
+    on_cpu = Hardware(Machine(8, 4, {"cpu": 4}), is_served=True)
+    assert on_cpu.num_threads == (cores if cores < 8 else cores - 1)

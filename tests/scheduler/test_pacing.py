@@ -162,30 +162,38 @@ def test_a_pacer_times_decodes_alone_now_and_then() -> None:
     assert all(pacer.rows(1, 99, some) for _ in range(REFRESH))
 
 
-def test_a_short_prompt_does_not_wait_for_the_debt() -> None:
+KNOWN = (1, 0, 0.016), (1, 7, 0.05), (1, 64, 0.13), (1, 4095, 0.4)
+"""Steps of a GPU with experts in RAM: decodes, rows of prompts, seconds."""
+
+
+def test_a_short_prompt_goes_where_a_chunk_does_not_fit() -> None:
     pacer = Pacer(2.0, 0.5)
-    for step in ((1, 0, 0.016), (1, 9, 0.05), (1, 4096, 0.4)):
+    for step in KNOWN:
         pacer.took(*step)
     pacer.rows(1, 4095, None)
-    assert pacer.rows(1, 4095, Pending(8192, 4096)) == 0
-    assert pacer.rows(1, 4095, Pending(8192, 9)) == 9
-    for _ in range(30):  # half a second of decodes
+    chunk = pacer.rows(1, 4095, Pending(99999, 4096))
+    assert chunk > 2000
+    pacer.took(1, chunk, 0.33)  # of one second, beside what was spent before
+    assert pacer.rows(1, 4095, Pending(99999, 4096)) == 0
+    assert pacer.rows(1, 4095, Pending(99999, 9)) == 9
+    for _ in range(126):  # two seconds of decodes
         pacer.took(1, 0, 0.016)
-    assert pacer.rows(1, 4095, Pending(8192, 9)) > 1000
+    assert pacer.rows(1, 4095, Pending(99999, 9)) == chunk
 
 
 def test_what_is_in_flight_counts() -> None:
     pacer = Pacer(2.0, 0.5)
-    known = (1, 0, 0.016), (1, 7, 0.05), (1, 64, 0.13), (1, 4095, 0.4)
-    for step in (*known, *((1, 0, 0.016),) * 40):
+    for step in (*KNOWN, *((1, 0, 0.016),) * 130):
         pacer.took(*step)
     pacer.rows(1, 4095, None)
-    rows = pacer.rows(1, 4095, Pending(9999))
-    assert rows > 1000
-    pacer.planned(1, rows)
-    assert pacer.rows(1, 4095, Pending(9999)) == 0
+    chunks = []
+    for _ in range(5):
+        chunks.append(pacer.rows(1, 4095, Pending(99999)))
+        pacer.planned(1, chunks[-1])
+    assert chunks[0] > 2000
+    assert chunks == [chunks[0]] * 3 + [0] * 2
     pacer.lost()
-    assert pacer.rows(1, 4095, Pending(9999)) == rows
+    assert pacer.rows(1, 4095, Pending(99999)) == chunks[0]
 
 
 class Clocked:
@@ -299,8 +307,8 @@ def test_streams_keep_their_share_and_prompts_are_nearly_as_fast_as_can_be(
     # A window of its own, so that what is spent behind the last chunk does not count.
     wanted = least_cost(machine, 4096, 1023, min(longest, alone + (1 - 1 / ratio) * window))
     cost = sum(seconds - alone for _, rows, seconds in steps if rows)
-    # Whole chunks a window may be a little smaller than the cheapest; the last one has what is left.
-    assert cost <= wanted * WORTH * 1.2 + machine(1, 1023) - alone
+    # Whole chunks a window may be a little smaller than the cheapest; sizes are tried, and the last has what is left.
+    assert cost <= wanted * WORTH * 1.2 + 2 * (machine(1, 1023) - alone)
     share = (1 - 1 / ratio) * window
     paid = sum(window / max(share // (seconds - alone), 1) for _, rows, seconds in steps if rows)  # whole ones a window
     assert ends[-1] <= max(cost * ratio / (ratio - 1), paid) * 1.05 + 2 * longest + window / 2
@@ -319,7 +327,7 @@ def test_where_each_step_may_carry_some_gaps_are_even() -> None:
     assert all(seconds <= 2 * even(1, 0) for *_, seconds in steps)
 
 
-def test_with_experts_in_ram_chunks_are_large_and_paid_back() -> None:
+def test_with_experts_in_ram_chunks_are_large_and_have_half_of_the_time() -> None:
     loop = Clocked(streamed, max_gap_ms=500.0)
     loop.add("1", 20, 10000)
     loop.run(20)
@@ -327,7 +335,7 @@ def test_with_experts_in_ram_chunks_are_large_and_paid_back() -> None:
     loop.run(150)
     steps = loop.run(200)
     chunks = [rows for _, rows, _ in steps if rows]
-    assert min(chunks) >= 1500
+    assert min(chunks) >= 2000
     assert max(seconds for *_, seconds in steps) <= 0.5
     share = sum(seconds - streamed(1, 0) for _, rows, seconds in steps if rows) / sum(seconds for *_, seconds in steps)
     assert 0.4 <= share <= 0.51
