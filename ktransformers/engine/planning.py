@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 _MANY_CORES = 8
-"""From so many on a service gets one for its other processes."""
+"""From so many on a service on the CPU alone has one for its other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,14 @@ class Hardware:
 
     @property
     def num_threads(self) -> int:
-        """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own.
+        """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own, with a
+        service's other processes: together they need less than one.
 
-        Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers. So
-        do the processes of a service, which have one of many.
+        Where they must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
         """
         cores = usable_cores()
-        beside = 1 if self.has_gpus and cores > 2 else 0
-        if self.is_served and cores >= _MANY_CORES:
-            beside += 1
-        return cores - beside
+        least = 3 if self.has_gpus else _MANY_CORES
+        return cores - 1 if (self.has_gpus or self.is_served) and cores >= least else cores
 
     @property
     def has_gpus(self) -> bool:

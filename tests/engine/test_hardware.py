@@ -75,7 +75,7 @@ def test_gpus_without_bf16_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplo
     assert caplog.text.count("cuda:0 (an older one) is left alone: its compute capability is 7.5, below 8.0") == 1
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2), (7, 6), (8, 6), (16, 14)])
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2), (7, 6), (8, 7), (16, 15)])
 def test_a_service_has_a_core_of_many_for_its_other_processes(
     cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
