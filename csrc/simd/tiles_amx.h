@@ -23,6 +23,8 @@ inline void tiles_begin(int tokens, int k) {
     config.rows[i] = static_cast<uint8_t>(i < 6 ? tokens : k / 4);
     config.row_bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? k : 64);
   }
+  // GCC's intrinsic says that it reads the first 8 bytes: GCC 12 left the others out, and ldtilecfg faults on them.
+  __asm__ volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 inline void tiles_end() { _tile_release(); }
