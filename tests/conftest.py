@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -44,13 +45,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what only `make test-all` runs."""
+    """Leaves out what only `make test-all` runs. A case that is asked for by its whole name is never left out."""
     if config.getoption("--exhaustive"):
         return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive") is not None]
+    asked, seen = set(config.args), Counter[str]()
+    kept, left_out = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        nth, seen[name] = seen[name], seen[name] + 1
+        every = item.get_closest_marker("every")
+        is_left_out = item.get_closest_marker("exhaustive") is not None or (every is not None and nth % every.args[0])
+        (left_out if is_left_out and item.nodeid not in asked else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
+        items[:] = kept
 
 
 @pytest.fixture(scope="session")

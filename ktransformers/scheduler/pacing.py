@@ -52,6 +52,9 @@ _GAIN = 1.1
 WINDOW = 2.0
 """Seconds in which each stream has its share, where steps are not long."""
 
+_SURE = 0.9
+"""Of the longest gap, what a step may take by those before it: the next one may be slower."""
+
 _GAP_IN_STEPS = 4
 """Steps of decodes alone that a gap may always last: where each takes a second, max_gap cannot be kept. The window is
 twice as long at least."""
@@ -209,7 +212,7 @@ class Pacer:
         """Seconds that a chunk may add to decodes that take `alone`, where prompts have `share` of a window."""
         if not self.max_gap:
             return share
-        return min(share, max(self.max_gap, _GAP_IN_STEPS * alone) - alone)
+        return min(share, _SURE * max(self.max_gap, _GAP_IN_STEPS * alone) - alone)
 
     def _cost(self, rows: int) -> float:
         return self.times.more(rows) or 0.0
