@@ -9,12 +9,12 @@ A step takes, within chunk_size tokens: first one token of every decode, so that
 prompts in the order of rank (priority, then arrival), of which a part goes to the one with the fewest tokens left
 (passing.py). With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows (pacing.py).
 
-Waiting sequences are admitted in the order of rank while there are seats and pages, whether the step has rows for them
-or not: so a short prompt is seen behind long ones. The queue is strict: nobody overtakes the head that waits for pages.
+Waiting sequences are admitted in the order of rank while there are seats and pages, with rows in this step or without,
+so that a short prompt is seen behind long ones. Nobody overtakes the head of the queue that waits for pages.
 
 A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
 
-What prompts have in common is computed once: while one that comes before computes it, the others wait for its pages.
+What prompts have in common is computed once: while one computes it, those behind it wait for its pages.
 
 Pages are allocated as sequences grow. When none is left, the running sequence of the last rank gives up its pages and
 waits again with its tokens; if that is the very sequence that wants to grow, it just sits this step out. So the first
@@ -39,7 +39,7 @@ snapshots that are never published. They may have new owners by then, who write 
 Pages may have copies in host memory and in files (scheduler/tiering.py). A waiting sequence whose pages are read from
 files is passed by others; steps without rows do what is to be copied when nobody has rows.
 
-Not known here: text, tensors, processes, time (callers say what time it is).
+Not known here: text, tensors, processes, time.
 """
 
 from __future__ import annotations
@@ -363,11 +363,12 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Take its pages for a sequence before it. What the tree and tiers have of it is not lost."""
-        assert seq.run is not None
+        run = seq.run
+        assert run is not None
         logger.debug("preempting %s at %d tokens", seq.request_id, seq.known_len)
-        self._stop_run(seq, seq.run)
+        self._stop_run(seq, run)
         bisect.insort(self._waiting, seq, key=_rank)
-        self._totals.num_preemptions += 1
+        self._totals.num_preemptions += run.is_started  # one that had no rows yet has lost nothing
 
     # Taking in results.
 

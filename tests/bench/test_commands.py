@@ -123,6 +123,7 @@ def test_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 sequences, 9 steps" in text
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("kind", "cache"), [("gguf", "both"), ("bf16", "warm"), ("fp8", "warm")])
 def test_load(kind: FileFormat, cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_files(tmp_path, TINY_FILE, kind)

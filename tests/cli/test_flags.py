@@ -258,6 +258,7 @@ def test_no_flag_has_the_name_of_another_variable() -> None:
     assert not flags & OTHER_VARIABLES
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("command", [words for words in COMMANDS if words not in (["completion"], ["help"])])
 def test_print_config_can_be_fed_back(
     command: list[str], config_file: Path, capsys: pytest.CaptureFixture[str]

@@ -57,6 +57,7 @@ def outlook_of(name: str, *gib: float, **flags: object) -> Outlook:
     return look_ahead(open_synthetic(config, SHAPES[name].config()), machine(*gib), name)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("gib", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("name", PLANNED)
 def test_one_screen(name: str, gib: tuple[float, ...]) -> None:
@@ -189,6 +190,7 @@ def expected_on(outlook: Outlook, threads: int | None = None) -> Expected:
     return expect(outlook, MachineSpeed(0.0, 0.0, cpu), 1, 512)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [name for name in PLANNED if not has_states(name)])
 def test_a_prediction_on_the_screen(name: str) -> None:
     outlook = outlook_of(name, 1000.0, use_cuda=False)

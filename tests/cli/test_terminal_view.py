@@ -80,6 +80,7 @@ def terminal_view(window: Window, delay: float = NEVER) -> TerminalView:
     return TerminalView(window.out, window.fd, XTERM, delay=delay)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_terminal_shows_what_a_pipe_gets(name: str) -> None:
     plain = piped(ANSWERS[name])
@@ -447,6 +448,7 @@ def screen_of(raw: str) -> list[str]:
     return [row.rstrip() for row in screen.rows()]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [

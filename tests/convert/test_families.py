@@ -31,6 +31,7 @@ OPENABLE: dict[str, dict[str, object]] = {
 """Values with which llama.cpp opens tiny models of families whose others it does not."""
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("model_type", WRITABLE_FAMILIES)
 def test_a_family_comes_back(model_type: str, tmp_path: Path) -> None:
     """The same tensors as from a writer derived by hand, byte for byte; from them the same model, and its logits."""

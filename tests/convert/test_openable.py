@@ -17,6 +17,7 @@ from tests.support.tiny_models import tiny_model, write_safetensors
 from tests.support.writable_models import FACTORS, LONGROPE, REFUSED, WRITTEN
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("model_type", "values", "message"), REFUSED)
 def test_refused(model_type: str, values: dict[str, object], message: str, tmp_path: Path) -> None:
     model = write_safetensors(tiny_model(model_type, **values), tmp_path / "model")

@@ -176,6 +176,7 @@ def test_what_is_left_of_another_run_is_not_taken(tmp_path: Path, caplog: pytest
     assert out.read_bytes() == wanted.read_bytes()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mixture", ["q3_k_m", "iq3_xxs", "iq2_xs", "iq1_m"])
 def test_threads_and_pieces_do_not_show(mixture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, one, other = small_gguf(tmp_path / "in.gguf"), tmp_path / "one.gguf", tmp_path / "other.gguf"
@@ -186,6 +187,7 @@ def test_threads_and_pieces_do_not_show(mixture: str, tmp_path: Path, monkeypatc
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mixture", ["iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s"])
 def test_types_that_need_an_imatrix_say_so(mixture: str, tmp_path: Path) -> None:
     given, out = small_gguf(tmp_path / "in.gguf"), tmp_path / "out.gguf"

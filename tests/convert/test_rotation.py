@@ -114,6 +114,7 @@ def folder_of(family: str, scaling: dict[str, Any], spelling: str, folder: Path)
     return folder
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_type", "type"])
 @pytest.mark.parametrize("row", ROWS)
 def test_a_scaled_rotation_comes_back(row: str, spelling: str, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def engine_of(path: Path, backend: str = "auto") -> Engine:
     return build_engine(config, hardware=fake_hardware())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_prefill_agrees_with_transformers(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -170,6 +170,7 @@ def cpu_logits(path: Path, ids: list[int], borders: Sequence[int], **settings: A
         return torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in pairwise(borders)])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma2"])
 def test_tokens_on_the_cpu_do_not_depend_on_chunks(family: str, tmp_path: Path) -> None:
     """In layers that are one native call and in others; windows, sinks and a softcap included."""

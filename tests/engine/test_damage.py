@@ -73,6 +73,7 @@ MADE: dict[str, tuple[str, Callable[[Path], tuple[EngineConfig, str]]]] = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", MADE)
 def test_the_tensor_is_named(
@@ -92,6 +93,7 @@ def test_the_tensor_is_named(
     assert len(lines) == 1  # it was looked for once
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("pooling", [Pooling.FIRST, Pooling.MEAN])
 def test_the_tensor_is_named_where_only_an_embedding_is_bad(

@@ -267,6 +267,7 @@ class World:
         self.service.close()
 
 
+@pytest.mark.every(3)
 def test_whatever_happens(model: Model, tmp_path: Path, random_cases: Callable[[int, int], int]) -> None:
     seen = Counter[str]()
     for seed in range(random_cases(2, 3)):

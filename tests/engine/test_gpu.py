@@ -62,6 +62,7 @@ ATTENTION = {
 LIKE_OTHERS = ("mixtral", "qwen2_moe", "deepseek_v3", "dots1", "minimax_m2", "phimoe", "llama")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(name, marks=pytest.mark.exhaustive if name in LIKE_OTHERS else ()) for name in ATTENTION],
@@ -337,6 +338,7 @@ def test_upstreams_files_for_several_gpus_spread_layers(tmp_path: Path, caplog: 
     assert {home.device for home in one.homes} == {"cuda:0"}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2", "gemma3_text"])
 def test_rotary_tables_on_a_gpu_are_planned(model_type: str, tmp_path: Path) -> None:
     """They are filled for the longest sequence before the first step."""

@@ -99,6 +99,7 @@ def test_gpt_oss_with_its_experts_streamed(tmp_path: Path, monkeypatch: pytest.M
     engine.close()
 
 
+@pytest.mark.every(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("kind", ["F16", "BF16"])

@@ -125,6 +125,7 @@ def _embedding(engine: SessionEngine, pooling: Pooling) -> np.ndarray:
     return before
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_embeddings_are_those_of_transformers(pooling: Pooling) -> None:
     configs = [EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=64, chunk_size=size) for size in (8, 64)]

@@ -120,6 +120,7 @@ def test_logits_are_those_of_rounded_keys_and_values(kv_type: str, tmp_path: Pat
     check_alike(model.config.vocab_size, run)
 
 
+@pytest.mark.every(3)
 @product(strength=1, model_type=["gpt_oss", "deepseek_v3", BLOCK_TYPE, "glm_moe_dsa"], kv_type=[*KV_TYPES])
 def test_families_agree_with_the_cpu(model_type: str, kv_type: str, tmp_path: Path) -> None:
     """Windows and sinks, latents, and positions that were chosen for heads and for rows."""

@@ -85,6 +85,7 @@ def launches_of_one_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Coun
     return counts
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
@@ -122,6 +123,7 @@ def launches_of_layers(
     return launches_of_one_row(gpu_engine(folder, optimize_config_path=path, self_check=False), monkeypatch)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model_type", "kind", "expected"),
     [
@@ -186,6 +188,7 @@ def test_layers_of_one_part_are_recognized() -> None:
     ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model_type", "layers"), [("qwen3_next", 4), ("kimi_linear", 4), ("bailing_hybrid", 4), ("nemotron_h", 5)]
 )

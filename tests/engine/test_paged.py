@@ -132,6 +132,7 @@ def check(pair: Pair, loop: PagedLoop, cases: dict[str, Case], aborted: set[str]
     assert loop.executor.num_runs <= loop.config.max_running  # runs that ended with the last step are not known to yet
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("chunk_size", "max_batch_size"), [(16, 1), (16, 4), (256, 4), (256, 32), (16, 32)])
 @pytest.mark.parametrize("has_prefix_cache", [True, False])
 def test_mixed_requests(pair: Pair, chunk_size: int, max_batch_size: int, has_prefix_cache: bool) -> None:
@@ -146,6 +147,7 @@ def test_mixed_requests(pair: Pair, chunk_size: int, max_batch_size: int, has_pr
         assert loop.scheduler.stats().prefix_hit_len > 0
 
 
+@pytest.mark.every(3)
 def test_preemption_aborts_and_lost_engines(pair: Pair) -> None:
     """15 pages of 8 for 16 sequences of up to 110 tokens: they throw each other out. Then engines die as well."""
     config = scheduler_config(pair.paged, num_pages=15, max_batch_size=8, chunk_size=32)
@@ -166,6 +168,7 @@ def test_preemption_aborts_and_lost_engines(pair: Pair) -> None:
     assert stats.num_used_pages == 0
 
 
+@pytest.mark.every(3)
 def test_suspended_and_resumed_whatever_happens(pair: Pair) -> None:
     """In every kind of sampling, of two priorities, short of pages, with engines that die."""
     config = scheduler_config(pair.paged, num_pages=24, max_batch_size=8, chunk_size=16)
@@ -289,6 +292,7 @@ def test_a_mask_decides_what_may_come_next() -> None:
         sample_batch(logits, [sampler], [0])
 
 
+@pytest.mark.every(3)
 def test_masks_bind_runs_and_survive_preemption_and_loss(pair: Pair) -> None:
     """A mask of the tokens that differ from the last one by one: its answers show that it knows the answer so far."""
     vocab = pair.paged.model.vocab_size

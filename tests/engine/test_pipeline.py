@@ -45,6 +45,7 @@ def exhaustive(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model_type", "num_stages"),
     [

@@ -56,6 +56,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     made.close()
 
 
+@pytest.mark.every(5)
 def test_agrees_with_transformers_whatever_the_steps(family: Made) -> None:
     ids = some_ids(80)
     want, got = logits_of(family.model, ids), logits_in(family.engine, ids, [64, *[1] * 16])
@@ -64,6 +65,7 @@ def test_agrees_with_transformers_whatever_the_steps(family: Made) -> None:
         assert torch.equal(logits_in(family.engine, ids, sizes), got), sizes
 
 
+@pytest.mark.every(5)
 def test_two_sequences_in_a_step_are_each_alone(family: Made) -> None:
     prompts = [some_ids(length, seed=length) for length in (1, 30, 70)]
     loop = paged_loop(family, num_states=8)
@@ -97,6 +99,7 @@ def paged_loop(made: Made, **changes: object) -> PagedLoop:
     return PagedLoop(config, executor)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -123,6 +126,7 @@ def test_many_sequences_are_each_alone(made: Made, changes: dict[str, object]) -
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
 
 
+@pytest.mark.every(3)
 def test_another_engine_goes_on_where_one_died(made: Made) -> None:
     loop, prompts = paged_loop(made), [some_ids(90, seed=i) for i in range(3)]
     names = [loop.add(prompt, SamplingParams(max_tokens=70, ignore_eos=True, temperature=0.0)) for prompt in prompts]
@@ -135,6 +139,7 @@ def test_another_engine_goes_on_where_one_died(made: Made) -> None:
         assert loop.answers[name].token_ids == alone(made, prompt, 70)
 
 
+@pytest.mark.every(3)
 def test_suspended_and_resumed_whatever_happens(made: Made) -> None:
     prompts = [some_ids(20 + 13 * i, seed=i) for i in range(8)]
     loop, names = paged_loop(made, num_pages=40, max_batch_size=4), []
@@ -167,6 +172,7 @@ class Counted:
         return self.forward([token_id], position, [0])
 
 
+@pytest.mark.every(3)
 def test_a_turn_runs_only_what_is_new(made: Made) -> None:
     runner = Counted(made.engine.runner)
     session = Session(runner, chunk_size=512)  # type: ignore[arg-type]
@@ -196,6 +202,7 @@ def test_an_answer_is_left_and_taken_up_after_another_conversation(made: Made) -
     assert [event.token_id for event in events] == alone(made, prompt, 20)
 
 
+@pytest.mark.every(3)
 def test_a_question_asked_again_begins_before_its_answer(made: Made) -> None:
     runner = Counted(made.engine.runner)
     session, prompt = Session(runner, chunk_size=100), some_ids(300)  # type: ignore[arg-type]

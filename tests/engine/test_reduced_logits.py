@@ -75,6 +75,7 @@ def compare(logits: Tensor, samplers: list[RequestSampler], fetch: LogitsFetch) 
     return found
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("vocab", [1, 70, 3001])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_whole_rows(kind: str, vocab: int) -> None:

@@ -191,6 +191,7 @@ def of_kinds(name: str) -> PreTrainedModel:
     return tiny_model(name, seed=1, layers=4)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "experts_on_cpu", "kinds", "run"),
     [

@@ -82,6 +82,7 @@ def where(kind: str, folder: Path) -> dict[str, object]:
     return {"cpu_memory_size_GB": 0.0005, "kv_disk_path": folder}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", ["host", "disk"])
 @pytest.mark.parametrize("piece", [1, 64 << 20])
 def test_it_is_all_in_the_file(
@@ -103,6 +104,7 @@ def test_it_is_all_in_the_file(
         assert made.wanted == (*saved.answer_ids, *(event.token_id for event in other.continue_answer(loaded)))
 
 
+@pytest.mark.every(3)
 def test_a_service_saves_what_the_one_before_it_left_in_files(made: Made, tmp_path: Path) -> None:
     folder, path = tmp_path / "pages", tmp_path / "s.safetensors"
     folder.mkdir(mode=0o700)
@@ -117,6 +119,7 @@ def test_a_service_saves_what_the_one_before_it_left_in_files(made: Made, tmp_pa
         assert loaded.cached_len == 160
 
 
+@pytest.mark.every(3)
 def test_others_go_on_meanwhile(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_store, "PIECE_BYTES", 1)
     other_prompt, params = some_ids(90, 4), replace(PARAMS, max_tokens=100)
@@ -136,6 +139,7 @@ def test_others_go_on_meanwhile(made: Made, tmp_path: Path, monkeypatch: pytest.
     assert len(sums) == 1
 
 
+@pytest.mark.every(3)
 def test_a_file_that_is_cut_ends_what_is_saved(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, path = tmp_path / "pages", tmp_path / "s.safetensors"
     folder.mkdir(mode=0o700)
@@ -153,6 +157,7 @@ def test_a_file_that_is_cut_ends_what_is_saved(made: Made, tmp_path: Path, caplo
         assert made.wanted == (*saved.answer_ids, *(event.token_id for event in other.continue_answer(loaded)))
 
 
+@pytest.mark.every(3)
 def test_a_disk_without_room_is_said(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
@@ -166,6 +171,7 @@ def test_a_disk_without_room_is_said(made: Made, tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.every(3)
 def test_states_are_copies(made: Made) -> None:
     """Written to a file while steps go on."""
     with made.paged() as llm:

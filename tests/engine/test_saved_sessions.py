@@ -166,6 +166,7 @@ class Rows:
 WAYS = [("static", "static"), ("static", "16"), ("static", "64"), ("16", "static"), ("64", "static"), ("16", "64")]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("source", "target"), WAYS, ids=[f"{a} to {b}" for a, b in WAYS])
 def test_an_answer_goes_on_in_another_engine(
     made: Made, source: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +200,7 @@ def test_an_answer_goes_on_in_another_engine(
     assert output.token_ids == made.single.generate([turn], replace(PARAMS, max_tokens=8))[0].token_ids
 
 
+@pytest.mark.every(3)
 def test_a_conversation_goes_on(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many turns in one engine; the last one in another, which computes only what is new."""
     path, params = tmp_path / "s.safetensors", replace(PARAMS, max_tokens=12)
@@ -217,6 +219,7 @@ def test_a_conversation_goes_on(made: Made, tmp_path: Path, monkeypatch: pytest.
     other.close()
 
 
+@pytest.mark.every(3)
 def test_loading_beside_others_and_what_is_there(made: Made, tmp_path: Path) -> None:
     """Pages that are known already stay, and streams that run are not disturbed."""
     path, params = tmp_path / "s.safetensors", replace(PARAMS, max_tokens=30)
@@ -238,6 +241,7 @@ def test_loading_beside_others_and_what_is_there(made: Made, tmp_path: Path) -> 
         paged._batches._scheduler.check_integrity()  # type: ignore[union-attr]
 
 
+@pytest.mark.every(3)
 def test_where_there_is_little_room(made: Made, tmp_path: Path) -> None:
     """What does not fit into free pages is computed again."""
     path = tmp_path / "s.safetensors"

@@ -138,6 +138,7 @@ def test_the_first_and_the_last_layer_of_each_kind_are_computed(
     assert "smollm3 as transformers computes it: embeddings, 4 of 6 layers and the head, on 64 tokens" in line
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("_all_untested")
 @pytest.mark.parametrize(
     ("family", "types"),
@@ -158,6 +159,7 @@ def test_rounded_activations_are_no_difference(
     assert "as transformers computes it" in said(caplog)[0]
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("_all_untested")
 @pytest.mark.parametrize("settings", [{"cpu_quant": "q4_0"}, {"cache_lens": WINDOW}, {"cache_lens": 4}])
 def test_settings_of_the_engine(settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

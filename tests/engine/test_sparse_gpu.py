@@ -60,6 +60,7 @@ def on_a_gpu(rules: str) -> str:
     return f"{first}(^|\\\\.)rotary_emb{middle}# Routed experts{last.replace('out_device: cpu', 'out_device: cuda')}"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", [*INDEXED_TYPES, BLOCK_TYPE, *POOLED_TYPES])
 def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
     model = model_of(model_type)
@@ -100,6 +101,7 @@ def test_gates_made_with_queries_and_sinks(model_type: str, tmp_path: Path) -> N
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", ["bailing_hybrid", "kimi_linear", "longcat_flash"])
 def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path) -> None:
     kinds = {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]}

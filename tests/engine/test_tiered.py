@@ -237,6 +237,7 @@ def swapped(folder: Path) -> None:
             path.write_bytes(other)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("harm", [damaged_by_a_bit, cut_short, of_another_model, swapped])
 def test_files_that_are_wrong_are_computed_instead(
     engine: PagedEngine, expected: Expected, tmp_path: Path, harm: object, caplog: pytest.LogCaptureFixture

@@ -283,6 +283,7 @@ def filled(text: str, folder: Path) -> list[str]:
     return [*argv, *QUIET] if argv[1:] and takes_level and "--log_level" not in argv else argv
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_is_one_line_that_points_at_the_place(row: Row, wrong_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(filled(row.argv, wrong_files), row.says.split(" | "), row.code, capsys)
@@ -331,6 +332,7 @@ def _number_flags() -> list[tuple[tuple[str, ...], str, str, bool]]:
     return found
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("path", "flag", "value", "is_usage"),
     _number_flags(),

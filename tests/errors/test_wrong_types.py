@@ -66,6 +66,7 @@ def put(path: Path, field: str | None, value: Any) -> None:
     path.write_text(json.dumps(value if field is None else whole | {field: value}))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("file", "field"), FIELDS)
 def test_a_value_of_another_type(file: str, field: str | None, folder: Path) -> None:
     before = (folder / file).read_bytes() if (folder / file).exists() else None

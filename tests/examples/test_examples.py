@@ -29,6 +29,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("script", "says"),
     [

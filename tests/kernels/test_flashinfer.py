@@ -58,6 +58,7 @@ def test_rows_out_of_order_are_refused(seq_ids: list[int], kv_lens: list[int]) -
         pages_of(torch.tensor(seq_ids), torch.tensor(kv_lens), table, 4)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "shape",
     [

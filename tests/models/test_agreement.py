@@ -27,6 +27,7 @@ def greedy(engine: Engine, ids: list[int], steps: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_logits_and_tokens_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=1)
@@ -44,6 +45,7 @@ def test_logits_and_tokens_agree_with_transformers(model_type: str, tmp_path: Pa
     assert greedy(engine, ids, ANSWER_LEN) == expected[0, len(ids) :].tolist()
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_logits_do_not_depend_on_chunks(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=2)

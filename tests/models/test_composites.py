@@ -39,6 +39,7 @@ def prompt(length: int = 48) -> list[int]:
     return torch.randint(3, 160, (length,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", RUN)
 def test_logits_of_text(name: str, tmp_path: Path) -> None:
     model = tiny_composite(name, seed=1)
@@ -118,6 +119,7 @@ def test_the_reference_takes_the_language_part_too(name: str, tmp_path: Path) ->
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["kimi_k25", "qwen3_5_moe", "glm4v_moe"])
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "language_model."])
 def test_all_names_that_files_have(name: str, prefix: str, tmp_path: Path) -> None:

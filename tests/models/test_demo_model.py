@@ -47,6 +47,7 @@ def test_the_first_question() -> None:
         assert "42" in llm.chat([{"role": "user", "content": QUESTIONS[0]}], GREEDY)[0].text
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 def test_chunks_do_not_change_tokens(chunk_size: int, reference: list[tuple[int, ...]]) -> None:
     assert answers(open_llm(DEMO_GGUF, chunk_size=chunk_size)) == reference
@@ -56,6 +57,7 @@ def test_threads_do_not_change_tokens(reference: list[tuple[int, ...]]) -> None:
     assert answers(open_llm(DEMO_GGUF, threads=1)) == reference
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("isa", [isa.value for isa in available_isas()])
 def test_instruction_sets_do_not_change_tokens(
     isa: str, reference: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch

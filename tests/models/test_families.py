@@ -33,6 +33,7 @@ UNREADABLE = [name for name in CAUSAL_TYPES if FAMILY_SUPPORT.get(name) is NOT_B
 VARIATIONS = range(3)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("model_type", [*CAUSAL_TYPES, *(name for name in COMPOSITE_TYPES if name in FAMILY_SUPPORT)])
 def test_a_family_agrees_or_is_refused_as_the_table_says(model_type: str, tmp_path: Path) -> None:
     check_family(model_type, tmp_path)
@@ -43,6 +44,7 @@ def test_composite_families_with_experts_have_a_line() -> None:
     assert found <= FAMILY_SUPPORT.keys(), f"families.py says nothing of {sorted(found - FAMILY_SUPPORT.keys())}"
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("model_type", "seed"), thinned(itertools.product(RUNNING, VARIATIONS), strength=1))
 def test_a_family_agrees_in_other_widths_too(model_type: str, seed: int, tmp_path: Path) -> None:
     check_family(model_type, tmp_path, seed)

@@ -250,6 +250,7 @@ def check_hostile(opened: GGUFModel) -> None:
                 config_from_gguf(dict(opened.metadata) | {key: value}, shapes, factors)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("arch", "model_type"), models())
 def test_a_file_is_its_model(arch: str, model_type: str, tmp_path: Path) -> None:
     check_file(built(model_type, values_of(arch, model_type)), tmp_path / "m.gguf", arch)

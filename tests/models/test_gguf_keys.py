@@ -201,6 +201,7 @@ def outcome(
     return config
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("arch", sorted(set(FAMILIES) - set(RECURRENT_FAMILIES)))
 def test_what_changes_the_answer_is_honoured_or_refused_by_name(arch: str, folder: Path) -> None:
     metadata, shapes, factors = file_of(arch, folder)

@@ -35,6 +35,7 @@ def open_engine(path: Path, **settings: object) -> Engine:
     return build_engine(EngineConfig(gguf_path=path, cache_lens=64, **{"cpu_infer": 1, **settings}))  # type: ignore[arg-type]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("model_type", NAMED + GENERIC)
 def test_f32_file_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=1)
@@ -48,6 +49,7 @@ def test_f32_file_agrees_with_transformers(model_type: str, tmp_path: Path) -> N
 LOW_BITS = ["Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "TQ1_0", "TQ2_0", "NVFP4"]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("model_type", "qtype"),
     [
@@ -71,6 +73,7 @@ def test_quantized_file_agrees_with_dequantized_weights(model_type: str, qtype: 
     assert (errors > tolerance).sum() <= 3
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("qtype", GRID_TYPES, ids=lambda qtype: qtype.name)
 def test_types_with_grids_stay_what_they_are(
     qtype: QuantType, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -71,6 +71,7 @@ STEPS = {"bf16": 2.0**-8, "int8": 1 / 127, "fp8": 2.0**-3}
 """Between two neighbours of a type, relative to the number, or to the largest of a head."""
 
 
+@pytest.mark.every(4)
 @product(strength=1, name=FAMILIES, kv_type=NARROW)
 def test_steps_do_not_matter_and_results_are_near(name: str, kv_type: str) -> None:
     model = model_of(name)

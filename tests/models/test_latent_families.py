@@ -45,6 +45,7 @@ def check_agrees(model: PreTrainedModel, runner: StaticRunner) -> None:
     assert torch.equal(parts, whole)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", LATENT_TYPES)
 def test_the_latent_is_cached_and_logits_agree(model_type: str) -> None:
     model = latent_model(model_type, seed=1)

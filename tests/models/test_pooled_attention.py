@@ -74,6 +74,7 @@ def test_agrees_with_transformers_whatever_the_steps(made: Made) -> None:
         assert torch.equal(logits_in(made.engine, ids, sizes), got), sizes
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model_type", "values"),
     [

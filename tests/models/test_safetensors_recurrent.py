@@ -54,6 +54,7 @@ def as_bf16(stored: Tensors) -> Tensors:
     return {name: tensor.bfloat16() for name, tensor in stored.items()}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_as_transformers_saves_them(name: str, dtype: str, tmp_path: Path) -> None:

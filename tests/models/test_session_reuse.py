@@ -16,6 +16,7 @@ from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model_type", "kv_type"),
     [

@@ -58,6 +58,7 @@ def check_agrees(model: PreTrainedModel, engine: Engine) -> None:
         assert torch.equal(torch.cat(parts), whole), f"chunks of {size}"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("model_type", sorted({*WINDOWED_TYPES, *UNROTATED_TYPES}))
 def test_windows_and_layers_without_rotation(model_type: str, tmp_path: Path) -> None:
     model = random_model(tiny_config(model_type, layers=4), seed=1)

@@ -47,6 +47,7 @@ def random_loop(rng: random.Random) -> Loop:
     )
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("seed", range(150))
 def test_random_prefixes_between_random_steps(seed: int) -> None:
     rng = random.Random(seed)

@@ -9,6 +9,7 @@ import pytest
 from tests.support.fake_engine import Loop, make_config, make_request
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("chunk_size", [16, 256])
 @pytest.mark.parametrize("max_batch_size", [1, 4, 32])
 @pytest.mark.parametrize("has_prefix_cache", [True, False])

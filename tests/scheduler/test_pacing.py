@@ -276,6 +276,7 @@ def least_cost(machine: Machine, rows: int, most: int, longest: float) -> float:
     return best[-1]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("ratio", "gap"), [(2.0, 500.0), (2.0, 100.0), (4.0, 500.0), (1.25, 500.0)])
 def test_streams_keep_their_share_and_prompts_are_nearly_as_fast_as_can_be(

@@ -412,6 +412,7 @@ def test_a_suspended_one_stays_where_it_was_over_any_number_of_restarts(tmp_path
     run(work)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("is_suspended", [False, True])
 def test_the_backend_of_one_sequence_goes_on(tmp_path: Path, num_tokens: int, is_suspended: bool) -> None:

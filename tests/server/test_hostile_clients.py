@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import resource
 import shutil
 import socket
@@ -498,7 +499,8 @@ def test_a_handshake_that_does_not_come_is_not_waited_for(
 
 def test_descriptors_are_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    assert 700 < connection_limit(None) < 1024 - 96
+    room = 1024 - len(os.listdir("/proc/self/fd"))  # other tests of this process may have some
+    assert room - 200 < connection_limit(None) < room - 32
     assert connection_limit(5) == 5
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
     with pytest.raises(ConfigError, match=r"may open 100 files.* raise `ulimit -n`"):

@@ -41,6 +41,7 @@ def test_plain_paths(path: str, plain: str) -> None:
     assert plain_path(path) == plain
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("path", [*GETS, "/", "/v1/models/demo", "/docs/start.js"])
 def test_head_is_get_without_a_body(path: str) -> None:
     get, head = ask("GET", path), ask("HEAD", path)

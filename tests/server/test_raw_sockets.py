@@ -220,6 +220,7 @@ WRONG_CHUNKS = [b"zz\r\nabc\r\n", b'5\r\n{"mes\r\nXYZ\r\n', b"f" * 30 + b"\r\n",
                 b"2\r\n{}\r\n0\r\nbad trailer\r\n\r\n"]  # fmt: skip
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/nothing", b"/v1/models"])
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("data", WRONG_CHUNKS)

@@ -406,6 +406,7 @@ def test_ids_of_nobody(id: str) -> None:
     run(test)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "nan", "inf", "3601", "99999999", "", "ten", "1_0", "0.0001"])
 def test_how_long_is_too_long(value: str) -> None:
     async def test(service: Service) -> None:

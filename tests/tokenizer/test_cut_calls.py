@@ -52,6 +52,7 @@ def is_part(part: Any, whole: Any) -> bool:
     return bool(part == whole)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_an_answer_may_be_cut_anywhere(name: str) -> None:
     """The object is open until the model closes it, and until then the beginning of what it would have been."""
@@ -69,6 +70,7 @@ def test_an_answer_may_be_cut_anywhere(name: str) -> None:
             assert is_part(from_json(arguments, allow_partial="trailing-strings"), expected[1]), (end, arguments)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", sorted(FORMAT_OF.keys() - {"llama3_json", "llama4_pythonic", "harmony"}))
 def test_what_was_begun_of_a_call_is_no_text(name: str) -> None:
     text, form = rendered(name), FORMAT_OF[name]
@@ -82,6 +84,7 @@ def test_what_was_begun_of_a_call_is_no_text(name: str) -> None:
         assert "arguments" not in rest
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_cut_answers_do_not_depend_on_their_pieces(name: str, size: int) -> None:

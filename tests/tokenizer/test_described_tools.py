@@ -69,6 +69,7 @@ def description(tokenizer: Tokenizer) -> str:
     return shown[begin : shown.index("without a call.") + len("without a call.")]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_nothing_is_lost_and_tools_are_told_once(tokenizers: dict[str, Tokenizer], name: str, word: str) -> None:
@@ -83,6 +84,7 @@ def test_nothing_is_lost_and_tools_are_told_once(tokenizers: dict[str, Tokenizer
         assert json.dumps(tool["function"], ensure_ascii=False) in told
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_as_it_is_described_is_read(tokenizers: dict[str, Tokenizer], name: str) -> None:
     """The example is in the form in which the parser reads calls and the grammar makes them."""

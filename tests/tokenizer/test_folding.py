@@ -78,6 +78,7 @@ def is_ordered(text: str, word: str, messages: Messages, *, skip: int = 0) -> bo
     return places == sorted(places)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tools", [None, [TOOL]], ids=["plain", "tools"])
 def test_no_text_is_lost(name: str, tools: list[Any] | None) -> None:
@@ -94,6 +95,7 @@ def test_no_text_is_lost(name: str, tools: list[Any] | None) -> None:
 OWN_WAY = ("US", "USU", "UD", "UAUD", "UT", "SUD")  # alternating templates take any role in the assistant's place
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", [name for name in NAMES if "kimi_k2_turn" not in name.values])
 def test_what_a_template_keeps_is_written_as_it_writes_it(name: str) -> None:
     tokenizer = byte_tokenizer(TEMPLATES[name])
@@ -145,6 +147,7 @@ def _texts(numbers: str) -> list[str]:
     return ["\n\n".join(f"text {int(number):02}." for number in numbers.split(",") if number)]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_that_goes_on_begins_as_before(name: str) -> None:
     """Else no page of the cache is found again."""

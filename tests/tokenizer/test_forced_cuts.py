@@ -40,6 +40,7 @@ def text_of(events: list[ParsedEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextPiece))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_no_cut_shows_half_a_call(name: str, size: int) -> None:

@@ -105,6 +105,7 @@ GROWING = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", GROWING)
 def test_a_text_of_which_too_much_is_made_is_given_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit these take all memory of the machine."""

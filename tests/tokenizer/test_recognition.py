@@ -160,6 +160,7 @@ def test_the_form_of_answers_is_found(name: str) -> None:
     assert tokenizer.reasoning_tags == FAMILIES[name][1]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("calls", [CALLS, CALLS[:1], CALLS[1:2]], ids=["three", "one", "none_given"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_that_a_template_writes_are_read_back(name: str, calls: Calls) -> None:

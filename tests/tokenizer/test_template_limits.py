@@ -46,6 +46,7 @@ def tiny_backend() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Backend(WordLevel({"a": 0, "b": 1}, "a")))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("template", "why"),
     [

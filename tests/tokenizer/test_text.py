@@ -153,11 +153,12 @@ def test_no_template(qwen_metadata: dict[str, Any]) -> None:
 
 
 def test_named_templates(qwen_metadata: dict[str, Any]) -> None:
-    named = qwen_metadata | {"tokenizer.chat_template.tool_use": "tools: {{ tools | length }}"}
+    template = "tools: {{ tools | map(attribute='function.name') | join }}"
+    named = qwen_metadata | {"tokenizer.chat_template.tool_use": template}
     tokenizer = load_tokenizer(None, named)
     messages = [{"role": "user", "content": "x"}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    assert tokenizer.render_chat_template(messages, [tool]) == "tools: 1"
+    assert tokenizer.render_chat_template(messages, [tool]) == "tools: f"
     assert tokenizer.render_chat_template(messages).startswith("<|im_start|>user")
 
 

@@ -33,6 +33,7 @@ SHAPED = [name for name, form in TOOL_FORMATS.items() if form.shape is not None]
 NAMES = [*FIRST_TAG, "deepseek_r1", *SHAPED]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("are_special", [False, True])
 @pytest.mark.parametrize("name", FIRST_TAG)
 def test_a_grammar_takes_the_calls_that_templates_write(name: str, are_special: bool) -> None:
@@ -66,6 +67,7 @@ def test_the_reasoning_that_a_grammar_knows_has_a_limit(
     assert takes(tokenizer_of("harmony", True), text, max_thoughts=limit) == does_fit
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("are_special", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_comes_out_is_calls_that_fit(name: str, are_special: bool, random_cases: Any) -> None:
@@ -231,6 +233,7 @@ STRANGE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("schema", STRANGE)
 def test_schemas_whose_parts_lie_elsewhere(name: str, schema: dict[str, Any], random_cases: Any) -> None:

@@ -69,6 +69,7 @@ def exhaustive(values: Array, importance: Array, qtype: T, scales: Array) -> Arr
     return best
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("qtype", GRID_TYPES)
 def test_errors_are_near_those_of_all_entries_and_scales(qtype: T, is_weighted: bool) -> None:

@@ -60,6 +60,7 @@ def logits(engine: Engine) -> torch.Tensor:
         engine.close()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize("qtype", [QuantType.Q4_K, QuantType.F32])
 def test_the_same_logits_as_the_gguf(model_type: str, qtype: QuantType, tmp_path: Path) -> None:

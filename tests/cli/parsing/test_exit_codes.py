@@ -26,6 +26,7 @@ def code_of(argv: list[str]) -> object:
         return end.code
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("words", [["--no-such-flag"], ["--no-such-flag=1", "x"], ["-zz"], ["a", "b", "c", "--wombat"]])
 def test_unknown_flags_of_every_command(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +45,7 @@ def values() -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("command", "flag"), values())
 def test_values_that_are_no_numbers(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of([*command.split(), f"{flag}=many"]) == 2

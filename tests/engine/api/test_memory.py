@@ -52,6 +52,7 @@ MADE: dict[str, Callable[[], LLM]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("way", ["close", "with"])
 def test_closing_frees_weights_and_cache(name: str, way: str) -> None:

@@ -34,6 +34,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.every(3)
 @product(strength=1, shape=[(8, 2, 64, 64), (6, 6, 40, 24), (20, 1, 48, 40)], options=OPTIONS)
 def test_against_the_oracle_and_equal_bits(shape, options, pools):
     q, k, v, table, seq_ids, kv_lens = case(*shape)
@@ -51,6 +52,7 @@ def test_against_the_oracle_and_equal_bits(shape, options, pools):
             assert torch.equal(part, out[start:stop]), (each, start)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim_k", "dim_v", "options"),
     [

@@ -192,6 +192,7 @@ RELU = ActivationSpec(Activation.RELU)
 # ---- quantized weights, where bf16 is wanted ----
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("qtype", QUANTIZED)
 def test_unpacked_weights_are_near_and_equal_in_all_tiers(make_weight, qtype: WeightType) -> None:
     """One column is 1 and all others are 0: what comes out is the weight, rounded."""
@@ -246,6 +247,7 @@ def test_quantized_linear_is_near_fp64(make_weight, isa: Isa, qtype: WeightType)
     pool.close()
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize("qtype", QUANTIZED)
 def test_few_tokens_stay_exact_and_many_are_alike(make_weight, isa: Isa, qtype: WeightType) -> None:
@@ -324,6 +326,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.every(3)
 @product(strength=1, isa=TIERS, kinds=KINDS)
 def test_experts_equal_their_linears(make_weight, isa: Isa, kinds: tuple[WeightType, ...]) -> None:
     experts, hidden, width, top_k = 3, 256, 256, 2

@@ -128,6 +128,7 @@ def test_subnormal_and_infinite_scales_and_activations() -> None:
     torch.testing.assert_close(outs[0].double(), wide, rtol=0, atol=1e-3)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize("hidden", [256, 200])
 def test_experts_equal_their_linears(isa: Isa, hidden: int) -> None:

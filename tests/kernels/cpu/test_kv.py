@@ -94,6 +94,7 @@ def case(heads, kv_heads, dim_k, dim_v, seed=0):
 OPTIONS = [{}, {"window": 100}, {"window": 100, "is_chunked": True}, {"softcap": 3.0}, {"window": 70, "sinks": True}]
 
 
+@pytest.mark.every(3)
 @product(strength=1, dtype=DTYPES[1:], shape=[(8, 2, 64, 64), (6, 6, 40, 24), (20, 1, 148, 139)], options=OPTIONS)
 def test_attention_over_what_is_kept(dtype, shape, options, pools):
     q, keys, values, places = case(*shape)

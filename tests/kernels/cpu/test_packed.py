@@ -64,6 +64,7 @@ def wild_weight(qtype: QuantType, rows: int, cols: int, seed: int = 7) -> RawTen
     return RawTensor(data, qtype, (rows, cols))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize("qtype", TYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(16, 256), (48, 768), (5, 512), (33, 2048)])
@@ -129,6 +130,7 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
     scalar.close()
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize(
     "kinds",
@@ -164,6 +166,7 @@ def test_experts_are_bit_equal(isa: cpu.Isa, kinds: tuple[QuantType, ...]) -> No
     pool.close()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("isa", TIERS)
 def test_results_that_go_past_the_caches_are_those_that_do_not(isa: cpu.Isa) -> None:
     """From 16 MiB of rows of experts on. The last tokens share their experts with others than in the smaller call."""

@@ -82,6 +82,7 @@ def bits_of(barred: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "num_rows"), [(1, 20), (7, 200), (160, 200), (257, 100), (5000, 60), (151_936, 24)])
 def test_the_same_token_as_the_oracle(kind: str, vocab: int, num_rows: int, pools: list[WorkerPool]) -> None:
@@ -156,6 +157,7 @@ def numbers_at_edges(row: np.ndarray, params: SamplingParams, rng: np.random.Gen
     return [min(max(x, 0.0), 1 - 2.0**-53) for x in (0.0, rng.random(), 1.0, *near)]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "num_rows"), [(1, 5), (7, 30), (257, 30), (5000, 40), (151_936, 6)])
 def test_candidates_lead_to_the_token_of_the_whole_row(

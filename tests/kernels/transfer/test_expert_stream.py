@@ -366,6 +366,7 @@ print("done")
 """
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", ["HOST", "MEMORY"])
 @pytest.mark.parametrize("forks", [False, True], ids=["exit", "fork"])
 def test_fork_and_exit_in_a_fresh_process(method, forks):

@@ -63,12 +63,14 @@ def with_sinks(options, heads, device):
     return {**options, "sinks": torch.linspace(-1, 2, heads, device=device)} if options.get("sinks") else options
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("rows", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 def test_options(options, rows, device):
     check(case(rows, 6, 2, 32, 48, torch.float32, device), 0.2, **with_sinks(options, 6, device))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 def test_splits_weighed_in_the_same_launch(options, device):
     arguments = case(DECODE, 6, 2, 32, 48, torch.float32, device)
@@ -82,6 +84,7 @@ def test_splits_weighed_in_the_same_launch(options, device):
     torch.testing.assert_close(out, close, rtol=1e-6, atol=1e-6)  # the same parts, divided before they are added
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("rows", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_head_dims_in_half_precision(shape, rows, device):

@@ -65,6 +65,7 @@ def check(rows: torch.Tensor, tops: tuple[int, ...], device: torch.device) -> No
             assert torch.equal(ids, (row >= row[ids].min()).nonzero().flatten())
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 500, 2049, 32_000])
 def test_best_and_candidates(vocab: int, device: torch.device) -> None:
     check(make_rows(vocab, vocab), (1, 2, 20, 64), device)
@@ -75,6 +76,7 @@ def test_large_vocabularies(vocab: int, device: torch.device) -> None:
     check(make_rows(vocab, vocab)[:2], (50,), device)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 77, 199])
 def test_rows_that_are_not_finite_have_nothing(bad: float, place: int, device: torch.device) -> None:

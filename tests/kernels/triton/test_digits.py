@@ -132,6 +132,7 @@ def multiply(x, base, second, out, table, first, last, TYPE: tl.constexpr, SECON
     tl.store(out + 2 * N + at, u, mask=mask)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_products_with_digits(qtype, device):
     """Steps that end within K, a last row that is no tile's, a column that outweighs all others of its block."""
@@ -162,6 +163,7 @@ def multiply_planes(x, base, second, out, table, first, last, TYPE: tl.constexpr
     tl.store(out + 2 * N + at, u, mask=mask)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("qtype", PLANES, ids=lambda t: t.name)
 def test_products_of_planes_with_digits(qtype, device):
     """As above; with 768 columns in steps of 512 the last one ends within K."""

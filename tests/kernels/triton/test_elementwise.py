@@ -127,6 +127,7 @@ def apart(x, rotary, is_interleaved):
     return torch.cat((x[..., :rotary:2], x[..., 1:rotary:2], x[..., rotary:]), dim=-1) if is_interleaved else x
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("norm", ["", "before", "after"])
 @pytest.mark.parametrize("is_interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize(

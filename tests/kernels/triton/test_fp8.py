@@ -29,6 +29,7 @@ def every_number(rows, cols):
     return Fp8Matrix(weight, scales), values * wide.double()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("rows", "cols"), [(136, 160), (130, 160), (24, 160), (136, 96)])
 @pytest.mark.parametrize("tokens", [2, 5])
 def test_fp8_linear(rows, cols, tokens, device):

@@ -47,6 +47,7 @@ def check(out, x, values, bias, tolerance):
     assert ((out.cpu().double() - wanted).abs() <= tolerance * (x.abs() @ values.abs().T) + 1e-6).all()
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_packed_weights(qtype, tokens, device):
@@ -59,6 +60,7 @@ def test_packed_weights(qtype, tokens, device):
     check(out, x, values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("qtype", GRID_SCALES, ids=lambda t: t.name)
 def test_weights_with_a_grid(qtype, device):
     """Few rows as they stream, more rows rounded."""
@@ -84,6 +86,7 @@ def test_weights_in_ggml_layout(qtype, device):
     check(out, x, values, None, ROUNDED[torch.float16])
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("qtype", "tokens"),
     [(t, 1) for t in TILE_SCALES]
@@ -126,6 +129,7 @@ def test_joined_matrices_are_the_matrix_of_all_rows(qtype, device):
         relay.join_rows(parts, qtype, 512, interleaved=True)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("tokens", [1, 3, 6])
 @pytest.mark.parametrize("cols", [512, 2048])
 def test_two_matrices_of_two_types_in_one_launch(tokens, cols, device):
@@ -142,6 +146,7 @@ def test_two_matrices_of_two_types_in_one_launch(tokens, cols, device):
     assert not space.counters.any()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("tokens", [1, 4, 6])
 @pytest.mark.parametrize("kind", [Activation.SILU, Activation.GELU_TANH], ids=lambda k: k.name)
 def test_gate_up_and_activation_in_one_launch(tokens, kind, device):

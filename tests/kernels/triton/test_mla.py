@@ -36,6 +36,7 @@ def check(rows, heads, rank, rope, dtype, device, **options):
     torch.testing.assert_close(out.float().cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("rows", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("heads", [4, 16, 20, 128])
 def test_heads(heads, rows, device):

@@ -103,6 +103,7 @@ FOURS = (QuantType.IQ4_NL, QuantType.IQ4_NL, QuantType.IQ4_NL)
 APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up take digits in different loops
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("tokens", "layout", "types", "width", "inner"),
     [
@@ -197,6 +198,7 @@ def reference_oai(x, ids, weights, matrices, biases):
     return out, size
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("tokens", "layout"),
     [

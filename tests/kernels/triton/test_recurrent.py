@@ -38,6 +38,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("width", "has_bias"), [(4, False), (3, True), (2, True), (8, False)])
 @pytest.mark.parametrize("shape", [*STEPS, pytest.param(([2, 41, 33], [7, 0, 60]), id="many rows")])
@@ -112,6 +113,7 @@ CHUNKED = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("per_key", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("shape", CHUNKED)
 def test_delta_scan_of_many_rows(shape, per_key, device):
@@ -261,6 +263,7 @@ def net_oracle(x, gate, a, b, net, states, step):
     return out, conv_states, scan_states
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["interleaved", "separate", "per key"])
 @pytest.mark.parametrize("shape", [([1, 0, 3], [5, 0, 0]), ([2, 70], [5, 0])], ids=["few", "many"])
 def test_gated_delta_net(shape, kind, device):

@@ -103,6 +103,7 @@ def test_bad_arguments_are_named(device):
         topk_router(logits, RouterSpec(2), logits[0, :3])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "num_rows"), [("deepseek_v3", 1), ("qwen3", 2), ("mixtral", 3), ("one", 9)])
 def test_product_and_choice_in_one_launch(name, num_rows, device):
     num_experts, spec = SPECS[name]
@@ -127,6 +128,7 @@ def test_product_and_choice_in_one_launch(name, num_rows, device):
     assert torch.equal(alone[0][0], logits[-1])  # of one row or of many: the same sum
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("num_rows", [1, 3, 70])
 def test_choices_are_counted_where_rows_hold_tokens(num_rows, device):
     num_experts, spec = SPECS["qwen3"]

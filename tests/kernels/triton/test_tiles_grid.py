@@ -52,6 +52,7 @@ def multiply(x, stride, base, second, out, table, first, last, TYPE: tl.constexp
     tl.store(out + 5 * N + at, u, mask=mask)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_numbers_are_those_of_the_file(qtype, device):
     """A tile and a part of another; every product has fewer bits than fp32, whatever their order."""
@@ -61,6 +62,7 @@ def test_numbers_are_those_of_the_file(qtype, device):
     assert (read(packed, qtype, 20, 512, torch.float16) - values).abs().max() <= 2**-11 * values.abs().max()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_products_with_few_rows(qtype, device):
     """Steps that end within K, and a last row that is no tile's; beside another type in the same loop."""

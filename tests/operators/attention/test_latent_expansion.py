@@ -156,6 +156,7 @@ def defined(gpu, q, step):
     return torch.stack(rows).float()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_results_are_those_of_the_definition(page_size, device):
     """Decoding sequences between prompts and chunks after a prefix; the absorbed form gives the same.

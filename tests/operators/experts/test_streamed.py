@@ -151,6 +151,7 @@ def check(got: torch.Tensor, kernel: MoeKernel, x: torch.Tensor, ids: torch.Tens
     assert (got - want).norm() <= 2e-2 * want.norm()
 
 
+@pytest.mark.every(4)
 @interpreted
 @pytest.mark.parametrize("split", [(0, 1, 2, 3, 4), (1, 3), (2,)])
 @pytest.mark.parametrize("group", [1, 4])

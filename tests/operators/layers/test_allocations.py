@@ -12,6 +12,7 @@ from tests.support.tiny_models import tiny_model
 pytestmark = pytest.mark.skipif(extension.num_allocations() < 0, reason="allocations are not counted on this system")
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("rows", [1, 3, 12])
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"]

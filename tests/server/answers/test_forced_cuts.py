@@ -90,6 +90,7 @@ def shown(text: str) -> set[str]:
     return found - {""}
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize(("path", "body", "reason"), ASKED)
 def test_half_a_demanded_call_is_no_text(path: str, body: dict[str, Any], reason: str, is_streamed: bool) -> None:

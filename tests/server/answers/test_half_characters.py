@@ -120,6 +120,7 @@ def ask(path: str, data: bytes, **config: Any) -> tuple[httpx.Response, list[str
     return asyncio.run(send()), backend.prompts
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("asked", "field"), SENT)
 def test_halves_are_taken_in_every_dialect(
     asked: tuple[str, dict[str, Any]], field: str, caplog: pytest.LogCaptureFixture

@@ -96,6 +96,7 @@ def ask(http: httpx.Client, fields: dict[str, Any]) -> httpx.Response:
     return http.post("/v1/chat/completions", json={"messages": [USER], "temperature": 0} | limit | fields)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("fields", TAKEN, ids=lambda fields: ",".join(fields))
 def test_what_is_harmless_is_taken(http: httpx.Client, fields: dict[str, Any]) -> None:
     answer = ask(http, fields)

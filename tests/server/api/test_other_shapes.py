@@ -79,6 +79,7 @@ CHOICES: list[tuple[Any, bool, tuple[str, ...], tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("choice", "is_forced", "shown", "called"), CHOICES)
 @pytest.mark.parametrize("path", TOOLS)
 def test_tool_choices_of_all_programs(

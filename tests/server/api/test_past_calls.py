@@ -99,6 +99,7 @@ def ask(path: str, body: dict[str, Any], **settings: Any) -> tuple[httpx.Respons
     return response, backend.prompts[0] if backend.requests else ""
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("sent", "told", "is_named"), ARGUMENTS)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_arguments_of_any_kind_are_taken(dialect: Any, sent: Any, told: dict[str, Any], is_named: bool) -> None:

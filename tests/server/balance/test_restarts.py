@@ -269,6 +269,7 @@ def test_an_engine_that_is_killed_while_it_loads_for_those_who_wait_is_tried_aga
     run(work)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("factory", "most", "says"),
     [

@@ -87,6 +87,7 @@ def test_there_are_enough_of_each_program() -> None:
         assert sum(name.startswith(program) for name in NAMES) >= 15
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("case", WRITTEN, ids=NAMES)
 def test_answers_follow_it(case: dict[str, Any], random_cases: Any) -> None:
     core = core_schema(case["schema"])
@@ -112,6 +113,7 @@ def _accepts(matcher: Any, tokenizer: Any) -> bool:
         return False
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("case", WRITTEN, ids=NAMES)
 def test_forced_calls_follow_it(case: dict[str, Any], name: str, random_cases: Any) -> None:
