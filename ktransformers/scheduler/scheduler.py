@@ -37,9 +37,7 @@ Models with recurrent layers have states beside pages: a run has a slot of its o
 snapshots that are never published. They may have new owners by then, who write in later steps.
 
 Pages may have copies in host memory and in files (scheduler/tiering.py). A waiting sequence whose pages are read from
-files is passed by others; steps without rows do what is to be copied when nobody has rows.
-
-Not known here: text, tensors, processes, time.
+files is passed by others; steps without rows copy when nobody has any. Not known here: text, tensors, processes, time.
 """
 
 from __future__ import annotations
