@@ -28,6 +28,8 @@ def awaits_prefix(seq: Sequence, running: Iterable[Sequence], pages: PageTables)
             return True
         if run.computed_len < other.prompt_len - 1 and other.rank < seq.rank:
             common = pages.findable_len(other, min(most, seq.common_len(other)))
-            if common - max(run.computed_len, pages.cached_len(seq)) >= WORTH_WAITING:
+            if common - run.computed_len < WORTH_WAITING:
+                continue  # before the whole prompt is looked up
+            if common - pages.cached_len(seq) >= WORTH_WAITING:
                 return True
     return False
