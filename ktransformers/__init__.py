@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ktransformers.core import SamplingParams as SamplingParams
     from ktransformers.core import TokenEvent as TokenEvent
-    from ktransformers.engine.async_llm import AsyncLLM as AsyncLLM
-    from ktransformers.engine.llm import LLM as LLM
-    from ktransformers.engine.outputs import RequestOutput as RequestOutput
+    from ktransformers.engine.api.async_llm import AsyncLLM as AsyncLLM
+    from ktransformers.engine.api.llm import LLM as LLM
+    from ktransformers.engine.sequence.outputs import RequestOutput as RequestOutput
 
 __all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "TokenEvent", "__version__"]
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AsyncLLM": "ktransformers.engine.async_llm",
-    "LLM": "ktransformers.engine.llm",
-    "RequestOutput": "ktransformers.engine.outputs",
+    "AsyncLLM": "ktransformers.engine.api.async_llm",
+    "LLM": "ktransformers.engine.api.llm",
+    "RequestOutput": "ktransformers.engine.sequence.outputs",
     "SamplingParams": "ktransformers.core",
     "TokenEvent": "ktransformers.core",
 }

@@ -16,8 +16,8 @@ from ktransformers.cli.chat_input import read_prompt_file
 from ktransformers.cli.settings import read_yaml
 from ktransformers.config import EngineConfig
 from ktransformers.convert.imatrix import read_imatrix
-from ktransformers.engine.ranks.agent import read_secret
-from ktransformers.engine.session_file import open_session
+from ktransformers.engine.parallel.ranks.agent import read_secret
+from ktransformers.engine.sequence.session_file import open_session
 from ktransformers.errors import KTransformersError
 from ktransformers.optimize.document import read_yaml as read_rules
 from ktransformers.server.keys import read_api_keys

@@ -1,4 +1,4 @@
-// See sampling.h. The steps and their meaning are those of ktransformers/engine/sampler.py.
+// See sampling.h. The steps and their meaning are those of ktransformers/engine/sampling/sampler.py.
 //
 // Nothing is sorted. What orders tokens is turned into unsigned keys (of logits for top_k, of weights for top_p), and
 // the key at which a given mass is reached is found by summing the mass of 1,024 ranges of keys, then of 1,024 ranges

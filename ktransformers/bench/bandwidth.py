@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ktransformers.config import cpu_name, user_cache_dir
-from ktransformers.engine.threads import settle_torch_threads
+from ktransformers.engine.model.threads import settle_torch_threads
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, limits
 

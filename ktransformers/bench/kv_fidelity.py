@@ -14,10 +14,10 @@ from ktransformers.bench.report import Column, Record, Table
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import ATTENTION_PRODUCTS, EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.engine.generate import SequenceRunner
-from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.engine.sequence.generate import SequenceRunner
+from ktransformers.engine.sequence.session import Session
 from ktransformers.models.synthetic_shapes import find_shape
 
 __all__ = ["FidelityWork", "bench_fidelity", "divergences", "logits_of", "own_text"]

@@ -41,7 +41,7 @@ from ktransformers.bench.load_files import FileFormat, FileShape, write_files
 from ktransformers.bench.machine import measured_machine, ram_now, ram_peak, reset_ram_peak, shown_machine
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.config import EngineConfig
-from ktransformers.engine import builder
+from ktransformers.engine.load import builder
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.experts import resident

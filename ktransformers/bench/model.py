@@ -26,7 +26,7 @@ from ktransformers.bench.report import Column, Record, Table
 from ktransformers.bench.work import ModelWork
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import PagedEngine, build_paged_engine
+from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.system.cores import usable_cores

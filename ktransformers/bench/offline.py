@@ -28,8 +28,8 @@ from ktransformers.bench.streams import StreamWork, slots_of_stream, stream_besi
 from ktransformers.bench.work import ModelWork
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
-from ktransformers.engine.builder import PagedEngine, build_paged_engine, plan_model
-from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.engine.load.builder import PagedEngine, build_paged_engine, plan_model
+from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.operators.experts.routed import KTransformersExperts

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import PagedEngine
+from ktransformers.engine.load.builder import PagedEngine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.optimize.plan import Plan

@@ -17,9 +17,9 @@ from ktransformers.bench.machine import describe_machine
 from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_needed
 from ktransformers.bench.report import Column, Record, Table
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_paged_engine
-from ktransformers.engine.opened import open_synthetic
-from ktransformers.engine.outlook import Outlook, look_ahead
+from ktransformers.engine.load.builder import build_paged_engine
+from ktransformers.engine.model.opened import open_synthetic
+from ktransformers.engine.plan.outlook import Outlook, look_ahead
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.optimize.machine_speed import MachineSpeed, best_of
 from ktransformers.optimize.predict import Prediction, predict_decode, predict_prefill

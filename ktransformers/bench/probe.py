@@ -18,7 +18,7 @@ import torch
 
 from ktransformers.bench.probe_steps import step_costs
 from ktransformers.bench.random_weights import random_raw
-from ktransformers.engine.threads import settle_torch_threads
+from ktransformers.engine.model.threads import settle_torch_threads
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, attention, limits, linear
 from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType, RawTensor

@@ -21,7 +21,7 @@ from ktransformers.bench.gpu.hand_over import HandOverWork, measure_hand_over
 from ktransformers.bench.gpu.linear import random_matrices, random_weights
 from ktransformers.bench.probe_steps import gpu_step_costs
 from ktransformers.config import EngineConfig
-from ktransformers.engine.step_sizes import GRAPH_ROWS
+from ktransformers.engine.step.step_sizes import GRAPH_ROWS
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear import Workspace, linear
 from ktransformers.kernels.triton.moe import moe

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_needed
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_paged_engine
-from ktransformers.engine.opened import open_synthetic
+from ktransformers.engine.load.builder import build_paged_engine
+from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.models.synthetic_shapes import small_config
 from ktransformers.optimize.machine_speed import Curve, StepCost
 

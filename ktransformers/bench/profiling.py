@@ -19,9 +19,9 @@ from ktransformers.bench.machine import machine_facts, shown_machine
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
-from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.step_runtime import StepRuntime
+from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.profiling.messages import GpuRecord, encode_messages
 

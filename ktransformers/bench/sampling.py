@@ -19,7 +19,7 @@ from ktransformers.bench.machine import machine_facts, shown_machine
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.bench.timing import best_time, torch_threads
 from ktransformers.core import SamplingParams
-from ktransformers.engine.sampler import RequestSampler, sample_batch
+from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
 from ktransformers.kernels.cpu import WorkerPool
 
 __all__ = ["bench_sampling"]

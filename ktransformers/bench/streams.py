@@ -14,7 +14,7 @@ from statistics import mean, median
 import numpy as np
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import PagedEngine
+from ktransformers.engine.load.builder import PagedEngine
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.pacing import FEWEST_ROWS
 from ktransformers.scheduler.records import Request, StepPlan

@@ -23,8 +23,8 @@ from ktransformers.bench.peers.base import is_missing
 from ktransformers.bench.peers.llama_logits import llama_logits
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.config import CPU_ACTIVATIONS, EngineConfig
-from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.engine.reference import build_reference_engine
+from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.system.cores import usable_cores
 
 __all__ = ["GIVEN", "Quantize", "WeightWork", "bench_weight_fidelity", "summary"]

@@ -88,7 +88,7 @@ def guarded(run: Callable[[], int], args: argparse.Namespace | None = None) -> i
 
     args: parsed arguments; with them an error that names a flag says which variable or file set it.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: see engine/threads.py
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: see engine/model/threads.py
     try:
         return run()
     except ConfigError as error:

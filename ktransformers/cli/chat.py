@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ktransformers.cli.chat_input import Source, Turn
     from ktransformers.cli.chat_output import View
     from ktransformers.config import EngineConfig
-    from ktransformers.engine.builder import Engine
+    from ktransformers.engine.load.builder import Engine
     from ktransformers.profiling.capture import ProfileTarget
 
 __all__ = ["add_parser", "local_chat_parser", "run"]
@@ -129,8 +129,8 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     from ktransformers.cli.chat_commands import bound_command
     from ktransformers.cli.chat_greeting import describe_machine, describe_model
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
-    from ktransformers.engine.llm import LLM
-    from ktransformers.engine.profiled import profiled_session
+    from ktransformers.engine.api.llm import LLM
+    from ktransformers.engine.sequence.profiled import profiled_session
 
     try:
         llm = LLM.from_engine(engine)
@@ -166,16 +166,16 @@ def _load(args: argparse.Namespace, config: EngineConfig, build: BuildEngine | N
 
     name = _model_name(config)
     with early_line(sys.stderr, f"loading {name} ..."):  # what takes seconds to import, before anything else
-        importlib.import_module("ktransformers.engine.llm" if build else "ktransformers.engine.builder")
+        importlib.import_module("ktransformers.engine.api.llm" if build else "ktransformers.engine.load.builder")
     from ktransformers.cli.chat_input import Turn, read_prompt_file
-    from ktransformers.engine.llm import default_sampling_params
+    from ktransformers.engine.api.llm import default_sampling_params
 
     if args.prompt_file is not None:
         first_turns.append(Turn(read_prompt_file(args.prompt_file), is_literal=True, has_attachments=False))
     # What can be wrong with the flags shows before the model loads, not minutes later.
     sampling_params(args, default_sampling_params({}, args.max_new_tokens))
     if build is None:
-        from ktransformers.engine.builder import build_engine
+        from ktransformers.engine.load.builder import build_engine
 
         _refuse_without_tokenizer(config)
         build = build_engine
@@ -198,9 +198,9 @@ def _profile_target(args: argparse.Namespace) -> ProfileTarget | None:
 
 def _refuse_without_tokenizer(config: EngineConfig) -> None:
     """Raises for a folder that holds no tokenizer, before its weights load; for what else is wrong with it first."""
-    from ktransformers.engine.builder import plan_model
-    from ktransformers.engine.checks import check_tokenizer
-    from ktransformers.engine.opened import describe_model, folder_without_tokenizer, open_model
+    from ktransformers.engine.load.builder import plan_model
+    from ktransformers.engine.model.checks import check_tokenizer
+    from ktransformers.engine.model.opened import describe_model, folder_without_tokenizer, open_model
 
     if folder_without_tokenizer(config) is not None:
         opened = open_model(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.chat_settings import PARAMETERS
-from ktransformers.engine.session_file import SUFFIX
+from ktransformers.engine.sequence.session_file import SUFFIX
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.file_kinds import is_safetensors, read_head
 

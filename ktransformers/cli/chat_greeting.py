@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ktransformers.system.cores import usable_cores
 
 if TYPE_CHECKING:
-    from ktransformers.engine.builder import Engine
+    from ktransformers.engine.load.builder import Engine
 
 __all__ = ["describe_machine", "describe_model"]
 

@@ -20,7 +20,7 @@ from ktransformers.cli.chat_input import Source, Turn, quoted, read_prompt_file,
 from ktransformers.cli.chat_output import View, format_stats
 from ktransformers.cli.chat_settings import Settings
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, format_bytes
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from ktransformers.errors import CapacityError, ConfigError, ContextLengthError, KTransformersError
 from ktransformers.tokenizer.shortening import prompt_room, shorten
 from ktransformers.tokenizer.tools import ReasoningPiece, TextPiece

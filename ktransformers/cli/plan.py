@@ -26,8 +26,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ktransformers.engine.opened import OpenedModel
-    from ktransformers.engine.outlook import Outlook
+    from ktransformers.engine.model.opened import OpenedModel
+    from ktransformers.engine.plan.outlook import Outlook
     from ktransformers.optimize.machine_speed import MachineSpeed
     from ktransformers.optimize.predict import Expected
 
@@ -84,7 +84,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         return nodes_command(config, args.synthetic, args.nodes, as_json=args.json)
     from ktransformers.bench.bandwidth import bandwidths
-    from ktransformers.engine.outlook import look_ahead
+    from ktransformers.engine.plan.outlook import look_ahead
     from ktransformers.optimize.machine_speed import SpeedFile
 
     outlook = look_ahead(open_planned(config, args.synthetic), name=args.synthetic)
@@ -121,7 +121,7 @@ def expect(outlook: Outlook, speed: MachineSpeed | None, batch: int, context: in
 
 def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
     """The model of the files, or of a published shape's name."""
-    from ktransformers.engine.opened import open_model, open_synthetic
+    from ktransformers.engine.model.opened import open_model, open_synthetic
 
     if synthetic is None:
         return open_model(config)

@@ -10,7 +10,7 @@ from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
-    from ktransformers.engine.pipeline.node_plans import NodePlan, StagePlan
+    from ktransformers.engine.parallel.pipeline.node_plans import NodePlan, StagePlan
 
 __all__ = ["nodes_command"]
 
@@ -18,8 +18,8 @@ __all__ = ["nodes_command"]
 def nodes_command(config: EngineConfig, synthetic: str | None, text: str, *, as_json: bool) -> int:
     """Print where the layers go; 0. Raises CapacityError when they fit nowhere, ConfigError for what is no node."""
     from ktransformers.cli.plan import open_planned
-    from ktransformers.engine.pipeline.node_plans import plan_nodes
-    from ktransformers.engine.pipeline.nodes import parse_nodes
+    from ktransformers.engine.parallel.pipeline.node_plans import plan_nodes
+    from ktransformers.engine.parallel.pipeline.nodes import parse_nodes
 
     if config.stage_hosts or config.pipeline_layers or config.pipeline > 1 or config.tensor_parallel > 1:
         raise ConfigError("--nodes finds how to divide the model: leave --pipeline, --pipeline_layers and the like out")

@@ -21,7 +21,7 @@ from ktransformers.hub.names import ModelName, parse_name
 from ktransformers.hub.variants import Variant, find_variants, is_companion, select
 
 if TYPE_CHECKING:
-    from ktransformers.engine.planning import Hardware
+    from ktransformers.engine.plan.planning import Hardware
     from ktransformers.hub.remote import Repository
     from ktransformers.optimize.plan import Plan
 
@@ -95,7 +95,7 @@ class _Fitting:
     def hardware(self) -> Hardware:
         """This machine, measured once."""
         if self._hardware is None:
-            from ktransformers.engine.planning import Hardware
+            from ktransformers.engine.plan.planning import Hardware
 
             self._hardware = Hardware.detect(EngineConfig(gpu_memory=self.args.gpu_memory))
         return self._hardware
@@ -133,7 +133,7 @@ class _Fitting:
         )
 
     def _plan(self, variant: Variant, folder: Path) -> Plan:
-        from ktransformers.engine.builder import plan_model
+        from ktransformers.engine.load.builder import plan_model
         from ktransformers.hub.headers import fetch_headers
 
         path = fetch_headers(self.repository, variant, folder)

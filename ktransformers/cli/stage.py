@@ -42,7 +42,7 @@ def stage_command(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level)
     if args.stage_key_file is None:
         raise ConfigError(f"ktransformers stage needs --stage_key_file FILE, the secret of its leaders; {KEY_HINT}")
-    from ktransformers.engine.ranks.agent import StageAgent, read_secret
+    from ktransformers.engine.parallel.ranks.agent import StageAgent, read_secret
 
     agent = StageAgent(args.host, args.port, read_secret(args.stage_key_file))
 

@@ -24,7 +24,7 @@ from ktransformers import errors
 from ktransformers.cluster.records import Ask, Began, Facts, Failed, Message, Order, Report, Told
 from ktransformers.cluster.stats import ClusterFigures
 from ktransformers.core import FinishReason, GenerationStats, PastToken, Progress, TokenEvent
-from ktransformers.engine.card import ModelCard
+from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.balance_stats import ClusterStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error

@@ -27,8 +27,8 @@ from ktransformers.cluster.handles import ServeReplicas
 from ktransformers.cluster.records import Ask, Order, decode, encode
 from ktransformers.cluster.replica import Replica
 from ktransformers.cluster.stages import Stages, actor_options, bundle
-from ktransformers.engine.checks import check_tokenizer
-from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.engine.model.checks import check_tokenizer
+from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.logs import set_up_logging
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_serve import BalanceServeBackend

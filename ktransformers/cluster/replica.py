@@ -11,7 +11,7 @@ from typing import Any
 
 from ktransformers.cluster.records import Ask, Began, Event, Facts, Failed, Message, Order, Report, Told
 from ktransformers.core import TokenEvent
-from ktransformers.engine.card import ModelCard
+from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import KTransformersError
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
 from ktransformers.server.backend.base import GenerationRequest

@@ -1,6 +1,6 @@
 """Stages of one replica on other nodes: an actor in each further bundle of its placement group, which runs an agent.
 
-The replica's engine leads and connects to the agents (engine/ranks/agent.py). A stage whose process dies is
+The replica's engine leads and connects to the agents (engine/parallel/ranks/agent.py). A stage whose process dies is
 replaced by another one of its agent; an actor that dies, with its node for example, takes the replica with it: Serve
 places a new one, and its answers go on there.
 """
@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ktransformers.cluster.config import ClusterArgs, ReplicaArgs
-from ktransformers.engine.ranks.agent import StageAgent
+from ktransformers.engine.parallel.ranks.agent import StageAgent
 from ktransformers.errors import EngineError, reason_of
 from ktransformers.logs import set_up_logging
 

@@ -39,7 +39,7 @@ from ktransformers.convert.partial_file import PartialFile
 from ktransformers.convert.tensors import OutTensor, gguf_tensors
 from ktransformers.convert.vocab import vocab_metadata
 from ktransformers.convert.writing import Importance, write_tensors
-from ktransformers.engine.opened import open_model
+from ktransformers.engine.model.opened import open_model
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.gguf_keys import is_key_of_other_parts

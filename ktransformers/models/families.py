@@ -25,7 +25,7 @@ class Support(StrEnum):
     """How a family that runs is known to agree with transformers.
 
     TESTED: compared by tests/models in every feature it has, and therefore not while loading. CHECKED: compared by the
-    tests as a tiny model of its own defaults, and every model of it while it is loaded (engine/self_check.py).
+    tests as a tiny model of its own defaults, and every model of it while it is loaded (engine/verify/self_check.py).
     """
 
     TESTED = "tested"

@@ -67,7 +67,7 @@ class LayerCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """See the module's docstring. Built by `engine.context` on the CPU; `replicated` puts it on other devices too.
+    """See the module's docstring. Built by `engine.step.context` on the CPU; `replicated` puts it on other devices too.
 
     is_replayable: the step is, or may be, captured in a CUDA graph, so that nothing about it may be planned on the
     host, and its tensors are on its device alone. replicas: the same step on other devices.

@@ -2,7 +2,7 @@
 
 A token stands for its bytes (`Tokenizer.token_bytes`), so a grammar accepts exactly the texts that the detokenizer
 writes. Control tokens stand for themselves: no text matches them, and a Lark grammar names them as <|name|>. Knows no
-requests and no reasoning; see engine/constraints.py.
+requests and no reasoning; see engine/sampling/constraints.py.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import pytest
 from ktransformers.bench.offline import SPARE_BYTES, cpu_expert_layers, fitting_layers
 from ktransformers.cli import main
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Hardware, plan_model
-from ktransformers.engine.opened import open_synthetic
+from ktransformers.engine.load.builder import Hardware, plan_model
+from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import limits
 from ktransformers.models import synthetic_shapes

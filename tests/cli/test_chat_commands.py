@@ -20,7 +20,7 @@ from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
 from ktransformers.cli.chat_output import View, format_stats
 from ktransformers.cli.chat_settings import PARAMETERS, Settings
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from ktransformers.errors import ConfigError
 from tests.support.fake_chat import Chat, reply
 from tests.support.fake_runner import CHAT_TEMPLATE, byte_tokenizer, scripted_engine

@@ -20,9 +20,9 @@ from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
 from ktransformers.cli.chat_output import PlainView
 from ktransformers.config import EngineConfig
 from ktransformers.core import GenerationStats, SamplingParams
-from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.session_file import open_session
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.sequence.session_file import open_session
 from tests.support.demo import DEMO_GGUF
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=60)

@@ -12,10 +12,10 @@ import pytest
 from ktransformers.cli.plan import expect
 from ktransformers.cli.plan_screen import screen, summary_json, verdict
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Hardware
-from ktransformers.engine.opened import open_synthetic
-from ktransformers.engine.outlook import Outlook, look_ahead
-from ktransformers.engine.skeleton import check_kinds
+from ktransformers.engine.load.builder import Hardware
+from ktransformers.engine.model.opened import open_synthetic
+from ktransformers.engine.model.skeleton import check_kinds
+from ktransformers.engine.plan.outlook import Outlook, look_ahead
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.synthetic_shapes import SHAPES

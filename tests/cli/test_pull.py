@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as QuantType
 from ktransformers.cli import main, pull_progress
 from ktransformers.cli.pull_progress import LineProgress, make_progress
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import plan_model
+from ktransformers.engine.load.builder import plan_model
 from ktransformers.hub import download
 from ktransformers.hub.locate import locate_model, locate_path
 from ktransformers.optimize.machine import Machine
@@ -64,7 +64,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     machine = Machine(ram_bytes=nbytes, available_bytes=nbytes, devices={"cpu": nbytes})
-    monkeypatch.setattr("ktransformers.engine.planning.detect_machine", lambda: machine)
+    monkeypatch.setattr("ktransformers.engine.plan.planning.detect_machine", lambda: machine)
 
 
 def test_the_best_quantization_that_the_plan_says_fits(

@@ -30,7 +30,7 @@ from ktransformers.cli.loading import StatusLine
 from ktransformers.cli.terminal_text import Highlighter, Layout, Sanitizer, Style, render
 from ktransformers.cli.terminal_view import MarkdownView, TerminalView, palette_of
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from tests.support.fake_runner import scripted_engine
 from tests.support.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
 from tests.support.terminal import PROGRAM, TIMEOUT, Terminal

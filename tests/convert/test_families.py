@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ktransformers.engine.opened import config_of_model
+from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_of_config import WRITABLE_FAMILIES

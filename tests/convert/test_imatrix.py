@@ -17,9 +17,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.convert.collect import Collector, chunks_of
 from ktransformers.convert.imatrix import Imatrix, Statistics, read_imatrix, write_imatrix
 from ktransformers.convert.mixtures import TypeRule
-from ktransformers.engine.builder import plan_model
-from ktransformers.engine.opened import open_model
-from ktransformers.engine.twin import StoredWeights, build_twin
+from ktransformers.engine.load.builder import plan_model
+from ktransformers.engine.model.opened import open_model
+from ktransformers.engine.verify.twin import StoredWeights, build_twin
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.optimize.tied import TiedSource

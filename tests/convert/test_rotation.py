@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ktransformers.engine.opened import config_of_model
+from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import UnsupportedError
 from ktransformers.weights.gguf import open_gguf
 from tests.support.converting import contents, quantized, tensors

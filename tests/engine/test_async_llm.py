@@ -11,12 +11,12 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
-from ktransformers.engine import builder
-from ktransformers.engine.async_llm import AsyncLLM
-from ktransformers.engine.batch_loop import BatchLoop, Question
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.outputs import PromptReader
-from ktransformers.engine.paged import PagedExecutor
+from ktransformers.engine.api.async_llm import AsyncLLM
+from ktransformers.engine.api.batch_loop import BatchLoop, Question
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load import builder
+from ktransformers.engine.sequence.outputs import PromptReader
+from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError
 from ktransformers.scheduler.records import SchedulerStats, StepPlan, StepResult
 from tests.support.stepping import Stepping

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.records import StepPlan
 from tests.support import fake_flashinfer
@@ -123,7 +123,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("ktransformers.engine.attention")
+    log = logging.getLogger("ktransformers.engine.plan.attention")
     before = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -22,9 +22,10 @@ from transformers import AttentionInterface
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.config import EngineConfig
-from ktransformers.engine import builder, kv_types
-from ktransformers.engine.builder import build_engine, plan_model
-from ktransformers.engine.kv_types import KvTypes
+from ktransformers.engine.load import builder
+from ktransformers.engine.load.builder import build_engine, plan_model
+from ktransformers.engine.plan import kv_types
+from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import Isa, WorkerPool

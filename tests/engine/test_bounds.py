@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.errors import KTransformersError
 from tests.support.tiny_models import tiny_model, write_safetensors
 

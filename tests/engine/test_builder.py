@@ -9,9 +9,16 @@ from dataclasses import fields
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import builder
-from ktransformers.engine.builder import Engine, LoadedModel, PagedEngine, build_engine, build_paged_engine, plan_model
-from ktransformers.engine.opened import open_model
+from ktransformers.engine.load import builder
+from ktransformers.engine.load.builder import (
+    Engine,
+    LoadedModel,
+    PagedEngine,
+    build_engine,
+    build_paged_engine,
+    plan_model,
+)
+from ktransformers.engine.model.opened import open_model
 from ktransformers.kernels.cpu import WorkerPool
 from tests.support.demo import DEMO_GGUF as DEMO
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.card import ModelCard
-from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.engine.model.card import ModelCard
+from ktransformers.engine.model.opened import describe_model, open_model
 from tests.support.demo import DEMO_GGUF
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "checkpoint"

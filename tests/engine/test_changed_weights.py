@@ -10,8 +10,8 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import SessionFileError
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model, write_safetensors

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine, build_paged_engine
+from ktransformers.engine.load.builder import build_engine, build_paged_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.compressed import KCompressedAttention

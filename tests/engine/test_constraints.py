@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import Constraint, ConstraintKind, FinishReason, Reasoning, SamplingParams, TokenEvent
-from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.constraints import AnswerMask, mask_of
-from ktransformers.engine.forward import ForwardPass
-from ktransformers.engine.paged import PagedExecutor
-from ktransformers.engine.runner import ModelRunner
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.sampling.constraints import AnswerMask, mask_of
+from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.grammars import MAX_CONSTRAINT_CHARS, Grammars, Matcher

@@ -9,10 +9,10 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.reference import build_reference_engine
-from ktransformers.engine.session import Session
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.load.reference import build_reference_engine
+from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ContextLengthError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.server.backend.base import ModelInfo

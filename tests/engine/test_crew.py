@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from ktransformers.engine.ranks.crew import MOST_DEATHS, Crew
-from ktransformers.engine.ranks.peers import OnDeath, Peer
+from ktransformers.engine.parallel.ranks.crew import MOST_DEATHS, Crew
+from ktransformers.engine.parallel.ranks.peers import OnDeath, Peer
 from ktransformers.errors import CapacityError, EngineError, StageLostError
 
 

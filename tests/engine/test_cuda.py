@@ -14,8 +14,8 @@ import torch
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import Hardware, build_engine, build_paged_engine
-from ktransformers.engine.llm import LLM, RequestOutput
+from ktransformers.engine.api.llm import LLM, RequestOutput
+from ktransformers.engine.load.builder import Hardware, build_engine, build_paged_engine
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory

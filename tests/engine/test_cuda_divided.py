@@ -15,10 +15,10 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.ranks.leader import Leader
-from ktransformers.engine.tensor_parallel.group import TensorGroup
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
+from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import prefill as prefill_module
-from ktransformers.engine.builder import Hardware, build_engine
+from ktransformers.engine.load.builder import Hardware, build_engine
+from ktransformers.engine.step import prefill as prefill_module
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory

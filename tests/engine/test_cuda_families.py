@@ -16,7 +16,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Hardware, build_engine, plan_model
+from ktransformers.engine.load.builder import Hardware, build_engine, plan_model
 from ktransformers.errors import CapacityError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR

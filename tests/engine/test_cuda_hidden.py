@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ktransformers.core import Pooling, SamplingParams
-from ktransformers.engine.session import Session
+from ktransformers.engine.sequence.session import Session
 from ktransformers.kernels.types import QuantType
 from tests.support.agreement import dequantized, prompt
 from tests.support.cuda_engines import TOLERANCE, check, engine_of

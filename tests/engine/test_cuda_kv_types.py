@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Hardware, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Hardware, build_engine, build_paged_engine
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine

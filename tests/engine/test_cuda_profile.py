@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Hardware, build_engine
-from ktransformers.engine.step_runtime import StepRuntime
+from ktransformers.engine.load.builder import Hardware, build_engine
+from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_steps_tell_what_they_did(
     experts: str, use_cuda_graph: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktransformers.engine.gpu_profile._MOST_COST", 1.0)  # every step, however short they are
+    monkeypatch.setattr("ktransformers.engine.step.gpu_profile._MOST_COST", 1.0)  # every step, however short they are
     model = tiny_model("qwen3_moe", seed=1)
     config, ids = model.config, prompt(model.config.vocab_size)
     write_safetensors(model.bfloat16(), tmp_path)

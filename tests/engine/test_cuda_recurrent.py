@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import Hardware, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Hardware, build_engine, build_paged_engine
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
 from tests.support.cuda_engines import check_beside

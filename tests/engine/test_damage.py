@@ -12,10 +12,10 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Pooling, SamplingParams
-from ktransformers.engine.builder import build_engine
+from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.damage import scan
 from ktransformers.engine.damage.scan import find_damage
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf import open_gguf

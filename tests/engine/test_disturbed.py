@@ -20,8 +20,8 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
-from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.sequence.session import Session
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.tier_rates import Option, TierRates
 from tests.support.gguf_writer import write_gguf

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine, build_paged_engine
-from ktransformers.engine.fingerprint import ModelIdentity
+from ktransformers.engine.load.builder import build_engine, build_paged_engine
+from ktransformers.engine.model.fingerprint import ModelIdentity
 from tests.support.tiny_models import SCALED_ROPES, tiny_model
 
 

@@ -12,10 +12,10 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.generate import GenerateConfig
-from ktransformers.engine.generate import prefill_and_generate as generate
-from ktransformers.engine.llm import LLM, default_sampling_params
-from ktransformers.engine.session import Session, common_prefix_len
+from ktransformers.engine.api.llm import LLM, default_sampling_params
+from ktransformers.engine.sequence.generate import GenerateConfig
+from ktransformers.engine.sequence.generate import prefill_and_generate as generate
+from ktransformers.engine.sequence.session import Session, common_prefix_len
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.tokenizer import Tokenizer
 from tests.support.fake_runner import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits, scripted_engine

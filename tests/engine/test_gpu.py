@@ -15,7 +15,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import CAPTURING
-from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.engine.layout import StepLayout
+from ktransformers.engine.step.layout import StepLayout
 from ktransformers.operators.layers.gpu import LayerStack
 from tests.support.agreement import TOLERANCE, prompt
 from tests.support.attention_families import config_of

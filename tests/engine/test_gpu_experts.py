@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import prefill as prefill_module
-from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.step import prefill as prefill_module
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.split import CpuRate, PrefillRates

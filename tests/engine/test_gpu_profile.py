@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.engine.step_runtime import StepRuntime
+from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.operators.device import Device
 from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
 from ktransformers.profiling.messages import GpuExperts, GpuRecord, GpuTimes

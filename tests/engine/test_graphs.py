@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from ktransformers.engine.decode_inputs import (
+from ktransformers.engine.step.decode_inputs import (
     DecodeInputs,
     InputMemory,
     StaticInputs,
@@ -15,7 +15,7 @@ from ktransformers.engine.decode_inputs import (
     decode_batch_sizes,
     mixed_sizes,
 )
-from ktransformers.engine.graphs import DecodeGraphs
+from ktransformers.engine.step.graphs import DecodeGraphs
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import planning
-from ktransformers.engine.builder import Hardware
+from ktransformers.engine.load.builder import Hardware
+from ktransformers.engine.plan import planning
 from ktransformers.kernels.triton import runtime
 from ktransformers.operators import device
 from ktransformers.optimize.machine import Machine

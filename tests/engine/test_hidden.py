@@ -15,12 +15,12 @@ from torch import nn
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import EmbeddingForm, Pooling, SamplingParams
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.card import card_of
-from ktransformers.engine.hidden import HiddenTap, Pooled, embedding_form
-from ktransformers.engine.opened import open_model
-from ktransformers.engine.reference import build_reference_engine
-from ktransformers.engine.session import Session, SessionEngine
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.load.reference import build_reference_engine
+from ktransformers.engine.model.card import card_of
+from ktransformers.engine.model.opened import open_model
+from ktransformers.engine.sequence.session import Session, SessionEngine
+from ktransformers.engine.step.hidden import HiddenTap, Pooled, embedding_form
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.heads import lacks_head
 from ktransformers.scheduler.limits import Limits

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import hot as module
-from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.step import hot as module
 from ktransformers.errors import CapacityError, ConfigError, KernelError
 from ktransformers.optimize.report import print_plan
 from ktransformers.optimize.summary import parts_of
@@ -28,8 +28,8 @@ from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
 
-from ktransformers.engine.fingerprint import ModelIdentity
-from ktransformers.engine.hot import HotFile, HotGpu
+from ktransformers.engine.model.fingerprint import ModelIdentity
+from ktransformers.engine.step.hot import HotFile, HotGpu
 from ktransformers.operators.experts.hot import HotPool
 from ktransformers.operators.experts.split import NEVER
 from ktransformers.operators.experts.streamed import ExpertPrefill
@@ -47,7 +47,7 @@ def _no_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def calibrate(prefill: ExpertPrefill, *rest: object) -> None:
         prefill.threshold = NEVER
 
-    monkeypatch.setattr("ktransformers.engine.prefill.calibrate", calibrate)
+    monkeypatch.setattr("ktransformers.engine.step.prefill.calibrate", calibrate)
     monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path / "cache")
 
 

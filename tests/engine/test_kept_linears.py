@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.kernels.types import QuantType
 from tests.support.agreement import INT8_TOLERANCE, dequantized, logits_of
 from tests.support.fake_gpus import fake_hardware

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ktransformers.core import SNAPSHOT_ALIGN
-from ktransformers.engine.kept_states import KeptStates
+from ktransformers.engine.step.kept_states import KeptStates
 from ktransformers.errors import ConfigError
 
 

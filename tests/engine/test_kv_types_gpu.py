@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import reference
 from ktransformers.operators.attention import latent_gpu, mla

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import ConfigError
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention import latent_gpu as gpu_latent

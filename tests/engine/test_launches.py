@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.engine.builder import Engine
+from ktransformers.engine.load.builder import Engine
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.gpu import LayerStack

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ktransformers.engine.layer_kinds import one_of_each
+from ktransformers.engine.verify.layer_kinds import one_of_each
 from ktransformers.operators.device import Device
 from ktransformers.operators.layers.gpu import LayerStack
 

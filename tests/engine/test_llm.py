@@ -20,10 +20,10 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
-from ktransformers.engine.batch_loop import BatchLoop
-from ktransformers.engine.builder import build_engine, build_paged_engine
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.outputs import Prompt, RequestOutput
+from ktransformers.engine.api.batch_loop import BatchLoop
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine, build_paged_engine
+from ktransformers.engine.sequence.outputs import Prompt, RequestOutput
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, UnsupportedError
 from ktransformers.scheduler.records import StepPlan, StepResult
 from tests.support.demo import DEMO_CHECKPOINT

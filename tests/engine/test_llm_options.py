@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
-from ktransformers.engine.async_llm import AsyncLLM
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.llm_options import LLMOptions, llm_options
+from ktransformers.engine.api.async_llm import AsyncLLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.api.llm_options import LLMOptions, llm_options
 from ktransformers.errors import ConfigError, UnsupportedError
 from tests.support.demo import DEMO_CHECKPOINT
 
@@ -33,7 +33,8 @@ def test_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert paths(folder, DEMO) == paths(model_path=folder, gguf_path=DEMO) == (folder, DEMO)
     asked = []
     monkeypatch.setattr(
-        "ktransformers.engine.llm_options.locate_model", lambda name: asked.append(name) or EngineConfig(gguf_path=DEMO)
+        "ktransformers.engine.api.llm_options.locate_model",
+        lambda name: asked.append(name) or EngineConfig(gguf_path=DEMO),
     )
     assert paths("org/name:Q4_K_M") == (None, DEMO)
     assert asked == ["org/name:Q4_K_M"]

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.bench.load_files import FileFormat, FileShape, write_files
 from ktransformers.config import EngineConfig
-from ktransformers.engine import builder
+from ktransformers.engine.load import builder
 from ktransformers.optimize import apply
 from ktransformers.weights.read_ahead import ReadAhead
 from tests.support.mapped_memory import cached_bytes, settled

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.routed import KTransformersExperts

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import step_sizes
-from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
-from ktransformers.engine.decode_inputs import StepSize
+from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
+from ktransformers.engine.step import step_sizes
+from ktransformers.engine.step.decode_inputs import StepSize
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.records import StepPlan
 from tests.support.agreement import TOLERANCE, prompt

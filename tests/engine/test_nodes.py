@@ -12,9 +12,9 @@ import pytest
 
 from ktransformers.cli import main
 from ktransformers.config import EngineConfig
-from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.pipeline.node_plans import NodePlan, plan_nodes
-from ktransformers.engine.pipeline.nodes import GIB, LayerCost, Node, best_split, parse_nodes, stage_cost
+from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.engine.parallel.pipeline.node_plans import NodePlan, plan_nodes
+from ktransformers.engine.parallel.pipeline.nodes import GIB, LayerCost, Node, best_split, parse_nodes, stage_cost
 from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
 from tests.support.demo import DEMO_GGUF

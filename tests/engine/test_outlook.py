@@ -9,10 +9,10 @@ import pytest
 
 from ktransformers.bench.bandwidth import BandwidthFile, bandwidths
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Hardware, plan_model
-from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.outlook import Outlook, look_ahead
-from ktransformers.engine.remedies import needed_bits
+from ktransformers.engine.load.builder import Hardware, plan_model
+from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.engine.plan.outlook import Outlook, look_ahead
+from ktransformers.engine.plan.remedies import needed_bits
 from ktransformers.errors import EngineError
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.optimize.machine import Machine

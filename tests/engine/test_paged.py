@@ -18,12 +18,12 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
-from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.forward import ForwardPass
-from ktransformers.engine.paged import PagedExecutor
-from ktransformers.engine.runner import ModelRunner
-from ktransformers.engine.sampler import RequestSampler, sample_batch
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
+from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import CapacityError, KTransformersError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.context import ForwardContext

@@ -15,16 +15,16 @@ from torch import distributed
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine, build_follower, build_paged_engine
-from ktransformers.engine.cache_plan import SharedPages
-from ktransformers.engine.context import paged_context
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.opened import open_model
-from ktransformers.engine.pipeline.link import StageLink, gpu_number, joined_stages
-from ktransformers.engine.pipeline.stages import cut_stage, joined_layers, stage_bounds
-from ktransformers.engine.ranks.leader import Leader
-from ktransformers.engine.ranks.messages import Begin, Captured, Start
-from ktransformers.engine.ranks.ranks import Follower
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine, build_follower, build_paged_engine
+from ktransformers.engine.model.opened import open_model
+from ktransformers.engine.parallel.pipeline.link import StageLink, gpu_number, joined_stages
+from ktransformers.engine.parallel.pipeline.stages import cut_stage, joined_layers, stage_bounds
+from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Start
+from ktransformers.engine.parallel.ranks.ranks import Follower
+from ktransformers.engine.plan.cache_plan import SharedPages
+from ktransformers.engine.step.context import paged_context
 from ktransformers.errors import ConfigError, StageLostError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.cut_models import BF16, HARDWARE, detect_bf16

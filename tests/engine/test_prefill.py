@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import prefill as module
-from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
+from ktransformers.engine.step import prefill as module
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.operators.experts.split import CpuRate, PrefillRates

@@ -10,9 +10,9 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
-from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
+from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs
 from ktransformers.kernels.types import StateStep
 from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES
 from tests.support.fake_gpus import FakeGraphs, fake_hardware

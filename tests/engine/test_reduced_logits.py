@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.logits_fetch import LogitsFetch
-from ktransformers.engine.reduced import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits
-from ktransformers.engine.sampler import RequestSampler, SampledToken, sample_batch, sample_each
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.sampling.reduced import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits
+from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, sample_batch, sample_each
+from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.triton import candidates
 from tests.support.fake_gpus import fake_hardware
@@ -177,7 +177,7 @@ def test_rows_of_a_step_can_be_left_out() -> None:
 
 
 def test_a_vocabulary_that_is_too_large_comes_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.engine.logits_fetch.MAX_VOCAB", 99)
+    monkeypatch.setattr("ktransformers.engine.step.logits_fetch.MAX_VOCAB", 99)
     logits = torch.randn(2, 100)
     assert torch.equal(LogitsFetch(2, 100, GPU).reduced(logits.to(GPU), [BEST_TOKEN, 3]), logits)  # type: ignore[arg-type]
 

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import COMPILING
-from ktransformers.engine import builder, ready
-from ktransformers.engine import prefill as prefill_module
-from ktransformers.engine.builder import Hardware, PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.forward import ForwardPass
-from ktransformers.engine.layer_kinds import one_of_each
-from ktransformers.engine.ranks.leader import Leader
-from ktransformers.engine.rehearsal import Extent, row_counts
+from ktransformers.engine.load import builder, ready
+from ktransformers.engine.load.builder import Hardware, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.rehearsal import Extent, row_counts
+from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.step import prefill as prefill_module
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.verify.layer_kinds import one_of_each
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal, watch_launches
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.sampler import RequestSampler, draw_seed, sample_batch, sample_each, token_logprobs
+from ktransformers.engine.sampling.sampler import RequestSampler, draw_seed, sample_batch, sample_each, token_logprobs
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.sampling import sample_rows, uniforms

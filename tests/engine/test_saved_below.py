@@ -15,10 +15,10 @@ from safetensors import safe_open
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine import session_store
-from ktransformers.engine.builder import Engine, build_engine, build_paged_engine
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.outputs import RequestOutput
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine
+from ktransformers.engine.sequence import session_store
+from ktransformers.engine.sequence.outputs import RequestOutput
 from ktransformers.errors import SessionFileError
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model

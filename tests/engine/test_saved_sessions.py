@@ -17,12 +17,12 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
-from ktransformers.engine.async_llm import AsyncLLM
-from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.fingerprint import Identified
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.reduced import StepLogits
-from ktransformers.engine.saved_session import SavedSession
+from ktransformers.engine.api.async_llm import AsyncLLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.model.fingerprint import Identified
+from ktransformers.engine.sampling.reduced import StepLogits
+from ktransformers.engine.sequence.saved_session import SavedSession
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, SessionFileError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.records import StepPlan, StepResult

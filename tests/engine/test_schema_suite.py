@@ -16,7 +16,7 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.core import Constraint, FinishReason, SamplingParams
-from ktransformers.engine.session import Session
+from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.grammars import Grammars

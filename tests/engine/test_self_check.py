@@ -15,8 +15,8 @@ import torch
 from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import self_check, stack_check
-from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.verify import self_check, stack_check
 from ktransformers.errors import UnsupportedError
 from ktransformers.models import registry
 from ktransformers.operators.attention import gqa as attention
@@ -111,7 +111,7 @@ def test_small_differences_are_found(
     folder = write_safetensors(tiny_model(family), tmp_path)
     register = wrong_attention(change)
     monkeypatch.setattr(
-        "ktransformers.engine.skeleton.register_attention",
+        "ktransformers.engine.model.skeleton.register_attention",
         lambda: AttentionInterface.register(attention.ATTENTION_NAME, register),
     )
     try:
@@ -202,7 +202,7 @@ def test_wide_models_are_compared_in_parts(
 def test_a_large_matrix_is_multiplied_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ktransformers.engine.twin._PIECE", 64 * 33)
+    monkeypatch.setattr("ktransformers.engine.verify.twin._PIECE", 64 * 33)
     load(write_safetensors(tiny_model("qwen3_moe"), tmp_path)).close()
     assert "as transformers computes it" in said(caplog)[0]
 

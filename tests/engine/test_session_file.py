@@ -19,9 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine import session_file
-from ktransformers.engine.fingerprint import ModelIdentity
-from ktransformers.engine.session_file import SessionFile, SessionHeader, open_session, write_session
+from ktransformers.engine.model.fingerprint import ModelIdentity
+from ktransformers.engine.sequence import session_file
+from ktransformers.engine.sequence.session_file import SessionFile, SessionHeader, open_session, write_session
 from ktransformers.errors import SessionFileError
 
 MODEL = ModelIdentity(

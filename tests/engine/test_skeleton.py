@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.engine.skeleton import load_hf_config
+from ktransformers.engine.model.skeleton import load_hf_config
 from ktransformers.errors import ConfigError
 
 

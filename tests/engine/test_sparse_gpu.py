@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.block_indexer import KBlockIndexer
 from ktransformers.operators.attention.gqa import KAttention

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig, parse_hosts
-from ktransformers.engine.builder import build_paged_engine
-from ktransformers.engine.pipeline.network import local_address, local_interface, meeting_store
-from ktransformers.engine.ranks import agent as agent_module
-from ktransformers.engine.ranks.agent import MOST_PENDING, StageAgent, connect, read_secret
-from ktransformers.engine.ranks.leader import Leader
+from ktransformers.engine.load.builder import build_paged_engine
+from ktransformers.engine.parallel.pipeline.network import local_address, local_interface, meeting_store
+from ktransformers.engine.parallel.ranks import agent as agent_module
+from ktransformers.engine.parallel.ranks.agent import MOST_PENDING, StageAgent, connect, read_secret
+from ktransformers.engine.parallel.ranks.leader import Leader
 from ktransformers.errors import ConfigError, EngineError, StageLostError
 from tests.engine.test_pipeline import logits_in_steps
 from tests.support.tiny_models import tiny_model, write_safetensors
@@ -194,7 +194,7 @@ def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_signal_ends_it_whoever_is_waiting() -> None:
     code = (
-        "import sys; from ktransformers.cli import main; import ktransformers.engine.ranks.agent as agent;"
+        "import sys; from ktransformers.cli import main; import ktransformers.engine.parallel.ranks.agent as agent;"
         "agent._SECONDS = 1e6; sys.exit(main(sys.argv[1:]))"
     )
     with TemporaryDirectory() as folder:

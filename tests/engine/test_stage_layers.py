@@ -14,10 +14,10 @@ import torch
 from ktransformers import profiling
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.opened import open_model
-from ktransformers.engine.pipeline.link import StageLink
-from ktransformers.engine.pipeline.stages import cut_stage
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.model.opened import open_model
+from ktransformers.engine.parallel.pipeline.link import StageLink
+from ktransformers.engine.parallel.pipeline.stages import cut_stage
 from tests.support.demo import DEMO_GGUF
 from tests.support.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
 from tests.support.stage_engines import IDS, engine_of, logits

@@ -10,15 +10,15 @@ import pytest
 
 from ktransformers.child import read_frame
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_paged_engine
-from ktransformers.engine.opened import open_model
-from ktransformers.engine.pipeline.rooms import stage_rooms
-from ktransformers.engine.pipeline.stages import stage_weights
-from ktransformers.engine.ranks.follower import _build
-from ktransformers.engine.ranks.leader import Leader
-from ktransformers.engine.ranks.messages import Begin, Start, decode
-from ktransformers.engine.ranks.peers import Child
-from ktransformers.engine.ranks.ranks import Follower
+from ktransformers.engine.load.builder import build_paged_engine
+from ktransformers.engine.load.follower import _build
+from ktransformers.engine.model.opened import open_model
+from ktransformers.engine.parallel.pipeline.rooms import stage_rooms
+from ktransformers.engine.parallel.pipeline.stages import stage_weights
+from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.ranks.messages import Begin, Start, decode
+from ktransformers.engine.parallel.ranks.peers import Child
+from ktransformers.engine.parallel.ranks.ranks import Follower
 from ktransformers.errors import CapacityError
 from ktransformers.optimize.machine import Machine
 from tests.support.cut_models import HARDWARE

@@ -10,9 +10,9 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Pooling, Reasoning, SamplingParams, TokenEvent
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.generate import Control
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.sequence.generate import Control
+from ktransformers.engine.sequence.session import Session
 from tests.support.demo import DEMO_GGUF
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}

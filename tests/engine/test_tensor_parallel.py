@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.context import paged_context
-from ktransformers.engine.opened import open_model
-from ktransformers.engine.ranks.leader import Leader
-from ktransformers.engine.tensor_parallel.cut import cut_model
-from ktransformers.engine.tensor_parallel.group import TensorGroup
+from ktransformers.engine.load.builder import PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.model.opened import open_model
+from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
+from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
+from ktransformers.engine.step.context import paged_context
 from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError, UnsupportedError
 from ktransformers.scheduler.records import StepPlan
 from ktransformers.weights.cut_source import CutSource, Part

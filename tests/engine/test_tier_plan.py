@@ -13,8 +13,8 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.cache.state import StateShape
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.tier_plan import check_tiers, tier_bytes
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.plan.tier_plan import check_tiers, tier_bytes
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.scheduler import Scheduler

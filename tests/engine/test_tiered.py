@@ -16,8 +16,8 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.state import StateShape
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.tiered import TieredCache
+from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
+from ktransformers.engine.step.tiered import TieredCache
 from ktransformers.scheduler.tier_records import TierPlan, TierResult
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiered_service import FINGERPRINT, PAGE_SIZE, Service, tier_config

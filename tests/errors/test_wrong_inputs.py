@@ -48,9 +48,9 @@ def _would_load(*args: object, **kwargs: object) -> None:
 @pytest.fixture(autouse=True)
 def _no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
-        "ktransformers.engine.builder.load_plan",
-        "ktransformers.engine.reference._from_safetensors",
-        "ktransformers.engine.reference._filled",
+        "ktransformers.engine.load.builder.load_plan",
+        "ktransformers.engine.load.reference._from_safetensors",
+        "ktransformers.engine.load.reference._filled",
         "ktransformers.server.balance.supervisor.Supervisor.start",
         "ktransformers.bench.kernels.bench_kernels",
         "ktransformers.bench.model.machine_facts",

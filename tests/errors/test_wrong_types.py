@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.errors import ConfigError, KTransformersError
 from tests.support.demo import DEMO_CHECKPOINT
 

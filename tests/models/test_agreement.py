@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.engine.builder import Engine
+from ktransformers.engine.load.builder import Engine
 from tests.support.agreement import TOLERANCE, TYPES, engine_of, prompt
 from tests.support.tiny_models import tiny_model, write_safetensors
 

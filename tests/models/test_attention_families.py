@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import Engine, build_engine
 from tests.support.attention_families import CASES, config_of
 from tests.support.tiny_models import WINDOW, random_model, write_safetensors
 

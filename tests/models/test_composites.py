@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.reference import build_reference_engine
-from ktransformers.engine.skeleton import build_skeleton, load_hf_config
+from ktransformers.engine.load.reference import build_reference_engine
+from ktransformers.engine.model.skeleton import build_skeleton, load_hf_config
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.reference import dequantize
 from ktransformers.models import facts

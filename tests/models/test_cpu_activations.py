@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.reference import build_reference_engine
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.errors import ConfigError, UnsupportedError
 
 GGUF = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))), DEMO_MODEL_PATH / "missing.gguf")

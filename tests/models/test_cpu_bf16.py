@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, base
 from ktransformers.kernels.types import PackedTensor, QuantType, RawTensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
-from ktransformers.engine.builder import build_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, base

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
+from ktransformers.engine.load.builder import build_engine
 from tests.support.agreement import TOLERANCE, logits_of, prompt
 from tests.support.tiny_models import tiny_model, write_safetensors
 

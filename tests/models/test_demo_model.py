@@ -9,8 +9,8 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.kernels.cpu import available_isas
 from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
 

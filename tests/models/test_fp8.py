@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.engine.builder import Engine
+from ktransformers.engine.load.builder import Engine
 from ktransformers.kernels import cpu
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.opened import config_of_model
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf

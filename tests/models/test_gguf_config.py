@@ -14,8 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.opened import config_of_model
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf

@@ -18,8 +18,8 @@ from gguf.constants import Keys
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.opened import describe_model, open_model
-from ktransformers.engine.outputs import default_sampling_params
+from ktransformers.engine.model.opened import describe_model, open_model
+from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_families import FAMILIES

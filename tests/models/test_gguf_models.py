@@ -15,7 +15,7 @@ import torch
 from gguf import GGUFReader
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import QuantType
 from tests.support.agreement import GENERIC, INT8_TOLERANCE, NAMED, TOLERANCE, dequantized, logits_of, prompt

@@ -15,9 +15,9 @@ import torch
 from gguf import GGMLQuantizationType as QuantType
 from transformers import PreTrainedModel
 
-from ktransformers.engine.file_layouts import note_layout
-from ktransformers.engine.opened import config_of_model
-from ktransformers.engine.skeleton import build_causal
+from ktransformers.engine.model.file_layouts import note_layout
+from ktransformers.engine.model.opened import config_of_model
+from ktransformers.engine.model.skeleton import build_causal
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf

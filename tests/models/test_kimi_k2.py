@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.skeleton import load_hf_config
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.model.skeleton import load_hf_config
 from ktransformers.errors import ConfigError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf

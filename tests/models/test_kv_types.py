@@ -22,11 +22,11 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine, plan_model
-from ktransformers.engine.kv_types import KV_DTYPES, KvTypes
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.opened import open_model
-from ktransformers.engine.runner import StaticRunner
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine, plan_model
+from ktransformers.engine.model.opened import open_model
+from ktransformers.engine.plan.kv_types import KV_DTYPES, KvTypes
+from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import reference
 from ktransformers.kernels.types import QuantType
@@ -248,7 +248,7 @@ def test_a_cache_lists_its_scales() -> None:
 
 def test_the_automatic_cache_holds_more(tmp_path: Path) -> None:
     """Where memory decides: a quarter of what is free, in positions of fewer bytes."""
-    from ktransformers.engine.cache_plan import SharedPages
+    from ktransformers.engine.plan.cache_plan import SharedPages
 
     opened = open_model(EngineConfig(gguf_path=DEMO_GGUF).resolved())
     plan = plan_model(EngineConfig(gguf_path=DEMO_GGUF).resolved())

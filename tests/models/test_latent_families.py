@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Config, Mistral4ForCausalLM
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.runner import StaticRunner
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.operators.attention.mla import KMLAAttention
 from tests.support.latent_models import LATENT_TYPES, latent_model
 from tests.support.runners import random_ids, runner_of

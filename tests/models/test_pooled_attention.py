@@ -21,11 +21,11 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import _build_layer_multip
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine, build_paged_engine
-from ktransformers.engine.forward import ForwardPass
-from ktransformers.engine.paged import PagedExecutor
-from ktransformers.engine.runner import ModelRunner
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import build_engine, build_paged_engine
+from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, RuleError, TensorMismatchError, UnsupportedError
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.chooser import say_dense

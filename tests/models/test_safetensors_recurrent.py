@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from transformers import PreTrainedModel
 
-from ktransformers.engine.skeleton import build_skeleton, load_hf_config
+from ktransformers.engine.model.skeleton import build_skeleton, load_hf_config
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts

@@ -9,8 +9,8 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.session import Session
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.sequence.session import Session
 from ktransformers.kernels.types import QuantType
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from ktransformers.cache.paged import LayerShape
 from ktransformers.config import EngineConfig
 from ktransformers.core import Phase, SamplingParams
-from ktransformers.engine.builder import Engine, build_engine, plan_model
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.errors import ConfigError, RuleError, UnsupportedError
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.chooser import say_dense

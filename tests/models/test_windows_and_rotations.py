@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.attention.rope import _say_settled
 from ktransformers.operators.layers.cpu import FusedLayer

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import plan_model
-from ktransformers.engine.skeleton import build_skeleton
+from ktransformers.engine.load.builder import plan_model
+from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.types import StateStep
 from ktransformers.models.facts import ModelFacts

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import ktransformers.engine.builder  # noqa: F401 - what it takes from others must not be a fake of a test here
+import ktransformers.engine.load.builder  # noqa: F401 - what it takes from others must not be a fake of a test here
 from ktransformers.cli.options import ArgumentParser
 from ktransformers.cli.plan import add_parser, plan_config
 from ktransformers.config import EngineConfig
-from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.errors import ConfigError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.machine import Machine
@@ -40,8 +40,8 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[Eng
             model = meta_model("llama")
             return OpenedModel(config, model.config, ModelFacts.of(model.config), None, model, FakeSource(model))
 
-        monkeypatch.setattr("ktransformers.engine.opened.open_model", open_model)
-        monkeypatch.setattr("ktransformers.engine.planning.detect_machine", lambda: machine)
+        monkeypatch.setattr("ktransformers.engine.model.opened.open_model", open_model)
+        monkeypatch.setattr("ktransformers.engine.plan.planning.detect_machine", lambda: machine)
         monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
         return seen
 
@@ -119,7 +119,7 @@ def test_full_adds_the_table_and_modules_every_module(
 
 def test_a_shape_needs_no_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ktransformers.engine.planning.detect_machine", lambda: Machine(64 << 30, 64 << 30, {"cpu": 64 << 30})
+        "ktransformers.engine.plan.planning.detect_machine", lambda: Machine(64 << 30, 64 << 30, {"cpu": 64 << 30})
     )
     monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
     args = parse("--synthetic", "gpt-oss-20b")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from ktransformers.engine.skeleton import build_skeleton, restore_buffers
+from ktransformers.engine.model.skeleton import build_skeleton, restore_buffers
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import default_rules

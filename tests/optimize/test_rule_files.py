@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ktransformers.engine.skeleton import build_skeleton
+from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import KTransformersError, RuleError
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.optimize.machine import Machine

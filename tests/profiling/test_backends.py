@@ -17,7 +17,7 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from ktransformers.errors import ConfigError
 from ktransformers.profiling.capture import ProfileLimits
 from ktransformers.server.app import create_app

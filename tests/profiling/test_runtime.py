@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.card import ModelCard
-from ktransformers.engine.profile_scopes import module_scopes
-from ktransformers.engine.profiled import card_meta
-from ktransformers.engine.runner import StaticRunner
+from ktransformers.engine.model.card import ModelCard
+from ktransformers.engine.sequence.profiled import card_meta
+from ktransformers.engine.step.profile_scopes import module_scopes
+from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool, profile
 from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed, SpeedFile

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
 from tests.support.demo import DEMO_GGUF
 from tests.support.server_process import ServerProcess
 

@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
-from ktransformers.engine.assembler import AnswerAssembler
+from ktransformers.engine.sequence.assembler import AnswerAssembler
 from ktransformers.errors import UnsupportedError
 from ktransformers.server.answers.again import take_up
 from ktransformers.server.app import create_app

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from ktransformers.core import Progress, SamplingParams
-from ktransformers.engine.session import Session
+from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo

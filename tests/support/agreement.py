@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.kernels.types import QuantType
 from tests.support.low_bits import encode
 

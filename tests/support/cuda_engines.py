@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, Hardware, build_engine
+from ktransformers.engine.load.builder import Engine, Hardware, build_engine
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Hardware
+from ktransformers.engine.load.builder import Hardware
 from tests.support.fake_gpus import fake_hardware
 
 HARDWARE = "tests.support.cut_models:detect"

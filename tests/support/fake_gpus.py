@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.engine.builder import Hardware
-from ktransformers.engine.graphs import CudaGraphs
+from ktransformers.engine.load.builder import Hardware
+from ktransformers.engine.step.graphs import CudaGraphs
 from ktransformers.kernels.transfer.cuda import CudaDriver
 from ktransformers.operators.device import Device, Devices
 from ktransformers.optimize.machine import Machine

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import httpx
 
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
-from ktransformers.engine.card import ModelCard
+from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import KTransformersError
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.card import ModelCard
-from ktransformers.engine.hot import HotService
+from ktransformers.engine.model.card import ModelCard
+from ktransformers.engine.step.hot import HotService
 from ktransformers.tokenizer import Tokenizer
 
 NextLogits = Callable[[list[int]], np.ndarray]
@@ -130,7 +130,7 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
 
 @dataclass
 class FakeEngine:
-    """The fields of engine.builder.Engine."""
+    """The fields of engine.load.builder.Engine."""
 
     runner: FakeRunner
     tokenizer: Tokenizer

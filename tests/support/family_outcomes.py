@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, __version__
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.errors import KTransformersError
 from ktransformers.models.families import FAMILY_SUPPORT, Refusal
 from tests.support.family_models import LENGTH, STEPS, NotBuilt, family_model, reaches

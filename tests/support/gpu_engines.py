@@ -9,8 +9,8 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import Engine, Hardware, build_engine
-from ktransformers.engine.prefill import PrefillTools
+from ktransformers.engine.load.builder import Engine, Hardware, build_engine
+from ktransformers.engine.step.prefill import PrefillTools
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import Device
 from ktransformers.scheduler.records import Row, SequenceStart

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
 
 
 @dataclass

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
-from ktransformers.engine.builder import PagedEngine
-from ktransformers.engine.paged import PagedExecutor
+from ktransformers.engine.load.builder import PagedEngine
+from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler

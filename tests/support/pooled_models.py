@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ktransformers.engine.text_models import causal_class
+from ktransformers.engine.model.text_models import causal_class
 from tests.support.tiny_models import NUM_EXPERTS, VOCAB_SIZE, random_model
 
 __all__ = ["EOS", "POOLED_TYPES", "pooled_config", "pooled_model", "pooled_values"]

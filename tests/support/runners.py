@@ -7,10 +7,10 @@ import copy
 import torch
 
 from ktransformers.cache.static import StaticCache
-from ktransformers.engine.forward import ForwardPass
-from ktransformers.engine.kv_types import KvTypes
-from ktransformers.engine.runner import StaticRunner
-from ktransformers.engine.skeleton import build_skeleton, cache_shapes, restore_buffers
+from ktransformers.engine.model.skeleton import build_skeleton, cache_shapes, restore_buffers
+from ktransformers.engine.plan.kv_types import KvTypes
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import default_rules

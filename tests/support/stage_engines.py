@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.context import paged_context
-from ktransformers.engine.ranks.leader import Leader
+from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
+from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.step.context import paged_context
 from tests.support.cut_models import HARDWARE
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gpu_engines import step_row

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ktransformers.engine.batch_loop import BatchLoop
+from ktransformers.engine.api.batch_loop import BatchLoop
 
 
 class Stepping:

@@ -10,7 +10,7 @@ import pytest
 
 from ktransformers import config
 from ktransformers.config import why_crowded
-from ktransformers.engine import builder
+from ktransformers.engine.load import builder
 from ktransformers.system import cores
 
 V2 = "30 20 0:26 {top} /sys/fs/cgroup rw,nosuid,nodev - cgroup2 cgroup2 rw,nsdelegate\n"

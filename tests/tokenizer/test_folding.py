@@ -14,7 +14,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.outputs import PromptReader
+from ktransformers.engine.sequence.outputs import PromptReader
 from ktransformers.errors import ConfigError, ConversationError
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
 from ktransformers.server.answers.requests import Conversation, Message

@@ -13,8 +13,8 @@ import torch
 from gguf import GGMLQuantizationType as T
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.opened import config_of_model
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import gguf_source

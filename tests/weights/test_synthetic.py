@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from ktransformers.engine.skeleton import build_skeleton
+from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.models.facts import ModelFacts

@@ -22,7 +22,7 @@ from torch import Tensor
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error, shown_gpu
 from ktransformers.bench.gpu.rows import row_figures
 from ktransformers.bench.report import Column, Record, Row, Table
-from ktransformers.engine.kv_types import KV_DTYPES
+from ktransformers.engine.plan.kv_types import KV_DTYPES
 from ktransformers.kernels.reference import quantize_kv
 from ktransformers.kernels.triton import attention_launch as launch
 from ktransformers.kernels.triton.attention import attention

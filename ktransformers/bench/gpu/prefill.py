@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig
 from ktransformers.bench.gpu.device import require_gpu
 from ktransformers.bench.machine import machine_facts, shown_machine
 from ktransformers.bench.report import Column, Record, Row, Table
-from ktransformers.engine.prefill import PrefillStream, PrefillTools, cuda_tools, open_prefill
+from ktransformers.engine.step.prefill import PrefillStream, PrefillTools, cuda_tools, open_prefill
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec

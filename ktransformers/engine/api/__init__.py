@@ -1,1 +1,1 @@
-"""Checks what callers of LLM and AsyncLLM give: keywords, prompts, conversations, and the process they call from."""
+"""What programs import: LLM, AsyncLLM and the loop that steps a batch for them."""

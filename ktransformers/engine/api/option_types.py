@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
-from ktransformers.engine.api.prompts import shown
+from ktransformers.engine.sequence.prompts import shown
 from ktransformers.errors import ConfigError
 
 __all__ = ["check_types"]

@@ -7,7 +7,7 @@ interleaved one (deepseek). A rotated head holds first all first members, then a
 `operators.mla.rotate` has it: dot products of two rotated vectors do not depend on the order.
 Rows of cos and sin are positions when `positions` is given, else row t belongs to row t.
 A row whose slot is negative is rotated and not cached: what pads a batch needs no slot of its own. Neither is one whose
-slot lies beyond the cache: it would be written into whatever comes after (engine/context.py refuses such a step).
+slot lies beyond the cache: it would be written into whatever comes after (engine/step/context.py refuses such a step).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prefill attention on a GPU by FlashInfer: planned once a step and shape, run by every layer of that shape.
 
 A step's splitting follows from its context on the CPU, which eager steps have beside its replicas on the GPU. Knows
-contexts and shapes; not who chose FlashInfer (engine/attention.py).
+contexts and shapes; not who chose FlashInfer (engine/plan/attention.py).
 """
 
 from __future__ import annotations

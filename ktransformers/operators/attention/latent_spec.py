@@ -2,7 +2,7 @@
 
 Families differ in little: how they rotate, what they multiply queries and latents with, and whether heads are gated.
 Knows no family by name; what it reads wrongly differs from transformers' result, which loading finds out
-(engine/self_check.py) for families that no test covers.
+(engine/verify/self_check.py) for families that no test covers.
 """
 
 from __future__ import annotations

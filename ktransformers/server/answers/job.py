@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.sampler import draw_seed
+from ktransformers.engine.sampling.sampler import draw_seed
 from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.constraints import beside_tools, reasoning_of

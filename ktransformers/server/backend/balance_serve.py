@@ -21,11 +21,11 @@ from typing_extensions import override
 from ktransformers import __version__
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
-from ktransformers.engine.assembler import AnswerAssembler
-from ktransformers.engine.checks import check_tokenizer
-from ktransformers.engine.hidden import embedding_form
-from ktransformers.engine.opened import ModelDescription, describe_model, open_model
-from ktransformers.engine.outputs import default_sampling_params
+from ktransformers.engine.model.checks import check_tokenizer
+from ktransformers.engine.model.opened import ModelDescription, describe_model, open_model
+from ktransformers.engine.sequence.assembler import AnswerAssembler
+from ktransformers.engine.sequence.outputs import default_sampling_params
+from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, counts_in

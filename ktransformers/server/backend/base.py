@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ktransformers.core import EmbeddingForm, PastToken, Progress, SamplingParams, TokenEvent
-from ktransformers.engine.card import ModelCard
-from ktransformers.engine.constraints import check_rules
+from ktransformers.engine.model.card import ModelCard
+from ktransformers.engine.sampling.constraints import check_rules
 from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.server.backend.profiler import Profiler

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.checks import check_tokenizer
-from ktransformers.engine.profiled import model_meta
-from ktransformers.engine.step_runtime import StepRuntime
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.model.checks import check_tokenizer
+from ktransformers.engine.sequence.profiled import model_meta
+from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.backend.single import Loaded, SingleBackend
 

@@ -22,11 +22,11 @@ from typing_extensions import override
 
 from ktransformers import __version__
 from ktransformers.core import Progress, TokenEvent
-from ktransformers.engine.assembler import AnswerAssembler
-from ktransformers.engine.generate import Answer, BegunAnswer, Control
-from ktransformers.engine.hidden import embedding_form
-from ktransformers.engine.outputs import default_sampling_params
-from ktransformers.engine.session import Session, SessionEngine
+from ktransformers.engine.sequence.assembler import AnswerAssembler
+from ktransformers.engine.sequence.generate import Answer, BegunAnswer, Control
+from ktransformers.engine.sequence.outputs import default_sampling_params
+from ktransformers.engine.sequence.session import Session, SessionEngine
+from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError, UnsupportedError
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.profiling.recorder import Runtime

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
-from ktransformers.engine.checks import check_tokenizer
-from ktransformers.engine.profiled import card_meta
-from ktransformers.engine.reference import build_reference_engine
+from ktransformers.engine.load.reference import build_reference_engine
+from ktransformers.engine.model.checks import check_tokenizer
+from ktransformers.engine.sequence.profiled import card_meta
 from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.backend.single import Loaded, SingleBackend
 

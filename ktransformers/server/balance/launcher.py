@@ -86,7 +86,7 @@ class Launcher:
 
     async def _spawn(self, module: str, argument: str = "") -> Process:
         command = spawn_code(module, argument)
-        env = {"OMP_WAIT_POLICY": "passive", **os.environ}  # see engine/threads.py
+        env = {"OMP_WAIT_POLICY": "passive", **os.environ}  # see engine/model/threads.py
         async with self._spawning:  # the mask is one of the thread: two at a time would undo each other's
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
             try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktransformers.core import Progress
-from ktransformers.engine.builder import Hardware, build_paged_engine
-from ktransformers.engine.profiled import model_meta
+from ktransformers.engine.load.builder import Hardware, build_paged_engine
+from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 from ktransformers.server.balance.engine_process import LoadedEngine

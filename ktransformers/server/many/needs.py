@@ -83,10 +83,10 @@ def _in_child(model: ToPlan) -> ModelNeeds:
 def plan_needs(model: ToPlan) -> ModelNeeds:
     """Of one model, on this machine. Imports torch."""
     from ktransformers.cache.paged import PagedCache
-    from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages
-    from ktransformers.engine.opened import open_model
-    from ktransformers.engine.outlook import on_one_thread
-    from ktransformers.engine.planning import Hardware, Planner
+    from ktransformers.engine.model.opened import open_model
+    from ktransformers.engine.plan.cache_plan import CachePlan, OneSequence, SharedPages
+    from ktransformers.engine.plan.outlook import on_one_thread
+    from ktransformers.engine.plan.planning import Hardware, Planner
 
     shape: CachePlan[PagedCache] = OneSequence()
     if model.page_size:

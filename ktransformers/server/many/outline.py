@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.checks import check_tokenizer
-from ktransformers.engine.hidden import embedding_form
-from ktransformers.engine.opened import describe_model, open_model
-from ktransformers.engine.outputs import default_sampling_params
+from ktransformers.engine.model.checks import check_tokenizer
+from ktransformers.engine.model.opened import describe_model, open_model
+from ktransformers.engine.sequence.outputs import default_sampling_params
+from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.many.needs import ModelNeeds
 

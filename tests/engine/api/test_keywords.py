@@ -11,10 +11,10 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.api.keywords import SamplingKeywords, split_keywords
-from ktransformers.engine.async_llm import AsyncLLM
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.async_llm import AsyncLLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.sequence.keywords import SamplingKeywords, split_keywords
 from ktransformers.errors import ConfigError, UnsupportedError
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))

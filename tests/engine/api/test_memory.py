@@ -12,9 +12,9 @@ import torch
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.async_llm import AsyncLLM
-from ktransformers.engine.builder import build_engine, build_paged_engine
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.async_llm import AsyncLLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine, build_paged_engine
 from ktransformers.errors import EngineError
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))

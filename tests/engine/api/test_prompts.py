@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from ktransformers.errors import ConfigError
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))

@@ -11,7 +11,7 @@ from torch import nn
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Phase
-from ktransformers.engine.builder import build_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.operators.attention.compressed import KCompressedAttention, turned

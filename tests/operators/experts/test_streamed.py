@@ -26,7 +26,7 @@ from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 
 pytest.importorskip("triton")
 
-from ktransformers.engine.prefill import cuda_tools, open_prefill
+from ktransformers.engine.step.prefill import cuda_tools, open_prefill
 from ktransformers.kernels.triton.moe import moe
 from ktransformers.kernels.triton.moe_matrices import Between, ExpertMatrices
 from ktransformers.kernels.triton.relay import GpuLayout

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ktransformers.engine.runner import StaticRunner
+from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels.cpu.latent import LatentLayer
 from ktransformers.kernels.cpu.layer import AttentionLayer, LayerKv, MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.attention.mla import KMLAAttention

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ktransformers.cache.static import StaticCache
-from ktransformers.engine.runner import StaticRunner
+from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels.cpu.layer import LayerKv
 from ktransformers.kernels.cpu.stack import LayerStack
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers, watch_step

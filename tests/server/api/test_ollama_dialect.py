@@ -13,7 +13,7 @@ import pytest
 from fastapi import Request
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.card import ModelCard
+from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import EngineError, FieldError
 from ktransformers.server.answers.events import (
     AnswerFinished,

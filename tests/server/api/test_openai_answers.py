@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from tests.support.server_process import ServerProcess
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 17 + 25?"}]

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from tests.support.server_process import ServerProcess
 
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]

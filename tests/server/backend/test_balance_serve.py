@@ -22,9 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.server.backend.balance_serve import _model_info
 from ktransformers.server.balance.messages import EngineFacts
 from tests.support.demo import DEMO_GGUF

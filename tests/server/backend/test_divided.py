@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from tests.support.demo import DEMO_GGUF
 from tests.support.server_process import ServerProcess
 

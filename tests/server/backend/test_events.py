@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
-from ktransformers.engine.session import Session
+from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import (
     ConfigError,
     ContextLengthError,

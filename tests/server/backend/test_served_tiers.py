@@ -15,7 +15,7 @@ from ktransformers.cli.options import engine_config
 from ktransformers.cli.serve import server_parser
 from ktransformers.cli.serving import check_flags
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
 from tests.server.backend.test_balance_serve import FLAGS, child_pids, metrics, wait_until
 from tests.support.server_process import ServerProcess
 

@@ -12,9 +12,9 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.llm import LLM
-from ktransformers.engine.reference import ReferenceRunner, build_reference_engine
-from ktransformers.engine.session import Session
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.reference import ReferenceRunner, build_reference_engine
+from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.shipped_rules import RULES_DIR
 from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF

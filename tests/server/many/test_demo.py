@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine
-from ktransformers.engine.llm import LLM
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
 from ktransformers.server.many.needs import ToPlan, find_needs, pinned, plan_needs
 from ktransformers.server.many.pool import FIRST_BACK_OFF

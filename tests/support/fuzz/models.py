@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import plan_model
-from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.engine.load.builder import plan_model
+from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.errors import KTransformersError
 from ktransformers.weights import gguf as gguf_parser
 from tests.support.demo import DEMO_CHECKPOINT

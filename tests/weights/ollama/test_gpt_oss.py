@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import build_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf import open_gguf

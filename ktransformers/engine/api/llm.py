@@ -1,0 +1,470 @@
+"""The offline API: `LLM("model.gguf").generate(prompts, SamplingParams(...))`.
+
+The prompts of one call, and of several threads, are answered together: they share the steps of one engine, and pages of
+one cache where they begin alike. Each gets the tokens that it would get alone. Does not know HTTP or terminals.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from ktransformers.cache.page_folder import private_folder
+from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.engine.api.batch_loop import BatchLoop, Question
+from ktransformers.engine.api.home import Home, return_memory
+from ktransformers.engine.api.llm_options import EngineOptions, LLMOptions, llm_options
+from ktransformers.engine.sequence.keywords import SamplingKeywords, samples_of, split_keywords
+from ktransformers.engine.sequence.outputs import (
+    Conversation,
+    Prompt,
+    PromptReader,
+    RequestOutput,
+    collect_output,
+    default_sampling_params,
+    join_samples,
+    raise_numbered,
+)
+from ktransformers.engine.sequence.prompts import check_callable
+from ktransformers.engine.sequence.saved_session import SavedSession, as_path, begun_of, saved_of
+from ktransformers.engine.sequence.session import Session
+from ktransformers.errors import EngineError, KTransformersError, UnsupportedError
+from ktransformers.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ktransformers.engine.load.builder import Engine, PagedEngine
+    from ktransformers.engine.sequence.session_store import StaticStore
+
+__all__ = [
+    "LLM",
+    "EngineOptions",
+    "Prompt",
+    "RequestOutput",
+    "default_sampling_params",
+    "describe_batches",
+    "load_batches",
+    "prompt_reader",
+]
+
+_STOP_POLL_SECONDS = 0.05
+"""Between two questions to should_stop while nothing comes."""
+
+_CLOSED = "this LLM is closed: make a new one, or keep the `with` block open for as long as it is used"
+
+_CANNOT_SUSPEND = (
+    "this LLM answers one prompt at a time, on its caller's thread: stop reading and go on later; "
+    "only an LLM that answers many prompts at once suspends them"
+)
+
+_Events = queue.SimpleQueue[TokenEvent | EngineError]
+
+
+def _ignore(said: TokenEvent | EngineError) -> None:
+    """The sink of a question that is not submitted yet."""
+
+
+class LLM:
+    """One loaded model. Loading happens in the constructor; its errors are those of `build_paged_engine`.
+
+    May be used from several threads at once: the model runs on a thread of its own, and what they ask shares its steps.
+    An interrupt (Ctrl-C) ends the call that it meets; the LLM stays as it is. `close` it, or use it in a `with` block;
+    one that is forgotten is closed when it is collected, or at exit. A process that is forked from the one that made it
+    cannot use it: everything but `tokenizer` and `close`, which does nothing then, raises EngineError.
+    """
+
+    _batches: BatchLoop | None = None
+    _session: Session | None = None
+    _engine: Engine | PagedEngine | None = None
+    _is_closed = False
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        gguf_path: str | os.PathLike[str] | None = None,
+        *,
+        model_path: str | os.PathLike[str] | None = None,
+        progress: Callable[..., None] | None = None,
+        **options: Unpack[EngineOptions],
+    ):
+        """model: a GGUF file, a folder, or the hub id of a model that is on this machine; None is the bundled model.
+
+        gguf_path, model_path: the same as two names, for a GGUF whose config and tokenizer are in another folder.
+        progress: called while weights load, as `build_engine` describes, on the model's thread.
+        options: see EngineOptions and EngineConfig.
+        """
+        check_callable("progress", progress)
+        chosen = llm_options(model, gguf_path, model_path, options)
+        self._take_paged(load_batches(chosen, progress), chosen.seed)
+
+    @classmethod
+    def from_engine(cls, engine: Engine | PagedEngine, max_batch_size: int = 16) -> LLM:
+        """The API over an engine that is already built.
+
+        Over an `Engine`, which holds one sequence, prompts are answered one after the other, on the caller's thread and
+        one thread only, and `session` is there for a conversation. max_batch_size: what a `PagedEngine` was built for.
+        """
+        from ktransformers.engine.load.builder import Engine, PagedEngine
+        from ktransformers.engine.sequence.session_store import StaticStore
+
+        llm = cls.__new__(cls)
+        if isinstance(engine, PagedEngine):
+            llm._take_paged(BatchLoop(lambda report: engine, max_batch_size), None)
+        else:
+            llm._take_single(
+                engine, StaticStore(engine.runner, engine.identified) if isinstance(engine, Engine) else None
+            )
+        return llm
+
+    def _take_paged(self, batches: BatchLoop, seed: int | None) -> None:
+        self._engine, self._home = batches.engine, batches.home
+        self._batches, self._reader = batches, prompt_reader(batches.engine, seed)
+        self._finalizer = weakref.finalize(self, batches.close)
+
+    def _take_single(self, engine: Engine, store: StaticStore | None) -> None:
+        self._engine, self._home = engine, Home()
+        defaults = default_sampling_params(engine.generation_defaults, engine.config.max_new_tokens)
+        self._reader = PromptReader(engine.tokenizer, defaults)
+        self._session = Session.of(engine, store)
+
+    def close(self) -> None:
+        """Stop the model's threads and free its weights and its cache. The object cannot be used afterwards.
+
+        Safe to call twice. What another thread is waiting for ends with an EngineError. In a process that was forked
+        from the one that loaded the model nothing happens: its threads and its memory are the other one's.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._home.is_here:
+            return
+        if self._batches is not None:
+            self._finalizer()
+        elif self._session is not None and self._engine is not None:
+            self._session.clear()
+            self._engine.close()
+        self._engine = self._session = None
+        return_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return "LLM(closed)"
+        if not self._home.is_here:
+            return "LLM(of another process)"
+        if self._batches is None:
+            return f"LLM({self.session.max_len} tokens of context, one prompt at a time)"
+        return f"LLM({describe_batches(self._batches)})"
+
+    @property
+    def engine(self) -> Engine | PagedEngine:
+        """The loaded model. Raises EngineError once it is closed."""
+        self._require_open()
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def session(self) -> Session:
+        """The one sequence of an `Engine`. Raises UnsupportedError when many prompts are answered at once."""
+        self._require_open()
+        if self._session is None:
+            raise UnsupportedError(
+                "this LLM answers many prompts at once and reuses what they share by itself; "
+                "LLM.from_engine(build_engine(config)) has a session"
+            )
+        return self._session
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; one without vocabulary when the model's files hold none."""
+        return self._reader.tokenizer
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The Hugging Face tokenizer, as vLLM's method of this name returns it. `tokenizer` is what this program uses.
+
+        Raises ConfigError when the model's files hold no vocabulary.
+        """
+        backend: PreTrainedTokenizerFast = self.tokenizer.backend
+        return backend
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What is used when a call names no sampling parameters: the model's own, up to max_new_tokens tokens."""
+        return self._reader.default_params
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of one prompt and its answer together."""
+        return self.session.max_len if self._batches is None else self._batches.config.max_len
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
+        request_id: str | None = None,
+        **keywords: Unpack[SamplingKeywords],
+    ) -> Iterator[TokenEvent]:
+        """The answer to one prompt, token by token. Raises ConfigError and ContextLengthError before any work.
+
+        keywords: fields of SamplingParams, in place of those of sampling_params, or of the model's defaults.
+
+        should_stop: asked now and then, on this thread; when it says yes the answer ends with ABORT. So does an
+        iterator that is closed or dropped, without an event. Several may be open at once.
+        on_prefill: told before every chunk of the prompt how many tokens are computed, and how many have to be; only
+        over an engine that has a session.
+        request_id: a name of its own for `suspend` and `resume`, until the iterator has ended or is closed.
+        """
+        self._require_open()
+        sampling, _ = split_keywords("stream", keywords)
+        ids, params = self._reader.ids(prompt), self._reader.params(sampling_params, sampling)
+        if params.n > 1:
+            raise UnsupportedError("a stream is one answer: n is for generate and chat; open several streams")
+        check_callable("should_stop", should_stop)
+        check_callable("on_prefill", on_prefill)
+        if self._batches is None:
+            if request_id is not None:
+                raise UnsupportedError(_CANNOT_SUSPEND)
+            return self.session.generate(ids, params, should_stop, on_prefill)
+        if on_prefill is not None:
+            raise UnsupportedError(
+                "on_prefill needs LLM.from_engine(build_engine(config)), which answers one at a time"
+            )
+        self._batches.check(ids, params)
+        return self._events(self._batches, Question(ids, params, _ignore, request_id), should_stop)
+
+    def suspend(self, request_id: str) -> bool:
+        """Set the `stream` of this name aside, at whatever step it is: it holds no pages, and its iterator waits.
+
+        Whether there is such a one. May be called on any thread, between two events of the iterator too; the tokens
+        that come after `resume` are those that would have come. UnsupportedError over an engine that has a session.
+        """
+        return self._require_batches().suspend(request_id)
+
+    def resume(self, request_id: str) -> bool:
+        """Go on with a `stream` that is suspended. Whether there was such a one. See `suspend`."""
+        return self._require_batches().resume(request_id)
+
+    def _require_batches(self) -> BatchLoop:
+        self._require_open()
+        if self._batches is None:
+            raise UnsupportedError(_CANNOT_SUSPEND)
+        return self._batches
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **keywords: Unpack[SamplingKeywords],
+    ) -> list[RequestOutput]:
+        """The answers to one or more prompts, in order. sampling_params: for all of them, or one per prompt.
+
+        Prompts are text or token ids: lists, arrays and tensors of one axis, or of two for several prompts.
+        keywords: fields of SamplingParams, in place of those of sampling_params, or of the model's defaults. n=4 gives
+        four answers to each prompt, in `outputs` of its RequestOutput.
+
+        Prompts beyond max_batch_size, or for which there is no room in the cache, wait for others to end. Raises
+        ConfigError and ContextLengthError before any work, with the number of the prompt; EngineError when an answer
+        could not be computed to its end.
+        """
+        self._require_open()
+        sampling, _ = split_keywords("generate", keywords)
+        return self._answer_all(self._reader.all_ids(prompts), sampling_params, sampling)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        special_tokens_in_content: bool = False,
+        **keywords: Any,
+    ) -> list[RequestOutput]:
+        """The next turn of one conversation, or of several, through the model's chat template.
+
+        A conversation is a list of messages, or a string, which is one message of the user. Special tokens that one
+        spells are text, so that nobody can forge a turn; special_tokens_in_content reads them as tokens.
+        keywords: fields of SamplingParams, as in `generate`, and variables of the chat template, such as
+        enable_thinking=False; those may also be a dict, chat_template_kwargs. Raises ConfigError for a keyword that is
+        neither. See `generate`.
+        """
+        self._require_open()
+        sampling, template = split_keywords("chat", keywords, self._reader.tokenizer)
+        all_ids = self._reader.all_conversation_ids(messages, tools, template, special_tokens_in_content)
+        return self._answer_all(all_ids, sampling_params, sampling)
+
+    def save_session(
+        self,
+        path: str | os.PathLike[str],
+        session: RequestOutput | Sequence[int],
+        messages: list[dict[str, Any]] | None = None,
+    ) -> SavedSession:
+        """Write an answer with its prompt, or token ids, to one file, with what the cache keeps of these tokens.
+
+        An answer that was stopped (`should_stop`) can be continued from the file. messages: kept with it. Others are
+        answered meanwhile. Raises SessionFileError when it cannot be written; what was at `path` is still there then.
+        """
+        self._require_open()
+        if self._batches is None:
+            return self.session.save_as(as_path(path), begun_of(session), messages)
+        return self._batches.save(as_path(path), begun_of(session), messages)
+
+    def load_session(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
+        """Put what a file keeps into the cache: prompts that begin with its token_ids go on from there.
+
+        recompute: take one that was computed in another way (on a GPU, say) for its tokens alone. Raises
+        SessionFileError for one that is damaged or of another model, ContextLengthError for one that is too long.
+        """
+        self._require_open()
+        if self._batches is None:
+            return self.session.load(as_path(path), recompute=recompute)
+        return self._batches.load(as_path(path), recompute)
+
+    def continue_answer(
+        self,
+        session: SavedSession,
+        sampling_params: SamplingParams | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Iterator[TokenEvent]:
+        """The rest of a session's last answer, token by token, as it would have gone on. See `stream`.
+
+        sampling_params: others than its own, with more max_tokens, say. Raises ConfigError when the answer is over.
+        """
+        self._require_open()
+        if self._batches is None:
+            return self.session.continue_answer(saved_of(session), sampling_params, should_stop)
+        begun = saved_of(session).begun(sampling_params)
+        begun = replace(begun, params=self._reader.params(begun.params))
+        question = Question(begun.prompt_ids, begun.params, _ignore, answer_ids=begun.answer_ids)
+        self._batches.check_begun(question)
+        return self._events(self._batches, question, should_stop)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineError(_CLOSED)
+        self._home.require()
+
+    def _answer_all(
+        self,
+        all_ids: Sequence[list[int]],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        keywords: Mapping[str, Any],
+    ) -> list[RequestOutput]:
+        params = self._reader.all_params(given, len(all_ids), keywords)
+        each = list(zip(all_ids, params, strict=True))
+        samples = [(ids, sample) for ids, one in each for sample in samples_of(one)]
+        if self._batches is None:
+            found = [collect_output(ids, one, list(self.session.generate(ids, one))) for ids, one in samples]
+        else:
+            _check_all(self._batches, each)
+            numbers = [number for number, (_, one) in enumerate(each) for _ in range(one.n)]
+            found = _answer_batch(self._batches, samples, numbers)
+        answers = iter(found)
+        return [join_samples([next(answers) for _ in range(one.n)]) for _, one in each]
+
+    def _events(
+        self, batches: BatchLoop, question: Question, should_stop: Callable[[], bool] | None
+    ) -> Iterator[TokenEvent]:
+        """A method, so that the LLM is not closed while its last user iterates."""
+        events: _Events = queue.SimpleQueue()
+        question.sink = events.put
+        try:
+            batches.submit([question])
+            while True:
+                event = _next_event(batches, question, events, should_stop)
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            batches.abort([question])
+
+
+def load_batches(options: LLMOptions, progress: Callable[..., None] | None) -> BatchLoop:
+    """Load a model for many prompts at once. Errors as `build_paged_engine`."""
+    from ktransformers.engine.load.builder import build_paged_engine  # late: it imports every operator and kernel
+
+    if options.config.kv_disk_path is not None:
+        private_folder(options.config.kv_disk_path)
+
+    def build(report: Callable[..., None]) -> PagedEngine:
+        return build_paged_engine(
+            options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=report
+        )
+
+    return BatchLoop(build, options.max_batch_size, progress, options.profile)
+
+
+def prompt_reader(engine: PagedEngine, seed: int | None) -> PromptReader:
+    """Reads prompts for `engine`. See PromptReader."""
+    defaults = default_sampling_params(engine.model.generation_defaults, engine.config.max_new_tokens)
+    return PromptReader(engine.model.tokenizer, defaults, seed)
+
+
+def describe_batches(batches: BatchLoop) -> str:
+    """A model that answers many prompts at once, in one line."""
+    config = batches.config
+    return f"{batches.description}, {config.total_len} tokens of cache, {config.max_running} prompts at once"
+
+
+def _next_event(
+    batches: BatchLoop, question: Question, events: _Events, should_stop: Callable[[], bool] | None
+) -> TokenEvent:
+    """Raises the EngineError that ended the answer."""
+    said: TokenEvent | EngineError | None = None
+    batches.home.require()
+    while said is None:
+        if should_stop is not None and should_stop():
+            batches.abort([question])  # its last event is on its way
+            should_stop = None
+        try:
+            said = events.get(timeout=None if should_stop is None else _STOP_POLL_SECONDS)
+        except queue.Empty:
+            continue
+    if isinstance(said, EngineError):
+        raise said
+    return said
+
+
+def _check_all(batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParams]]) -> None:
+    """Raises what `BatchLoop.check` does, with the number of the prompt."""
+    for index, (ids, params) in enumerate(each):
+        try:
+            batches.check(ids, params)
+        except KTransformersError as error:
+            raise_numbered(error, index, len(each))
+
+
+def _answer_batch(
+    batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParams]], numbers: Sequence[int]
+) -> list[RequestOutput]:
+    """All answers, or none: whatever ends this early, an interrupt too, ends all that has been asked here.
+
+    numbers: which of the caller's prompts each of them answers, for errors.
+    """
+    waiting: list[_Events] = [queue.SimpleQueue() for _ in each]
+    questions = [Question(ids, params, events.put) for (ids, params), events in zip(each, waiting, strict=True)]
+    outputs = []
+    try:
+        batches.submit(questions)
+        for index, (question, events) in enumerate(zip(questions, waiting, strict=True)):
+            answer: list[TokenEvent] = []
+            while not answer or answer[-1].finish_reason is None:
+                try:
+                    answer.append(_next_event(batches, question, events, None))
+                except EngineError as error:
+                    raise_numbered(error, numbers[index], numbers[-1] + 1)
+            outputs.append(collect_output(question.prompt_ids, question.params, answer))
+    finally:
+        batches.abort(questions[len(outputs) :])
+    return outputs

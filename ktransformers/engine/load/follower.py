@@ -1,0 +1,128 @@
+"""A process beside the leader: loads its part of the model, then runs the leader's steps until the leader is gone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from functools import reduce
+from typing import Any, BinaryIO
+
+import torch
+
+from ktransformers.child import become, follow_parent, framed, read_frame
+from ktransformers.engine.load.builder import Part, build_follower
+from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.engine.parallel.ranks.messages import (
+    Begin,
+    Captured,
+    Failed,
+    Loaded,
+    Regroup,
+    Start,
+    Step,
+    decode,
+    encode,
+)
+from ktransformers.engine.parallel.ranks.ranks import Follower
+from ktransformers.engine.plan.cache_plan import SharedPages
+from ktransformers.engine.plan.planning import Hardware
+from ktransformers.errors import KTransformersError, StageLostError, reason_of
+from ktransformers.logs import set_up_logging
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Pipes:
+    """To the leader and from it. Whatever else this process prints goes to standard error.
+
+    Messages are taken in at once, by a thread: a leader that waits until a step of many tokens is read does not take
+    the hidden states that this process waits to hand over. Without its leader the process ends, whatever it is doing.
+    """
+
+    def __init__(self) -> None:
+        self._in: BinaryIO = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+        self._out: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL writes there by itself
+        self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._take_in, name="leader", daemon=True).start()
+
+    def _take_in(self) -> None:
+        try:
+            while (data := read_frame(self._in)) is not None:
+                self._frames.put(data)
+            logger.debug("the leader is gone")
+        except OSError as error:
+            logger.debug("the connection to the leader is gone: %s", reason_of(error))
+        logging.shutdown()
+        os._exit(0)
+
+    def read(self, kind: Any) -> Any:
+        """The next message."""
+        return decode(self._frames.get(), kind)
+
+    def begin(self) -> Begin:
+        """What comes behind Loaded."""
+        begin: Begin = self.read(Begin)
+        return begin
+
+    def say(self, message: Loaded | Captured | Failed) -> None:
+        self._out.write(framed(encode(message)))
+        self._out.flush()
+
+
+def _open(start: Start) -> OpenedModel:
+    if start.made is None:
+        return open_model(start.config)
+    from transformers import AutoConfig
+
+    values: dict[str, Any] = json.loads(start.made.hf_config)
+    return open_synthetic(start.config, AutoConfig.for_model(**values), start.made.routing)
+
+
+def _build(start: Start, follower: Follower) -> Part:
+    module, _, name = start.hardware.partition(":")
+    detect: Any = reduce(getattr, name.split("."), importlib.import_module(module))
+    hardware: Hardware = detect(start.config)
+    return build_follower(
+        _open(start),
+        follower,
+        hardware.within(start.room) if start.room else hardware,
+        SharedPages(start.page_size, start.max_batch_size, start.num_states > 0, start.num_states),
+    )
+
+
+@torch.inference_mode()
+def main() -> int:
+    """The process. Returns 1 when the leader was told that it cannot load, and else ends with the leader."""
+    become("kt-rank")
+    follow_parent()
+    pipes = _Pipes()
+    start: Start = pipes.read(Start)
+    set_up_logging(start.log_level, start.name, with_time=True)
+    try:
+        follower = Follower(start, pipes.begin, pipes.say)
+        part = _build(start, follower)
+    except KTransformersError as error:
+        pipes.say(Failed(type(error).__name__, str(error)))
+        return 1
+    is_lost = False
+    while True:
+        message: Step | Regroup = pipes.read(Step | Regroup)
+        if isinstance(message, Regroup):
+            follower.meet_again(message.place)
+            is_lost = False
+        elif not is_lost:
+            token_ids, positions, context, keep = message.inputs(part.cache, part.pool)
+            try:
+                part.runner.follow(token_ids, positions, context, keep, is_padded=message.is_padded)
+            except StageLostError as error:
+                logger.debug("%s", error)
+                is_lost = True
+                follower.close()  # so that those who wait for this one hear of it

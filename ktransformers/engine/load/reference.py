@@ -1,0 +1,246 @@
+"""Plain Hugging Face as an engine: the model of `transformers` with dequantized fp32 weights and its own cache.
+
+The reference that our operators are compared with, behind the same generate loop. None of our operators, rules or
+kernels is in it. One sequence; on the CPU; weights take four bytes each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig
+from ktransformers.core import Progress
+from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model, open_model
+from ktransformers.engine.model.skeleton import restore_buffers
+from ktransformers.engine.plan.cache_plan import cache_len_of
+from ktransformers.engine.step.hidden import HiddenTap
+from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
+from ktransformers.kernels import reference
+from ktransformers.kernels.blocks import decode_blocks
+from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, GroupType, PackedTensor, RawTensor
+from ktransformers.models.layers import named_cache
+from ktransformers.models.registry import routed_experts
+from ktransformers.operators.experts.routed import read_layout
+from ktransformers.optimize.machine import detect_machine
+from ktransformers.optimize.tied import TiedSource, tied_names
+from ktransformers.system.cores import usable_cores
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+
+__all__ = ["ReferenceEngine", "ReferenceRunner", "build_reference_engine"]
+
+logger = logging.getLogger(__name__)
+
+
+class ReferenceRunner:
+    """A SequenceRunner over a causal LM of `transformers` and its DynamicCache."""
+
+    def __init__(self, model: PreTrainedModel, max_len: int, is_models_limit: bool = False):
+        self._model, self.max_len, self.is_models_limit = model, max_len, is_models_limit
+        self.vocab_size = int(model.config.vocab_size)
+        self.tap = HiddenTap(model)
+        self._ids: list[int] = []  # in the cache, by position
+        self._is_intact = True  # a step that failed left some layers longer than others
+        self._cache = self._new_cache()
+
+    def _new_cache(self) -> DynamicCache:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
+
+    def resume_len(self, shared: int) -> int:
+        """Any: what layers have forgotten is computed again."""
+        return shared
+
+    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        """See engine.sequence.generate.SequenceRunner. start may lie before the end of what was written."""
+        if not 0 <= start <= len(self._ids):
+            raise ConfigError(f"start {start} would leave a gap: {len(self._ids)} positions are written")
+        if start < len(self._ids) or not self._is_intact:
+            self._rewind(start)
+        self._is_intact = False
+        logits = self._step(token_ids, start, keep)
+        self._is_intact = True
+        self._ids += token_ids
+        return logits
+
+    def decode(self, token_id: int, position: int, need: int) -> torch.Tensor:
+        """All logits."""
+        return self.forward([token_id], position, [0])
+
+    def _rewind(self, length: int) -> None:
+        """Forget what stands at `length` and after. Sliding windows and recurrent layers have forgotten what comes
+        before: compute again."""
+        written, kept, self._ids = len(self._ids), self._ids[:length], []
+        forgets = any(getattr(one, "is_sliding", False) or not hasattr(one, "keys") for one in self._cache.layers)
+        if not self._is_intact or forgets:
+            self._cache = self._new_cache()
+            if kept:
+                self._step(kept, 0, [])
+        else:
+            self._cache.crop(length - written)  # a negative number of tokens to remove: the form all versions know
+        self._ids = kept
+
+    @torch.inference_mode()
+    def _step(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        output = self._model(
+            input_ids=torch.tensor([list(token_ids)]),
+            position_ids=torch.arange(start, start + len(token_ids))[None],
+            use_cache=True,
+            logits_to_keep=torch.tensor(list(keep), dtype=torch.int64),
+            **named_cache(self._model, self._cache),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class ReferenceEngine:
+    """A loaded reference model with what is needed to feed it."""
+
+    def __init__(self, opened: OpenedModel, model: PreTrainedModel, described: ModelDescription):
+        self.config = replace(
+            opened.config,
+            cache_lens=cache_len_of(opened.config, opened.facts),
+            chunk_size=opened.config.chunk_size or DEFAULT_CHUNK_SIZE,
+        )
+        self.facts, self.tokenizer = opened.facts, described.tokenizer
+        is_models_limit = self.config.cache_lens == described.context_len
+        self.runner = ReferenceRunner(model, self.config.cache_lens, is_models_limit)
+        self.generation_defaults, self.eos_token_ids = described.generation_defaults, described.eos_token_ids
+        self.description = f"transformers, fp32: {described.description}"
+        self.card = described.card
+
+
+def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:
+    """Load a model as `transformers` would. Raises ConfigError, WeightError, CapacityError or UnsupportedError."""
+    if config.optimize_config_path is not None:
+        logger.warning("--optimize_config_path has no effect: the transformers backend runs the model without rules")
+    if config.cpu_quant is not None:
+        raise UnsupportedError("--cpu_quant has no meaning here: this backend computes in fp32")
+    if config.cpu_prefill != CPU_PREFILLS[0]:
+        raise UnsupportedError("--cpu_prefill has no meaning here: this backend computes in fp32")
+    if config.cpu_activations != CPU_ACTIVATIONS[0]:
+        raise UnsupportedError("--cpu_activations has no meaning here: this backend computes in fp32")
+    if config.kv_type not in ("auto", "fp32"):
+        raise UnsupportedError(f"--kv_type {config.kv_type} has no meaning here: this backend keeps fp32")
+    opened = open_model(config)
+    _check_fits(opened.model)
+    described = describe_model(opened)
+    torch.set_num_threads(opened.config.cpu_infer or usable_cores())
+    is_read_by_transformers = opened.gguf is None and opened.facts.composite_type is None
+    model = _from_safetensors(opened) if is_read_by_transformers else _filled(opened, progress)
+    return ReferenceEngine(opened, model.eval(), described)
+
+
+def _check_fits(model: PreTrainedModel) -> None:
+    needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+    free = detect_machine().available_bytes
+    if needed > free:
+        raise CapacityError(
+            f"the reference keeps all weights in fp32, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; "
+            "use --backend_type ktransformers"
+        )
+
+
+def _attention(model: PreTrainedModel) -> str:
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
+def _from_safetensors(opened: OpenedModel) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    path = opened.config.gguf_path or opened.config.model_path
+    folder = path if path is not None and path.is_dir() else Path(str(path)).parent
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=opened.hf_config,
+            dtype=torch.float32,
+            attn_implementation=_attention(opened.model),
+            local_files_only=True,
+            trust_remote_code=opened.config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"transformers cannot load {folder}: {reason_of(error)}") from error
+
+
+def _filled(opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
+    """The skeleton with `transformers`' own attention, filled with what the files' tensors dequantize to.
+
+    For GGUF, and for the language part of a composite: `transformers` would load the whole.
+    """
+    model = opened.model
+    model.set_attn_implementation(_attention(model))
+    source = TiedSource(opened.source, tied_names(model))
+    names = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    total = 4 * sum(model.state_dict(keep_vars=True)[name].numel() for name in names)
+    done = 0
+    for key in routed_experts(model):
+        done += _fill_experts(model.get_submodule(key), key, source)
+        names = [name for name in names if name.rpartition(".")[0] != key]
+        if progress is not None:
+            progress(done, total, key)
+    for name in names:
+        if source.find(name) is None:
+            raise TensorMismatchError(f"the tensor {name} is missing from the weight files")
+        owner, _, attribute = name.rpartition(".")
+        done += _set(model.get_submodule(owner), attribute, source.dense(name))
+        if progress is not None:
+            progress(done, total, name)
+    restore_buffers(model)
+    return model
+
+
+def _set(module: Any, name: str, value: torch.Tensor) -> int:
+    """Replace a parameter or buffer of the same shape. Returns its bytes."""
+    old = getattr(module, name)
+    if tuple(old.shape) != tuple(value.shape):
+        raise TensorMismatchError(f"{name} has shape {tuple(value.shape)}, the model wants {tuple(old.shape)}")
+    if isinstance(old, torch.nn.Parameter):
+        setattr(module, name, torch.nn.Parameter(value, requires_grad=False))
+    else:
+        module.register_buffer(name, value.to(old.dtype))
+    return value.numel() * 4
+
+
+def _fill_experts(module: Any, key: str, source: TiedSource) -> int:
+    layout = read_layout(module, key)
+    weights = source.experts(key, layout)
+
+    def matrices(parts: Sequence[ExpertWeight]) -> torch.Tensor:
+        return torch.stack([_dequantized(part) for part in parts if not isinstance(part, PackedTensor)])
+
+    def placed(values: torch.Tensor) -> torch.Tensor:
+        return values.transpose(1, 2).contiguous() if layout.is_transposed else values
+
+    def joined(gate: torch.Tensor, up: torch.Tensor, dim: int) -> torch.Tensor:
+        if layout.is_concatenated:
+            return torch.cat((gate, up), dim=dim)
+        return torch.stack((gate, up), dim=dim + 1).flatten(dim, dim + 1)
+
+    up, up_bias = matrices(weights.up), weights.up_bias
+    first, first_bias = "up_proj", "up_proj_bias"
+    if weights.gate is not None:
+        first, first_bias = "gate_up_proj", "gate_up_proj_bias"
+        up = joined(matrices(weights.gate), up, 1)
+        if up_bias is not None and weights.gate_bias is not None:
+            up_bias = joined(weights.gate_bias, up_bias, 1)
+    nbytes = _set(module, first, placed(up)) + _set(module, "down_proj", placed(matrices(weights.down)))
+    if layout.has_bias and up_bias is not None and weights.down_bias is not None:
+        nbytes += _set(module, first_bias, up_bias) + _set(module, "down_proj_bias", weights.down_bias)
+    return nbytes
+
+
+def _dequantized(raw: RawTensor | Fp8Matrix) -> torch.Tensor:
+    """fp32 [rows, cols] by the `gguf` package or torch, not by our kernels."""
+    if isinstance(raw, Fp8Matrix) or isinstance(raw.qtype, GroupType):
+        return reference.dequantize(raw)
+    blocks = raw.data.numpy().reshape(raw.rows, raw.row_bytes)
+    return torch.from_numpy(decode_blocks(blocks, raw.qtype)).view(raw.rows, raw.cols)

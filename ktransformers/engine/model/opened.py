@@ -1,0 +1,268 @@
+"""A model's files, opened: config, skeleton, weights' headers, tokenizer. Reads no weights and decides no placement.
+
+A synthetic model has no files: its config is made in code, its weights are random, and it has no tokenizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.model.bounds import check_layers, check_parameters
+from ktransformers.engine.model.card import ModelCard, card_of
+from ktransformers.engine.model.file_layouts import note_layout
+from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
+from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
+from ktransformers.file_kinds import wrong_start
+from ktransformers.models.composite import take_text_config, text_config_of
+from ktransformers.models.config_fields import token_ids
+from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
+from ktransformers.models.gguf_sampling import sampling_defaults
+from ktransformers.models.heads import settle_head
+from ktransformers.operators.shares import Shares
+from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
+from ktransformers.weights.digests.states import FileState, states_of
+from ktransformers.weights.gguf import GGUFModel, open_gguf
+from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.loader import WeightFormat, weight_format
+from ktransformers.weights.safetensors import SafetensorsModel, open_safetensors
+from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.source import WeightSource
+from ktransformers.weights.synthetic import ROUTINGS, SyntheticSource
+from ktransformers.weights.transcode import dequantize
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "ModelDescription",
+    "OpenedModel",
+    "config_of_model",
+    "describe_model",
+    "folder_without_tokenizer",
+    "open_model",
+    "open_synthetic",
+]
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What can be known of a model without its weights, for those who speak to an engine in another process.
+
+    context_len: most tokens of one sequence that the model was made for; None: it does not say.
+    architecture: the class name in its config.json. generation_defaults: see generation_config.json.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    context_len: int | None
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, Any]
+    architecture: str | None
+    description: str
+    card: ModelCard = field(default_factory=ModelCard)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped.
+
+    states: of these files when they were opened, and of the code that came with the model where it is run.
+    shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
+    hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
+    has_head: whether the files say what follows a text; without, the model makes embeddings only.
+    """
+
+    config: EngineConfig
+    hf_config: PretrainedConfig
+    facts: ModelFacts
+    gguf: GGUFModel | None
+    model: PreTrainedModel
+    source: WeightSource
+    files: tuple[Path, ...] = ()
+    states: tuple[FileState, ...] = ()
+    stored: Mapping[str, int] = field(default_factory=dict)
+    shares: Shares | None = None
+    has_head: bool = True
+
+
+def open_model(config: EngineConfig) -> OpenedModel:
+    """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError."""
+    config = config.resolved()
+    path, kind = _weights_of(config)
+    gguf = open_gguf(path) if kind == "gguf" else None
+    whole = _hf_config(config, gguf, path)
+    stored = None if gguf is not None else open_safetensors(path)
+    tensors = (gguf or stored).tensors  # type: ignore[union-attr]
+    shapes = [tensor.shape for tensor in tensors.values()]
+    hf_config = take_text_config(whole, tensors.keys())
+    has_head = settle_head(hf_config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    if not has_head:
+        logger.warning("the files hold no output head (lm_head): the model makes embeddings and generates no text")
+    facts = _facts_of(whole, config.trust_remote_code)
+    check_layers(facts, shapes)
+    if gguf is not None:
+        note_layout(hf_config, facts, gguf)
+    model = build_skeleton(hf_config, config.trust_remote_code)
+    source: WeightSource
+    if gguf is not None:
+        source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
+    else:
+        assert stored is not None
+        parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
+        source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
+    check_parameters(model, source, shapes)
+    states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
+    return OpenedModel(
+        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head
+    )
+
+
+def _states(config: EngineConfig, files: Sequence[Path]) -> tuple[FileState, ...]:
+    """Raises WeightError."""
+    code = sorted(config.model_path.glob("*.py")) if config.trust_remote_code and config.model_path is not None else []
+    return states_of([*files, *code])
+
+
+def _bytes_by_type(gguf: GGUFModel | None, stored: SafetensorsModel | None) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for tensor in () if gguf is None else gguf.tensors.values():
+        counts[tensor.qtype.name] += tensor.nbytes
+    for part in () if stored is None else stored.tensors.values():
+        counts[part.dtype] += part.nbytes
+    return counts
+
+
+def _weights_of(config: EngineConfig) -> tuple[Path, WeightFormat]:
+    path = config.gguf_path or config.model_path
+    assert path is not None
+    # A model's own folder may hold a GGUF beside its safetensors; a path given as weights must be unambiguous.
+    return path, weight_format(path, None if config.gguf_path is not None else "safetensors")
+
+
+def folder_without_tokenizer(config: EngineConfig) -> Path | None:
+    """The folder that should hold the model's tokenizer and does not; None when it does, or when a GGUF may have it.
+
+    Raises ConfigError or WeightError for paths that hold no model.
+    """
+    config = config.resolved()
+    path, kind = _weights_of(config)
+    if kind == "gguf":
+        return None
+    folder = config.model_path or (path if path.is_dir() else path.parent)
+    return None if has_tokenizer_files(folder) else folder
+
+
+def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig, routing: str = ROUTINGS[0]) -> OpenedModel:
+    """A model of `hf_config` with random weights, which are made when operators load them. config names no files.
+
+    routing: how tokens choose experts, see SyntheticSource.
+
+    Raises ConfigError or UnsupportedError.
+    """
+    if config.model_path is not None or config.gguf_path is not None:
+        raise ConfigError("random weights come from no files: leave the model's path out")
+    config = config.resolved(needs_model=False)
+    facts, model = _facts_of(hf_config), build_skeleton(hf_config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return OpenedModel(config, model.config, facts, None, model, SyntheticSource(shapes, facts, routing))
+
+
+def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFacts:
+    """Raises ConfigError, or UnsupportedError for what cannot run whatever its weights are."""
+    check_model_type(text_config_of(hf_config), trust_remote_code)
+    facts = ModelFacts.of(hf_config)
+    check_kinds(facts)
+    return facts
+
+
+def config_of_model(model: GGUFModel) -> PretrainedConfig:
+    """The config of an opened GGUF model. Raises FormatError or UnsupportedError."""
+    stored = [name for name in FACTOR_TENSORS if name in model.tensors]
+    factors = {name: dequantize(model.raw(name), name).flatten().tolist() for name in stored}
+    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
+    return config_from_gguf(model.metadata, shapes, factors)
+
+
+def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> PretrainedConfig:
+    """--model_path's config.json, else what the GGUF's metadata say, else the config.json beside the weights."""
+    folder = config.model_path
+    if gguf is not None and (folder is None or (folder == path and not (folder / "config.json").is_file())):
+        try:
+            return config_of_model(gguf)
+        except (FormatError, UnsupportedError) as error:
+            raise type(error)(f"{gguf.files[0].path}: {error}") from error
+    folder = folder or (path if path.is_dir() else path.parent)
+    return load_hf_config(folder, config.trust_remote_code)
+
+
+def describe_model(opened: OpenedModel) -> ModelDescription:
+    """The facts of an opened model, its tokenizer loaded. Raises ConfigError."""
+    tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
+    facts = opened.facts
+    return ModelDescription(
+        tokenizer=tokenizer,
+        vocab_size=facts.vocab_size,
+        context_len=facts.context_len,
+        eos_token_ids=_eos_token_ids(facts, defaults, tokenizer),
+        generation_defaults=defaults,
+        architecture=facts.architecture,
+        description=f"{facts.model_type}, {opened.source.describe()}",
+        card=card_of(opened),
+    )
+
+
+def _load_tokenizer(opened: OpenedModel) -> Tokenizer:
+    """The tokenizer in the model's folder, else the one in its GGUF file. Raises ConfigError."""
+    config = opened.config
+    tokenizer = load_tokenizer(
+        _tokenizer_path(opened),
+        None if opened.gguf is None else opened.gguf.metadata,
+        trust_remote_code=config.trust_remote_code,
+        vocab_size=opened.facts.vocab_size,
+    )
+    if config.chat_template is not None:
+        tokenizer.use_chat_template(read_chat_template(config.chat_template))
+    tokenizer.use_tool_format(config.tool_format, config.reasoning_format)
+    return tokenizer
+
+
+def _tokenizer_path(opened: OpenedModel) -> Path | None:
+    """The folder with the tokenizer's files: --model_path, or the safetensors folder itself."""
+    if opened.config.model_path is not None:
+        return opened.config.model_path
+    path = opened.config.gguf_path
+    if path is None or opened.gguf is not None:
+        return None
+    return path if path.is_dir() else path.parent
+
+
+def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
+    """Sampling settings that the authors recommend (generation_config.json, or in the GGUF), as far as we know them."""
+    from transformers import GenerationConfig
+
+    folder = _tokenizer_path(opened)
+    if folder is None or not (folder / "generation_config.json").is_file():
+        return {} if opened.gguf is None else sampling_defaults(opened.gguf.metadata)
+    try:
+        values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
+    except Exception as error:  # whatever transformers does with values of the wrong type
+        path = folder / "generation_config.json"
+        why = wrong_start(path.read_bytes()) or f"cannot be used: {reason_of(error)}; mend it, or move it away"
+        raise ConfigError(f"{path} {why}") from error
+    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
+    return {name: values[name] for name in known if values.get(name) is not None}
+
+
+def _eos_token_ids(facts: ModelFacts, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end an answer, by the generation config, the model's config and the tokenizer together."""
+    return tuple(sorted({*token_ids(defaults.get("eos_token_id")), *facts.eos_token_ids, *tokenizer.eos_token_ids}))

@@ -1,0 +1,317 @@
+"""The Hugging Face module tree on `meta`: every module in place, not one weight byte."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ktransformers.cache.static import LayerShape
+from ktransformers.engine.model.bounds import check_config_values
+from ktransformers.engine.model.file_layouts import arrange
+from ktransformers.engine.model.text_models import causal_class
+from ktransformers.errors import ConfigError, UnsupportedError, reason_of
+from ktransformers.file_kinds import why_not_json
+from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
+from ktransformers.models.layers import number_mixers
+from ktransformers.models.registry import OTHER_NAMES
+from ktransformers.models.usual_experts import give_usual_experts
+from ktransformers.operators.attention.chooser import Chooser
+from ktransformers.operators.attention.compressed import KCompressedAttention
+from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
+from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.device import CPU, Device
+from ktransformers.operators.recurrent.base import RecurrentOperator
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "build_causal",
+    "build_skeleton",
+    "cache_shapes",
+    "check_kinds",
+    "check_model_type",
+    "load_hf_config",
+    "restore_buffers",
+]
+
+logger = logging.getLogger(__name__)
+
+_SUPPORTED_KINDS = frozenset(
+    {LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT, LayerKind.COMPRESSED}
+    | {LayerKind.RECURRENT, LayerKind.HYBRID, LayerKind.ROWWISE}
+)
+_WITH_STATE = frozenset({LayerKind.RECURRENT, LayerKind.HYBRID})
+
+
+def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config of the model in folder `model_path`. Raises ConfigError when there is none or it is broken."""
+    from transformers import AutoConfig
+
+    path = model_path / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{model_path} holds no config.json; --model_path is the folder of the original model")
+    values = _read_config_file(path, trust_remote_code)
+    model_type = str(values.get("model_type"))
+    known = OTHER_NAMES.get(model_type)
+    try:
+        if known is not None:
+            logger.info("model type %s is run as %s", model_type, known)
+            return _config_as(known, values)
+        return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # whatever a config class does with values of the wrong type
+        raise ConfigError(f"{path} cannot be used: {reason_of(error)}") from error
+
+
+def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """The values of a config.json.
+
+    Raises ConfigError for what would make transformers talk about its hub: no JSON, no known model_type.
+    """
+    from transformers import __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    data = path.read_bytes()
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} {why_not_json(data, error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no JSON object; it is not a model's config")
+    check_config_values(values, f"{path}:")
+    model_type = values.get("model_type")
+    if isinstance(model_type, str) and (model_type in CONFIG_MAPPING_NAMES or model_type in OTHER_NAMES):
+        return values
+    if "auto_map" in values:
+        if trust_remote_code:
+            return values
+        raise ConfigError(f"{path}: the model needs Python code that comes with it; --trust_remote_code runs it")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{path} names no model_type, so it is not a model's config")
+    near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else "a newer version may know it: pip install -U transformers"
+    raise UnsupportedError(f"{path}: transformers {__version__} does not know model_type {model_type!r:.60}; {hint}")
+
+
+def _config_as(model_type: str, values: Mapping[str, Any]) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    kept = {name: value for name, value in values.items() if name not in ("model_type", "auto_map")}
+    return CONFIG_MAPPING[model_type].from_dict(kept)
+
+
+def check_model_type(hf_config: PretrainedConfig, trust_remote_code: bool) -> None:
+    """Raises UnsupportedError for what is no causal language model of transformers, unless it brings its own code."""
+    if not trust_remote_code:
+        causal_class(hf_config)
+
+
+def check_kinds(facts: ModelFacts) -> None:
+    """Raises UnsupportedError for kinds of layers that have no cache here."""
+    other = sorted({layer.word for layer in facts.layers if layer.kind not in _SUPPORTED_KINDS})
+    if other:
+        raise UnsupportedError(
+            f"model type {facts.model_type} has layers of type {', '.join(other)}; "
+            f"supported are {', '.join(sorted(_SUPPORTED_KINDS))}"
+        )
+
+
+def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+    """The causal LM of `hf_config` with options of `from_config`, by the model's own code where it brings some."""
+    from transformers import AutoModelForCausalLM
+
+    if trust_remote_code and hasattr(hf_config, "auto_map"):
+        remote: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=True, **options)
+        return remote
+    model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
+    number_mixers(model)
+    arrange(model, hf_config)
+    give_usual_experts(model)
+    return model
+
+
+def build_skeleton(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM of `transformers` on `meta`, in fp32, whose attention is ours. Raises UnsupportedError."""
+    register_attention()
+    try:
+        with torch.device("meta"):
+            model = build_causal(
+                hf_config,
+                trust_remote_code,
+                attn_implementation=ATTENTION_NAME,
+                dtype=torch.float32,
+            )
+    except Exception as error:  # whatever the modules of any family do with values that do not fit each other
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise UnsupportedError(
+                f"model type {hf_config.model_type} attends by classes of its own, not through transformers' attention "
+                "interface"
+            ) from error
+        raise UnsupportedError(
+            f"transformers cannot build model type {hf_config.model_type} from its config: {reason_of(error)}"
+        ) from error
+    return model.eval()
+
+
+def restore_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies and the like) and that are still on `meta`.
+
+    `transformers` recomputes them in `_init_weights`; modules that also hold parameters have no such buffers in any
+    family we know, and are refused rather than re-initialized.
+    """
+    for key, module in list(model.named_modules()):
+        pending = [n for n in module._non_persistent_buffers_set if _is_meta(module._buffers.get(n))]
+        if not pending:
+            continue
+        for name in pending:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(_unset(buffer.dtype))
+        try:
+            _owner(model, key)._init_weights(module)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise UnsupportedError(
+                f"{key} ({type(module).__name__}): its buffers cannot be computed: {error}"
+            ) from error
+        if any(_is_unset(module._buffers[name]) for name in pending):
+            owner = _owner(model, key)  # which may do so for all of its modules
+            owner._init_weights(owner)
+        for name in pending:
+            if _is_unset(module._buffers[name]):
+                raise UnsupportedError(f"{key}.{name} ({type(module).__name__}) is computed in a way we do not know")
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """What no module computes for a buffer of that type."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return 0 if dtype is torch.bool else int(torch.iinfo(dtype).max)
+
+
+def _is_unset(buffer: torch.Tensor | None) -> bool:
+    assert buffer is not None
+    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+    return buffer.dtype is not torch.bool and bool(unset.any())
+
+
+def _owner(model: PreTrainedModel, key: str) -> Any:
+    """The innermost model of transformers that holds a module: each initializes its own."""
+    parts = key.split(".") if key else []
+    inside = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+    return next((module for module in inside if hasattr(module, "_init_weights")), model)
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
+
+
+def cache_shapes(
+    model: nn.Module, facts: ModelFacts, operators: Mapping[str, nn.Module], homes: Sequence[Device] | None = None
+) -> list[LayerShape]:
+    """The cache that each layer needs, in the order of layer_idx; `operators` are the planned ones by key.
+
+    homes: where the layers live, in order; the CPU when None.
+
+    Latent shapes are for layers that run our absorbed MLA; any other attention module caches what it hands to the
+    attention function. Recurrent layers keep a state, and layers that work row by row nothing.
+
+    Raises UnsupportedError for layers in which nothing is found that could keep what they need.
+    """
+    shapes: dict[int, LayerShape] = {}
+    projecting = set[int]()  # layers that make keys of their own
+    for key, module in model.named_modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(layer_idx, int) or not hasattr(module, "scaling"):
+            continue
+        operator = operators.get(key)
+        if getattr(module, "k_proj", None) is not None:
+            projecting.add(layer_idx)
+        if isinstance(operator, KMLAAttention):
+            shapes[layer_idx] = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
+        elif isinstance(operator, KCompressedAttention):
+            shapes[layer_idx] = LayerShape(1, operator.cached_dim, operator.head_dim, is_latent=True)
+        elif layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.COMPRESSED:
+            raise UnsupportedError(f"{key} has to be a KCompressedAttention, which alone knows where its keys lie")
+        else:
+            num_kv_heads = _handed_heads(module, facts.layers[layer_idx]) if layer_idx < facts.num_layers else 0
+            shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
+            if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
+                shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
+        chooser = operators.get(f"{key}.indexer")
+        if isinstance(chooser, Chooser):
+            shapes[layer_idx] = replace(shapes[layer_idx], index_dim=chooser.index_dim, index_pool=chooser.index_pool)
+    _add_states(shapes, facts, operators)
+    if sorted(shapes) != list(range(facts.num_layers)):
+        what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"
+        raise UnsupportedError(
+            f"model type {facts.model_type} attends by code of its own: modules that go through transformers' "
+            f"attention interface were found {what}"
+        )
+    places = [CPU] * len(shapes) if homes is None else homes
+    placed = [
+        replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype, row_dtype=home.dtype)
+        for i, home in enumerate(places)
+    ]
+    sources = [None if i in projecting else layer.shares for i, layer in enumerate(facts.layers)]
+    return [_shared(placed, i, source) for i, source in enumerate(sources)]
+
+
+def _shared(shapes: Sequence[LayerShape], index: int, source: int | None) -> LayerShape:
+    """The shape of a layer that shares an earlier one's cache, if that is of the same shape and on the same device."""
+    is_same = source is not None and shapes[source] == shapes[index]
+    return replace(shapes[index], shares=source) if is_same else shapes[index]
+
+
+def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Mapping[str, nn.Module]) -> None:
+    """The states of recurrent layers, and layers that keep nothing."""
+    for operator in operators.values():
+        if isinstance(operator, RecurrentOperator):
+            shape = shapes.get(operator.layer_idx, LayerShape.without_pages())
+            state = operator.state_shape()
+            if shape.state is not None:  # a layer with two operators that keep something
+                if shape.state.place != state.place:
+                    raise UnsupportedError(
+                        f"{operator.key} keeps a state on {state.place}, and the layer another one on "
+                        f"{shape.state.place}; place both on one device"
+                    )
+                state = replace(state, parts={**shape.state.parts, **state.parts})
+            shapes[operator.layer_idx] = replace(shape, state=state)
+    for index, layer in enumerate(facts.layers):
+        has_state = index in shapes and shapes[index].state is not None
+        if not has_state and layer.kind in _WITH_STATE and (index not in shapes or layer.kind is LayerKind.HYBRID):
+            raise UnsupportedError(
+                f"model type {facts.model_type}: layer {index} ({layer.word}) keeps a state, and no operator stands "
+                "for it; the rule file needs one that names ktransformers.operators.recurrent.KRecurrent, which knows "
+                "Gated DeltaNet, Kimi Delta Attention, Mamba, Mamba-2, RG-LRU, short convolutions and lightning "
+                "attention"
+            )
+        if index not in shapes and layer.kind is LayerKind.ROWWISE:
+            shapes[index] = LayerShape.without_pages()
+
+
+def _handed_heads(module: Any, layer: LayerFacts) -> int:
+    """KV heads that the attention function is given: some modules repeat those that they project (JetMoE)."""
+    is_repeated = getattr(module, "num_key_value_groups", None) == 1
+    return layer.num_heads if is_repeated else layer.num_kv_heads
+
+
+def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:
+    if hasattr(module, "qk_head_dim"):  # latent attention in its expanded form
+        return LayerShape(module.num_heads, module.qk_head_dim, module.v_head_dim)
+    head_dim = getattr(module, "head_dim", getattr(module, "head_size", None))
+    if not isinstance(head_dim, int):
+        raise UnsupportedError(f"{key} ({type(module).__name__}) does not say its head_dim")
+    k_proj, v_proj = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
+    if isinstance(k_proj, nn.Linear):
+        kv_heads = k_proj.out_features // head_dim
+        value_dim = v_proj.out_features // kv_heads if isinstance(v_proj, nn.Linear) else head_dim
+        return LayerShape(kv_heads, head_dim, value_dim)
+    return LayerShape(num_kv_heads, head_dim, head_dim)  # projections are fused: the config's words count

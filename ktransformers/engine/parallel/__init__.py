@@ -1,0 +1,1 @@
+"""One model on several processes: tensor parallel ranks and pipelines of stages."""

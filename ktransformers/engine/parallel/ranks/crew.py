@@ -1,0 +1,165 @@
+"""The processes beside the leader, and others in their places.
+
+Deaths are noticed by threads of the peers. The process that takes the place of one begins to load at once, beside what
+the leader does; the leader takes it in when a step has failed or is to be told (`mended`).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from ktransformers.engine.parallel.ranks.peers import OnDeath, Peer
+from ktransformers.errors import EngineError, KTransformersError, StageLostError
+
+__all__ = ["MOST_DEATHS", "Crew"]
+
+logger = logging.getLogger(__name__)
+
+MOST_DEATHS, DEATH_SECONDS = 5, 600.0
+"""More within this time are the end of all, of whose ends those who start the leader keep count."""
+
+_NOTICE_SECONDS = 10.0
+"""For a death to be noticed, after a neighbour has."""
+
+
+class Crew:
+    """begun: starts a process by its rank, and is given what to call when it ends. check_loaded: waits for one to be
+    ready, and raises KTransformersError. on_death: as Leader has it. is_mendable: whether others may take places."""
+
+    def __init__(
+        self,
+        begun: Callable[[int, OnDeath], Peer],
+        check_loaded: Callable[[Peer], None],
+        on_death: OnDeath,
+    ):
+        self._begun, self._check_loaded, self._on_death = begun, check_loaded, on_death
+        self.is_mendable = False
+        self._by_rank: dict[int, Peer] = {}
+        self._changed = threading.Condition()  # guards what follows
+        self._missing: set[int] = set()
+        self._coming: dict[int, Peer] = {}  # loaded
+        self._loading: dict[int, Peer] = {}
+        self._deaths: list[float] = []
+        self._keeper: threading.Thread | None = None
+        self._lost: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._failure: str | None = None  # why a place stays empty
+        self._is_closing = False
+
+    @property
+    def peers(self) -> list[Peer]:
+        """In the order of their ranks."""
+        return list(self._by_rank.values())
+
+    @property
+    def address(self) -> str | None:
+        """Of this machine, as others see it; None where all are here."""
+        return next((peer.address for peer in self.peers if peer.address is not None), None)
+
+    def start(self, rank: int) -> None:
+        """Raises EngineError."""
+        self._by_rank[rank] = self._begun(rank, partial(self._ended, rank))
+
+    def wait(self) -> None:
+        """Until all have loaded. Raises KTransformersError."""
+        for peer in self.peers:
+            self._check_loaded(peer)
+
+    def tell(self, data: bytes) -> None:
+        """All of them. Raises StageLostError where another one is coming, EngineError where one is gone for good."""
+        if self._missing:
+            raise StageLostError(f"stage {min(self._missing)} is gone")
+        for peer in self.peers:
+            try:
+                peer.tell(data)
+            except EngineError as error:
+                if not self.is_mendable:
+                    raise
+                raise StageLostError(str(error)) from error
+
+    def _ended(self, rank: int, message: str) -> None:
+        """On a thread of the peer."""
+        with self._changed:
+            if self._is_closing:
+                return
+            now = time.monotonic()
+            self._deaths = [at for at in self._deaths if now - at < DEATH_SECONDS] + [now]
+            is_replaced = self.is_mendable and len(self._deaths) <= MOST_DEATHS
+            if is_replaced:
+                self._missing.add(rank)
+                self._changed.notify_all()
+            if is_replaced and self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="stages", daemon=True)
+                self._keeper.start()
+        if is_replaced:
+            logger.warning("%s: another one is started, running requests will go on", message)
+            self._lost.put((rank, message))
+        else:
+            self._on_death(message)
+
+    def _keep(self) -> None:
+        """A thread that stays, for children die with the one that has started them."""
+        while (lost := self._lost.get()) is not None:
+            self._replace(*lost)
+
+    def _replace(self, rank: int, message: str) -> None:
+        began = time.monotonic()
+        try:
+            self._load(rank)
+            logger.info("another one has loaded after %.1f s", time.monotonic() - began)
+        except KTransformersError as error:
+            if self._is_closing:
+                return
+            with self._changed:
+                self._failure = f"{message}, and no other one can start: {error}"
+                self._changed.notify_all()
+            self._on_death(self._failure)
+
+    def _load(self, rank: int) -> None:
+        """Raises KTransformersError."""
+        peer = self._begun(rank, partial(self._ended, rank))
+        with self._changed:
+            self._loading[rank] = peer
+            if self._is_closing:
+                peer.close()
+        self._check_loaded(peer)
+        with self._changed:
+            self._coming[rank] = self._loading.pop(rank)
+            self._changed.notify_all()
+
+    @contextmanager
+    def mended(self) -> Iterator[list[Peer]]:
+        """Waits until all places are taken, and gives the new ones. Deaths in the block are the end of all.
+
+        Raises EngineError for a place that stays empty, and where nobody may take places.
+        """
+        if not self.is_mendable:
+            raise EngineError("hidden states were lost, and these processes cannot meet again")
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._missing), _NOTICE_SECONDS):
+                logger.warning("no stage has ended, and hidden states did not come: all meet anew")
+            self._changed.wait_for(lambda: self._missing == set(self._coming) or self._failure is not None)
+            if self._failure is not None:
+                raise EngineError(self._failure)
+            new, self._coming = self._coming, {}
+            self._missing.clear()
+            self.is_mendable = False
+        for rank, peer in new.items():
+            self._by_rank[rank].close()
+            self._by_rank[rank] = peer
+        yield list(new.values())
+        self.is_mendable = True
+
+    def close(self) -> None:
+        """End them all."""
+        with self._changed:
+            self._is_closing = True
+            late = [*self._loading.values(), *self._coming.values()]
+        self._lost.put(None)
+        for peer in (*self.peers, *late):
+            peer.close()

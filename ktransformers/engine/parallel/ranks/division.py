@@ -1,0 +1,170 @@
+"""Ways to divide a model over processes, as those who start and lead them see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from typing_extensions import override
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.model.opened import OpenedModel
+from ktransformers.engine.parallel.pipeline.link import StageLink
+from ktransformers.engine.parallel.pipeline.rooms import StageRoom, stage_rooms
+from ktransformers.engine.parallel.pipeline.stages import cut_stage, stage_weights
+from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
+from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
+from ktransformers.engine.plan.planning import Hardware
+from ktransformers.optimize.machine import Machine
+
+__all__ = ["Division", "PipelineDivision", "TensorDivision", "division_of", "num_processes"]
+
+
+class Division(Protocol):
+    """Of one process. size: processes. noun: what each is, for people. is_uniform: all replay the same steps."""
+
+    size: int
+    noun: str
+    is_uniform: bool
+
+    @property
+    def is_mendable(self) -> bool:
+        """Whether all can meet again after one has ended."""
+        ...
+
+    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        """What of the model this process has, and what it runs on. Raises KTransformersError."""
+        ...
+
+    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+        """What each process has of the machine that they share; [] where they do not, or each has a GPU of it.
+        opened: the whole model. Raises KTransformersError."""
+        ...
+
+    def config_of_others(self, config: EngineConfig) -> EngineConfig:
+        """What the leader's settled configuration is for a process beside it."""
+        ...
+
+    def meet(self, place: str, device: torch.device) -> None:
+        """Wait for the others. place: a file, or tcp://HOST:PORT. device: of this one's results."""
+        ...
+
+    def will_replay(self, most_rows: int) -> None:
+        """Steps of up to so many rows are captured from now on."""
+        ...
+
+    def hand_over(self) -> Callable[[int], None] | None:
+        """What is called behind each step with its number of rows, if this process has something to give away."""
+        ...
+
+    def leave(self) -> None:
+        """Be on its own again."""
+        ...
+
+
+class TensorDivision(Division):
+    """Each has a part of every layer, and a GPU. The leader is rank 0."""
+
+    noun, is_uniform = "GPU", True
+
+    def __init__(self, rank: int, size: int):
+        self.size, self._group = size, TensorGroup(rank, size)
+
+    @override
+    @property
+    def is_mendable(self) -> bool:
+        return False  # the others wait in sums, in kernels that nothing can interrupt
+
+    @override
+    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        return cut_model(opened, self._group), hardware.of_one_gpu()
+
+    @override
+    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+        return []
+
+    @override
+    def config_of_others(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, use_cuda=True, cpu_infer=1)  # a worker thread for what is not on the GPU
+
+    @override
+    def meet(self, place: str, device: torch.device) -> None:
+        self._group.meet(Path(place), device)
+
+    @override
+    def will_replay(self, most_rows: int) -> None:
+        pass
+
+    @override
+    def hand_over(self) -> Callable[[int], None] | None:
+        return None
+
+    @override
+    def leave(self) -> None:
+        self._group.part()
+
+
+class PipelineDivision(Division):
+    """Each has some neighbouring layers. The leader is rank 0 and has the last ones, rank r the (r - 1)th part."""
+
+    noun, is_uniform = "stage", False
+
+    def __init__(self, rank: int, size: int, is_apart: bool = False):
+        self.size, self._link, self._is_apart = size, StageLink((rank - 1) % size, size), is_apart
+        self._asked_threads = 0
+
+    @override
+    @property
+    def is_mendable(self) -> bool:
+        return not self._link.has_gpu_groups
+
+    @override
+    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        self._asked_threads = opened.config.cpu_infer
+        beside = 1 if self._is_apart else self.size  # processes on this machine
+        threads = opened.config.cpu_infer or max(hardware.num_threads // beside, 1)
+        part = cut_stage(opened, self._link)
+        return replace(part, config=replace(part.config, cpu_infer=threads)), hardware
+
+    @override
+    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+        if self._is_apart:
+            return []
+        *others, last = stage_weights(opened, self.size)
+        return stage_rooms(machine, [last, *others])
+
+    @override
+    def config_of_others(self, config: EngineConfig) -> EngineConfig:
+        threads = self._asked_threads if self._is_apart else config.cpu_infer  # other machines have other cores
+        return replace(config, cpu_infer=threads, stage_hosts="", stage_key_file=None)
+
+    @override
+    def meet(self, place: str, device: torch.device) -> None:
+        self._link.meet(place, device)
+
+    @override
+    def will_replay(self, most_rows: int) -> None:
+        self._link.replayed_rows = most_rows
+
+    @override
+    def hand_over(self) -> Callable[[int], None] | None:
+        return None if self._link.is_last else self._link.hand_over
+
+    @override
+    def leave(self) -> None:
+        self._link.part()
+
+
+def num_processes(config: EngineConfig) -> int:
+    """That a model is divided over."""
+    return config.tensor_parallel * config.pipeline
+
+
+def division_of(config: EngineConfig, rank: int, is_apart: bool = False) -> Division:
+    """How the model is divided, as one of several processes sees it. is_apart: on machines of their own."""
+    if config.pipeline > 1:
+        return PipelineDivision(rank, config.pipeline, is_apart)
+    return TensorDivision(rank, config.tensor_parallel)

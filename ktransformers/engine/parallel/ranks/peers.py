@@ -1,0 +1,185 @@
+"""The processes beside the leader as it speaks with them: children of its own, or on other machines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import BinaryIO, Protocol
+
+from typing_extensions import override
+
+from ktransformers import errors
+from ktransformers.child import read_frame, spawn_code
+from ktransformers.engine.parallel.ranks.agent import connect
+from ktransformers.engine.parallel.ranks.messages import Captured, Failed, Loaded, decode
+from ktransformers.errors import EngineError, KTransformersError, reason_of
+
+__all__ = ["Child", "Peer", "RemotePeer"]
+
+logger = logging.getLogger(__name__)
+
+OnDeath = Callable[[str], None]
+"""Called with a message, on a thread, when a process ends by itself."""
+
+
+class Peer(Protocol):
+    """One process beside the leader. name: for people. address: of this machine as it knows it; None: the same."""
+
+    name: str
+    address: str | None
+
+    def tell(self, data: bytes) -> None:
+        """A frame. Raises EngineError when it is gone."""
+        ...
+
+    def hear(self) -> Loaded | Captured:
+        """Its next message. Raises what it failed with, EngineError when it is gone."""
+        ...
+
+    def watch(self) -> None:
+        """From now on its end is the end of all."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+def _heard(data: bytes | None, name: str) -> Loaded | Captured:
+    if data is None:
+        raise EngineError(f"the process of {name} ended while the model was loaded; see its lines above")
+    message: Loaded | Captured | Failed = decode(data, Loaded | Captured | Failed)
+    if isinstance(message, Failed):
+        raise _error_of(message, name)
+    return message
+
+
+class Child(Peer):
+    """A process of this machine. gpu: CUDA_VISIBLE_DEVICES; "" for what the leader sees."""
+
+    address = None
+
+    def __init__(self, name: str, rank: int, gpu: str, on_death: OnDeath):
+        self.name, self.rank, self._on_death, self._is_closing = name, rank, on_death, False
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else dict(os.environ)
+        self.process = subprocess.Popen(
+            spawn_code("ktransformers.engine.load.follower"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._to: BinaryIO = self.process.stdin  # type: ignore[assignment]
+        self._from: BinaryIO = self.process.stdout  # type: ignore[assignment]
+
+    @override
+    def tell(self, data: bytes) -> None:
+        try:
+            self._to.write(data)
+            self._to.flush()
+        except OSError as error:
+            raise EngineError(f"the process of {self.name} is gone") from error
+
+    @override
+    def hear(self) -> Loaded | Captured:
+        """Its next message. Raises what it failed with."""
+        return _heard(read_frame(self._from), self.name)
+
+    @override
+    def watch(self) -> None:
+        threading.Thread(target=self._wait, name=f"rank {self.rank}", daemon=True).start()
+
+    def _wait(self) -> None:
+        code = self.process.wait()
+        if not self._is_closing:
+            self._on_death(f"the process of {self.name} has ended with {code}")
+
+    @override
+    def close(self) -> None:
+        self._is_closing = True
+        self.process.kill()
+        self.process.wait()
+        self._from.close()
+        try:
+            self._to.close()
+        except BrokenPipeError:  # of what it was never to read
+            logger.debug("rank %d had not read everything", self.rank)
+
+
+def _error_of(failed: Failed, name: str) -> KTransformersError:
+    kind = getattr(errors, failed.error) if failed.error in errors.__all__ else EngineError
+    message = f"{name}: {failed.message}"
+    try:
+        error = kind(message)
+    except TypeError:
+        return EngineError(message)
+    return error if isinstance(error, KTransformersError) else EngineError(message)
+
+
+class RemotePeer(Peer):
+    """A process that an agent (agent.py) has started. Raises EngineError where there is none."""
+
+    def __init__(self, name: str, host: str, port: int, secret: bytes, on_death: OnDeath):
+        self.name = f"{name} at {host}:{port}"
+        self._on_death, self._is_closing, self._is_watched = on_death, False, False
+        self._connection = connect(host, port, secret)
+        self.address = str(self._connection.getsockname()[0])
+        self._from: BinaryIO = self._connection.makefile("rb")
+        self._heard: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._has_ended = False
+        threading.Thread(target=self._read, name=self.name, daemon=True).start()
+
+    def _read(self) -> None:
+        data: bytes | None = b""
+        while data is not None:
+            try:
+                data = read_frame(self._from)
+            except OSError as error:
+                logger.debug("%s: %s", self.name, reason_of(error))
+                data = None
+            self._heard.put(data)
+        self._from.close()
+        with self._lock:
+            self._has_ended = True
+            if not self._is_watched:
+                return
+        self._died()
+
+    def _died(self) -> None:
+        if not self._is_closing:
+            self._on_death(f"the process of {self.name} has ended, or the connection to it")
+
+    @override
+    def tell(self, data: bytes) -> None:
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise EngineError(f"the process of {self.name} is gone") from error
+
+    @override
+    def hear(self) -> Loaded | Captured:
+        return _heard(self._heard.get(), self.name)
+
+    @override
+    def watch(self) -> None:
+        with self._lock:
+            self._is_watched = True
+            if not self._has_ended:
+                return
+        self._died()
+
+    @override
+    def close(self) -> None:
+        self._is_closing = True
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            logger.debug("%s: %s", self.name, reason_of(error))
+        self._connection.close()

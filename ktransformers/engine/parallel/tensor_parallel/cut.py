@@ -1,0 +1,304 @@
+"""Cuts a skeleton over processes: some heads of each attention, some columns of each feed-forward block.
+
+    q, k, v, gate, up    rows of the weight: each process computes its own heads and columns of them
+    o, down              columns of the weight: each process's result is a summand
+    routed experts       the leader has them all; what the others give for them is 0
+    all else             every process has it whole: norms, routers' rows, the embedding, layers that are not cut
+
+A layer that cannot be cut evenly, or is of another make, is computed whole by each process, which is as right and takes
+as long as without the others. Knows modules and headers; loads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from ktransformers.engine.model.opened import OpenedModel
+from ktransformers.errors import UnsupportedError
+from ktransformers.models.facts import ModelFacts
+from ktransformers.operators.attention.latent_spec import LatentSpec
+from ktransformers.operators.experts.block import KMoEBlock
+from ktransformers.operators.layers.observed import layer_list
+from ktransformers.operators.recognize.activation import recognize_gated_mlp
+from ktransformers.operators.recognize.attention import NormPlace, recognize_attention
+from ktransformers.operators.shares import Placeholder, RankGroup, Shares
+from ktransformers.weights.cut_source import CutSource, Part, column_unit
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["cut_model"]
+
+logger = logging.getLogger(__name__)
+
+_LEAST_COLUMNS = 32
+"""Of a product: what kernels of GPUs read at a time."""
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_SHARED = ("shared_experts", "shared_mlp", "shared_expert")
+_SCORE = "shared_expert_gate"
+
+
+@dataclass(slots=True)
+class _Cut:
+    """What has been cut so far of one process's skeleton."""
+
+    source: WeightSource
+    rank: int
+    size: int
+    parts: dict[str, Part] = field(default_factory=dict)
+    zeros: set[str] = field(default_factory=set)
+    linears: set[str] = field(default_factory=set)
+    heads: dict[int, tuple[int, int]] = field(default_factory=dict)  # by layer: of queries, of keys
+
+    def unit(self, key: str, least: int) -> int:
+        """Columns of the matrix `key` that stay together: whole blocks, and multiples of `least`."""
+        info = self.source.find(f"{key}.weight")
+        return least if info is None else math.lcm(column_unit(info.resident_type), least)
+
+    def rows(self, parent: nn.Module, key: str, name: str, first: int, count: int) -> None:
+        """Keep these rows of a projection."""
+        linear = parent.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        for leaf in ("weight", "bias"):
+            self.parts[f"{key}.{name}.{leaf}"] = Part(0, first, count)
+        setattr(parent, name, _linear(linear.in_features, count, linear.bias is not None))
+
+    def columns(self, parent: nn.Module, key: str, name: str, first: int, count: int) -> None:
+        """Keep these columns; the result is a share. The leader alone adds the bias."""
+        linear = parent.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        self.parts[f"{key}.{name}.weight"] = Part(1, first, count)
+        if self.rank and linear.bias is not None:
+            self.zeros.add(f"{key}.{name}.bias")
+        self.linears.add(f"{key}.{name}")
+        setattr(parent, name, _linear(count, linear.out_features, linear.bias is not None))
+
+
+def _linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
+    with torch.device("meta"):
+        return nn.Linear(in_features, out_features, bias=bias).eval()
+
+
+class _SharedPart(Placeholder):
+    """A follower's share of a block of experts: its columns of the shared experts, and nothing of the routed ones."""
+
+    def __init__(self, block: nn.Module, group: RankGroup, *, has_shared: bool):
+        super().__init__()
+        names = [name for name in _SHARED if has_shared and _child(block, name) is not None]
+        self.group, self._name = group, names[0] if names else None
+        for name in (*names, *([_SCORE] if names else [])):
+            child = _child(block, name)
+            if child is not None:
+                setattr(self, name, child)
+
+    @override
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._name is None:
+            share = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+        else:
+            share = self.get_submodule(self._name)(hidden_states).float()
+            score = _child(self, _SCORE)
+            if score is not None:
+                share = share * torch.sigmoid(score(hidden_states).float())
+        return self.group.sum(share.contiguous()).to(hidden_states.dtype)
+
+
+class _NoExperts(Placeholder):
+    """A follower's share of routed experts in a block of another make: nothing."""
+
+    def __init__(self, group: RankGroup):
+        super().__init__()
+        self.group = group
+
+    @override
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        share = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+        return self.group.sum(share).to(hidden_states.dtype)
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    child = getattr(module, name, None)
+    return child if isinstance(child, nn.Module) else None
+
+
+def _linears(module: nn.Module, names: tuple[str, ...]) -> bool:
+    return all(isinstance(_child(module, name), nn.Linear) for name in names)
+
+
+def cut_model(opened: OpenedModel, group: RankGroup) -> OpenedModel:
+    """The part of `opened` that this process runs, with its shares. The skeleton is changed: it must be nobody else's.
+
+    Raises UnsupportedError for a model in which nothing can be cut.
+    """
+    layers = layer_list(opened.model)
+    if layers is None:
+        raise UnsupportedError(f"--tensor_parallel: the layers of model type {opened.facts.model_type} are not found")
+    cut = _Cut(opened.source, group.rank, group.size)
+    names = {id(module): name for name, module in opened.model.named_modules()}
+    blocks: set[str] = set()
+    whole: Counter[str] = Counter()
+    for layer in layers:
+        key = names[id(layer)]
+        for name, module in list(layer.named_modules()):
+            if name and "experts" not in name.split("."):
+                _cut_module(cut, module, f"{key}.{name}", whole)
+        blocks.update(_leave_experts(cut, layer, key, group))
+    if not cut.linears:
+        raise UnsupportedError(
+            f"--tensor_parallel {group.size}: nothing of model type {opened.facts.model_type} can be cut in "
+            f"{group.size}: {', '.join(whole) or 'its attention is of another make'}"
+        )
+    if whole and not group.rank:
+        logger.info(
+            "computed whole on each GPU: %s", ", ".join(f"{count} modules, {why}" for why, count in whole.items())
+        )
+    linears = frozenset(key for key in cut.linears if not any(key.startswith(f"{block}.") for block in blocks))
+    source = CutSource(opened.source, cut.parts, cut.zeros, is_whole=not group.rank)
+    shares = Shares(group, linears, frozenset(blocks))
+    return replace(opened, source=source, facts=_facts(opened.facts, cut.heads), shares=shares)
+
+
+def _facts(facts: ModelFacts, heads: dict[int, tuple[int, int]]) -> ModelFacts:
+    layers = [
+        replace(layer, num_heads=heads[i][0], num_kv_heads=heads[i][1]) if i in heads else layer
+        for i, layer in enumerate(facts.layers)
+    ]
+    return replace(facts, layers=tuple(layers))
+
+
+def _cut_module(cut: _Cut, module: nn.Module, key: str, whole: Counter[str]) -> None:
+    """Cut it if it is of a known make. whole: counts why others are not."""
+    if _linears(module, _MLP):
+        why = _cut_mlp(cut, module, key)
+    elif _linears(module, ("q_proj", "k_proj", "v_proj", "o_proj")):
+        why = _cut_attention(cut, module, key)
+    elif _child(module, "kv_b_proj") is not None and isinstance(_child(module, "o_proj"), nn.Linear):
+        why = _cut_latent(cut, module, key)
+    else:
+        return
+    if why is not None:
+        whole[why] += 1
+
+
+def _spread(count: int, unit: int, cut: _Cut) -> tuple[int, int] | None:
+    """First and number of this process's share of so many columns, in units; None where somebody would have none."""
+    units, rest = divmod(count, unit)
+    if rest or units < cut.size:
+        return None
+    first, end = (units * rank // cut.size for rank in (cut.rank, cut.rank + 1))
+    return first * unit, (end - first) * unit
+
+
+def _cut_mlp(cut: _Cut, module: nn.Module, key: str) -> str | None:
+    width = int(module.get_submodule("down_proj").in_features)  # type: ignore[arg-type]
+    if recognize_gated_mlp(module) is None:
+        return "feed-forward blocks of another make"
+    share = _spread(width, cut.unit(f"{key}.down_proj", _LEAST_COLUMNS), cut)
+    if share is None:
+        return f"{width} columns of feed-forward blocks cannot be cut into {cut.size} of whole blocks of their type"
+    for name in ("gate_proj", "up_proj"):
+        cut.rows(module, key, name, *share)
+    cut.columns(module, key, "down_proj", *share)
+    return None
+
+
+def _cut_attention(cut: _Cut, module: nn.Module, key: str) -> str | None:
+    spec = recognize_attention(module)
+    if spec is None or (spec.norms is not None and spec.norms.place is NormPlace.WHOLE):
+        return "attention of another make"
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, cut.size
+    sizes = {name: int(module.get_submodule(name).out_features) for name in ("q_proj", "k_proj", "v_proj")}  # type: ignore[arg-type]
+    value_dim = int(module.get_submodule("o_proj").in_features) // heads  # type: ignore[arg-type]
+    if heads % size or (kv_heads % size and size % kv_heads):
+        return f"{heads} heads of queries and {kv_heads} of keys cannot be cut in {size}"
+    if heads // size * value_dim % cut.unit(f"{key}.o_proj", _LEAST_COLUMNS):
+        return f"{heads // size} heads of {value_dim} columns are no whole blocks of o_proj's type"
+    count, kv_count = heads // size, max(kv_heads // size, 1)
+    first, kv_first = cut.rank * count, cut.rank * kv_heads // size
+    for name, begin, part, of in (
+        ("q_proj", first, count, heads),
+        ("k_proj", kv_first, kv_count, kv_heads),
+        ("v_proj", kv_first, kv_count, kv_heads),
+    ):
+        each = sizes[name] // of
+        cut.rows(module, key, name, begin * each, part * each)
+    cut.columns(module, key, "o_proj", first * value_dim, count * value_dim)
+    if spec.has_sinks:
+        _cut_sinks(cut, module, key, first, count)
+    _tell_heads(module, heads, kv_heads, count, kv_count)
+    cut.heads[int(module.layer_idx)] = count, kv_count  # type: ignore[arg-type]
+    if recognize_attention(module) != replace(spec, num_heads=count, num_kv_heads=kv_count):
+        raise UnsupportedError(
+            f"--tensor_parallel: {key} ({type(module).__name__}) computes something else with {count} of its heads"
+        )
+    return None
+
+
+def _cut_latent(cut: _Cut, module: nn.Module, key: str) -> str | None:
+    """Latents are of all heads: each process has them whole, in its cache, too."""
+    try:
+        spec = LatentSpec.of(module, key)
+    except UnsupportedError:
+        return "attention of another make"
+    if spec.has_gate or spec.has_wide_gate or spec.has_joint_gate or spec.hands_selection:
+        return "gated latent attention"
+    heads, count = spec.num_heads, spec.num_heads // cut.size
+    if heads % cut.size:
+        return f"{heads} heads cannot be cut in {cut.size}"
+    if count * spec.v_dim % cut.unit(f"{key}.o_proj", _LEAST_COLUMNS):
+        return f"{count} heads of {spec.v_dim} columns are no whole blocks of o_proj's type"
+    first = cut.rank * count
+    query = "q_b_proj" if _child(module, "q_b_proj") is not None else "q_proj"
+    for name, each in ((query, spec.head_dim), ("kv_b_proj", spec.nope_dim + spec.v_dim)):
+        cut.rows(module, key, name, first * each, count * each)
+    for name in ("k_b_proj", "v_b_proj"):  # as some files have kv_b_proj
+        cut.parts[f"{key}.{name}.weight"] = Part(0, first, count)
+    cut.columns(module, key, "o_proj", first * spec.v_dim, count * spec.v_dim)
+    if spec.has_sinks:
+        _cut_sinks(cut, module, key, first, count)
+    _tell_heads(module, heads, heads, count, count)
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    cut.heads[index] = count, count
+    return None
+
+
+def _cut_sinks(cut: _Cut, module: nn.Module, key: str, first: int, count: int) -> None:
+    cut.parts[f"{key}.sinks"] = Part(0, first, count)
+    module.sinks = nn.Parameter(torch.empty(count, device="meta"), requires_grad=False)
+
+
+def _tell_heads(module: nn.Module, heads: int, kv_heads: int, count: int, kv_count: int) -> None:
+    """What the module itself knows of its heads."""
+    counts = {name: known for name, known in vars(module).items() if name.endswith("heads") and isinstance(known, int)}
+    for name, known in counts.items():
+        if not isinstance(known, bool):
+            is_kv = "kv" in name or "key_value" in name
+            setattr(module, name, kv_count if is_kv and known == kv_heads else count if known == heads else known)
+    if isinstance(vars(module).get("num_key_value_groups"), int):
+        module.num_key_value_groups = count // kv_count  # type: ignore[assignment]
+
+
+def _leave_experts(cut: _Cut, layer: nn.Module, key: str, group: RankGroup) -> Iterator[str]:
+    """Keys of the modules in which the leader alone has routed experts: blocks, where they are of the usual make."""
+    for name, module in list(layer.named_modules()):
+        if _child(module, "experts") is None:
+            continue
+        block = f"{key}.{name}"
+        if not name or not KMoEBlock.is_for(module):
+            if cut.rank:
+                module.experts = _NoExperts(group)
+            yield f"{block}.experts" if name else f"{key}.experts"
+            continue
+        if cut.rank:
+            is_cut = any(linear.startswith(f"{block}.") for linear in cut.linears)
+            parent, _, leaf = name.rpartition(".")
+            setattr(layer.get_submodule(parent), leaf, _SharedPart(module, group, has_shared=is_cut))
+        yield block

@@ -1,0 +1,88 @@
+"""A model on a machine before it is loaded: the plan, its summary, whether it fits, and what would make it fit.
+
+Reads headers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.model.opened import OpenedModel
+from ktransformers.engine.plan.cache_plan import OneSequence
+from ktransformers.engine.plan.planning import Hardware, Planned, Planner
+from ktransformers.engine.plan.remedies import Remedies, find_remedies
+from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.summary import Summary, summarize
+
+__all__ = ["Outlook", "look_ahead", "on_one_thread"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """remedies: None when the model fits. num_threads: of the worker pool that would run it."""
+
+    plan: Plan
+    summary: Summary
+    remedies: Remedies | None
+    num_threads: int
+
+
+def look_ahead(opened: OpenedModel, hardware: Hardware | None = None, name: str | None = None) -> Outlook:
+    """Plan a model as `build_engine` would. name: what to call it; by its files when None.
+
+    Raises what `plan_model` raises; a model that does not fit is no error here.
+    """
+    with on_one_thread():
+        return _look_ahead(opened, hardware or Hardware.detect(opened.config), name)
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Planning tries operators on a few rows: handing those over to torch's threads costs more than computing them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _look_ahead(opened: OpenedModel, hardware: Hardware, name: str | None) -> Outlook:
+    planned, settled = _plan(opened, hardware)
+    summary = summarize(
+        planned.plan,
+        opened.model,
+        facts=opened.facts,
+        name=name or _name_of(opened),
+        shapes=planned.shapes,
+        cache_tokens=planned.num_slots,
+        chunk_size=planned.chunk_size,
+        disk_bytes=_disk_bytes(opened),
+    )
+    remedies = None
+    if planned.plan.misfit() is not None:
+
+        def plan_again(config: EngineConfig, hardware: Hardware) -> Planned:
+            return _plan(replace(opened, config=config), hardware)[0]
+
+        remedies = find_remedies(planned, opened.config, hardware, plan_again)
+    return Outlook(planned.plan, summary, remedies, opened.config.cpu_infer or settled.num_threads)
+
+
+def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:
+    return Planner(opened, None, OneSequence()).settle(hardware)
+
+
+def _name_of(opened: OpenedModel) -> str:
+    path = opened.config.gguf_path or opened.config.model_path
+    return opened.facts.model_type if path is None else path.resolve().name
+
+
+def _disk_bytes(opened: OpenedModel) -> int | None:
+    """Of the files that weights are read from; None without files."""
+    return sum(path.stat().st_size for path in set(opened.files)) or None

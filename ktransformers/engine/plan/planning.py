@@ -1,0 +1,325 @@
+"""What goes where, before the first weight byte is read: weights, cache, workspaces, experts that fill GPUs.
+
+Knows plans and what an engine needs beside its weights; does not load anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
+from ktransformers.cache.state import StateCache
+from ktransformers.config import EngineConfig, hot_slots
+from ktransformers.engine.model.opened import OpenedModel
+from ktransformers.engine.model.skeleton import cache_shapes
+from ktransformers.engine.plan.attention import choose_attention, expansion_nbytes
+from ktransformers.engine.plan.cache_plan import CachePlan
+from ktransformers.engine.plan.kv_types import KvTypes
+from ktransformers.engine.plan.tier_plan import tier_bytes
+from ktransformers.engine.step.graphs import CudaGraphs, GraphBackend
+from ktransformers.engine.step.prefill import PrefillTools, cuda_tools
+from ktransformers.engine.step.step_sizes import GRAPH_ROWS, largest_graph
+from ktransformers.errors import ConfigError
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import QuantType
+from ktransformers.models.registry import default_rules, ignorable_tensors
+from ktransformers.operators.attention.gqa import KAttention
+from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.attention.rope import KRotaryEmbedding
+from ktransformers.operators.base import ExpertStats, OperatorConfig
+from ktransformers.operators.device import Device, Devices
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.recurrent.base import RecurrentOperator
+from ktransformers.optimize.fill import Filling, experts_for_gpus
+from ktransformers.optimize.hot_slots import HotSlots, plan_hot_slots, with_hot_slots
+from ktransformers.optimize.machine import Machine, detect_machine
+from ktransformers.optimize.plan import Choices, Plan, make_plan
+from ktransformers.optimize.rules import Rules, load_rules
+from ktransformers.optimize.spread import spread_layers
+from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
+from ktransformers.system.cores import usable_cores
+
+__all__ = ["Hardware", "Planned", "Planner"]
+
+logger = logging.getLogger(__name__)
+
+
+_MANY_CORES = 8
+"""From so many on a service on the CPU alone has one for its other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
+
+    prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows: of the steps that are
+    captured beside decode steps. is_served: whether a scheduler, an HTTP server and clients share the processor.
+    """
+
+    machine: Machine
+    devices: Devices = field(default_factory=Devices)
+    make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
+    prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
+    graph_rows: Sequence[int] = GRAPH_ROWS
+    is_served: bool = False
+
+    @property
+    def num_threads(self) -> int:
+        """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own, with a
+        service's other processes: together they need less than one.
+
+        Where they must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
+        """
+        cores = usable_cores()
+        least = 3 if self.has_gpus else _MANY_CORES
+        return cores - 1 if (self.has_gpus or self.is_served) and cores >= least else cores
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there is more than the CPU."""
+        return len(self.machine.devices) > 1
+
+    def without_gpus(self) -> Hardware:
+        """The CPU alone."""
+        return replace(self, machine=replace(self.machine, devices={"cpu": self.machine.devices["cpu"]}))
+
+    def of_one_gpu(self) -> Hardware:
+        """The CPU and the first GPU. Raises ConfigError when there is none."""
+        names = list(self.machine.devices)[:2]
+        if len(names) < 2:
+            raise ConfigError("--tensor_parallel is for several GPUs, and there is none that can be used")
+        devices = {name: self.machine.devices[name] for name in names}
+        return replace(self, machine=replace(self.machine, devices=devices))
+
+    def within(self, free: Mapping[str, int]) -> Hardware:
+        """These devices alone, with so many bytes of each, of which more may be free."""
+        machine = replace(self.machine, available_bytes=free["cpu"], devices=dict(free))
+        return replace(self, machine=machine)
+
+    @classmethod
+    def detect(cls, config: EngineConfig) -> Hardware:
+        """This machine; its GPUs unless the configuration wants none."""
+        machine = detect_machine()
+        gpus = [name for name in machine.devices if name != "cpu"]
+        if not gpus or config.use_cuda is False:
+            asked = {
+                "--use_cuda": config.use_cuda,
+                "--gpu_memory": config.gpu_memory,
+                "--hot_experts": config.hot_experts != "off",
+                "--use_cuda_graph": config.use_cuda_graph,
+            }
+            reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
+            for flag in (flag for flag, value in asked.items() if value):
+                logger.warning("%s has no effect (%s): everything runs on the CPU", flag, reason)
+        return cls(machine).without_gpus() if config.use_cuda is False else cls(machine)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots, num_states: of the cache.
+
+    filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`. hots: the slots
+    for experts on GPUs.
+    """
+
+    plan: Plan
+    chunk_size: int
+    streamings: tuple[Streaming, ...]
+    shapes: list[LayerShape]
+    num_slots: int
+    num_states: int
+    filling: Filling
+    transfer: Mapping[int, str] = field(default_factory=dict)
+    hots: tuple[HotSlots, ...] = ()
+
+    def report(self) -> None:
+        """One line for each thing that was decided without being asked for."""
+        if self.transfer:
+            begins = ", ".join(f"{device} from layer {layer} on" for layer, device in self.transfer.items())
+            logger.info("layers are spread over the GPUs (CUDA_VISIBLE_DEVICES says which are used): %s", begins)
+        if self.filling.moved:
+            logger.info("%s", self.filling)
+        for hot in self.hots:
+            logger.info("%s", hot)
+
+    @property
+    def expert_bytes_on_cpu(self) -> int:
+        """What decode steps read of slowly."""
+        entries = (e for e in self.plan.entries if isinstance(self.plan.operators.get(e.key), KTransformersExperts))
+        return sum(entry.nbytes.get("cpu", 0) for entry in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans one model with its cache. pool: None where nothing is to be loaded."""
+
+    opened: OpenedModel
+    pool: WorkerPool | None
+    cache_plan: CachePlan[PagedCache]
+    expert_stats: ExpertStats = field(default_factory=ExpertStats)
+    _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+        """The plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for them."""
+        planned, hardware = self._settled(hardware)
+        planned.report()
+        self._report_sparsity(planned.plan)
+        config, operators = self.opened.config, planned.plan.operators
+        KvTypes.of(config.kv_type, self.opened.model, operators, config.attention_products).report(planned.shapes)
+        return planned, hardware
+
+    def _report_sparsity(self, plan: Plan) -> None:
+        """Say when --sparse_attention off changes nothing; operators say what it changes."""
+        found = any(op.can_be_sparse for op in plan.operators.values() if isinstance(op, KMLAAttention | KAttention))
+        if self.opened.config.sparse_attention == "off" and not found:
+            logger.warning("--sparse_attention off has no effect: the model attends to all positions anyway")
+
+    def _settled(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+        planned = self._on(hardware)
+        reason = planned.plan.misfit()
+        config = self.opened.config
+        is_wanted = config.use_cuda is not None or hot_slots(config.hot_experts) is not None
+        if reason is None or is_wanted or not hardware.has_gpus:
+            return planned, hardware
+        cpu = hardware.without_gpus()
+        instead = self._on(cpu)
+        if instead.plan.misfit() is not None:
+            return planned, hardware
+        logger.warning("the GPU is left alone, everything runs on the CPU (--use_cuda makes this an error): %s", reason)
+        return instead, cpu
+
+    def _on(self, hardware: Hardware) -> Planned:
+        """On the first GPU, or over all of them where that brings more experts there, or is needed, or asked for."""
+        planned = self._whole(hardware, {})
+        gpus = {name: free for name, free in planned.plan.capacity.items() if name != "cpu"}
+        config = self.opened.config
+        if len(gpus) < 2 or (config.optimize_config_path is not None and not config.spread_layers):
+            return planned
+        if config.spread_layers:
+            return self._whole(hardware, spread_layers(len(planned.plan.homes), gpus))
+        is_short = planned.plan.misfit() is not None
+        if not is_short and not planned.expert_bytes_on_cpu:
+            return planned
+        transfer = spread_layers(len(planned.plan.homes), gpus)
+        spread = self._whole(hardware, transfer)
+        is_better = is_short or spread.expert_bytes_on_cpu < planned.expert_bytes_on_cpu
+        return planned if spread.plan.misfit() is not None or not is_better else spread
+
+    def _whole(self, hardware: Hardware, transfer: Mapping[int, str]) -> Planned:
+        """A plan with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to
+        decide."""
+        opened = self.opened
+        plan, shapes = self._weights(hardware, Choices(transfer=transfer))
+        num_slots = self.cache_plan.num_slots(opened, plan, shapes)
+        chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.facts)
+        num_states = self.cache_plan.num_states(shapes, num_slots, opened.config)
+        extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
+        if num_states:
+            extra["states"] = StateCache.size_by_place(state_shapes(shapes), num_states)
+        self.cache_plan.check_tiers(shapes, opened.config)
+        if tier_bytes(opened.config):
+            extra["kv tiers"] = {"cpu": tier_bytes(opened.config)}
+        used = sorted({entry.placement.generate_device for entry in plan.entries})
+        step = step_nbytes(opened.facts, chunk_size)
+        gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
+        if gpus:
+            expansion = expansion_nbytes(plan, opened.config.attention_backend)
+            scans = _scans(plan, chunk_size)
+            extra["workspace"] = {
+                gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) + scans.get(gpu.name, 0)
+                for gpu in gpus
+            }
+            rows = largest_graph(hardware.graph_rows, chunk_size)
+            if rows and opened.config.use_cuda_graph is not False:  # memory of their own, which they share
+                extra["cuda graphs"] = {gpu.name: step_nbytes(opened.facts, rows) for gpu in gpus}
+        tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))
+        if tables:
+            extra["rope table"] = tables
+        flash = choose_attention(plan, opened.config.attention_backend, opened.config.kv_type).nbytes(plan)
+        if flash:
+            extra["flashinfer"] = flash
+        plan = replace(plan, extra_bytes=extra)
+        plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.facts, chunk_size))
+        filling, hots = Filling(), tuple[HotSlots, ...]()
+        if gpus:
+            filling, hots = self._fill(plan)
+        if filling.moved:
+            again = self._weights(hardware, Choices(filling.moved, transfer))[0]
+            plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
+        plan, hots = with_hot_slots(plan, hots)
+        return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots)
+
+    def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
+        """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.
+
+        Where all experts fit, they go there whole, however many slots are asked for.
+        """
+        opened, filling = self.opened, Filling()
+        is_ours = opened.config.optimize_config_path is None
+        if is_ours:
+            filling = experts_for_gpus(plan, opened.source)
+            if len(filling.moved) == filling.candidates:
+                return filling, ()
+        hots = plan_hot_slots(plan, opened.source, opened.facts, opened.config.hot_experts)
+        if is_ours and hots:
+            filling = experts_for_gpus(with_hot_slots(plan, hots)[0], opened.source)
+        return filling, hots
+
+    def _weights(self, hardware: Hardware, choices: Choices) -> tuple[Plan, list[LayerShape]]:
+        """The plan, without a cache, and the shape of each layer's cache."""
+        opened = self.opened
+        config, model = opened.config, opened.model
+        if not self._rules:  # read once: what it logs is said once
+            path = config.optimize_config_path or default_rules(opened.facts, model)
+            self._rules.append(load_rules(path, config.trust_rules))
+        (rules,) = self._rules
+        is_unused = ignorable_tensors(model, opened.facts)
+        quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
+        plan = make_plan(
+            model,
+            rules,
+            operator_config=OperatorConfig(
+                opened.facts,
+                self.pool,
+                quant,
+                config.cpu_prefill,
+                config.cpu_bf16,
+                self.expert_stats,
+                hardware.devices,
+                config.sparse_attention,
+                opened.shares,
+            ),
+            source=opened.source,
+            machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
+            strict=config.strict,
+            ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
+            choices=choices,
+        )
+        homes = [plan.devices[home.device] for home in plan.homes]
+        shapes = cache_shapes(model, opened.facts, plan.operators, homes or None)
+        kv_types = KvTypes.of(config.kv_type, model, plan.operators, config.attention_products)
+        return plan, kv_types.applied(shapes)
+
+
+def _scans(plan: Plan, num_rows: int) -> dict[str, int]:
+    """{GPU: bytes that scans of layers with a state work in there}, in a step of so many rows: one after the other."""
+    needs: dict[str, int] = {}
+    for operator in plan.operators.values():
+        if isinstance(operator, RecurrentOperator) and operator.device.is_gpu:
+            name = operator.device.name
+            needs[name] = max(needs.get(name, 0), operator.scan_nbytes(num_rows))
+    return needs
+
+
+def _rope_tables(plan: Plan, longest: int) -> dict[str, int]:
+    """{GPU: bytes of the rotary tables there}, for sequences of up to `longest` tokens."""
+    tables: dict[str, int] = {}
+    for operator in plan.operators.values():
+        nbytes = operator.table_nbytes(longest) if isinstance(operator, KRotaryEmbedding) else 0
+        if nbytes:
+            tables[operator.device.name] = tables.get(operator.device.name, 0) + nbytes
+    return tables

@@ -1,0 +1,1 @@
+"""One step of the model: its context, inputs, graphs, forward and logits. Knows neither loading nor planning."""

@@ -1,0 +1,191 @@
+"""Steps of few rows on GPUs: the same padded inputs, pages and kernels whether they are replayed or not.
+
+So that graphs change speed and nothing else: which kernels run, and in how many parts attention sums, depends on the
+shapes of a step's inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.core import Phase
+from ktransformers.engine.sampling.reduced import StepLogits
+from ktransformers.engine.step.context import PREFILL_ROWS
+from ktransformers.engine.step.decode_inputs import (
+    DecodeInputs,
+    InputMemory,
+    StaticInputs,
+    StepSize,
+    decode_batch_sizes,
+)
+from ktransformers.engine.step.forward import ForwardPass, StepInputs
+from ktransformers.engine.step.graphs import DecodeGraphs, GraphBackend, StepMarks
+from ktransformers.engine.step.layout import StepLayout
+from ktransformers.engine.step.logits_fetch import LogitsFetch
+from ktransformers.operators.attention.latent_expansion import Choice, StepRuns
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.usage import KEPT_ROWS
+from ktransformers.optimize.plan import Plan
+
+__all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "why_not_captured"]
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPH_ROWS = 256
+"""Largest batch that is captured: above, launching kernels one by one costs little beside running them."""
+
+
+def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
+    """Why a step cannot be one CUDA graph, or None when nothing is known to speak against it."""
+    on_cpu = sum(not plan.devices[home.device].is_gpu for home in plan.homes)
+    if on_cpu:
+        return f"{on_cpu} of {len(plan.homes)} layers are on the CPU"
+    homes = {device.name for device in layout.devices}
+    for entry in plan.entries:
+        place, operator = entry.placement.generate_device, plan.operators.get(entry.key)
+        is_inside = entry.placement.home is not None or entry.key.endswith("lm_head")
+        if place in homes or not is_inside or not entry.total_bytes:
+            continue
+        if not isinstance(operator, KTransformersExperts):
+            return f"{entry.key} is on {place}"
+        if operator.activation is None:
+            return f"{entry.key} runs as KExpertsTorch"
+    return None
+
+
+class DecodeSteps:
+    """Steps of up to max_batch_size rows, and others of the sizes in `mixed`, of a model whose layers are on GPUs.
+
+    num_pages: of the longest sequence. backend: None runs steps without capturing them. choices: which sequences latent
+    attention expands, for which steps of more rows than decode steps are left to others.
+    """
+
+    def __init__(
+        self,
+        forward: ForwardPass,
+        cache: PagedCache,
+        *,
+        max_batch_size: int,
+        num_pages: int,
+        backend: GraphBackend | None,
+        progress: Callable[[int, int], None] | None = None,
+        mixed: Sequence[StepSize] = (),
+        choices: Sequence[Choice] = (),
+    ) -> None:
+        layout = forward.layout
+        assert layout is not None, "steps on the CPU are not padded"
+        self._forward, self._layout, self._cache, self._choices = forward, layout, cache, choices
+        device = layout.entry.torch_device
+        self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), tuple(mixed)
+        self._most_kept = max([self.max_rows, *(size.seqs for size in self.mixed)])
+        self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
+        self._fetch: LogitsFetch | None = None
+        memory = InputMemory(device)
+        self._graphs = DecodeGraphs(
+            self._run,
+            decode_batch_sizes(self.max_rows),
+            lambda size: StaticInputs(
+                size, num_pages, memory, layout.width, layout.entry.dtype, has_states=cache.states is not None
+            ),
+            backend,
+            lambda: [stream for place in layout.devices for stream in place.expert_streams()],
+            progress,
+            self.mixed,
+        )
+
+    @property
+    def sizes(self) -> list[StepSize]:
+        """Of the graphs, or of the steps that are padded; the largest first."""
+        decode = [StepSize(rows, rows) for rows in self._graphs.batch_sizes]
+        return sorted({*decode, *self._graphs.mixed_sizes}, reverse=True)
+
+    def time_steps(self, marks: StepMarks | None) -> None:
+        """See DecodeGraphs.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
+        self._graphs.time_steps(marks, KEPT_ROWS)
+
+    def takes(self, context: ForwardContext, num_kept: int) -> bool:
+        """Whether `step` is to run a step, of which so many logits are wanted. context: with tensors on the CPU."""
+        rows = len(context.seq_ids)
+        if rows <= self.max_rows:
+            return True
+        if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
+            return False
+        return not StepRuns.is_expanded(context, self._choices)
+
+    def _run(self, inputs: DecodeInputs) -> Tensor:
+        """Logits fp32 [N, V] on the first device, valid until the next run."""
+        is_mixed = StepSize(inputs.num_rows, inputs.block_table.shape[0]) in self.mixed
+        context = ForwardContext(
+            cache=self._cache,
+            pool=self._forward.pool,
+            phase=Phase.PREFILL if is_mixed and inputs.num_rows > PREFILL_ROWS else Phase.GENERATE,
+            page_size=self._cache.page_size,
+            slot_mapping=inputs.slot_mapping,
+            seq_ids=inputs.seq_ids,
+            kv_lens=inputs.kv_lens,
+            block_table=inputs.block_table,
+            states=inputs.states,
+            token_ids=inputs.token_ids,
+            is_replayable=True,
+        ).replicated(device.torch_device for device in self._layout.devices)
+        entry, last = self._layout.entry, self._layout.last
+        assert inputs.keep is not None, "steps say which rows are kept"
+        hidden, keep = entry.take(inputs.hidden_states), last.move(inputs.keep)
+        logits = self._forward.run(StepInputs(hidden[None], inputs.positions[None], keep, context))
+        return self._kept(logits)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """Copied to where all steps leave theirs, so that graphs need no memory of their own for them."""
+        count = len(logits)
+        if count > self._most_kept:  # prompts whose tokens are scored: of steps that fit no graph
+            return self._layout.entry.move(logits.float())
+        if self._logits is None:
+            where = self._layout.entry.torch_device
+            self._logits = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, device=where)
+            # A thread that spins for the GPU would take a core from experts on the CPU. Without such it may: to sleep
+            # and to be woken costs a twelfth of a step of 3 ms.
+            spins = not any(device.expert_streams() for device in self._layout.devices)
+            self._fetch = LogitsFetch(self._most_kept, logits.shape[1], where, spins)
+        return self._logits[:count].copy_(logits)
+
+    def step(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        context: ForwardContext,
+        keep: Tensor,
+        needs: Sequence[int] | None = None,
+        launched: Callable[[int], None] = lambda num_rows: None,
+    ) -> StepLogits:
+        """A step of T rows that `takes` takes, all on the CPU. launched: called with T before its end is waited for.
+
+        Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, or what `needs` says of each of them
+        (engine.sampling.reduced), valid until the next step.
+        """
+        on_device = self.launch(token_ids, positions, context, keep)
+        launched(len(token_ids))
+        if self._fetch is None or len(on_device) > self._most_kept:
+            return on_device.to("cpu")
+        return self._fetch.whole(on_device) if needs is None else self._fetch.reduced(on_device, needs)
+
+    def launch(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+        """As `step`, of which nobody waits for the end: logits on the first device, valid until the next step."""
+        hidden_states = self._layout.embedding(token_ids[None])[0]
+        inputs = DecodeInputs(
+            hidden_states,
+            positions,
+            context.slot_mapping,
+            context.seq_ids,
+            context.kv_lens,
+            context.block_table,
+            context.states,
+            token_ids,
+            keep,
+        )
+        return self._graphs.step(inputs)

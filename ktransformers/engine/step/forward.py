@@ -1,0 +1,96 @@
+"""The forward pass of a loaded model, on inputs where it wants them. Knows no sequences, no padding, no graphs."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.engine.step.layout import StepLayout
+from ktransformers.engine.step.short_forward import ShortForward
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.device import CPU
+from ktransformers.operators.exact import NativeMathMode, modules_on_torch
+
+__all__ = ["ForwardPass", "StepInputs"]
+
+logger = logging.getLogger(__name__)
+
+_USUAL = "rotary_emb.inner"
+"""A module that computes a table with a few products in most families: that is worth no line."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step on the devices of the layers.
+
+    hidden_states: [1, T, width], what the layout's embedding gave, and positions int64 [1, T], on the first layer's
+    device; keep: int64 [N] rows, on the last layer's. context: replicated on all of them.
+    """
+
+    hidden_states: Tensor
+    positions: Tensor
+    keep: Tensor
+    context: ForwardContext
+
+
+class ForwardPass:
+    """A loaded model's forward, which steps of every kind share.
+
+    layout: the devices of its layers, None where all are on the CPU. announce: whether modules that keep torch's
+    forward get a line in the log. short: what steps on the CPU take, where a model has it.
+    """
+
+    def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
+        self.model, self.pool = model, pool
+        self.short: ShortForward | None = None
+        self.layout = None if layout is None or layout.is_cpu else layout
+        left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
+        told = [name for name in left if not name.endswith(_USUAL)]
+        if told and announce:
+            more = f" and {len(told) - 1} more modules keep" if told[1:] else " keeps"
+            logger.info("%s%s the model's own forward, on native products", told[0] or "the model", more)
+        self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
+
+    @torch.inference_mode()
+    def on_cpu(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+        """int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
+        if self.short is not None and self.short.is_wanted:
+            return self.short.logits(token_ids, positions, context, keep)
+        return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)
+
+    @torch.inference_mode()
+    def inputs_of(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> StepInputs:
+        """Bring a step to the GPU: rows are looked up where the table is, then everything moves once."""
+        layout = self.layout
+        assert layout is not None, "steps on the CPU stay there"
+        return StepInputs(
+            hidden_states=layout.entry.take(layout.embedding(token_ids[None])),
+            positions=layout.entry.move(positions[None]),
+            keep=layout.last.move(keep),
+            context=replace(context, token_ids=token_ids).replicated(device.torch_device for device in layout.devices),
+        )
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> Tensor:
+        """From inputs that are on the GPU to logits [N, vocab_size] there. What a graph captures."""
+        assert self.layout is not None, "steps on the CPU have no inputs elsewhere"
+        for device in self.layout.devices:
+            if device.is_gpu:
+                device.begin_step(inputs.context.on(device.torch_device).slot_mapping)
+                device.mark("other", -1)
+        tokens = self.layout.split(inputs.hidden_states)
+        return self._logits(positions=inputs.positions, keep=inputs.keep, context=inputs.context, **tokens)
+
+    def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
+        with self._math:
+            output = self.model(
+                **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
+            )
+        logits: Tensor = output.logits[0]
+        return logits

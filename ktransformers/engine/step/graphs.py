@@ -1,0 +1,378 @@
+"""Steps as CUDA graphs: captured once per size, replayed with one copy of the step's inputs.
+
+Knows no models, caches or requests. What is captured is a function from a step's inputs on the device to logits.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs, StepSize
+
+__all__ = [
+    "CudaGraphs",
+    "DecodeGraphs",
+    "GraphBackend",
+    "Replayable",
+    "ReplayedWork",
+    "StepMarks",
+]
+
+logger = logging.getLogger(__name__)
+
+_WARM_UPS = 2
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps Python's garbage collector out of a capture, which ends when a graph is destroyed on its thread.
+
+    Graphs of an engine that was given up may wait in cycles, and any allocation may set the collector off.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Replayable(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None:
+        """Launch what was captured, in the current stream."""
+        ...
+
+
+class GraphBackend(Protocol):
+    """How work is captured; tests have one without a device."""
+
+    def warm_up(self, work: Callable[[], Tensor]) -> None:
+        """Run the work as it will be captured, so that compiling and allocating are done."""
+        ...
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
+        """The graph of the work, and the tensor into which each replay writes its result.
+
+        Graphs share one memory pool. Raises RuntimeError when the work cannot be captured.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Return when all replays so far are done."""
+        ...
+
+    def replayed(self) -> None:
+        """Note that a replay was launched, for `wait`."""
+        ...
+
+
+class ReplayedWork(Protocol):
+    """Work beside the GPU's that a graph sets off: kernels.expert_stream.StreamedExperts."""
+
+    def captured(self) -> int:
+        """Pieces of work captured since this was asked last."""
+        ...
+
+    def expect(self, count: int, num_tokens: int) -> None:
+        """A replay with so many pieces, of which so many rows hold tokens, is about to come."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A further device of a graph: its part of the work is captured on `stream`, and allocates in `pool`."""
+
+    device: torch.device
+    stream: Any
+    pool: Any
+
+    @classmethod
+    def of(cls, device: torch.device, cuda: Any) -> _Side:
+        with cuda.device(device):
+            return cls(device, cuda.Stream(device), cuda.MemPool())
+
+
+@dataclass(frozen=True, slots=True)
+class _OverDevices:
+    """A graph that works on several devices. Their streams wait for it, and it for what they were given before."""
+
+    graph: Replayable
+    first: torch.device
+    others: tuple[torch.device, ...]
+
+    def replay(self) -> None:
+        cuda: Any = torch.cuda
+        here, streams = cuda.current_stream(self.first), [cuda.current_stream(device) for device in self.others]
+        for stream in streams:
+            here.wait_stream(stream)
+        self.graph.replay()
+        for stream in streams:
+            stream.wait_stream(here)
+
+
+class CudaGraphs(GraphBackend):
+    """The GraphBackend of CUDA devices: work begins and ends on the first of them.
+
+    A graph spans devices because streams of the others join the capture by waiting for the first one's. torch sends
+    only the first device's allocations to the graphs' memory; a pool of its own does so for each of the others.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        cuda: Any = torch.cuda  # parts of it have no types
+        self._cuda, self._device = cuda, devices[0]
+        self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
+        self._sides = [_Side.of(device, cuda) for device in devices[1:]]
+        self._done = cuda.Event(blocking=True)  # spinning would take a core from the CPU's experts
+
+    @override
+    def warm_up(self, work: Callable[[], Tensor]) -> None:
+        for stream in (self._stream, *(side.stream for side in self._sides)):
+            stream.wait_stream(self._cuda.current_stream(stream.device))
+        with self._cuda.stream(self._stream), self._side_streams():
+            for _ in range(_WARM_UPS):
+                work()
+        for device in (self._device, *(side.device for side in self._sides)):
+            self._cuda.synchronize(device)
+
+    @contextmanager
+    def _side_streams(self) -> Iterator[None]:
+        """The side devices' current streams are those of the sides."""
+        with ExitStack() as stack:
+            for side in self._sides:
+                stack.enter_context(self._cuda.stream(side.stream))
+            self._cuda.set_device(self._device)
+            yield
+
+    @override
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
+        graph = self._cuda.CUDAGraph()
+        with ExitStack() as stack:
+            stack.enter_context(_uncollected())
+            # Other threads (the server's) may call CUDA meanwhile.
+            how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+            stack.enter_context(self._cuda.graph(graph, **how))
+            for side in self._sides:
+                stack.enter_context(self._cuda.use_mem_pool(side.pool, side.device))
+                side.stream.wait_stream(self._stream)
+            with self._side_streams():
+                result = work()
+            for side in self._sides:
+                self._stream.wait_stream(side.stream)
+        others = tuple(side.device for side in self._sides)
+        return (_OverDevices(graph, self._device, others) if others else graph), result
+
+    @override
+    def replayed(self) -> None:
+        self._done.record(self._cuda.current_stream(self._device))
+
+    @override
+    def wait(self) -> None:
+        self._done.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """graph, logits: None for a step that is run anew. counts: pieces of each ReplayedWork that a replay sets off.
+
+    marks: what a replay of the graph that times its parts writes, see StepMarks.
+    """
+
+    graph: Replayable | None
+    logits: Tensor | None
+    static: StaticInputs
+    counts: tuple[tuple[ReplayedWork, int], ...]
+    marks: object | None = None
+
+
+class StepMarks(Protocol):
+    """Times the parts of a step on its devices (engine.step.gpu_profile.GpuProfile)."""
+
+    def begin(self) -> None:
+        """The step that is launched, or captured, from now on has marks."""
+        ...
+
+    def take(self) -> object:
+        """It is launched, or captured: what its marks are."""
+        ...
+
+    def is_due(self) -> bool:
+        """Whether the next step is to be timed."""
+        ...
+
+    def launched(self, marks: object | None) -> None:
+        """A step with these marks was launched, or one without any."""
+        ...
+
+
+class DecodeGraphs:
+    """Decode steps of up to max(batch_sizes) rows, each of a sequence of its own, and steps of the sizes in `mixed`.
+
+    run: from inputs on the device to logits [N, V] of the rows that are kept, the same computation for every size.
+    make_static_inputs: StaticInputs of a size, largest first. backend: None runs the same padded steps without
+    capturing them. works: gives what the graphs set off on the CPU, as far as it is known once a step has run.
+    progress: called with (done, all) while capturing. A size that cannot be captured, and those of its kind after it,
+    are left out: their steps run in the next larger graph, or eagerly when there is none. The reason is logged once.
+    Errors of a step that is merely run are raised.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[DecodeInputs], Tensor],
+        batch_sizes: Sequence[int],
+        make_static_inputs: Callable[[StepSize], StaticInputs],
+        backend: GraphBackend | None,
+        works: Callable[[], Sequence[ReplayedWork]] = lambda: (),
+        progress: Callable[[int, int], None] | None = None,
+        mixed: Sequence[StepSize] = (),
+    ) -> None:
+        self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, works
+        self._captured: dict[StepSize, _Captured] = {}
+        self._timed: dict[StepSize, _Captured] = {}  # the same with marks, while somebody wants them
+        self._marks: StepMarks | None = None
+        self._most_timed: int | None = None
+        self.reason: str | None = None  # why not all sizes were captured
+        decode = {StepSize(size, size) for size in batch_sizes}
+        if not decode or min(decode).rows < 1:
+            raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
+        sizes = sorted({*decode, *mixed}, reverse=True)  # the largest first: the others then fit into its memory
+        self._device = torch.device("cpu")
+        if backend is None:
+            self._captured = {size: _Captured(None, None, make_static_inputs(size), ()) for size in sizes}
+            self._device = self._captured[sizes[0]].static.device
+        else:
+            self._capture_all(sizes, backend, progress or (lambda done, total: None))
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Sizes of decode steps that were captured, or that they are padded to."""
+        return tuple(size.rows for size in sorted(self._captured) if size.is_decode)
+
+    @property
+    def mixed_sizes(self) -> tuple[StepSize, ...]:
+        """The same of other steps."""
+        return tuple(size for size in sorted(self._captured) if not size.is_decode)
+
+    def _capture_all(
+        self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]
+    ) -> None:
+        """Capture while it works."""
+        began, left = time.perf_counter(), list(sizes)
+        progress(0, len(sizes))
+        while left:
+            size = left.pop(0)
+            static = self._make(size)
+            self._device = static.device
+            backend.warm_up(lambda inputs=static.inputs: self._run(inputs))  # type: ignore[misc]
+            try:
+                self._captured[size] = self._capture(static, backend)
+            except RuntimeError as error:
+                kind = "decode" if size.is_decode else "other"
+                self.reason = f"batch size {size}: {_first_line(error)}"
+                logger.warning("%s steps are not replayed as CUDA graphs from %s", kind, self.reason)
+                left = [other for other in left if other.is_decode and not size.is_decode]
+            progress(len(sizes) - len(left), len(sizes))
+        if self._captured:
+            names = ", ".join(str(size) for size in sorted(self._captured))
+            logger.info("captured CUDA graphs for batch sizes %s in %.1f s", names, time.perf_counter() - began)
+
+    def _capture(self, static: StaticInputs, backend: GraphBackend) -> _Captured:
+        works = self._works()
+        for work in works:
+            work.captured()  # forget what a failed capture left
+        graph, logits = backend.capture(lambda: self._run(static.inputs))
+        return _Captured(graph, logits, static, tuple((work, work.captured()) for work in works))
+
+    def time_steps(self, marks: StepMarks | None, most_rows: int | None = None) -> None:
+        """From the next step on have those timed that are due; None: none. Captures the sizes again, with marks.
+
+        most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.
+        """
+        self._timed, self._marks, self._most_timed = {}, marks, None if marks is None else most_rows
+        if marks is None or self._backend is None:
+            return
+        began = time.perf_counter()
+        for size in sorted(filter(self._is_replayed, self._captured), reverse=True):
+            static = self._captured[size].static
+            self._backend.wait()
+            static.pad()
+            marks.begin()
+            self._backend.warm_up(lambda inputs=static.inputs: self._run(inputs))  # type: ignore[misc]
+            marks.begin()
+            try:
+                captured = self._capture(static, self._backend)
+            except RuntimeError as error:
+                marks.take()
+                logger.warning("steps of up to %s rows are not timed: %s", size, _first_line(error))
+                break
+            self._timed[size] = replace(captured, marks=marks.take())
+        logger.info("captured %d CUDA graphs with marks in %.1f s", len(self._timed), time.perf_counter() - began)
+
+    def _is_replayed(self, size: StepSize) -> bool:
+        return self._most_timed is None or size.rows <= self._most_timed
+
+    def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
+        """The size that a step of so many rows runs in, which keeps the logits of so many; None: it fits none."""
+        fitting = (
+            size
+            for size, captured in self._captured.items()
+            if size.rows >= rows and size.seqs >= max(kept, seqs) and pages <= captured.static.num_pages
+        )
+        return min(filter(self._is_replayed, fitting), key=lambda size: size.waste(rows, seqs), default=None)
+
+    def _find(self, inputs: DecodeInputs) -> _Captured | None:
+        size = self.size_of(inputs.num_rows, inputs.num_kept, *inputs.block_table.shape)
+        if size is None:
+            return None
+        is_due = self._marks is not None and self._marks.is_due()
+        return (self._timed.get(size) if is_due else None) or self._captured[size]
+
+    def step(self, inputs: DecodeInputs) -> Tensor:
+        """Logits [N, V] of a step whose inputs are on the CPU; valid until the next step.
+
+        Runs in the smallest graph that suits it; eagerly when none does, which is what a longer block table or a failed
+        capture leave.
+        """
+        captured = self._find(inputs)
+        if captured is None:
+            return self._run_marked(inputs.to(self._device))
+        if self._backend is None or captured.graph is None or captured.logits is None:
+            captured.static.fill(inputs)
+            return self._run_marked(captured.static.inputs)[: inputs.num_kept]
+        self._backend.wait()  # the step before may still read its inputs and the number of its tokens
+        captured.static.fill(inputs)
+        for work, count in captured.counts:
+            work.expect(count, inputs.num_rows)
+        captured.graph.replay()
+        self._backend.replayed()
+        if self._marks is not None:
+            self._marks.launched(captured.marks)
+        return captured.logits[: inputs.num_kept]
+
+    def _run_marked(self, inputs: DecodeInputs) -> Tensor:
+        """Run a step anew, with marks where it is to be timed."""
+        if self._marks is None:
+            return self._run(inputs)
+        self._marks.begin()
+        logits = self._run(inputs)
+        self._marks.launched(self._marks.take())
+        return logits
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong first: leaving a broken capture raises a second error on top of it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0] or type(error).__name__

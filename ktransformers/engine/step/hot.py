@@ -1,0 +1,270 @@
+"""Sets up experts in slots of GPUs: pinned memory, pools, what was learned before, and what a report says of them.
+
+What was learned is the policy's scores, in a file of the user's cache folder that is named after the model and written
+when the engine closes and now and then. Knows plans, loaded operators and devices; not steps or routing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from ktransformers.config import user_cache_dir
+from ktransformers.engine.model.fingerprint import ModelIdentity
+from ktransformers.engine.step.prefill import PrefillTools
+from ktransformers.errors import KernelError
+from ktransformers.file_kinds import size_of
+from ktransformers.hot_experts import MAX_UPLOADS, HotCosts, HotExperts
+from ktransformers.kernels.cpu import MoeKernel
+from ktransformers.kernels.transfer.copies import PinnedRanges
+from ktransformers.operators.device import Device, Follower
+from ktransformers.operators.experts.hot import HotLayer, HotPool, kind_of
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.split import PrefillRates
+from ktransformers.operators.experts.staging import HostExperts
+from ktransformers.operators.experts.streamed import PrefillLayer
+from ktransformers.optimize.hot_slots import HotSlots
+from ktransformers.optimize.plan import Plan
+
+__all__ = ["HotFile", "HotGpu", "HotService", "open_hot"]
+
+Floats = npt.NDArray[np.float64]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_LEAST_ROWS = 8  # of the largest step that the policy learns from
+_COPY_SECONDS = 1e-3  # of PCIe that uploads may take of a step
+_MOST_UPLOADS = 64
+_SAVED_EVERY = 4096  # steps
+_DIGITS = 3
+
+
+class HotFile:
+    """What was learned of one model's experts: {number of a layer: scores [E]}."""
+
+    def __init__(self, identity: ModelIdentity, folder: Path | None = None) -> None:
+        self._model = f"{identity.config} {identity.tensors} {identity.data}"
+        name = hashlib.sha256(self._model.encode()).hexdigest()[:20]
+        self.path = (folder or user_cache_dir()) / "hot-experts" / f"{name}.json"
+
+    def read(self) -> dict[int, Floats]:
+        """What the file holds; nothing, with one line in the log, for one that is of something else or damaged."""
+        try:
+            held = json.loads(self.path.read_text())
+            if (held["format"], held["model"]) != (_FORMAT, self._model):
+                logger.warning("%s is of another model or version: which experts are hot is learned anew", self.path)
+                return {}
+            scores = {int(layer): np.array(scores, np.float64) for layer, scores in held["scores"].items()}
+            if any(each.ndim != 1 or not np.isfinite(each).all() or (each < 0.0).any() for each in scores.values()):
+                raise ValueError("scores must be numbers, and not negative")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            logger.warning("%s cannot be used (%r): which experts are hot is learned anew", self.path, error)
+            return {}
+        return scores
+
+    def add(self, scores: Mapping[int, Floats]) -> None:
+        """Keep them, in the place of what is there of the same layers; where that cannot be, one line says so."""
+        merged = {layer: each.round(_DIGITS).tolist() for layer, each in {**self.read(), **scores}.items()}
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"format": _FORMAT, "model": self._model, "scores": merged}))
+            temporary.replace(self.path)
+        except OSError as error:
+            logger.info("%s cannot be written (%s): which experts are hot is learned at every start", self.path, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """layers: their numbers in the model; -1: none."""
+
+    slots: HotPool
+    layers: tuple[int, ...]
+
+    def begin(self, learned: Mapping[int, Floats]) -> None:
+        scores = np.zeros(self.slots.slot_of.shape)
+        for row, layer in enumerate(self.layers):
+            known = learned.get(layer)
+            if known is not None and known.shape == scores[row].shape:
+                scores[row] = known
+        self.slots.begin(scores)
+
+    def learned(self) -> dict[int, Floats]:
+        if not self.slots.policy.totals.steps:
+            return {}
+        return {layer: each for layer, each in zip(self.layers, self.slots.policy.scores(), strict=True) if layer >= 0}
+
+
+@dataclass(slots=True)
+class HotGpu(Follower):
+    """The pools of one GPU. pinned: what nobody else has pinned."""
+
+    pools: Sequence[_Pool]
+    pinned: PinnedRanges
+    _file: HotFile | None = None
+    _num_steps: int = 0
+
+    def begin(self, file: HotFile, learned: Mapping[int, Floats]) -> None:
+        """Fill the slots, with what was learned before. file: keeps what is learned now."""
+        self._file = file
+        for pool in self.pools:
+            pool.begin(learned)
+
+    @override
+    def launched(self) -> None:
+        for pool in self.pools:
+            pool.slots.launched()
+        self._num_steps += 1
+        if self._num_steps % _SAVED_EVERY == 0:
+            self._save()
+
+    @override
+    def finished(self, num_rows: int) -> None:
+        for pool in self.pools:
+            pool.slots.finished(num_rows)
+
+    @override
+    def check(self) -> None:
+        pass  # uploads cannot fail without the device
+
+    @override
+    def close(self) -> None:
+        self._save()
+        for pool in self.pools:
+            pool.slots.drain()
+        self.pinned.close()
+
+    def _save(self) -> None:
+        learned: dict[int, Floats] = {}
+        for pool in self.pools:
+            learned |= pool.learned()
+        if self._file is not None and learned:
+            self._file.add(learned)
+
+
+@dataclass(frozen=True, slots=True)
+class HotService:
+    """All GPUs' slots. layers: by experts module, for its site."""
+
+    layers: Mapping[str, HotLayer] = field(default_factory=dict)
+    gpus: Sequence[HotGpu] = ()
+    _taken: list[int] = field(default_factory=lambda: [0, 0, 0, 0], repr=False)
+
+    def begin(self, file: HotFile) -> None:
+        """Fill the slots. Until then nothing has one."""
+        if not self.gpus:
+            return
+        learned = file.read()
+        for gpu in self.gpus:
+            gpu.begin(file, learned)
+        slots = sum(pool.policy.num_slots for pool in self._pools())
+        origin = f"as learned before ({file.path})" if learned else "any of them at first"
+        logger.info("%d slots on GPUs are filled with experts, %s", slots, origin)
+
+    def _pools(self) -> list[HotPool]:
+        return [pool.slots for gpu in self.gpus for pool in gpu.pools]
+
+    def totals(self) -> tuple[int, int, int, int]:
+        """Since the start: experts that decode steps used, those that had a slot, uploads, bytes of these."""
+        pools = self._pools()
+        sums = [pool.policy.totals for pool in pools]
+        nbytes = sum(each.uploads * pool.expert_nbytes for each, pool in zip(sums, pools, strict=True))
+        return sum(t.reads for t in sums), sum(t.hits for t in sums), sum(t.uploads for t in sums), nbytes
+
+    def describe(self) -> str | None:
+        """One line; None without slots."""
+        if not self.gpus:
+            return None
+        reads, hits, uploads, nbytes = self.totals()
+        rate = 100 * hits / reads if reads else 0.0
+        return f"{rate:.1f} % of {reads} reads of experts found theirs on a GPU, {uploads} uploads ({size_of(nbytes)})"
+
+    def take(self) -> tuple[int, int, int, int]:
+        """What is new in `totals` since the last time."""
+        now = self.totals()
+        before, self._taken[:] = tuple(self._taken), now
+        return now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
+
+
+def _costs(rates: PrefillRates | None) -> HotCosts:
+    """A copy takes memory bandwidth from the CPU: by as much as its experts are slower beside copies."""
+    if rates is None:
+        return HotCosts()
+    alone, shared = rates.cpu.seconds[0], rates.shared_cpu.seconds[0]
+    return HotCosts(read=alone, upload=rates.copy * max(1.0 - alone / shared, 0.0))
+
+
+def _most_uploads(rates: PrefillRates | None, num_pools: int) -> int:
+    most = MAX_UPLOADS if rates is None else int(_COPY_SECONDS / rates.copy)
+    return max(min(most, _MOST_UPLOADS) // num_pools, 1)
+
+
+def open_hot(
+    plan: Plan,
+    hots: Sequence[HotSlots],
+    prefill: Mapping[str, PrefillLayer],
+    tools_of: Callable[[Device], PrefillTools | None],
+    max_batch_size: int,
+) -> HotService:
+    """Slots for the loaded experts of a plan; `Devices.close` ends it.
+
+    prefill: what streams experts, by key: their memory is pinned. Where memory cannot be pinned, or there is no CUDA
+    device, there are no slots, and one line says why. Raises CapacityError when they do not fit.
+    """
+    layers: dict[str, HotLayer] = {}
+    gpus: list[HotGpu] = []
+    for hot in hots:
+        device = plan.devices[hot.device]
+        tools = tools_of(device)
+        kernels = _kernels(plan, hot)
+        if tools is None or len(kernels) != len(hot.slots):
+            logger.warning("no experts get slots on %s: it is no CUDA device", device.name)
+            continue
+        grouped: dict[tuple[object, int], list[str]] = {}
+        for key, kernel in kernels.items():
+            grouped.setdefault((kind_of(kernel), hot.slots[key]), []).append(key)
+        rates = next((one.prefill.rates for key, one in prefill.items() if key in kernels), None)
+        pools: list[_Pool] = []
+        try:
+            pinned = _pinned(tools, [kernel for key, kernel in kernels.items() if key not in prefill])
+        except KernelError as error:
+            logger.warning("no experts get slots on %s: their memory cannot be pinned (%s)", device.name, error)
+            continue
+        for (_, slots), keys in grouped.items():
+            of_pool = [kernels[key] for key in keys]
+            uploads = _most_uploads(rates, len(grouped))
+            policy = HotExperts(len(keys), hot.num_experts, slots * len(keys), uploads, costs=_costs(rates))
+            rows = max(max_batch_size, _LEAST_ROWS)
+            made = HotPool(device, of_pool, policy, tools.copies, tools.driver, rows)
+            pools.append(_Pool(made, tuple(kernel.layer for kernel in of_pool)))
+            layers |= {key: made.layer(number, prefill.get(key)) for number, key in enumerate(keys)}
+        gpu = HotGpu(pools, pinned)
+        device.followers.append(gpu)
+        gpus.append(gpu)
+    return HotService(layers, gpus)
+
+
+def _kernels(plan: Plan, hot: HotSlots) -> dict[str, MoeKernel]:
+    found: dict[str, MoeKernel] = {}
+    for key in hot.slots:
+        operator = plan.operators[key]
+        if isinstance(operator, KTransformersExperts) and operator.kernel is not None:
+            found[key] = operator.kernel
+    return found
+
+
+def _pinned(tools: PrefillTools, kernels: Sequence[MoeKernel]) -> PinnedRanges:
+    hosts = [HostExperts(kernel.weights) for kernel in kernels]
+    return PinnedRanges(tools.driver, {piece for host in hosts for piece in host.pieces()}, hosts)

@@ -1,0 +1,100 @@
+"""Brings a step's logits from a GPU to the CPU, or only what choosing tokens takes of them. Knows no requests.
+
+Work is launched behind the step's, and waited for once; a second time for a row whose best tokens do not tell enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.engine.sampling.reduced import BEST_TOKEN, ROOM, WHOLE_ROW, ReducedLogits, StepLogits
+from ktransformers.kernels.triton.candidates import MAX_VOCAB, BestTokens
+from ktransformers.operators.device import use
+
+__all__ = ["LogitsFetch"]
+
+
+class LogitsFetch:
+    """Of logits fp32 [N, V] at most, on `device`. What is fetched is valid until the next time.
+
+    spins: the thread that waits keeps its core; else it sleeps, and is late when it wakes up.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, spins: bool = False) -> None:
+        self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
+        self._tools = BestTokens.make(num_rows, vocab_size, ROOM, device) if vocab_size <= MAX_VOCAB else None
+        self._best, self._table = self._empty(1, torch.int32), self._empty(2 + 2 * ROOM, torch.int32)
+        self._whole: Tensor | None = None  # large, and often not needed
+        self._cuda: Any = torch.cuda  # parts of it have no types
+        self._done = self._cuda.Event(blocking=not spins) if device.type == "cuda" else None
+
+    def _empty(self, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self._num_rows, width, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+    def _wait(self) -> None:
+        if self._done is not None:
+            self._done.record(self._cuda.current_stream(self._device))
+            self._done.synchronize()
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """All of fp32 [n, V] there, on the CPU."""
+        if self._done is None:
+            return logits.to("cpu")
+        host = self._host(0, len(logits))
+        host.copy_(logits, non_blocking=True)
+        self._wait()
+        return host
+
+    def _host(self, first: int, count: int) -> Tensor:
+        """Rows on the CPU."""
+        if self._whole is None:
+            self._whole = self._empty(self._vocab_size, torch.float32)
+        return self._whole[first : first + count]
+
+    def reduced(self, logits: Tensor, needs: Sequence[int]) -> StepLogits:
+        """What is needed of each row of fp32 [n, V] there; all of them where no need is less than a row."""
+        places = [-1] * len(needs)
+        whole = [row for row, need in enumerate(needs) if need == WHOLE_ROW]
+        if self._tools is None or len(whole) == len(needs):
+            return self.whole(logits)
+        use(self._device)
+        top = max(needs)
+        if top > 0:
+            table = self._table[: len(needs)].copy_(self._tools.find_candidates(logits, top), non_blocking=True)
+        else:
+            table = self._best[: len(needs)].copy_(self._tools.find_best(logits), non_blocking=True)
+        self._take(logits, whole, places, 0)
+        self._wait()
+        missing = _unknown(table, needs)
+        if missing:
+            self._take(logits, missing, places, len(whole))
+            self._wait()
+        count = len(whole) + len(missing)
+        rows = self._host(0, count) if count else torch.empty(0, self._vocab_size)
+        return ReducedLogits(tuple(needs), rows, places, table)
+
+    def _take(self, logits: Tensor, rows: Sequence[int], places: list[int], first: int) -> None:
+        """Copy whole rows to those from `first` on."""
+        if rows:
+            for place, (row, host) in enumerate(zip(rows, self._host(first, len(rows)), strict=True), start=first):
+                host.copy_(logits[row], non_blocking=True)
+                places[row] = place
+
+
+def _unknown(table: Tensor, needs: Sequence[int]) -> list[int]:
+    """Rows of which the table does not tell enough.
+
+    A logit is not finite, which whoever chooses is to say; or more tokens than there is room for are equally good; or
+    nothing was computed, in a rehearsal.
+    """
+    best = table[:, 0].tolist()
+    counts = table[:, 1].tolist() if table.shape[1] > 1 else best
+    return [
+        row
+        for row, need in enumerate(needs)
+        if (need == BEST_TOKEN and best[row] < 0) or (need > 0 and counts[row] < 1)
+    ]

@@ -1,0 +1,380 @@
+"""Runs the scheduler's steps: many sequences in one flattened forward over a paged cache. Knows no text, no queue.
+
+The state of a run is what sampling its next token needs. Everything else comes with each step: scheduler/records.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.engine.damage.errors import NotFiniteError
+from ktransformers.engine.sampling.reduced import BEST_TOKEN, StepLogits
+from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
+from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.hidden import HiddenTap, Pooled
+from ktransformers.engine.step.tiered import TieredCache
+from ktransformers.errors import KTransformersError
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.operators.context import ForwardContext
+from ktransformers.profiling.messages import StepRecord
+from ktransformers.profiling.recorder import Recorder, Runtime
+from ktransformers.scheduler.records import (
+    PromptLogprobs,
+    Row,
+    RowResult,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+)
+from ktransformers.scheduler.tier_records import TierResult
+
+__all__ = ["PagedExecutor", "StepRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What computes a flattened step. See engine.step.runner.ModelRunner."""
+
+    @property
+    def tap(self) -> HiddenTap: ...
+
+    def reduced_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        needs: Sequence[int] | None,
+    ) -> StepLogits:
+        """Logits of the rows in `keep`, or what is needed of each; None: all."""
+        ...
+
+    @property
+    def begins_ahead(self) -> bool: ...
+
+    def begin(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> None:
+        """Have the stages before this one compute a step that comes to `reduced_step` later, in this order."""
+        ...
+
+
+@dataclass(slots=True)
+class _Run:
+    """error: why no token of this run can be sampled, found when it started. table: room for its block table.
+
+    pooled: the embedding of its prompt, on the way.
+    """
+
+    start: SequenceStart
+    sampler: RequestSampler | None
+    error: str | None = None
+    pooled: Pooled | None = None
+    table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    num_pages: int = 0
+
+    def pages(self, row: Row) -> npt.NDArray[np.int32]:
+        """The block table with what `row` says of it: [P], valid until the run's next row."""
+        if row.first_page > self.num_pages:
+            raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {self.num_pages}")
+        self.num_pages = row.first_page + len(row.block_table)
+        if self.num_pages > self.table.size:
+            more = np.empty(max(self.num_pages - self.table.size, self.table.size), np.int32)
+            self.table = np.concatenate((self.table, more))
+        if len(row.block_table):
+            self.table[row.first_page : self.num_pages] = row.block_table
+        return self.table[: self.num_pages]
+
+
+class _Kept:
+    """Which rows' logits a step needs: those that sample, and prompt rows whose next token is to be scored."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []  # indices into the flattened step
+        self.sampled: list[int] = []  # indices into rows
+        self.scored: list[tuple[Row, int, int]] = []  # row, first index into rows, how many
+
+    def add(self, row: Row, first: int, scored: int) -> None:
+        """first: flattened index of the row's first token; scored: how many of its tokens are followed by prompt."""
+        if scored:
+            self.scored.append((row, len(self.rows), scored))
+            self.rows.extend(range(first, first + scored))
+        if row.is_sampled:
+            self.sampled.append(len(self.rows))
+            self.rows.append(first + row.num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Of a step, as the runner takes them."""
+
+    kept: _Kept
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    context: ForwardContext
+    keep: torch.Tensor
+
+
+class PagedExecutor:
+    """Executes steps in their order. One caller at a time.
+
+    expert_counts: see ExpertStats.totals; asked after each step. mask_of: asked when a run starts, for what
+    decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
+    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
+    between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
+    take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see Ranks.mend.
+    find_damage: what to say of the weights where logits or an embedding are no numbers.
+    """
+
+    recorder: Recorder | None = None
+    tiers: TieredCache | None = None
+    new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
+    take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
+    mend_model: Callable[[], None] = staticmethod(lambda: None)
+    find_damage: Callable[[], str] = staticmethod(str)
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        cache: PagedCache,
+        pool: WorkerPool,
+        vocab_size: int,
+        expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
+        take_counts: Callable[[], bytes] = bytes,
+        eos_token_ids: Sequence[int] = (),
+    ):
+        self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
+        self._expert_counts, self._take_counts = expert_counts, take_counts
+        self._mask_of = mask_of or (lambda start: None)
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._counted = expert_counts()  # as it was after the last step
+        self._runs: dict[int, _Run] = {}
+        self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
+        self._begun: dict[int, _Inputs] = {}  # by step
+
+    @property
+    def num_runs(self) -> int:
+        """Runs whose state is held."""
+        return len(self._runs)
+
+    def reset(self) -> None:
+        """Forget all runs, after a step that failed: the scheduler starts every sequence anew."""
+        self._runs.clear()
+        self._previous = []
+        self._begun.clear()
+        if self.tiers is not None:
+            self.tiers.reset()
+
+    def mend(self) -> None:
+        """After a StageLostError: the model is whole again, and all runs are forgotten. Raises EngineError where it
+        cannot be."""
+        self.mend_model()
+        self.reset()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Let the stages before this one, if there are any, compute the step already. To be called in order.
+
+        Raises StageLostError.
+        """
+        if self._runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
+            made = self._inputs(plan)
+            self._runner.begin(made.token_ids, made.positions, made.context, made.keep)
+            self._begun[plan.step_id] = made
+
+    def _inputs(self, plan: StepPlan) -> _Inputs:
+        """What the step's rows come to, its new runs begun."""
+        for start in plan.starts:
+            self._runs[start.run_id] = self._started(start)
+        rows, kept = plan.rows, self._kept(plan.rows)
+        token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
+        tables = [self._runs[row.run_id].pages(row) for row in rows]
+        positions, context = paged_context(self._cache, self._pool, rows, tables)
+        keep = torch.tensor(kept.rows, dtype=torch.int64)
+        return _Inputs(kept, torch.from_numpy(token_ids), positions, context, keep)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step.
+
+        Raises StageLostError where `mend` helps.
+        """
+        began_ns = time.monotonic_ns()
+        for run_id in plan.ended:
+            self._runs.pop(run_id, None)
+        if plan.tiers is not None and self.tiers is not None:
+            self.tiers.run(plan.tiers)
+        if not plan.rows:
+            return StepResult(step_id=plan.step_id, results=[], tiers=self._tier_result())
+        copied_ns = time.monotonic_ns()
+        inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan)
+        kept, recorder = inputs.kept, self.recorder
+        if recorder is not None:
+            recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
+        logits = self._forward(plan.rows, inputs)
+        sampling_ns = time.monotonic_ns()
+        results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
+        self._previous = [0 if result.token_id is None else result.token_id for result in results]
+        sampling_ns = time.monotonic_ns() - sampling_ns
+        scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
+        ended_ns = time.monotonic_ns()
+        if recorder is not None:
+            recorder.end_step(self._record(plan, kept, (began_ns, ended_ns, sampling_ns), recorder.epoch))
+        before, self._counted = self._counted, self._expert_counts()
+        return StepResult(
+            step_id=plan.step_id,
+            results=results,
+            prompt_logprobs=scored,
+            seconds=(ended_ns - began_ns) / 1e9,
+            experts=_difference(self._counted, before),
+            expert_counts=self._take_counts(),
+            hot=self.take_hot(),
+            tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
+        )
+
+    def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
+        return None if self.tiers is None else self.tiers.result(row_seconds)
+
+    def _record(self, plan: StepPlan, kept: _Kept, times: tuple[int, int, int], epoch: int) -> StepRecord:
+        """times: when the step began and ended, and how long sampling took, ns."""
+        starts = [self._runs[row.run_id].start for row in plan.rows]
+        sampled = [start.request_id for start, row in zip(starts, plan.rows, strict=True) if row.is_sampled]
+        return StepRecord(
+            epoch=epoch,
+            step_id=plan.step_id,
+            began_ns=times[0],
+            ended_ns=times[1],
+            num_rows=plan.num_tokens,
+            prefill_rows=sum(
+                row.num_tokens for start, row in zip(starts, plan.rows, strict=True) if row.start < len(start.token_ids)
+            ),
+            num_seqs=len(plan.rows),
+            sampled=list(zip(sampled, (kept.rows[at] for at in kept.sampled), strict=True)),
+            sampling_ns=times[2] if sampled else None,
+        )
+
+    def _started(self, start: SequenceStart) -> _Run:
+        try:
+            prompt_ids = start.token_ids[: start.prompt_len]
+            sampler = RequestSampler(
+                start.params, prompt_ids, self._vocab_size, self._mask_of(start), eos_token_ids=self._eos_token_ids
+            )
+        except KTransformersError as error:
+            return _Run(start, None, str(error))
+        for token_id in start.token_ids[start.prompt_len :]:
+            sampler.commit(token_id)
+        sampler.begin()
+        return _Run(start, sampler, pooled=None if start.params.pooling is None else Pooled(start.params.pooling))
+
+    def _kept(self, rows: Sequence[Row]) -> _Kept:
+        kept, first = _Kept(), 0
+        for row in rows:
+            start = self._runs[row.run_id].start
+            scored = 0
+            if start.params.prompt_logprobs is not None:
+                scored = max(min(row.start + row.num_tokens, start.prompt_len - 1) - row.start, 0)
+            kept.add(row, first, scored)
+            first += row.num_tokens
+        return kept
+
+    def _needs(self, rows: Sequence[Row], kept: _Kept) -> list[int] | None:
+        """What choosing tokens takes of the kept rows (engine.sampling.reduced); None where some are scored."""
+        if kept.scored:
+            return None
+        samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
+        return [BEST_TOKEN if sampler is None else sampler.need for sampler in samplers]
+
+    def _forward(self, rows: Sequence[Row], inputs: _Inputs) -> StepLogits:
+        ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
+        needs = self._needs(rows, inputs.kept)
+        pooled = [self._runs[row.run_id].pooled for row in rows]
+        if all(one is None for one in pooled):
+            return self._runner.reduced_step(ids, positions, context, keep, needs)
+        with self._runner.tap.watch() as seen:
+            logits = self._runner.reduced_step(ids, positions, context, keep, needs)
+        first = 0
+        for one, row in zip(pooled, rows, strict=True):
+            if one is not None:
+                one.add(seen[-1][first : first + row.num_tokens])
+            first += row.num_tokens
+        return logits
+
+    def _embedded(self, rows: Sequence[Row], results: list[RowResult]) -> list[RowResult]:
+        """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
+        pooled = [self._runs[row.run_id].pooled for row in rows if row.is_sampled]
+        return [
+            result if one is None or result.error is not None else self._with_embedding(result, one)
+            for one, result in zip(pooled, results, strict=True)
+        ]
+
+    def _with_embedding(self, result: RowResult, pooled: Pooled) -> RowResult:
+        try:
+            return msgspec.structs.replace(result, embedding=pooled.vector())
+        except NotFiniteError as error:
+            return RowResult(None, error=self._said(error))
+
+    def _said(self, error: KTransformersError) -> str:
+        """What a row's error says, with the tensor that is damaged where one may be."""
+        return str(error.with_damage(self.find_damage()) if isinstance(error, NotFiniteError) else error)
+
+    def _token_ids(self, rows: Sequence[Row]) -> Iterator[int]:
+        for row in rows:
+            if row.token_source is None:
+                yield from row.token_ids
+            else:
+                yield self._previous[row.token_source]
+
+    def _sample(self, rows: Sequence[Row], logits: StepLogits) -> list[RowResult]:
+        """One result per sampled row, in order. logits: of the sampled rows."""
+        sampled = [row for row in rows if row.is_sampled]
+        runs = [self._runs[row.run_id] for row in sampled]
+        good = [i for i, run in enumerate(runs) if run.sampler is not None]
+        samplers = [run.sampler for run in runs if run.sampler is not None]
+        positions = [sampled[i].start + sampled[i].num_tokens for i in good]
+        results = [RowResult(None, error=run.error) for run in runs]
+        for i, sampler, token in zip(
+            good, samplers, sample_each(_rows(logits, good), samplers, positions, self._pool), strict=True
+        ):
+            if isinstance(token, KTransformersError):
+                results[i] = RowResult(None, error=self._said(token))
+            else:
+                sampler.commit(token.token_id)
+                sampler.begin()
+                results[i] = RowResult(token.token_id, token.logprobs)
+        return results
+
+    def _score(self, row: Row, logits: torch.Tensor) -> PromptLogprobs:
+        """What the logits after positions row.start, ... say of the prompt tokens that follow them."""
+        start = self._runs[row.run_id].start
+        count = start.params.prompt_logprobs
+        assert count is not None
+        followers = start.token_ids[row.start + 1 : row.start + 1 + len(logits)]
+        entries = token_logprobs(logits, followers, count, self._pool)
+        return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
+
+
+def _rows(logits: StepLogits, wanted: list[int]) -> StepLogits:
+    """Rows in ascending order; no copy when they are all wanted."""
+    if len(wanted) == len(logits):
+        return logits
+    return logits[wanted] if isinstance(logits, torch.Tensor) else logits.rows(wanted)
+
+
+def _whole(logits: StepLogits) -> torch.Tensor:
+    """Of a step without needs."""
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+def _difference(now: tuple[int, int, int], before: tuple[int, int, int]) -> tuple[int, int, int]:
+    return now[0] - before[0], now[1] - before[1], now[2] - before[2]

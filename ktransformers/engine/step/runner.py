@@ -1,0 +1,308 @@
+"""Runs one step of a loaded model over the static cache. Does not know prompts, text or sampling."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ktransformers.cache.static import StaticCache
+from ktransformers.engine.sampling.reduced import StepLogits
+from ktransformers.engine.step.context import static_context
+from ktransformers.engine.step.decode import DecodeSteps
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.gpu_profile import GpuProfile
+from ktransformers.engine.step.hidden import HiddenTap
+from ktransformers.engine.step.kept_states import KeptStates
+from ktransformers.engine.step.snapshots import snapshot_interval
+from ktransformers.engine.step.telling import StepTeller
+from ktransformers.errors import ConfigError, ContextLengthError, EngineError
+from ktransformers.operators.context import ForwardContext
+
+__all__ = ["ModelRunner", "StaticRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
+
+    decode: how steps that can be replayed run on GPUs; like all others when None. tap: for the hidden states behind the
+    logits. tell: what is told of each step before it runs, where other processes have to run it, too. begins_ahead:
+    whether these may begin steps while this one runs others: they are stages before it. hand_over: called with the rows
+    of each step that this process follows, for a stage that gives hidden states to the next one.
+    """
+
+    def __init__(
+        self,
+        forward_pass: ForwardPass,
+        decode: DecodeSteps | None = None,
+        tell: StepTeller | None = None,
+        *,
+        begins_ahead: bool = False,
+        hand_over: Callable[[int], None] | None = None,
+    ):
+        self._tell, self._is_apart, self._hand_over = tell, False, hand_over
+        self.begins_ahead, self._num_begun = begins_ahead, 0
+        self._pass, self._decode = forward_pass, decode
+        self.model, self.pool = forward_pass.model, forward_pass.pool
+        self.tap = HiddenTap(forward_pass.model)
+        self._profile: GpuProfile | None = None
+
+    @torch.inference_mode()
+    def step(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """One flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
+
+        Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size], valid until the next step.
+        Checks nothing: `forward` does for one sequence.
+        """
+        logits = self.reduced_step(token_ids, positions, context, keep, None)
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    @torch.inference_mode()
+    def reduced_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        needs: Sequence[int] | None,
+    ) -> StepLogits:
+        """As `step`, but a row's need (engine.sampling.reduced) may be all that comes back of it. None: whole rows.
+
+        Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
+        """
+        forward, layout = self._pass, self._pass.layout
+        if layout is None:
+            self._begin_step(token_ids, positions, context, keep, is_padded=False)
+            whole = forward.on_cpu(token_ids, positions, context, keep)
+            self._is_apart = False
+            return whole
+        decode = None if self.tap.is_open else self._decode
+        if decode is not None and not decode.takes(context, len(keep)):
+            decode = None
+        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None)
+        profile = self._profile
+        if decode is not None:
+            logits = decode.step(token_ids, positions, context, keep, needs, self._fetch)
+        else:
+            inputs = forward.inputs_of(token_ids, positions, context, keep)
+            with nullcontext() if profile is None else profile.marked():
+                on_device = forward.run(inputs)
+            self._fetch(len(token_ids))
+            logits = on_device.to("cpu", torch.float32)
+        layout.finish(len(token_ids))
+        if profile is not None:
+            profile.finish(len(token_ids))
+        self._is_apart = False
+        return logits
+
+    @torch.inference_mode()
+    def follow(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        *,
+        is_padded: bool,
+    ) -> None:
+        """Launch a step of the process that leads, whose results that one has.
+
+        is_padded: as it is there; stages find out for themselves.
+        """
+        if self._hand_over is not None:
+            self._follow_and_hand_over(self._hand_over, token_ids, positions, context, keep)
+        elif self._pass.layout is None:
+            self._pass.on_cpu(token_ids, positions, context, keep)
+        elif is_padded and self._decode is not None:
+            self._decode.launch(token_ids, positions, context, keep)
+        else:
+            self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
+
+    def _follow_and_hand_over(
+        self,
+        hand_over: Callable[[int], None],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+    ) -> None:
+        """As a step of one process, but that hidden states go to the next stage, and no logits anywhere."""
+        layout, rows = self._pass.layout, len(token_ids)
+        if layout is None:
+            self._pass.on_cpu(token_ids, positions, context, keep)
+            hand_over(rows)
+            return
+        if self._decode is not None and self._decode.takes(context, len(keep)):
+            self._decode.launch(token_ids, positions, context, keep)
+        else:
+            self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
+        self._fetch(rows)
+        is_heard = layout.is_heard
+        if is_heard:
+            layout.wait()
+        hand_over(rows)
+        if is_heard:
+            layout.finish(rows)
+
+    def begin(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> None:
+        """Tell the other processes of a step that comes to `reduced_step` behind those that were told of before."""
+        assert self._tell is not None
+        self._tell(token_ids, positions, context, keep, False)
+        self._num_begun += 1
+
+    def mended(self) -> None:
+        """All processes are there again, and none has a step under way."""
+        self._is_apart, self._num_begun = False, 0
+
+    def _begin_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        *,
+        is_padded: bool,
+    ) -> None:
+        """Tell the other processes. Raises EngineError when a step has failed here that they went on with."""
+        if self._tell is None:
+            return
+        if self._num_begun:
+            self._num_begun -= 1
+            self._is_apart = True
+            return
+        if self._is_apart:
+            raise EngineError("a step has failed in one of several processes; the engine has to be started anew")
+        self._is_apart = True
+        self._tell(token_ids, positions, context, keep, is_padded)
+
+    def _fetch(self, num_rows: int) -> None:
+        """Let what a step that was launched leaves on GPUs come with its results."""
+        assert self._pass.layout is not None
+        rows = None if self._profile is None else self._profile.rows_of(num_rows)
+        for device in self._pass.layout.devices:
+            for usage in device.usages:
+                usage.fetch(num_rows, rows)
+        if self._profile is not None:
+            self._profile.fetch()
+        for follower in self._pass.layout.followers:
+            follower.launched()
+
+    @torch.inference_mode()
+    def profile_gpus(self, on: bool) -> GpuProfile | None:
+        """Time the parts of steps on GPUs from now on, or no more. The profile to ask after each step; None without a
+        GPU. Where steps are replayed they are captured once more, which takes seconds."""
+        layout = self._pass.layout
+        if on and layout is not None and self._tell is not None:
+            logger.warning("parts of steps on GPUs are not timed: the model is cut over several")
+            return None
+        if self._profile is not None:
+            self._profile.close()
+        self._profile = GpuProfile(layout.devices) if on and layout is not None else None
+        if self._decode is not None:
+            self._decode.time_steps(self._profile)
+        return self._profile
+
+
+class StaticRunner(ModelRunner):
+    """One sequence of at most max_len tokens, whose keys and values live in a StaticCache.
+
+    is_models_limit: the model takes no more tokens, so that a larger cache would not help.
+    """
+
+    def __init__(
+        self,
+        forward_pass: ForwardPass,
+        cache: StaticCache,
+        vocab_size: int,
+        decode: DecodeSteps | None = None,
+        is_models_limit: bool = False,
+    ):
+        super().__init__(forward_pass, decode)
+        self.cache, self.is_models_limit = cache, is_models_limit
+        self.vocab_size = vocab_size
+        self.written_len = 0  # positions whose keys and values are in the cache
+        self._states: KeptStates | None = None
+        if cache.num_states:
+            snapshots = cache.num_states - 1
+            self._states = KeptStates(cache.num_states, snapshot_interval(snapshots, cache.max_len))
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of the sequence, prompt and answer together."""
+        return self.cache.max_len
+
+    def resume_len(self, shared: int) -> int:
+        """See SequenceRunner: less than `shared` where recurrent layers keep no state of it."""
+        return shared if self._states is None else self._states.resume_len(shared)
+
+    def state_slots(self) -> dict[int, int]:
+        """Where in the cache the states of recurrent layers are, by the number of tokens that they have seen."""
+        return {} if self._states is None else self._states.slots()
+
+    @contextmanager
+    def restored(self, num_tokens: int, state_lens: Sequence[int]) -> Iterator[dict[int, int]]:
+        """Another sequence takes the cache: the block writes its keys, its values, and its states to the slots that it
+        is given by length. When that fails the cache is empty."""
+        self.written_len = 0
+        slots = {} if self._states is None else self._states.restore(state_lens, num_tokens)
+        try:
+            yield slots
+        except BaseException:
+            if self._states is not None:
+                self._states.restore((), 0)
+            raise
+        self.written_len = num_tokens
+
+    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        """Run `token_ids` at positions start, start + 1, ..., overwriting what the cache holds from there on.
+
+        keep are indices into token_ids; the result is their logits, fp32 [len(keep), vocab_size].
+        Raises ContextLengthError when the tokens do not fit, ConfigError for ids outside the vocabulary and for a
+        start that would leave a gap, or of which recurrent layers keep no state.
+        """
+        logits = self._forward(token_ids, start, keep, None)
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def decode(self, token_id: int, position: int, need: int) -> StepLogits:
+        """`forward` of one token, of whose logits no more than `need` (engine.sampling.reduced) has to come back."""
+        return self._forward([token_id], position, [0], [need])
+
+    def _forward(
+        self, token_ids: Sequence[int], start: int, keep: Sequence[int], needs: Sequence[int] | None
+    ) -> StepLogits:
+        end = start + len(token_ids)
+        if end > self.max_len:
+            raise ContextLengthError(
+                f"{end} tokens do not fit into the cache of {self.max_len}"
+                + ("" if self.is_models_limit else "; raise --cache_lens"),
+                prompt_len=end,
+                max_len=self.max_len,
+            )
+        if not 0 <= start <= self.written_len:
+            raise ConfigError(f"start {start} would leave a gap: {self.written_len} positions are written")
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise ConfigError(f"token ids must be in [0, {self.vocab_size}) and at least one")
+        states = None if self._states is None else self._states.begin(start, len(token_ids))
+        self.written_len = start  # should the forward fail, what it overwrote is gone
+        context = static_context(self.cache, self.pool, start, len(token_ids), states)
+        logits = self.reduced_step(
+            torch.tensor(list(token_ids)),
+            torch.arange(start, end),
+            context,
+            torch.tensor(list(keep), dtype=torch.int64),
+            needs,
+        )
+        self.written_len = end
+        if self._states is not None:
+            self._states.end(end)
+        return logits

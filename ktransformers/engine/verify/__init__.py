@@ -1,0 +1,1 @@
+"""Whether a loaded model computes what transformers would: reference modules, hooks, comparisons."""
