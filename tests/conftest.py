@@ -32,7 +32,7 @@ def _few_tokens_take_pairs() -> Iterator[None]:
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
-    from ktransformers.kernels.triton import moe_workspace
+    from ktransformers.kernels.triton.experts import workspace as moe_workspace
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_workspace, "DIGIT_TOKENS", 16)

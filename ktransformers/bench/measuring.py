@@ -34,7 +34,7 @@ def measure_machine(say: Say = lambda text: None, sizes: ProbeSizes = FULL) -> M
 
 def _gpu(name: str, say: Say) -> GpuSpeed | None:
     from ktransformers.bench.probe_gpu import probe_gpu  # Triton is heavy, and not everywhere
-    from ktransformers.kernels.triton.compiling import loading
+    from ktransformers.kernels.triton.common.compiling import loading
 
     try:
         with loading():  # kernels are compiled on the way, which nobody waits for

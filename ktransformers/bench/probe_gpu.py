@@ -23,11 +23,11 @@ from ktransformers.bench.probe_steps import gpu_step_costs
 from ktransformers.config import EngineConfig
 from ktransformers.engine.step.step_sizes import GRAPH_ROWS
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.linear import Workspace, linear
-from ktransformers.kernels.triton.moe import moe
-from ktransformers.kernels.triton.moe_matrices import ExpertMatrices
-from ktransformers.kernels.triton.moe_workspace import DIGIT_TOKENS, VECTOR_TOKENS, MoeWorkspace
-from ktransformers.kernels.triton.relay import GpuLayout
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
+from ktransformers.kernels.triton.experts.moe import moe
+from ktransformers.kernels.triton.experts.workspace import DIGIT_TOKENS, VECTOR_TOKENS, MoeWorkspace
+from ktransformers.kernels.triton.linear.linear import Workspace, linear
+from ktransformers.kernels.triton.quant.relay import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.machine_speed import Curve, GpuSpeed
 

@@ -18,7 +18,7 @@ from ktransformers.bench.machine import shown_machine
 from ktransformers.bench.report import Record
 from ktransformers.bench.roofline_picture import draw
 from ktransformers.bench.roofline_points import panels_of, point_rows, records_in
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 
 __all__ = ["bench_roofline", "draw_recorded"]
 

@@ -71,7 +71,7 @@ def streams(name: str) -> Iterable[Finding]:
 
 def triton() -> Iterable[Finding]:
     """Every kernel on a GPU is compiled by it."""
-    from ktransformers.kernels.triton import runtime
+    from ktransformers.kernels.triton.common import runtime
 
     if runtime.triton is None:
         return [problem("triton", "is not installed: no GPU can be used", "pip install triton")]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.mla import mla_attention
+from ktransformers.kernels.triton.attention.mla import mla_attention
+from ktransformers.kernels.triton.attention.paged import attention
 
 __all__ = [
     "FlashInfer",

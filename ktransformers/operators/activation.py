@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
-from ktransformers.kernels.triton import elementwise
+from ktransformers.kernels.triton.common import elementwise
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import Device, give_back, use

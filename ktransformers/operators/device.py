@@ -17,10 +17,10 @@ import torch
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
-from ktransformers.kernels.triton import runtime
-from ktransformers.kernels.triton.linear import SPLIT_ROWS, Workspace
-from ktransformers.kernels.triton.moe_matrices import ExpertMatrices
-from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, uses_vector_path
+from ktransformers.kernels.triton.common import runtime
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
+from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, uses_vector_path
+from ktransformers.kernels.triton.linear.linear import SPLIT_ROWS, Workspace
 from ktransformers.operators.marks import Marks
 from ktransformers.operators.usage import ExpertUsage
 

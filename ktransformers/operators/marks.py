@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ktransformers.kernels.triton.clock import write_time
+from ktransformers.kernels.triton.common.clock import write_time
 
 __all__ = ["END", "Label", "Marks"]
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
-from ktransformers.kernels.triton import elementwise
+from ktransformers.kernels.triton.common import elementwise
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
 from ktransformers.operators.recognize.norm import NormSpec, recognize_norm

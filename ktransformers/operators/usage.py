@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ktransformers.kernels.triton.router import Chosen
+from ktransformers.kernels.triton.experts.router import Chosen
 
 __all__ = ["KEPT_ROWS", "ExpertUsage"]
 

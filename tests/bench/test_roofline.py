@@ -20,7 +20,7 @@ from ktransformers.cli import main
 from ktransformers.cli.bench_kernels import FORMATS
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import limits
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import QuantType
 from tests.bench.test_gpu import MadeUpGpu
 

@@ -286,7 +286,7 @@ def test_what_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fact in facts.items():
         monkeypatch.setattr(f"torch.cuda.{name}", fact)
     monkeypatch.setattr("ktransformers.kernels.transfer.cuda.CudaDriver", FakeDriver)
-    monkeypatch.setattr("ktransformers.kernels.triton.runtime.is_interpreted", lambda: False)
+    monkeypatch.setattr("ktransformers.kernels.triton.common.runtime.is_interpreted", lambda: False)
     fake_flashinfer.install(monkeypatch)
 
     def texts() -> dict[str, str]:
@@ -299,7 +299,7 @@ def test_what_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["flashinfer"].startswith("0.0-fake")
     fake_flashinfer.install(monkeypatch, capability=(7, 5))
     assert texts()["flashinfer"].startswith("not used: cuda:0 has compute capability 7.5")
-    monkeypatch.setattr("ktransformers.kernels.triton.runtime.triton", None)
+    monkeypatch.setattr("ktransformers.kernels.triton.common.runtime.triton", None)
     assert only(gpu.triton()).level is Level.PROBLEM
 
 

@@ -29,7 +29,7 @@ from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import Isa, WorkerPool
-from ktransformers.kernels.triton import attention_launch
+from ktransformers.kernels.triton.attention import launch as attention_launch
 from ktransformers.operators.attention import gqa
 from tests.engine.test_kv_types_gpu import CHUNKS, KV_TYPES, rounded_attention
 from tests.support.agreement import TOLERANCE, prompt

@@ -10,7 +10,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware
 from ktransformers.engine.plan import planning
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 from ktransformers.operators import device
 from ktransformers.optimize.machine import Machine
 

@@ -21,7 +21,7 @@ from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, 
 from ktransformers.engine.sequence.session import Session
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.errors import KTransformersError
-from ktransformers.kernels.triton import candidates
+from ktransformers.kernels.triton.common import candidates
 from tests.support.fake_gpus import fake_hardware
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.tiny_models import tiny_model, write_safetensors

@@ -25,7 +25,7 @@ from ktransformers.engine.parallel.ranks.leader import Leader
 from ktransformers.engine.step import prefill as prefill_module
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.verify.layer_kinds import one_of_each
-from ktransformers.kernels.triton.compiling import Compiled, rehearsal, watch_launches
+from ktransformers.kernels.triton.common.compiling import Compiled, rehearsal, watch_launches
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.base import ExpertStats

@@ -24,12 +24,12 @@ from ktransformers.bench.gpu.rows import row_figures
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.engine.plan.kv_types import KV_DTYPES
 from ktransformers.kernels.reference import quantize_kv
-from ktransformers.kernels.triton import attention_launch as launch
-from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.attention_launch import workspace_numel
-from ktransformers.kernels.triton.kv_codes import KvScales
-from ktransformers.kernels.triton.mla import mla_attention
-from ktransformers.kernels.triton.runtime import triton
+from ktransformers.kernels.triton.attention import launch
+from ktransformers.kernels.triton.attention.kv_codes import KvScales
+from ktransformers.kernels.triton.attention.launch import workspace_numel
+from ktransformers.kernels.triton.attention.mla import mla_attention
+from ktransformers.kernels.triton.attention.paged import attention
+from ktransformers.kernels.triton.common.runtime import triton
 
 __all__ = ["bench_gpu_attention", "tune_gpu_attention"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ktransformers.bench.bandwidth import measure_gpu
 from ktransformers.bench.machine import describe_machine
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 
 __all__ = ["BF16", "Gpu", "relative_error", "require_gpu", "shown_gpu"]
 

@@ -22,9 +22,9 @@ from ktransformers.bench.gpu.device import BF16, Gpu, relative_error, shown_gpu
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.core import Phase
 from ktransformers.kernels import flashinfer
-from ktransformers.kernels.triton.expanded import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
-from ktransformers.kernels.triton.mla import mla_attention
-from ktransformers.kernels.triton.runtime import triton
+from ktransformers.kernels.triton.attention.expanded import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
+from ktransformers.kernels.triton.attention.mla import mla_attention
+from ktransformers.kernels.triton.common.runtime import triton
 from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES, Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.context import ForwardContext

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ktransformers.bench.gpu.device import BF16, Gpu, shown_gpu
 from ktransformers.bench.report import Column, Record, Row, Table
-from ktransformers.kernels.triton.align import moe_align
-from ktransformers.kernels.triton.linear import Workspace, linear
-from ktransformers.kernels.triton.moe import moe
-from ktransformers.kernels.triton.moe_matrices import ExpertMatrices
-from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, block_rows
-from ktransformers.kernels.triton.relay import GPU_TYPES, TILE_TYPES, GpuLayout, layout_nbytes, relay
+from ktransformers.kernels.triton.experts.align import moe_align
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
+from ktransformers.kernels.triton.experts.moe import moe
+from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
+from ktransformers.kernels.triton.linear.linear import Workspace, linear
+from ktransformers.kernels.triton.quant.relay import GPU_TYPES, TILE_TYPES, GpuLayout, layout_nbytes, relay
 from ktransformers.kernels.types import OwnType, QuantType, WeightType, row_bytes
 from ktransformers.operators.linear.matrix import gpu_layout
 

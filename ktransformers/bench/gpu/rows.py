@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error
 from ktransformers.bench.report import Row
-from ktransformers.kernels.triton.elementwise import activate, add_rms_norm
-from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
-from ktransformers.kernels.triton.router import RouterSpec, topk_router
+from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.common.elementwise import activate, add_rms_norm
+from ktransformers.kernels.triton.experts.router import RouterSpec, topk_router
 from ktransformers.kernels.types import ActivationSpec
 
 __all__ = ["row_figures"]

@@ -61,7 +61,7 @@ from ktransformers.engine.verify.self_check import check_model, is_checked
 from ktransformers.engine.verify.stack_check import StackCheck
 from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
+from ktransformers.kernels.triton.common.compiling import compiles, loading, rehearsal
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts

@@ -16,7 +16,7 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.graphs import GraphBackend
 from ktransformers.engine.step.step_sizes import choices_of
 from ktransformers.engine.verify.layer_kinds import layer_kinds
-from ktransformers.kernels.triton.compiling import compiles
+from ktransformers.kernels.triton.common.compiling import compiles
 from ktransformers.optimize.plan import Plan
 
 __all__ = ["forget_positions", "prepare_decode"]

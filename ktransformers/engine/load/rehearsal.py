@@ -1,7 +1,7 @@
 """Compiles the kernels of all steps that a loaded model can meet, before it is ready: no stream waits for a compiler.
 
-Steps of every kind are called in a rehearsal, which launches nothing (kernels.triton.compiling): caches, statistics and
-results are left alone. Of the decoder layers one of each kind is called (layer_kinds.py), and all that is no layer.
+Steps of every kind are called in a rehearsal, which launches nothing (triton/common/compiling.py): caches, statistics
+and results are left alone. Of the decoder layers one of each kind is called (layer_kinds.py), and all that is no layer.
 Knows row counts, sequences and pages; not which kernels there are.
 """
 
@@ -22,9 +22,9 @@ from ktransformers.engine.step.decode_inputs import decode_batch_sizes
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.verify.layer_kinds import one_of_each
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.attention_launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
-from ktransformers.kernels.triton.compiling import Compiled, rehearsal
-from ktransformers.kernels.triton.moe_workspace import row_thresholds
+from ktransformers.kernels.triton.attention.launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
+from ktransformers.kernels.triton.common.compiling import Compiled, rehearsal
+from ktransformers.kernels.triton.experts.workspace import row_thresholds
 from ktransformers.operators.context import ForwardContext
 
 __all__ = ["Extent", "rehearse", "row_counts"]

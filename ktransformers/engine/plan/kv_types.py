@@ -16,7 +16,7 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.config import ATTENTION_PRODUCTS
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.triton.kv_codes import why_no_code_products
+from ktransformers.kernels.triton.attention.kv_codes import why_no_code_products
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.mla import KMLAAttention

@@ -31,7 +31,7 @@ class ReducedLogits:
 
     needs: [N], see above. whole: fp32 [M, V], rows that came as a whole, those with need WHOLE_ROW and maybe others;
     places: [N], where each of them is in `whole`, -1 for other rows. table: int32 [N, 1], the best tokens, or
-    [N, 2 + 2 * ROOM], see kernels.triton.candidates; it means nothing for rows that came as a whole.
+    [N, 2 + 2 * ROOM], see kernels.triton.common.candidates; it means nothing for rows that came as a whole.
     """
 
     needs: Sequence[int]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.engine.sampling.reduced import BEST_TOKEN, ROOM, WHOLE_ROW, ReducedLogits, StepLogits
-from ktransformers.kernels.triton.candidates import MAX_VOCAB, BestTokens
+from ktransformers.kernels.triton.common.candidates import MAX_VOCAB, BestTokens
 from ktransformers.operators.device import use
 
 __all__ = ["LogitsFetch"]

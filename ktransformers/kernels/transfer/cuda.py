@@ -16,8 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ktransformers.errors import KernelError
-from ktransformers.kernels.triton import runtime
-from ktransformers.kernels.triton.convert import convert_rows, wait_for_word
+from ktransformers.kernels.triton.common import runtime
+from ktransformers.kernels.triton.common.convert import convert_rows, wait_for_word
 
 __all__ = ["CudaDriver", "StreamDriver"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.triton.choose import choose_positions
-from ktransformers.kernels.triton.compressed import Entries, Pages, attended, keep_values, make_entries, turn
-from ktransformers.kernels.triton.latent import MAX_LATENT_ROWS, expand
-from ktransformers.kernels.triton.mla import mla_attention
+from ktransformers.kernels.triton.attention.choose import choose_positions
+from ktransformers.kernels.triton.attention.compressed import Entries, Pages, attended, keep_values, make_entries, turn
+from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, expand
+from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
@@ -50,7 +50,7 @@ def angles_of(module: nn.Module, kind: str, key: str) -> tuple[torch.Tensor, flo
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What one compressor keeps in the cache's rows: see `kernels.triton.compressed.Entries`."""
+    """What one compressor keeps in the cache's rows: see `kernels.triton.attention.compressed.Entries`."""
 
     module: Any
     rate: int

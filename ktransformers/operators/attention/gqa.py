@@ -20,8 +20,8 @@ from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import Shape
-from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.rope import rope_to_cache
+from ktransformers.kernels.triton.attention.paged import attention
+from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.models.facts import LayerKind
 from ktransformers.operators.attention.block_indexer import BlockIndex
 from ktransformers.operators.attention.flash import FlashLayer

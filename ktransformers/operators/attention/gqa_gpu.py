@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ktransformers.cache.paged import Scales
-from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.elementwise import gate_heads, rms_norm
-from ktransformers.kernels.triton.rope import rope_to_cache
+from ktransformers.kernels.triton.attention.paged import attention
+from ktransformers.kernels.triton.attention.rope import rope_to_cache
+from ktransformers.kernels.triton.common.elementwise import gate_heads, rms_norm
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.base import layer_number
 from ktransformers.operators.context import ForwardContext, LayerCache

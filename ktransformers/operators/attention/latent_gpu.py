@@ -13,11 +13,11 @@ import torch
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.expanded import expanded_attention
-from ktransformers.kernels.triton.kv_codes import widen_latents
-from ktransformers.kernels.triton.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
-from ktransformers.kernels.triton.mla import mla_attention
-from ktransformers.kernels.triton.rope import latent_to_cache
+from ktransformers.kernels.triton.attention.expanded import expanded_attention
+from ktransformers.kernels.triton.attention.kv_codes import widen_latents
+from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
+from ktransformers.kernels.triton.attention.mla import mla_attention
+from ktransformers.kernels.triton.attention.rope import latent_to_cache
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.flash import Attend
 from ktransformers.operators.attention.latent_expansion import WORKSPACE_ALIGN, Batch, Expansion

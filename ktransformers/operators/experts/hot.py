@@ -34,11 +34,11 @@ from ktransformers.hot_experts import HotExperts, Upload
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.transfer.cuda import StreamDriver
-from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.hot import split_pairs, sum_onto
-from ktransformers.kernels.triton.moe import moe_blocks
-from ktransformers.kernels.triton.moe_matrices import Between, ExpertMatrices
-from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, block_rows
+from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks, moe_align
+from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
+from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.moe import moe_blocks
+from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.staging import HostExperts
 from ktransformers.operators.experts.streamed import PrefillLayer
@@ -244,7 +244,7 @@ class HotLayer:
     def rehearse(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int, usage: ExpertUsage
     ) -> None:
-        """The launches of a step in a rehearsal (kernels.triton.compiling). hidden: [T, H]; others as in `split`."""
+        """The launches of a step in a rehearsal (triton/common/compiling.py). hidden: [T, H]; others as in `split`."""
         slots = torch.zeros(len(topk_ids), dtype=torch.int64, device=hidden.device)
         ids, _ = self.split(topk_ids, layer, usage, slots)
         base = torch.empty(hidden.shape, dtype=self.pool.device.dtype, device=hidden.device)

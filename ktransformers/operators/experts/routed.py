@@ -19,8 +19,8 @@ from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
-from ktransformers.kernels.triton.compiling import is_rehearsal
-from ktransformers.kernels.triton.router import Chosen
+from ktransformers.kernels.triton.common.compiling import is_rehearsal
+from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, Site, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back, use

@@ -21,7 +21,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu.router import RouterSpec, route
-from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, route_rows, topk_router
+from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, route_rows, topk_router
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import use

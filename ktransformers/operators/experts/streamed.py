@@ -33,10 +33,10 @@ from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import CopyQueue
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
-from ktransformers.kernels.triton.align import moe_align
-from ktransformers.kernels.triton.moe import moe_blocks, moe_sum
-from ktransformers.kernels.triton.moe_matrices import Between
-from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, block_rows
+from ktransformers.kernels.triton.experts.align import moe_align
+from ktransformers.kernels.triton.experts.matrices import Between
+from ktransformers.kernels.triton.experts.moe import moe_blocks, moe_sum
+from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import NEVER, PrefillRates, Split, choose_split
@@ -201,7 +201,7 @@ class ExpertPrefill:
         return PrefillTicket(of_gpu, is_for_cpu, hidden)
 
     def rehearse(self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
-        """The launches of `submit` in a rehearsal (kernels.triton.compiling), without experts on their way."""
+        """The launches of `submit` in a rehearsal (kernels.triton.common.compiling), without experts on their way."""
         host, shape = self._layers[layer].host, self.shape
         rows = hidden.to(self.device.matmul_dtype).contiguous()
         ids = torch.zeros(topk_ids.shape, dtype=torch.int32, device=rows.device)

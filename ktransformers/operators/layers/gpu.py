@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.kernels.triton.elementwise import add_rms_norm, rms_norm
+from ktransformers.kernels.triton.common.elementwise import add_rms_norm, rms_norm
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock

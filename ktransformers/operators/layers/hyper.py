@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.core import Phase
-from ktransformers.kernels.triton.hyper import HyperSpec, collapse
+from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.recognize.hyper import recognize_hyper
 from ktransformers.operators.wrapper import DenseState, WrapperOperator

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ktransformers.kernels.triton import elementwise
-from ktransformers.kernels.triton.linear import gated_linear, linear_pair
-from ktransformers.kernels.triton.relay import GpuLayout, can_join_rows, join_rows
+from ktransformers.kernels.triton.common import elementwise
+from ktransformers.kernels.triton.linear.linear import gated_linear, linear_pair
+from ktransformers.kernels.triton.quant.relay import GpuLayout, can_join_rows, join_rows
 from ktransformers.kernels.types import ActivationSpec, OwnType
 from ktransformers.operators.device import use
 from ktransformers.operators.linear.linear import KTransformersLinear

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.linear import linear
-from ktransformers.kernels.triton.relay import (
+from ktransformers.kernels.triton.linear.linear import linear
+from ktransformers.kernels.triton.quant.relay import (
     FP8_COLUMNS,
     GPU_TYPES,
     TILE_TYPES,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.kernels.triton.hyper import HyperSpec
+from ktransformers.kernels.triton.attention.hyper import HyperSpec
 from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, recognizer, twin_of
 
 __all__ = ["collapsed", "recognize_hyper"]
@@ -18,7 +18,7 @@ _NAMES = ("fn", "base", "scale")
 def collapsed(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, spec: HyperSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `kernels.triton.hyper.collapse` computes, of streams [T, N, H], in plain torch."""
+    """What `kernels.triton.attention.hyper.collapse` computes, of streams [T, N, H], in plain torch."""
     num = spec.streams
     sizes = [num, num, num * num]
     flat = streams.flatten(1)

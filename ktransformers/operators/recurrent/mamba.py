@@ -11,8 +11,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.triton.recurrent import workspace_nbytes
-from ktransformers.kernels.triton.recurrent_mixers import ssd_scan
+from ktransformers.kernels.triton.recurrent.launch import workspace_nbytes
+from ktransformers.kernels.triton.recurrent.mixers import ssd_scan
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import StateStep
 from ktransformers.operators.device import use

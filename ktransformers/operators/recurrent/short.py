@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ktransformers.kernels.triton.recurrent import workspace_nbytes
+from ktransformers.kernels.triton.recurrent.launch import workspace_nbytes
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import StateStep
 from ktransformers.operators.recurrent.base import RecurrentOperator

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.attention_launch import workspace_numel
+from ktransformers.kernels.triton.attention.launch import workspace_numel
+from ktransformers.kernels.triton.attention.paged import attention
 
 PAGE = 16
 PAGES = 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.candidates import MAX_VOCAB, BestTokens
+from ktransformers.kernels.triton.common.candidates import MAX_VOCAB, BestTokens
 
 ROOM = 128
 KINDS = ("normal", "rounded", "few", "zeros", "clustered", "tiny", "ends")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.kv_codes import why_no_code_products
+from ktransformers.kernels.triton.attention.kv_codes import why_no_code_products
+from ktransformers.kernels.triton.attention.paged import attention
 from tests.kernels.triton.test_attention import DECODE, OPTIONS, PREFILL, TOLERANCE, case, with_sinks
 from tests.kernels.triton.test_kv_codes import CODES, coded
 from tests.support.products import product

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.compressed import Entries, Pages, attended, keep_values, make_entries, turn
+from ktransformers.kernels.triton.attention.compressed import Entries, Pages, attended, keep_values, make_entries, turn
 
 TOLERANCE = 1e-5  # of fp32, whose sums are of a hundred terms at most
 PAGE, SLOTS = 6, 60

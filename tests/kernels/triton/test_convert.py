@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.convert import convert_rows
+from ktransformers.kernels.triton.common.convert import convert_rows
 
 
 @pytest.mark.parametrize("hidden", [1, 24, 2880])

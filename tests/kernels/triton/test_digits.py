@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import QuantType
 from tests.support.triton_kernels.quant_cases import GRID_SCALES, pack_for_cpu, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton.byte_ops import dot_signed, dot_unsigned, permute_bytes
-from ktransformers.kernels.triton.digits import PairOrder, digit_shape, make_digits
-from ktransformers.kernels.triton.matmul_digits import digit_pair, digit_vector, has_digits, is_strided
-from ktransformers.kernels.triton.matmul_planes import is_plane_type, plane_pair, plane_vector
-from ktransformers.kernels.triton.relay import relay
-from ktransformers.kernels.triton.runtime import jit, tl
-from ktransformers.kernels.triton.tables import tables
+from ktransformers.kernels.triton.common.byte_ops import dot_signed, dot_unsigned, permute_bytes
+from ktransformers.kernels.triton.common.runtime import jit, tl
+from ktransformers.kernels.triton.linear.digits_matmul import digit_pair, digit_vector, has_digits, is_strided
+from ktransformers.kernels.triton.linear.planes import is_plane_type, plane_pair, plane_vector
+from ktransformers.kernels.triton.quant.digits import PairOrder, digit_shape, make_digits
+from ktransformers.kernels.triton.quant.relay import relay
+from ktransformers.kernels.triton.quant.tables import tables
 
 NIBBLES = [QuantType.IQ4_XS, QuantType.IQ4_NL]
 TYPES = [*GRID_SCALES, *NIBBLES]

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, gate_heads, rms_norm
-from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.common.elementwise import activate, add_rms_norm, gate_heads, rms_norm
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.attention.mla import rotate
 from tests.support.triton_kernels.comparing import close, normal

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.expanded import ExpandedRun, ExpandedTile, expanded_attention, expanded_tile, tiles_of
+from ktransformers.kernels.triton.attention.expanded import (
+    ExpandedRun,
+    ExpandedTile,
+    expanded_attention,
+    expanded_tile,
+    tiles_of,
+)
 
 # As in test_attention: the probabilities' and the result's rounding, half a unit of 2^-11 (fp16) or 2^-8 (bf16) each.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

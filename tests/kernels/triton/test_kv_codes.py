@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.kv_codes import widen_latents
-from ktransformers.kernels.triton.latent import norm_to_cache
-from ktransformers.kernels.triton.mla import mla_attention
-from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.attention.kv_codes import widen_latents
+from ktransformers.kernels.triton.attention.latent import norm_to_cache
+from ktransformers.kernels.triton.attention.mla import mla_attention
+from ktransformers.kernels.triton.attention.paged import attention
+from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
 from tests.kernels.triton.test_attention import DECODE, OPTIONS, PREFILL, TOLERANCE, case, with_sinks
 from tests.kernels.triton.test_mla import case as latent_case
 from tests.support.products import product

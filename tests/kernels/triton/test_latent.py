@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
+from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
 from ktransformers.operators.attention.mla import rotate
 from tests.support.triton_kernels.comparing import RELATIVE, close, normal
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import Activation, GroupType, QuantType
 from tests.support.triton_kernels.quant_cases import (
     GRID_SCALES,
@@ -22,8 +22,7 @@ from tests.support.triton_kernels.quant_cases import (
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton import relay
-from ktransformers.kernels.triton.linear import (
+from ktransformers.kernels.triton.linear.linear import (
     VECTOR_ROWS,
     Workspace,
     _tile_plan,
@@ -32,7 +31,8 @@ from ktransformers.kernels.triton.linear import (
     linear,
     linear_pair,
 )
-from ktransformers.kernels.triton.relay import GpuLayout
+from ktransformers.kernels.triton.quant import relay
+from ktransformers.kernels.triton.quant.relay import GpuLayout
 
 # Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
 # the mean |w| of random bits is at least 2 |s|: 2^-15. The tile kernel rounds each weight to x's type, 11 bits (fp16)

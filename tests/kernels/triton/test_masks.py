@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.common.runtime import jit, tl
 
 WIDTH = 16
 

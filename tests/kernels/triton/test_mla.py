@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention_launch import workspace_numel
-from ktransformers.kernels.triton.mla import mla_attention
+from ktransformers.kernels.triton.attention.launch import workspace_numel
+from ktransformers.kernels.triton.attention.mla import mla_attention
 
 PAGE, PAGES = 16, 20
 # As in test_attention: the probabilities' and the result's rounding, half a unit of 2^-11 each for fp16; here sums

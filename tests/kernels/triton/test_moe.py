@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, OwnType, QuantType, RawTensor
 from tests.support.triton_kernels.quant_cases import pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
 
@@ -14,12 +14,12 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 
-from ktransformers.kernels.triton import relay
-from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.moe import moe, moe_blocks, moe_sum
-from ktransformers.kernels.triton.moe_matrices import Between, ExpertMatrices
-from ktransformers.kernels.triton.moe_workspace import MoeWorkspace, block_rows
-from ktransformers.kernels.triton.relay import GpuLayout
+from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks, moe_align
+from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.moe import moe, moe_blocks, moe_sum
+from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
+from ktransformers.kernels.triton.quant import relay
+from ktransformers.kernels.triton.quant.relay import GpuLayout
 
 
 def routing(tokens, top_k, num_experts, device, seed=0):

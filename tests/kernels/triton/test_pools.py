@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.pools import pooled, rows_to_cache
+from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
 from tests.support.products import product
 
 PAGE, PAGES = 8, 5

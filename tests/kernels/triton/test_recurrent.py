@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from ktransformers.kernels.triton import recurrent, recurrent_mixers
-from ktransformers.kernels.triton.compiling import watch_launches
+from ktransformers.kernels.triton.common.compiling import watch_launches
+from ktransformers.kernels.triton.recurrent import launch as recurrent
+from ktransformers.kernels.triton.recurrent import mixers as recurrent_mixers
 from ktransformers.kernels.types import StateStep
 from tests.support.launches import counted_launches
 from tests.support.triton_kernels import recurrent_oracle as oracle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows, topk_router
+from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows, topk_router
 
 
 def oracle(logits, spec, bias=None):

@@ -34,7 +34,7 @@ def test_imports_without_triton(without_triton):
 
 
 def test_available_here(device):
-    from ktransformers.kernels.triton import runtime
+    from ktransformers.kernels.triton.common import runtime
 
     assert runtime.available() is None
     assert runtime.is_interpreted() == (device.type == "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import QuantType
 from tests.support.triton_kernels.quant_cases import GRID_SCALES, pack_for_cpu, random_matrix
 
@@ -13,10 +13,10 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.cpu import grid_values
-from ktransformers.kernels.triton.matmul_grid import grid_pair, grid_vector
-from ktransformers.kernels.triton.runtime import jit, tl
-from ktransformers.kernels.triton.tables import tables
-from ktransformers.kernels.triton.tiles_grid import grid_tile
+from ktransformers.kernels.triton.common.runtime import jit, tl
+from ktransformers.kernels.triton.linear.grid import grid_pair, grid_vector
+from ktransformers.kernels.triton.quant.tables import tables
+from ktransformers.kernels.triton.quant.tiles_grid import grid_tile
 
 TYPES = list(GRID_SCALES)
 

@@ -27,9 +27,9 @@ from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 pytest.importorskip("triton")
 
 from ktransformers.engine.step.prefill import cuda_tools, open_prefill
-from ktransformers.kernels.triton.moe import moe
-from ktransformers.kernels.triton.moe_matrices import Between, ExpertMatrices
-from ktransformers.kernels.triton.relay import GpuLayout
+from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.moe import moe
+from ktransformers.kernels.triton.quant.relay import GpuLayout
 from ktransformers.operators.experts import streamed as expert_prefill
 from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape

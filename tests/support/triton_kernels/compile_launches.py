@@ -19,27 +19,30 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ktransformers.kernels.triton import dequant, recurrent, recurrent_mixers, runtime
-from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.candidates import BestTokens
-from ktransformers.kernels.triton.choose import choose_positions
-from ktransformers.kernels.triton.clock import write_device_time
-from ktransformers.kernels.triton.compressed import Entries, Pages, attended, keep_values, make_entries, turn
-from ktransformers.kernels.triton.convert import convert_rows
-from ktransformers.kernels.triton.elementwise import add_rms_norm, gate_heads
-from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
-from ktransformers.kernels.triton.hot import split_pairs, sum_onto
-from ktransformers.kernels.triton.hyper import HyperSpec, collapse
-from ktransformers.kernels.triton.kv_codes import widen_latents
-from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
-from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
-from ktransformers.kernels.triton.mla import mla_attention
-from ktransformers.kernels.triton.moe import moe
-from ktransformers.kernels.triton.moe_matrices import SILU, Between, ExpertMatrices
-from ktransformers.kernels.triton.pools import pooled, rows_to_cache
-from ktransformers.kernels.triton.relay import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
-from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
-from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
+from ktransformers.kernels.triton.attention.choose import choose_positions
+from ktransformers.kernels.triton.attention.compressed import Entries, Pages, attended, keep_values, make_entries, turn
+from ktransformers.kernels.triton.attention.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
+from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
+from ktransformers.kernels.triton.attention.kv_codes import widen_latents
+from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
+from ktransformers.kernels.triton.attention.mla import mla_attention
+from ktransformers.kernels.triton.attention.paged import attention
+from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
+from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.common import runtime
+from ktransformers.kernels.triton.common.candidates import BestTokens
+from ktransformers.kernels.triton.common.clock import write_device_time
+from ktransformers.kernels.triton.common.convert import convert_rows
+from ktransformers.kernels.triton.common.elementwise import add_rms_norm, gate_heads
+from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
+from ktransformers.kernels.triton.experts.matrices import SILU, Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.moe import moe
+from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
+from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
+from ktransformers.kernels.triton.quant import dequant
+from ktransformers.kernels.triton.quant.relay import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
+from ktransformers.kernels.triton.recurrent import launch as recurrent
+from ktransformers.kernels.triton.recurrent import mixers as recurrent_mixers
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
 
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.

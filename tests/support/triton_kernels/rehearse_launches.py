@@ -16,9 +16,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ktransformers.kernels.triton import elementwise
-from ktransformers.kernels.triton.compiling import loading, rehearsal, watch_launches
-from ktransformers.kernels.triton.router import RouterSpec, topk_router
+from ktransformers.kernels.triton.common import elementwise
+from ktransformers.kernels.triton.common.compiling import loading, rehearsal, watch_launches
+from ktransformers.kernels.triton.experts.router import RouterSpec, topk_router
 
 DRIVER = SimpleNamespace(
     get_current_device=lambda: 0,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ktransformers.kernels.triton.compiling import is_rehearsal
+from ktransformers.kernels.triton.common.compiling import is_rehearsal
 from ktransformers.operators.shares import RankGroup
 
 __all__ = ["TensorGroup"]

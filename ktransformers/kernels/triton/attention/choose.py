@@ -1,0 +1,153 @@
+"""Which cached positions a row attends to, where an indexer scores them. See `kernels.cpu.choose_positions`.
+
+Scores are a kernel's, for all positions that a block table has room for, so that launches do not depend on lengths; the
+choice is torch's top-k of whole numbers in which ties are broken already.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.triton.attention.launch import compute_type
+from ktransformers.kernels.triton.attention.rope import check_ids
+from ktransformers.kernels.triton.common.elementwise import check_float
+from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
+
+__all__ = ["choose_positions"]
+
+_MAX_SCORES = 1 << 26
+"""Scores that are kept at a time, but for one row's at least."""
+_BLOCK_N = 64
+
+
+@jit
+def _score_kernel(
+    q_ptr, weight_ptr, k_ptr, table_ptr, seq_ptr, len_ptr, out_ptr,
+    q_row, q_head, weight_row, k_slot, table_row, out_row, page_size, scale,
+    NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr,
+    BLOCK_N: tl.constexpr, IS_SUMMED: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, cdiv(positions, BLOCK_N)): scores of some positions of a row, -inf beyond its length."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    heads, columns = tl.arange(0, HEADS_P2), tl.arange(0, DIM_P2)
+    length = tl.load(len_ptr + row)
+    is_seen = positions < length
+    table = table_ptr + tl.load(seq_ptr + row).to(tl.int64) * table_row
+    pages = tl.load(table + positions // page_size, mask=is_seen, other=0).to(tl.int64)
+    slots = pages * page_size + positions % page_size
+    q_mask = (heads < NUM_HEADS)[:, None] & (columns < DIM)[None, :]
+    q = tl.load(q_ptr + row * q_row + heads[:, None] * q_head + columns[None, :], mask=q_mask, other=0.0).to(COMPUTE)
+    k_mask = is_seen[:, None] & (columns < DIM)[None, :]
+    k = tl.load(k_ptr + slots[:, None] * k_slot + columns[None, :], mask=k_mask, other=0.0).to(COMPUTE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
+    if IS_SUMMED:
+        weights = tl.load(weight_ptr + row * weight_row + heads, mask=heads < NUM_HEADS, other=0.0)
+        total = tl.sum(tl.maximum(scores, 0.0) * weights[:, None], 0)
+        tl.store(out_ptr + row * out_row + positions, tl.where(is_seen, total, float("-inf")))
+    else:
+        to = out_ptr + (row * NUM_HEADS + heads[:, None]) * out_row + positions[None, :]
+        kept = tl.where(is_seen[None, :], scores, float("-inf"))
+        tl.store(to, kept, mask=(heads < NUM_HEADS)[:, None])
+
+
+def _scores(
+    q: Tensor, weights: Tensor | None, k_cache: Tensor, block_table: Tensor, page_size: int, seq_ids: Tensor,
+    kv_lens: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """fp32 [T, N], or [T * H, N] of heads apart; N: what a row of the table has room for, and a tile's rest."""
+    num_rows, num_heads, dim = q.shape
+    tiles = -(-block_table.shape[1] * page_size // _BLOCK_N)
+    apart = 1 if weights is not None else num_heads
+    out = torch.empty(num_rows * apart, tiles * _BLOCK_N, dtype=torch.float32, device=q.device)
+    _score_kernel[(num_rows, tiles)](
+        q, q if weights is None else weights, k_cache, block_table, seq_ids, kv_lens, out,
+        q.stride(0), q.stride(1), 0 if weights is None else weights.stride(0), k_cache.stride(0),
+        block_table.stride(0), out.stride(0), page_size, float(scale),
+        NUM_HEADS=num_heads, HEADS_P2=max(power_of_two(num_heads), 16), DIM=dim, DIM_P2=max(power_of_two(dim), 16),
+        BLOCK_N=_BLOCK_N, IS_SUMMED=weights is not None,
+        COMPUTE=compute_type(k_cache.dtype),
+    )  # fmt: skip
+    return out
+
+
+def _best(scores: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
+    """Numbers of the best columns, ascending, int64 [R, K], and which of them exist: have a score above -inf.
+
+    Those that do not exist come last.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0 is 0
+    ascending = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    ranks = (ascending << 32) | (0x7FFFFFFF - columns)
+    best = 0x7FFFFFFF - (ranks.topk(min(num_chosen, scores.shape[1]), dim=-1).values & 0xFFFFFFFF)
+    exists = scores.gather(1, best) > float("-inf")
+    best = torch.where(exists, best, scores.shape[1]).sort(dim=-1).values
+    return best, best < scores.shape[1]
+
+
+def choose_positions(
+    q: Tensor,
+    weights: Tensor | None,
+    k_cache: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_ids: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    num_chosen: int,
+    *,
+    block: int = 1,
+    num_local: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The best positions of T rows: slots int32 [n, K] and counts int32 [n], as `cpu.choose_positions`.
+
+    q: [T, H, D] and k_cache: [slots, D] of one type, fp16, bf16 or fp32; weights: fp32 [T, H]. K is smaller where the
+    block table has room for fewer positions. Nothing is read back to the host, and the same kernels are launched
+    whatever the lengths.
+    """
+    num_rows, num_heads, dim = q.shape
+    check_float("q", q, (None, None, None))
+    check_float("k_cache", k_cache, (None, dim))
+    check_ids("seq_ids", seq_ids, num_rows)
+    check_ids("kv_lens", kv_lens, num_rows)
+    if q.dtype != k_cache.dtype or q.stride(2) != 1:
+        raise TypeError(f"q is {q.dtype} with strides {q.stride()} and k_cache {k_cache.dtype}: they must be alike")
+    width = -(-block_table.shape[1] * page_size // _BLOCK_N) * _BLOCK_N
+    apart = 1 if weights is not None else num_heads
+    step = max(_MAX_SCORES // (width * apart), 1)
+    found = []
+    for first in range(0, max(num_rows, 1), step):
+        rows = slice(first, first + step)
+        part = None if weights is None else weights[rows]
+        scores = _scores(q[rows], part, k_cache, block_table, page_size, seq_ids[rows], kv_lens[rows], scale)
+        seqs, lens = (ids[rows].repeat_interleave(apart) for ids in (seq_ids, kv_lens))
+        positions = _positions(scores, lens, num_chosen, block, num_local)
+        found.append(_slots(positions, lens, block_table, page_size, seqs))
+    return torch.cat([slots for slots, _ in found]), torch.cat([counts for _, counts in found])
+
+
+def _positions(scores: Tensor, kv_lens: Tensor, num_chosen: int, block: int, num_local: int) -> Tensor:
+    """Of the chosen blocks, ascending: int64 [R, K]; those that a row does not see come last."""
+    if block > 1:
+        spare = -scores.shape[1] % block
+        scores = torch.nn.functional.pad(scores, (0, spare), value=float("-inf"))
+        scores = scores.view(len(scores), -1, block).amax(-1)
+        numbers = torch.arange(scores.shape[1], device=scores.device)
+        last = ((kv_lens.long() - 1) // block)[:, None]
+        is_local = (numbers > last - num_local) & (numbers <= last)
+        scores = scores.masked_fill(is_local, float("inf"))
+    best, _ = _best(scores, num_chosen)
+    inside = torch.arange(block, device=scores.device)
+    return (best[..., None] * block + inside).flatten(1)
+
+
+def _slots(
+    positions: Tensor, kv_lens: Tensor, block_table: Tensor, page_size: int, seq_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    is_seen = positions < kv_lens.long()[:, None]
+    known = torch.where(is_seen, positions, 0)
+    pages = block_table[seq_ids.long()].gather(1, known // page_size)
+    slots = pages * page_size + (known % page_size).to(torch.int32)
+    return slots.to(torch.int32), is_seen.sum(1, dtype=torch.int32)

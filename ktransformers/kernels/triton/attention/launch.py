@@ -1,0 +1,458 @@
+"""Checks, tile sizes and launches that grouped-query and latent attention share. Reads no tensor's values.
+
+Every launch parameter follows from shapes, types and the number of multiprocessors, so a launch can be captured in a
+CUDA graph and replayed with other lengths, pages and rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.triton.attention.kernels import decode_kernel, prefill_kernel, reduce_kernel
+from ktransformers.kernels.triton.attention.kv_codes import (
+    KvScales,
+    bits_of,
+    check_cache,
+    has_codes,
+    why_no_code_products,
+)
+from ktransformers.kernels.triton.common.runtime import (
+    is_interpreted,
+    num_multiprocessors,
+    power_of_two,
+    shared_bytes,
+    tl,
+)
+
+__all__ = [
+    "DECODE_ROWS",
+    "Call",
+    "Tile",
+    "check_call",
+    "compute_type",
+    "decode_tile",
+    "launch_decode",
+    "launch_prefill",
+    "prefill_tile",
+    "workspace_numel",
+]
+
+DECODE_ROWS = 16
+"""Up to so many rows (or one per sequence of the table, if that is more) are attended to by the split-KV kernel."""
+
+MIN_CHUNK = 128
+"""Fewest positions of a split: less work does not pay for a program of its own."""
+
+MAX_SPLITS = 32
+
+MAX_SHARES = 4
+"""Programs that share a tile of rows of several sequences."""
+
+MAX_FOLDED = 2048
+"""Values (heads times width) of a split up to which the last program adds all splits; more of them take a launch."""
+
+MAX_HEADS = 64
+"""Query heads of one tile at most."""
+
+WORKSPACE_NUMEL = 1 << 24
+
+_LEAST_N = 16  # positions of a tile
+_LEAST_CODES = 32  # columns that products of codes take at once
+_SPARE_BYTES = 8 << 10  # of shared memory: what else kernels keep there
+
+_LOG2E = math.log2(math.e)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One checked call of an attention entry."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    page_size: int
+    seq_ids: Tensor
+    kv_lens: Tensor
+    scale: float
+    out: Tensor
+    window: int = 0
+    sinks: Tensor | None = None
+    softcap: float = 0.0
+    is_shared: bool = False
+    """Values are the first columns of the keys."""
+    counters: Tensor | None = None
+    """int32, all 0 between calls: with them a decode step's splits are weighed in the launch that computes them."""
+    is_chunked: bool = False
+    """Positions come in chunks of `window`, and a row sees those of its own chunk."""
+    scales: KvScales = (None, None)
+    """Of codes."""
+    code_products: bool = False
+    """Prefill rounds queries to codes too, and multiplies codes with codes."""
+
+    @property
+    def signed_window(self) -> int:
+        """As the kernels take it: below 0 for chunks."""
+        return -self.window if self.is_chunked else self.window
+
+    @property
+    def group(self) -> int:
+        return int(self.q.shape[1] // self.k_cache.shape[1])
+
+    @property
+    def dim_k(self) -> int:
+        return int(self.q.shape[2])
+
+    @property
+    def dim_v(self) -> int:
+        return int(self.v_cache.shape[2])
+
+    @property
+    def has_codes(self) -> bool:
+        return has_codes(self.k_cache)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of a number that is multiplied: codes are widened to the queries' type."""
+        return self.q.element_size() if self.has_codes else self.k_cache.element_size()
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position that a tile holds, once widened."""
+        return (self.dim_k + (0 if self.is_shared else self.dim_v)) * self.element_bytes
+
+
+def check_call(call: Call) -> None:
+    """Raises TypeError (dtype) or ValueError (shape, stride, device, range) that names the wrong argument."""
+    _check_heads(call)
+    _check_numbers(call)
+    _check_code_products(call)
+    others = (
+        call.k_cache,
+        call.v_cache,
+        call.out,
+        call.block_table,
+        call.seq_ids,
+        call.kv_lens,
+        call.sinks,
+        call.counters,
+        *call.scales,
+    )
+    if any(tensor is not None and tensor.device != call.q.device for tensor in others):
+        raise ValueError(f"all tensors must be on q's device, {call.q.device}")
+
+
+def _check_heads(call: Call) -> None:
+    q, k, v = call.q, call.k_cache, call.v_cache
+    for name, tensor in (("q", q), ("out", call.out)) if call.has_codes else _float_tensors(call):
+        if tensor.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
+        if tensor.dim() != 3 or (tensor.numel() and tensor.stride(2) != 1):
+            raise ValueError(f"{name} must have 3 dimensions, the last contiguous, got {list(tensor.shape)}")
+    if k.dtype != v.dtype:
+        raise TypeError(f"k_cache is {k.dtype} and v_cache {v.dtype}: give one type")
+    if call.has_codes and q.dtype == torch.float16:
+        raise TypeError(f"q of {q.dtype} has no room for values of {k.dtype}: give bf16 or fp32")
+    parts = 2 if call.is_shared else 1
+    check_cache("k_cache", k, call.scales[0], (None, None, None), parts)
+    if not call.is_shared:
+        check_cache("v_cache", v, call.scales[1], (None, None, None))
+    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2]:
+        raise ValueError(f"k_cache {list(k.shape)} must fit q {list(q.shape)} and v_cache {list(v.shape)}")
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads")
+    if call.out.shape != (q.shape[0], q.shape[1], v.shape[2]):
+        raise ValueError(f"out must have shape {[*q.shape[:2], v.shape[2]]}, got {list(call.out.shape)}")
+
+
+def _check_code_products(call: Call) -> None:
+    if not call.code_products:
+        return
+    if not call.has_codes or call.is_shared:
+        kept = "latent keys" if call.is_shared else f"a cache of {call.k_cache.dtype}"
+        raise ValueError(f"code_products goes with codes of keys and values, not with {kept}")
+    reason = why_no_code_products(call.k_cache.dtype, call.q.device, (call.dim_k, call.dim_v))
+    if reason is not None:
+        raise TypeError(reason)
+    if not call.scale > 0:
+        raise ValueError(f"scale {call.scale} must be above 0 with code_products")
+
+
+def _float_tensors(call: Call) -> tuple[tuple[str, Tensor], ...]:
+    return ("q", call.q), ("k_cache", call.k_cache), ("v_cache", call.v_cache), ("out", call.out)
+
+
+def _check_numbers(call: Call) -> None:
+    q, table = call.q, call.block_table
+    if table.dtype != torch.int32 or table.dim() != 2 or (table.numel() and table.stride(1) != 1):
+        raise TypeError(f"block_table must be int32 [num_seqs, max_pages] with contiguous rows, got {table.dtype}")
+    for name, numbers in (("seq_ids", call.seq_ids), ("kv_lens", call.kv_lens)):
+        if numbers.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {numbers.dtype}")
+        if numbers.shape != q.shape[:1] or not numbers.is_contiguous():
+            raise ValueError(f"{name} must be contiguous with shape {[q.shape[0]]}, got {list(numbers.shape)}")
+    if call.sinks is not None and (call.sinks.shape != q.shape[1:2] or not call.sinks.is_contiguous()):
+        raise ValueError(f"sinks must be contiguous with shape {[q.shape[1]]}, got {list(call.sinks.shape)}")
+    if call.page_size < 1 or call.window < 0 or call.softcap < 0:
+        raise ValueError(
+            f"page_size {call.page_size} must be >= 1, window {call.window} and softcap {call.softcap} >= 0"
+        )
+    if call.counters is not None and (call.counters.dtype != torch.int32 or not call.counters.is_contiguous()):
+        raise TypeError(f"counters must be contiguous int32, got {call.counters.dtype}")
+
+
+def _parts(dim: int, least: int = 16, *, are_equal: bool = False) -> tuple[int, int]:
+    """`dim` columns as a power of two and a power of two that holds the rest (0 for none); at least `least` each.
+
+    are_equal: the second one, if there is one, is as large as the first.
+    """
+    main = max(least, 1 << (dim.bit_length() - 1))
+    rest = dim - main
+    if rest <= 0:
+        return main, 0
+    return main, main if are_equal else max(least, 1 << (rest - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Sizes of a launch: block_m query rows (tokens times heads) against block_n positions per step.
+
+    min_chunk: fewest positions of a split in decode.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_chunk: int = MIN_CHUNK
+
+
+def split_count(num_heads: int, num_kv_heads: int, max_len: int, device: torch.device, min_chunk: int) -> int:
+    """Programs that share one tile of heads of one row: enough for one row to fill the device, no more than have work.
+
+    Does not look at the number of rows, so that a row's result does not depend on it.
+    """
+    fill = max(1, num_multiprocessors(device) // max(num_kv_heads, num_heads // MAX_HEADS))
+    wanted = min(MAX_SPLITS, 1 << (fill.bit_length() - 1))
+    return max(1, min(wanted, -(-max_len // min_chunk)))
+
+
+def _row_numel(num_heads: int, dim_v: int, splits: int) -> int:
+    """fp32 values of a row's partial results: per head and split a vector and the logarithm of its denominator."""
+    return num_heads * splits * (dim_v + 1)
+
+
+def workspace_numel(
+    num_rows: int, num_heads: int, num_kv_heads: int, dim_v: int, max_len: int, device: torch.device
+) -> int:
+    """fp32 values that decode works in: for all rows, or for as many as fit 64 MB, which then take turns."""
+    row = _row_numel(num_heads, dim_v, split_count(num_heads, num_kv_heads, max_len, device, MIN_CHUNK))
+    return row * min(num_rows, max(1, WORKSPACE_NUMEL // row))
+
+
+def _constants(call: Call, code_products: bool = False) -> dict[str, Any]:
+    dk0, dk1 = _parts(call.dim_k, _LEAST_CODES if code_products else 16)
+    # Values from codes in a second part that is narrower than the first were wrong on an H200 with Triton 3.6 (parts of
+    # 64 and 32, 64 and 16, 128 and 32 columns, tiles of 64 rows; 64 and 64 were not).
+    dv0, dv1 = _parts(call.dim_v, are_equal=call.has_codes)
+    return {
+        "GROUP": call.group, "DK": call.dim_k, "DK0": dk0, "DK1": dk1, "DV": call.dim_v, "DV0": dv0, "DV1": dv1,
+        "SHARED": call.is_shared, "PAGE": call.page_size, "HAS_WINDOW": call.window > 0,
+        "HAS_SOFTCAP": call.softcap > 0,
+        "PRECISION": "tf32x3" if call.element_bytes == 4 else "tf32",
+        "COMPUTE": compute_type(call.q.dtype if call.has_codes else call.k_cache.dtype),
+        "CODES": call.has_codes,
+    }  # fmt: skip
+
+
+def compute_type(dtype: torch.dtype) -> Any:
+    """In which kernels multiply values of `dtype`: the interpreter cannot multiply bf16."""
+    if dtype == torch.float16:
+        return tl.float16
+    return tl.bfloat16 if dtype == torch.bfloat16 and not is_interpreted() else tl.float32
+
+
+def _strides(call: Call) -> tuple[int, ...]:
+    q, k, v = call.q, call.k_cache, call.v_cache
+    scales = [0 if of is None else of.stride(i) for of in call.scales for i in (0, 1)]
+    caches = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    return (q.stride(0), q.stride(1), *caches, *scales, call.block_table.stride(0))
+
+
+def _caches(call: Call, code_products: bool = False) -> tuple[Tensor, ...]:
+    """Keys and values, then their scales; without, any tensor takes their places and is not read.
+
+    Products of codes are given e4m3 as that, and other kernels its bits.
+    """
+    caches = call.k_cache, call.v_cache
+    if not code_products:
+        caches = bits_of(call.k_cache), bits_of(call.v_cache)
+    return *caches, *(caches[0] if of is None else of for of in call.scales)
+
+
+def _scales(call: Call) -> tuple[float, float]:
+    """What the kernel multiplies a dot product with, and the factor behind tanh; logits in units of log 2."""
+    if call.softcap > 0:
+        return call.scale / call.softcap, call.softcap * _LOG2E
+    return call.scale * _LOG2E, 0.0
+
+
+def _is_wide(call: Call) -> bool:
+    """Whether fp32 keys of latent attention must be multiplied in the smallest tiles."""
+    return call.element_bytes * call.dim_k > 1280
+
+
+def _is_aligned(call: Call) -> bool:
+    """Whether rows of the cache begin where asynchronous copies of 4 bytes or more can."""
+    size = call.k_cache.element_size()
+    strides = [size * stride for cache in (call.k_cache, call.v_cache) for stride in (cache.stride(0), cache.stride(1))]
+    return all(s % 4 == 0 for s in strides) and call.k_cache.data_ptr() % 16 == call.v_cache.data_ptr() % 16 == 0
+
+
+def _room(call: Call, block_m: int) -> int:
+    """Bytes of shared memory for keys and values beside block_m rows of queries."""
+    most = min(shared_bytes(call.q.device) - _SPARE_BYTES, 204800)
+    return most - block_m * call.dim_k * call.element_bytes
+
+
+def _rows(call: Call, block_m: int) -> int:
+    """block_m rows, or fewer where they leave no room for the fewest positions."""
+    while block_m > 16 and 3 * _LEAST_N * call.position_bytes > _room(call, block_m):
+        block_m //= 2
+    return block_m
+
+
+def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
+    """As many positions per step as leave room: three tiles of keys and values (two under way, one in use) and the
+    queries take at most 200 KB of shared memory, or what the device has.
+
+    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way. Keys that
+    cannot be copied asynchronously are not read ahead at all: read ahead behind their pages, they were the one
+    difference of a case that made an illegal access on an H200 with Triton 3.6 (20 heads on one KV head of 40 columns
+    of fp16).
+    """
+    if not _is_aligned(call):
+        return Tile(block_m, 32, num_warps, 1)
+    room = _room(call, block_m)
+    block_n = next((n for n in (64, 32) if 3 * n * call.position_bytes <= room), _LEAST_N)
+    return Tile(block_m, block_n, num_warps, 7 if block_n * call.position_bytes <= 16384 else 5)
+
+
+def _fit_widened(call: Call, block_m: int, num_warps: int) -> Tile:
+    """As `_fit`; of codes that are key and value at once fewer rows where keys leave room for the fewest positions.
+
+    A program's sums take all registers but those that codes are widened in: with 64 rows of them they spill.
+    """
+    tile = _fit(call, block_m, num_warps)
+    if call.has_codes and call.is_shared and tile.block_m > 32 and tile.block_n == _LEAST_N:
+        return _fit(call, 32, num_warps)
+    return tile
+
+
+def decode_tile(call: Call) -> Tile:
+    """Tile of the split-KV kernel: the heads that share a KV head, up to 64. Codes are widened by more warps.
+
+    Triton 3.9 keeps a tile of latents, which are keys and values both, in registers: sums of 32 rows take more warps,
+    and where latents are widened leave room for the fewest positions only.
+    """
+    block_m = 16 if _is_wide(call) else _rows(call, min(MAX_HEADS, max(16, power_of_two(call.group))))
+    is_widened = call.has_codes and call.is_shared
+    most = 4096 if is_widened else 8192 if call.is_shared else 16384
+    tile = _fit_widened(call, block_m, 8 if block_m * call.dim_v > most else 4)
+    return replace(tile, block_n=_LEAST_N) if is_widened and tile.block_m == 32 else tile
+
+
+def prefill_tile(call: Call) -> Tile:
+    """64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
+    is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.element_bytes == 4
+    block_m = 16 if _is_wide(call) else _rows(call, 64 if is_small else 128)
+    return _fit_widened(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
+
+
+def _tile_constants(call: Call, tile: Tile) -> dict[str, int]:
+    heads = min(call.group, tile.block_m)
+    return {
+        "HEADS": heads, "HEAD_BLOCKS": -(-call.group // heads), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+
+
+def launch_decode(call: Call, workspace: Tensor | None, tile: Tile | None = None) -> None:
+    """Split-KV attention and its reduction, for as many rows at a time as the workspace holds.
+
+    workspace: fp32, contiguous, for one row at least; made with `workspace_numel` values when None. tile:
+    `decode_tile` when None.
+    """
+    tile = decode_tile(call) if tile is None else tile
+    num_rows, num_heads = call.q.shape[:2]
+    num_kv_heads, device = call.k_cache.shape[1], call.q.device
+    max_len = call.block_table.shape[1] * call.page_size
+    splits = split_count(num_heads, num_kv_heads, max_len, device, tile.min_chunk)
+    row_numel = _row_numel(num_heads, call.dim_v, splits)
+    if workspace is None:
+        numel = workspace_numel(num_rows, num_heads, num_kv_heads, call.dim_v, max_len, device)
+        workspace = torch.empty(max(numel, row_numel), dtype=torch.float32, device=device)
+    if workspace.dtype != torch.float32 or not workspace.is_contiguous() or workspace.numel() < row_numel:
+        raise ValueError(f"workspace must be contiguous fp32 of at least {row_numel} values, got {workspace.numel()}")
+    step = workspace.numel() // row_numel
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        part = replace(call, q=call.q[rows], seq_ids=call.seq_ids[rows], kv_lens=call.kv_lens[rows], out=call.out[rows])
+        _launch_splits(part, tile, splits, workspace.view(-1))
+
+
+def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> None:
+    num_rows, num_heads = call.q.shape[:2]
+    num_lse = num_rows * num_heads * splits
+    parts, lse = workspace[: num_lse * call.dim_v], workspace[num_lse * call.dim_v :]
+    constants = _tile_constants(call, tile)
+    tiles = call.k_cache.shape[1] * constants["HEAD_BLOCKS"]
+    counters, out = call.counters, call.out
+    is_folded = counters is not None and _is_foldable(call, constants["HEADS"], num_rows * tiles)
+    decode_kernel[(num_rows, tiles, splits)](
+        call.q, *_caches(call), call.block_table, call.seq_ids, call.kv_lens, parts, lse,
+        out if call.sinks is None else call.sinks, out, counters if is_folded else call.kv_lens,
+        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.signed_window,
+        NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, FOLDED=is_folded,
+        SPLITS_P2=power_of_two(splits), HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
+    )  # fmt: skip
+    if is_folded:
+        return
+    block_d = min(128, power_of_two(call.dim_v))
+    reduce_kernel[(num_rows, num_heads, -(-call.dim_v // block_d))](
+        parts, lse, call.kv_lens, call.sinks, call.out, call.out.stride(0), call.out.stride(1), call.signed_window,
+        NUM_HEADS=num_heads, DV=call.dim_v, BLOCK_D=block_d, BLOCK_N=tile.block_n, MAX_SPLITS=splits,
+        SPLITS_P2=power_of_two(splits), MIN_CHUNK=tile.min_chunk, HAS_SINKS=call.sinks is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _is_foldable(call: Call, heads: int, programs: int) -> bool:
+    """Whether one program can weigh the splits of a row's tile of heads in less time than a launch takes."""
+    return call.counters is not None and heads * call.dim_v <= MAX_FOLDED and programs <= call.counters.numel()
+
+
+def launch_prefill(call: Call, tile: Tile | None = None) -> None:
+    """Attention of tiles of rows. The rows of one sequence should lie side by side: each run of them is read apart.
+
+    tile: `prefill_tile` when None.
+    """
+    num_rows, num_kv_heads = call.q.shape[0], call.k_cache.shape[1]
+    constants = _tile_constants(call, prefill_tile(call) if tile is None else tile)
+    tokens = constants["BLOCK_M"] // constants["HEADS"]
+    num_seqs = call.block_table.shape[0]
+    # One run is sure with one sequence or one row per tile. A tile rarely holds more runs than shares: they take turns.
+    shares = 1 if num_seqs == 1 else min(tokens, num_seqs + 1, MAX_SHARES)
+    out = call.out
+    prefill_kernel[(-(-num_rows // tokens), num_kv_heads * constants["HEAD_BLOCKS"], shares)](
+        call.q, *_caches(call, call.code_products), call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
+        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.signed_window, num_rows,
+        TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, CODE_PRODUCTS=call.code_products,
+        **constants, **_constants(call, call.code_products),
+    )  # fmt: skip

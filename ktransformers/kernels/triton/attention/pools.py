@@ -1,0 +1,117 @@
+"""Rows of an indexer's cache, and entries of pools of neighbouring positions that are made of them. Knows slots.
+
+    T rows, M positions of a pool, D columns of an entry; pool w has the positions w M .. w M + M - 1
+
+`rows_to_cache` writes rows to their slots; `pooled` sums up the pools that rows end, from the cache: a cached row is
+the position's key [D] and, where keys are weighted, its gates [D]. Launches depend on the number of rows alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.triton.attention.rope import check_ids, is_cached
+from ktransformers.kernels.triton.common.elementwise import check_float
+from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
+
+__all__ = ["pooled", "rows_to_cache"]
+
+
+@jit
+def _write_kernel(
+    row_ptr, cache_ptr, slot_ptr, len_ptr, row_stride, cache_slot, num_slots,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): one row, where its length is a multiple of EVERY."""
+    row = tl.program_id(0).to(tl.int64)
+    slot, columns = tl.load(slot_ptr + row).to(tl.int64), tl.arange(0, BLOCK)
+    is_written = is_cached(slot, num_slots) & (tl.load(len_ptr + row) % EVERY == 0)
+    mask = (columns < WIDTH) & is_written
+    values = tl.load(row_ptr + row * row_stride + columns, mask=mask, other=0.0)
+    tl.store(cache_ptr + slot * cache_slot + columns, values.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+def rows_to_cache(rows: Tensor, cache: Tensor, slot_mapping: Tensor, kv_lens: Tensor, every: int = 1) -> None:
+    """Write rows [T, W] to the first W columns of their slots in cache [slots, >= W].
+
+    slot_mapping: int32 or int64 [T], negative for rows to leave out, as are those whose kv_lens (int32 [T]) is no
+    multiple of `every`.
+    """
+    check_float("rows", rows, (None, None))
+    check_float("cache", cache, (None, None))
+    check_ids("slot_mapping", slot_mapping, len(rows))
+    check_ids("kv_lens", kv_lens, len(rows))
+    width = rows.shape[1]
+    if width > cache.shape[1]:
+        raise ValueError(f"rows of {width} columns do not fit a cache of {cache.shape[1]}")
+    if len(rows):
+        _write_kernel[(len(rows),)](
+            rows, cache, slot_mapping, kv_lens, rows.stride(0), cache.stride(0), cache.shape[0],
+            WIDTH=width, BLOCK=power_of_two(width), EVERY=every,
+        )  # fmt: skip
+
+
+@jit
+def _slot(table, position, page_size, is_read):
+    page = tl.load(table + position // page_size, mask=is_read, other=0).to(tl.int64)
+    return page * page_size + position % page_size
+
+
+@jit
+def _pool_kernel(
+    cache_ptr, bias_ptr, table_ptr, seq_ptr, len_ptr, out_ptr, cache_slot, table_row, out_row, page_size,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, SIZE: tl.constexpr, HAS_GATES: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): the pool that a row ends, zeros where it ends none. Gates are gone over twice, for the largest."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(len_ptr + row)
+    is_end = (length > 0) & (length % SIZE == 0)
+    columns = tl.arange(0, DIM_P2)
+    mask = (columns < DIM) & is_end
+    table = table_ptr + tl.load(seq_ptr + row).to(tl.int64) * table_row
+    total = tl.zeros([DIM_P2], tl.float32)
+    weights = tl.zeros([DIM_P2], tl.float32)
+    most = tl.full([DIM_P2], float("-inf"), tl.float32)
+    if HAS_GATES:
+        for index in range(SIZE):
+            source = cache_ptr + _slot(table, length - SIZE + index, page_size, is_end) * cache_slot + columns
+            gate = tl.load(source + DIM, mask=mask, other=0.0).to(tl.float32)
+            gate += tl.load(bias_ptr + index * DIM + columns, mask=mask, other=0.0).to(tl.float32)
+            most = tl.maximum(most, gate)
+    for index in range(SIZE):
+        source = cache_ptr + _slot(table, length - SIZE + index, page_size, is_end) * cache_slot + columns
+        key = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.full([DIM_P2], 1.0, tl.float32)
+        if HAS_GATES:
+            gate = tl.load(source + DIM, mask=mask, other=0.0).to(tl.float32)
+            gate += tl.load(bias_ptr + index * DIM + columns, mask=mask, other=0.0).to(tl.float32)
+            weight = tl.exp(gate - most)
+        weights += weight
+        total += weight * key
+    tl.store(out_ptr + row * out_row + columns, total / weights, mask=columns < DIM)
+
+
+def pooled(
+    cache: Tensor, bias: Tensor | None, block_table: Tensor, page_size: int, seq_ids: Tensor, kv_lens: Tensor,
+    dim: int, size: int,
+) -> Tensor:  # fmt: skip
+    """fp32 [T, D]: of the pool of `size` positions that ends with each row, zeros for rows that end none.
+
+    cache: [slots, D] or, with gates, [slots, 2 D]; bias: [size, D], added to gates; None for the mean of keys. The
+    others as in `attention`.
+    """
+    num_rows = len(kv_lens)
+    check_float("cache", cache, (None, dim if bias is None else 2 * dim))
+    if bias is not None:
+        check_float("bias", bias, (size, dim))
+    check_ids("seq_ids", seq_ids, num_rows)
+    check_ids("kv_lens", kv_lens, num_rows)
+    out = torch.empty(num_rows, dim, dtype=torch.float32, device=cache.device)
+    if num_rows:
+        _pool_kernel[(num_rows,)](
+            cache, cache if bias is None else bias, block_table, seq_ids, kv_lens, out,
+            cache.stride(0), block_table.stride(0), out.stride(0), page_size,
+            DIM=dim, DIM_P2=power_of_two(dim), SIZE=size, HAS_GATES=bias is not None,
+        )  # fmt: skip
+    return out

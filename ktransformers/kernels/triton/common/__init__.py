@@ -1,0 +1,1 @@
+"""What all kernels stand on: whether Triton runs here, compiling and rehearsing, clocks, bits, elementwise work."""

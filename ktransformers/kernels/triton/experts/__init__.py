@@ -1,0 +1,1 @@
+"""Routing, sorting rows by expert, and the products of routed experts."""

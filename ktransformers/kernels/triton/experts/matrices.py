@@ -1,0 +1,104 @@
+"""Experts as the kernels of moe.py take them: matrices one after another, and what is computed beside products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.triton.linear.digits_matmul import has_digits, is_strided
+from ktransformers.kernels.triton.linear.planes import is_plane_type
+from ktransformers.kernels.triton.quant.dequant import check_matrix
+from ktransformers.kernels.triton.quant.relay import GpuLayout, layout_nbytes
+from ktransformers.kernels.triton.quant.tiles_grid import has_grid
+from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
+
+__all__ = ["SILU", "Between", "ExpertMatrices", "are_planes", "takes_digits"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """One projection of all experts: matrices [rows, cols] one after another.
+
+    data: uint8 [S, bytes of a matrix] (or [S, rows, row_bytes]), contiguous; S slots. layout: of each matrix.
+    Raises TypeError or ValueError when sizes do not agree.
+    """
+
+    data: Tensor
+    qtype: WeightType
+    rows: int
+    cols: int
+    layout: GpuLayout = GpuLayout.ROWS
+
+    def __post_init__(self) -> None:
+        check_matrix(self.data, self.qtype, self.rows, self.cols, self.layout, self.slots)
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one matrix."""
+        return layout_nbytes(self.qtype, self.rows, self.cols, self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What experts compute beside products.
+
+    activation: of gate and up. biases: None, or those of gate and up, [E, I], and of down, [E, H], fp32, contiguous, on
+    the device; by the experts' ids, wherever their matrices are.
+    """
+
+    activation: ActivationSpec = field(default_factory=ActivationSpec)
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: torch.device) -> Between:
+        """Of experts with a gate; a bias that is missing beside others is zero."""
+        given = (weights.gate_bias, weights.up_bias, weights.down_bias)
+        if all(bias is None for bias in given):
+            return cls(activation)
+        made = list[Tensor]()
+        for bias, part in zip(given, (weights.gate, weights.up, weights.down), strict=True):
+            assert part is not None
+            zeros = torch.zeros(len(part), part[0].shape[0]) if bias is None else bias
+            made.append(zeros.to(device, torch.float32).contiguous())
+        return cls(activation, (made[0], made[1], made[2]))
+
+    def check(self, num_experts: int, inner: int, width: int) -> None:
+        """Raises TypeError or ValueError for biases of other experts than these."""
+        for bias, size in zip(self.biases or (), (inner, inner, width), strict=False):
+            if bias.dtype != torch.float32:
+                raise TypeError(f"biases must be float32, got {bias.dtype}")
+            if bias.shape != (num_experts, size) or not bias.is_contiguous():
+                raise ValueError(f"a bias must be contiguous [{num_experts}, {size}], got {tuple(bias.shape)}")
+
+    def options(self) -> dict[str, object]:
+        """Constants of the kernels; numbers that an activation does not use make no kernels of their own."""
+        kind = self.activation.kind
+        return {
+            "ACT": kind.name,
+            "ALPHA": float(self.activation.alpha) if kind is Activation.SWIGLU_OAI else 0.0,
+            "LIMIT": float(self.activation.limit) if kind.is_clamped else 0.0,
+            "HAS_BIAS": self.biases is not None,
+        }
+
+
+SILU = Between()
+
+
+def are_planes(*parts: ExpertMatrices) -> bool:
+    """Whether all are of types whose planes are multiplied with digits."""
+    return all(is_plane_type(int(part.qtype)) for part in parts)
+
+
+def takes_digits(*parts: ExpertMatrices) -> bool:
+    """Whether the vector loop multiplies these with digits, of one order and in one loop."""
+    types = [int(part.qtype) for part in parts]
+    if are_planes(*parts):
+        return True
+    kinds = {(is_strided(number), bool(has_grid(number))) for number in types}
+    return all(has_digits(number) for number in types) and len(kinds) == 1

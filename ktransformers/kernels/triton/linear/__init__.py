@@ -1,0 +1,1 @@
+"""Products with one matrix: of vectors and of many rows, by layout and form of the weights."""

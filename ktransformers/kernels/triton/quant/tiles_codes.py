@@ -1,0 +1,277 @@
+"""Tiles of the CPU's kernels whose weights are codes of up to 8 bits under scales of 16 columns or more.
+
+A group is 64 columns. All readers here work element by element: word i of a group, for any i, has the codes of columns
+4 i .. 4 i + 3 in its bytes (`code_word`), and quarter i / 4 has a scale and an offset (`code_scales`); a weight is
+f S - M with the float f that a code stands for (`number`). Group, i and rows may be of any shapes that broadcast, so
+that a tile of many words and a loop over one row's words read with the same lines. Integers u become 1 + u / 256, see
+dequant.py. Bytes: packed.inl, packed_k2k3.inl, packed_small.inl, packed_ternary.inl in csrc/kernels; weights in groups:
+tiles_groups.py. Knows the bytes; does not know products (matmul_codes.py).
+"""
+
+from __future__ import annotations
+
+from ktransformers.kernels.triton.common.bits import e2m1, e4m3, shifted
+from ktransformers.kernels.triton.common.byte_ops import permute_bytes
+from ktransformers.kernels.triton.common.runtime import constant, jit, static, tl
+from ktransformers.kernels.triton.quant.tile_bytes import byte_pairs, halves, line_words
+from ktransformers.kernels.triton.quant.tiles_groups import (
+    E2M1,
+    F8,
+    code_kind,
+    group_scales,
+    group_word,
+    has_float_codes,
+    is_grouped,
+)
+from ktransformers.kernels.types import QuantType
+
+__all__ = ["code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number", "plain_scales"]
+
+Q2_K = constant(int(QuantType.Q2_K))
+Q3_K = constant(int(QuantType.Q3_K))
+Q4_1 = constant(int(QuantType.Q4_1))
+Q5_0 = constant(int(QuantType.Q5_0))
+Q5_1 = constant(int(QuantType.Q5_1))
+IQ4_NL = constant(int(QuantType.IQ4_NL))
+IQ4_XS = constant(int(QuantType.IQ4_XS))
+TQ1_0 = constant(int(QuantType.TQ1_0))
+TQ2_0 = constant(int(QuantType.TQ2_0))
+NVFP4 = constant(int(QuantType.NVFP4))
+Q1_0 = constant(int(QuantType.Q1_0))
+
+
+def _bytes_of(*values: int) -> int:
+    return int.from_bytes(bytes(values), "little", signed=True)
+
+
+# The 16 values of IQ4, plus 128, as the bytes of words.
+IQ4_0, IQ4_4 = constant(_bytes_of(1, 24, 45, 63)), constant(_bytes_of(79, 93, 106, 118))
+IQ4_8, IQ4_12 = constant(_bytes_of(129, 141, 153, 166)), constant(_bytes_of(181, 197, 217, 241))
+
+
+# What is static is Python's: of plain numbers.
+_SUPER = frozenset(map(int, (QuantType.Q2_K, QuantType.Q3_K, QuantType.IQ4_XS, QuantType.TQ1_0, QuantType.TQ2_0)))
+_Q2_K, _Q1_0, _WITH_MINIMA = int(QuantType.Q2_K), int(QuantType.Q1_0), (int(QuantType.Q4_1), int(QuantType.Q5_1))
+_FIVES = (QuantType.Q5_0, QuantType.Q5_1)
+_SMALL = frozenset(map(int, (*_FIVES, QuantType.Q4_1, QuantType.IQ4_NL, QuantType.NVFP4, QuantType.Q1_0)))
+_TABLES = frozenset(map(int, (QuantType.IQ4_XS, QuantType.IQ4_NL, QuantType.NVFP4)))
+# Types, and bytes of their blocks behind the head; of others 256.
+_BLOCKS = (
+    (int(QuantType.Q2_K), 1344),
+    (int(QuantType.Q3_K), 1792),
+    (int(QuantType.IQ4_XS), 2176),
+    (int(QuantType.TQ1_0), 832),
+    (int(QuantType.TQ2_0), 1024),
+    (int(QuantType.Q5_0), 320),
+    (int(QuantType.Q5_1), 320),
+    (_Q1_0, 64),
+)
+
+
+@static
+def is_super(type_number):
+    """Whether blocks have 256 columns."""
+    return type_number in _SUPER
+
+
+@static
+def has_codes(type_number):
+    """Whether the readers here know a type."""
+    return type_number in _SUPER or type_number in _SMALL or is_grouped(type_number)
+
+
+@static
+def has_offset(type_number):
+    """Whether M is not zero: f of integers is 1 + u / 256."""
+    return type_number not in _TABLES and not (is_grouped(type_number) and has_float_codes(type_number))
+
+
+@static
+def head_bytes(type_number, cols):
+    """Bytes in front of a tile's blocks."""
+    if type_number == _Q2_K:
+        return 0
+    if type_number in _WITH_MINIMA:
+        return cols // 32 * 64
+    if type_number == _Q1_0:
+        return (cols // 128 * 32 + 63) // 64 * 64
+    return (cols // (256 if type_number in _SUPER else 32) * 32 + 63) // 64 * 64
+
+
+@static
+def block_bytes(type_number):
+    """Bytes of a tile's block behind the head."""
+    for known, nbytes in _BLOCKS:
+        if known == type_number:
+            return nbytes
+    return 256
+
+
+@static
+def tile_bytes(type_number, cols):
+    """Bytes of a tile of 16 rows."""
+    blocks = cols // (256 if type_number in _SUPER else 32)
+    return head_bytes(type_number, cols) + blocks * block_bytes(type_number)
+
+
+@jit
+def ternary_digits(word, digit):
+    """Digit number 0 .. 4 of the four bytes of TQ1_0: three times the byte, less the digits before, above 256."""
+    power = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, tl.where(digit == 3, 27, 81))))
+    even = ((word & 0x00FF00FF) * power & 0x00FF00FF) * 3
+    odd = ((word >> 8 & 0x00FF00FF) * power & 0x00FF00FF) * 3
+    return (even >> 8 & 0x00030003) | (odd & 0x03000300)
+
+
+@jit
+def super_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
+    """`code_word` of types with blocks of 256 columns."""
+    SIZE: tl.constexpr = tile_bytes(TYPE, K)
+    block, g = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE), group % 4
+    if TYPE == IQ4_XS:
+        word = line_words(base, block + 128 + 64 * (8 * g + i % 8), n, mask, SIZE)
+        return word >> (4 * (i // 8)) & 0x0F0F0F0F
+    if TYPE == TQ1_0:
+        step = 16 * g + i
+        return ternary_digits(line_words(base, block + 64 * (step // 5), n, mask, SIZE), step % 5)
+    LINES: tl.constexpr = 320 if TYPE == Q2_K else 256 if TYPE == Q3_K else 0
+    word = line_words(base, block + LINES + 64 * (4 * g + i % 4), n, mask, SIZE) >> (2 * (i // 4)) & 0x03030303
+    if TYPE == Q3_K:
+        third = line_words(base, block + 1280 + 128 * g + 64 * (i // 8), n, mask, SIZE)
+        word = word | (third >> (i % 8) & 0x01010101) << 2
+    return word
+
+
+@jit
+def small_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
+    """`code_word` of types with blocks of 32 columns."""
+    SIZE: tl.constexpr = tile_bytes(TYPE, K)
+    b = 2 * group + i // 8
+    block = head_bytes(TYPE, K) + b * block_bytes(TYPE)
+    mask = mask & (b < K // 32)
+    if TYPE == Q1_0:
+        return line_words(base, block, n, mask, SIZE) >> (i % 8) & 0x01010101
+    word = line_words(base, block + 64 * (i % 4), n, mask, SIZE) >> (4 * (i // 4 % 2)) & 0x0F0F0F0F
+    if TYPE == Q5_0 or TYPE == Q5_1:
+        fifth = line_words(base, block + 256, n, mask, SIZE)
+        word = word | (fifth >> (i % 8) & 0x01010101) << 4
+    return word
+
+
+@jit
+def code_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
+    """The codes of columns 4 i .. 4 i + 3 of a group of 64 columns, a byte each; of columns past K: anything."""
+    if is_grouped(TYPE):
+        return group_word(base, group, i, n, mask, TYPE, K)
+    if is_super(TYPE):
+        return super_word(base, group, i, n, mask, TYPE, K)
+    return small_word(base, group, i, n, mask, TYPE, K)
+
+
+@jit
+def super_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
+    """s and m of types with blocks of 256 columns: w = s u - m."""
+    SIZE: tl.constexpr = tile_bytes(TYPE, K)
+    block, g = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE), group % 4
+    if TYPE == Q2_K:
+        both = byte_pairs(base, block + 64 + 32 * (2 * g + q // 2), n, mask, SIZE) >> (8 * (q % 2))
+        d, dmin = halves(base, block, n, mask, SIZE), halves(base, block + 32, n, mask, SIZE)
+        return d * (both & 15).to(tl.float32), dmin * (both >> 4 & 15).to(tl.float32)
+    d = halves(base, group // 4 * 32, n, mask, SIZE)
+    if TYPE == TQ1_0 or TYPE == TQ2_0:
+        s, m = d, d
+    else:
+        if TYPE == Q3_K:
+            pair = byte_pairs(base, block + 32 * (2 * g + q // 2), n, mask, SIZE) >> (8 * (q % 2))
+        else:
+            pair = byte_pairs(base, block + 32 * g, n, mask, SIZE) >> (8 * (q // 2))
+        s = d * ((pair << 24) >> 24).to(tl.float32)
+        m = 4.0 * s
+    return s, m
+
+
+@jit
+def small_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
+    """s and m of types with blocks of 32 columns."""
+    SIZE: tl.constexpr = tile_bytes(TYPE, K)
+    b = 2 * group + q // 2
+    mask = mask & (b < K // 32)
+    if TYPE == NVFP4:
+        pair = byte_pairs(base, 32 * b, n, mask, SIZE) >> (8 * (q % 2))
+        s = e4m3(pair, 0) * 0.5  # `number` is twice the value
+        return s, s
+    if TYPE == Q4_1 or TYPE == Q5_1:
+        return halves(base, 64 * b, n, mask, SIZE), -halves(base, 64 * b + 32, n, mask, SIZE)
+    if TYPE == Q1_0:
+        d = halves(base, b // 4 * 32, n, mask, SIZE)
+        return 2.0 * d, d
+    d = halves(base, 32 * b, n, mask, SIZE)
+    return d, 16.0 * d
+
+
+@jit
+def plain_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
+    """s and m of w = s u - m for a type of plain codes and no groups; as `code_scales`."""
+    if is_super(TYPE):
+        return super_scales(base, group, q, n, mask, TYPE, K)
+    return small_scales(base, group, q, n, mask, TYPE, K)
+
+
+@jit
+def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
+    """S and M of columns 16 q .. 16 q + 15 of a group; zero where masked or past K. M counts if `has_offset`."""
+    if is_grouped(TYPE):
+        s, m = group_scales(base, group, q, n, mask, TYPE, K)
+    elif is_super(TYPE):
+        s, m = super_scales(base, group, q, n, mask, TYPE, K)
+    else:
+        s, m = small_scales(base, group, q, n, mask, TYPE, K)
+    if has_offset(TYPE):
+        s = 256.0 * s
+        m = s + m
+    return s, m
+
+
+@jit
+def iq4_bytes(word):
+    """The values of IQ4, plus 128, for four codes in bytes."""
+    pairs = word | (word >> 4)
+    nibbles = permute_bytes(pairs, pairs, 0x2020)  # the four of them side by side
+    below, chosen = nibbles & 0x7777, ((nibbles >> 1) & 0x4444) | 0x3210
+    low, high = permute_bytes(IQ4_0, IQ4_4, below), permute_bytes(IQ4_8, IQ4_12, below)
+    return permute_bytes(low, high, chosen)
+
+
+@jit
+def number(word, one, b: tl.constexpr, TYPE: tl.constexpr):
+    """What the code in byte b of a word stands for, as fp32."""
+    if TYPE == IQ4_XS or TYPE == IQ4_NL:
+        u = shifted(iq4_bytes(word), 15 - 8 * b) & 0x7F8000
+        return (u | one).to(tl.float32, bitcast=True) * 256.0 - 384.0  # 256 (1 + u / 256), of u = value + 128: exact
+    if TYPE == NVFP4:
+        return e2m1(word, 8 * b)
+    if is_grouped(TYPE):
+        if code_kind(TYPE) == E2M1:
+            return e2m1(word, 8 * b)
+        if code_kind(TYPE) == F8:
+            return e4m3(word, 8 * b)
+    return (shifted(word, 15 - 8 * b) & 0x7F8000 | one).to(tl.float32, bitcast=True)
+
+
+@jit
+def weight(word, s, m, one, b: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """The weight of byte b."""
+    if has_offset(TYPE):
+        return (number(word, one, b, TYPE) * s - m).to(DTYPE)
+    return (number(word, one, b, TYPE) * s).to(DTYPE)
+
+
+@jit
+def code_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE; zero past K."""
+    i = tl.arange(0, 16)[:, None]
+    word = code_word(base, k0 // 64, i, n, mask, TYPE, K)
+    s, m = code_scales(base, k0 // 64, i // 4, n, mask, TYPE, K)
+    even = tl.join(weight(word, s, m, one, 0, TYPE, DTYPE), weight(word, s, m, one, 2, TYPE, DTYPE))
+    odd = tl.join(weight(word, s, m, one, 1, TYPE, DTYPE), weight(word, s, m, one, 3, TYPE, DTYPE))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (64, n.shape[1]))

@@ -1,0 +1,1 @@
+"""Recurrent mixers: scans in chunks and by token, convolutions and their states."""
