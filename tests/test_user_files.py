@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli.chat_history import Conversation
-from ktransformers.cli.chat_input import read_prompt_file
-from ktransformers.cli.settings import read_yaml
+from ktransformers.cli.chat.history import Conversation
+from ktransformers.cli.chat.input import read_prompt_file
+from ktransformers.cli.parsing.settings import read_yaml
 from ktransformers.config import EngineConfig
 from ktransformers.convert.imatrix import read_imatrix
 from ktransformers.engine.parallel.ranks.agent import read_secret

@@ -11,24 +11,19 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from ktransformers.cli import (
-    bench,
-    chat,
-    completion,
-    doctor,
-    imatrix,
-    models,
-    plan,
-    profile,
-    pull,
-    quantize,
-    serve,
-    stage,
-)
-from ktransformers.cli.options import version
-from ktransformers.cli.parser import COMMAND_LINE, ArgumentParser, leaves
+from ktransformers.cli import profile
+from ktransformers.cli.bench import command as bench
+from ktransformers.cli.chat import command as chat
+from ktransformers.cli.doctor import command as doctor
+from ktransformers.cli.models import command as models
+from ktransformers.cli.models import imatrix, plan, pull, quantize
+from ktransformers.cli.parsing import completion
 from ktransformers.cli.parsing.exit_codes import FAILED, INTERRUPTED, WRONG_USAGE, exit_code
-from ktransformers.cli.settings import unknown_variables
+from ktransformers.cli.parsing.options import version
+from ktransformers.cli.parsing.parser import COMMAND_LINE, ArgumentParser, leaves
+from ktransformers.cli.parsing.settings import unknown_variables
+from ktransformers.cli.serve import command as serve
+from ktransformers.cli.serve import stage
 from ktransformers.errors import ConfigError, KTransformersError, reason_of
 
 __all__ = ["build_parser", "guarded", "local_chat_main", "main", "run_command", "server_main"]

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ktransformers.cli.parser import check_place, user_path
+from ktransformers.cli.parsing.parser import check_place, user_path
 
 if TYPE_CHECKING:
     from ktransformers.profiling.compare import Comparison, Row

@@ -1,6 +1,7 @@
 """What a plan comes to in a few numbers: the model, its parameters and bytes, where its parts go, what decoding reads.
 
-Pure: facts of a plan and of a model on meta, in plain types. `ktransformers plan` prints them (cli/plan_screen.py).
+Pure: facts of a plan and of a model on meta, in plain types. `ktransformers plan` prints them
+(cli/models/plan_screen.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ import torch
 
 from ktransformers.bench.gpu import attention, hand_over, latent, linear, prefill, rows
 from ktransformers.bench.gpu.device import Gpu
-from ktransformers.cli import bench_gpu, main
+from ktransformers.cli import main
+from ktransformers.cli.bench import gpu as bench_gpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.attention.latent_expansion import LatentDims

@@ -17,7 +17,7 @@ from ktransformers.bench.gpu import linear
 from ktransformers.bench.roofline_picture import MAX_TYPES, Axis, Box, draw, text_box
 from ktransformers.bench.roofline_points import Panel, Point, Roof, Series, cpu_panel, gpu_panel, records_in
 from ktransformers.cli import main
-from ktransformers.cli.bench_kernels import FORMATS
+from ktransformers.cli.bench.kernels import FORMATS
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import limits
 from ktransformers.kernels.triton.common import runtime

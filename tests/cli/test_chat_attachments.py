@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli.chat_attachments import attach_files, fenced, with_document
+from ktransformers.cli.chat.attachments import attach_files, fenced, with_document
 from ktransformers.errors import ConfigError
 
 
@@ -103,7 +103,7 @@ def test_files_that_are_no_text(here: Path, content: bytes, message: str) -> Non
 
 
 def test_files_that_are_too_large(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.cli.chat_input._MAX_FILE_BYTES", 4)
+    monkeypatch.setattr("ktransformers.cli.chat.input._MAX_FILE_BYTES", 4)
     with pytest.raises(ConfigError, match="noext has more than 0 MiB, too much"):
         attached("@noext")
 

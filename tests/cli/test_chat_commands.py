@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from ktransformers.cli.chat_commands import COMMANDS, bound_command, find_command
-from ktransformers.cli.chat_history import Conversation
-from ktransformers.cli.chat_input import Source, Turn
-from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
-from ktransformers.cli.chat_output import View, format_stats
-from ktransformers.cli.chat_settings import PARAMETERS, Settings
+from ktransformers.cli.chat.commands import COMMANDS, bound_command, find_command
+from ktransformers.cli.chat.history import Conversation
+from ktransformers.cli.chat.input import Source, Turn
+from ktransformers.cli.chat.loop import ChatLoop, ChatOptions
+from ktransformers.cli.chat.output import View, format_stats
+from ktransformers.cli.chat.settings import PARAMETERS, Settings
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.api.llm import LLM
 from ktransformers.errors import ConfigError

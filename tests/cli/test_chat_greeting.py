@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ktransformers.cli.chat_greeting import describe_machine, describe_model
+from ktransformers.cli.chat.greeting import describe_machine, describe_model
 from ktransformers.kernels.cpu import Isa
 from tests.support.fake_chat import reply
 from tests.support.fake_runner import scripted_engine
@@ -33,7 +33,7 @@ def test_the_machine(
         "torch.cuda.get_device_properties", lambda index: SimpleNamespace(name=gpus[index], total_memory=140 << 30)
     )
     monkeypatch.setattr("ktransformers.kernels.cpu.active_isa", lambda: isa)
-    monkeypatch.setattr("ktransformers.cli.chat_greeting.usable_cores", lambda: cores)
+    monkeypatch.setattr("ktransformers.cli.chat.greeting.usable_cores", lambda: cores)
     assert describe_machine(use_cuda) == line
 
 

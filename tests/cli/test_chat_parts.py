@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ktransformers.cli.chat_history import Conversation
-from ktransformers.cli.chat_input import Turn, lines_of, read_prompt_file, read_turn, typed_path
-from ktransformers.cli.chat_output import PlainView, format_stats, short_stats
-from ktransformers.cli.terminal_view import MarkdownView, split_blocks
+from ktransformers.cli.chat.history import Conversation
+from ktransformers.cli.chat.input import Turn, lines_of, read_prompt_file, read_turn, typed_path
+from ktransformers.cli.chat.output import PlainView, format_stats, short_stats
+from ktransformers.cli.chat.terminal_view import MarkdownView, split_blocks
 from ktransformers.core import GenerationStats
 from ktransformers.errors import ConfigError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.cli import build_parser
-from ktransformers.cli.options import engine_config, with_default_model
+from ktransformers.cli.parsing.options import engine_config, with_default_model
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.errors import ConfigError
 from tests.support.fake_chat import Chat
@@ -36,7 +36,7 @@ def test_lines_are_turns_on_demand(chat: Chat) -> None:
 def test_an_empty_pipe_is_said(chat: Chat, tmp_path: Path) -> None:
     out, err = chat(" \n\n", "chat")
     assert out == ""
-    assert err.endswith("...\nWARNING ktransformers.cli.chat_input: standard input is empty, so there is no prompt\n")
+    assert err.endswith("...\nWARNING ktransformers.cli.chat.input: standard input is empty, so there is no prompt\n")
     prompt = tmp_path / "p"
     prompt.write_text("hi")
     out, err = chat("", "chat", "--prompt_file", str(prompt))
@@ -75,7 +75,7 @@ def test_errors_of_one_prompt(chat: Chat) -> None:
 
 
 def test_a_pipe_that_is_too_much(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.cli.chat_input._MAX_FILE_BYTES", 5)
+    monkeypatch.setattr("ktransformers.cli.chat.input._MAX_FILE_BYTES", 5)
     assert chat("12345", "chat")[0] == "you said 12345\n"
     assert "standard input has more than" in chat("123456", "chat", code=1)[1]
     assert "standard input has more than" in chat("123456", "chat", "-p", "x", code=1)[1]
@@ -83,7 +83,7 @@ def test_a_pipe_that_is_too_much(chat: Chat, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_log_level(chat: Chat) -> None:
     assert "cores" not in chat("hi", "chat")[1]
-    assert "INFO ktransformers.cli.chat: " in chat("hi", "chat", "--log_level", "info")[1]
+    assert "INFO ktransformers.cli.chat.command: " in chat("hi", "chat", "--log_level", "info")[1]
 
 
 def test_history_variable(chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

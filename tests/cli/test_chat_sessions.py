@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli.chat_commands import bound_command
-from ktransformers.cli.chat_input import NoSource, Turn
-from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
-from ktransformers.cli.chat_output import PlainView
+from ktransformers.cli.chat.commands import bound_command
+from ktransformers.cli.chat.input import NoSource, Turn
+from ktransformers.cli.chat.loop import ChatLoop, ChatOptions
+from ktransformers.cli.chat.output import PlainView
 from ktransformers.config import EngineConfig
 from ktransformers.core import GenerationStats, SamplingParams
 from ktransformers.engine.api.llm import LLM

@@ -15,13 +15,14 @@ from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from ktransformers.cli import build_parser, prompt_history
-from ktransformers.cli.chat import _terminal_source
-from ktransformers.cli.chat_completion import ChatCompleter
-from ktransformers.cli.chat_input import Turn
-from ktransformers.cli.chat_settings import PARAMETERS
-from ktransformers.cli.chat_terminal import TerminalSource
-from ktransformers.cli.prompt_history import PromptHistory, open_history
+from ktransformers.cli import build_parser
+from ktransformers.cli.chat import prompt_history
+from ktransformers.cli.chat.command import _terminal_source
+from ktransformers.cli.chat.completion import ChatCompleter
+from ktransformers.cli.chat.input import Turn
+from ktransformers.cli.chat.prompt_history import PromptHistory, open_history
+from ktransformers.cli.chat.settings import PARAMETERS
+from ktransformers.cli.chat.terminal import TerminalSource
 from ktransformers.config import user_state_dir
 from ktransformers.errors import ConfigError
 

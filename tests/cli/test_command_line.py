@@ -11,7 +11,7 @@ import pytest
 
 import ktransformers
 from ktransformers.cli import build_parser
-from ktransformers.cli.options import ArgumentParser, add_toggle, engine_config
+from ktransformers.cli.parsing.options import ArgumentParser, add_toggle, engine_config
 from ktransformers.config import EngineConfig
 
 PACKAGE = Path(ktransformers.__file__).parent

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from ktransformers.bench import measuring
-from ktransformers.cli import doctor, main
-from ktransformers.cli import doctor_gpu as gpu
-from ktransformers.cli import doctor_machine as machine
-from ktransformers.cli import doctor_software as software
-from ktransformers.cli.findings import Check, Finding, Level, examine, ok, problem, shown, warning
+from ktransformers.cli import main
+from ktransformers.cli.doctor import command as doctor
+from ktransformers.cli.doctor import gpu, machine, software
+from ktransformers.cli.doctor.findings import Check, Finding, Level, examine, ok, problem, shown, warning
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, SpeedFile
 from tests.support import fake_flashinfer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli import doctor_system as system
-from ktransformers.cli.doctor_speed import speed_findings
-from ktransformers.cli.findings import Finding, Level
-from ktransformers.cli.smbios import MemoryModule, memory_modules
+from ktransformers.cli.doctor import system
+from ktransformers.cli.doctor.findings import Finding, Level
+from ktransformers.cli.doctor.smbios import MemoryModule, memory_modules
+from ktransformers.cli.doctor.speed import speed_findings
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, GpuSpeed, MachineSpeed, Peak
 
 GIB = 1 << 30

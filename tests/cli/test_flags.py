@@ -10,11 +10,17 @@ import pytest
 import yaml
 
 from ktransformers.cli import build_parser, main
-from ktransformers.cli.chat import local_chat_parser
-from ktransformers.cli.options import ArgumentParser, add_model_argument, add_plan_flags, engine_config, model_files
-from ktransformers.cli.parser import leaves
-from ktransformers.cli.serve import server_parser
-from ktransformers.cli.settings import OTHER_VARIABLES, SECRETS
+from ktransformers.cli.chat.command import local_chat_parser
+from ktransformers.cli.parsing.options import (
+    ArgumentParser,
+    add_model_argument,
+    add_plan_flags,
+    engine_config,
+    model_files,
+)
+from ktransformers.cli.parsing.parser import leaves
+from ktransformers.cli.parsing.settings import OTHER_VARIABLES, SECRETS
+from ktransformers.cli.serve.command import server_parser
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import base
 

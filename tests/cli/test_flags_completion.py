@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.cli import build_parser, main
-from ktransformers.cli.completion import SHELLS, completion_script
+from ktransformers.cli.parsing.completion import SHELLS, completion_script
 
 ASK = """
 source "$1"

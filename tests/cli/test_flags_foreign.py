@@ -9,8 +9,8 @@ import re
 import pytest
 
 from ktransformers.cli import build_parser
-from ktransformers.cli.foreign_flags import ANY, BY_NAME, FOREIGN_FLAGS, MODEL, NOTHING, ForeignFlag
-from ktransformers.cli.parser import ArgumentParser, leaves
+from ktransformers.cli.parsing.foreign_flags import ANY, BY_NAME, FOREIGN_FLAGS, MODEL, NOTHING, ForeignFlag
+from ktransformers.cli.parsing.parser import ArgumentParser, leaves
 from ktransformers.tokenizer.tools import AUTO, TOOL_FORMATS
 
 PARSERS = list(leaves(build_parser()))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli import main, serve_models
-from ktransformers.cli.models_file import read_models_file
-from ktransformers.cli.serve import server_parser
-from ktransformers.cli.serve_models import models_file
+from ktransformers.cli import main
+from ktransformers.cli.serve import models as serve_models
+from ktransformers.cli.serve.command import server_parser
+from ktransformers.cli.serve.models import models_file
+from ktransformers.cli.serve.models_file import read_models_file
 from ktransformers.errors import ConfigError
 from ktransformers.server.many import needs
 from ktransformers.server.many.needs import ModelNeeds, ToPlan

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from ktransformers.cli.plan import expect
-from ktransformers.cli.plan_screen import screen, summary_json, verdict
+from ktransformers.cli.models.plan import expect
+from ktransformers.cli.models.plan_screen import screen, summary_json, verdict
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware
 from ktransformers.engine.model.opened import open_synthetic

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as QuantType
 
-from ktransformers.cli import main, pull_progress
-from ktransformers.cli.pull_progress import LineProgress, make_progress
+from ktransformers.cli import main
+from ktransformers.cli.models import pull_progress
+from ktransformers.cli.models.pull_progress import LineProgress, make_progress
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.hub import download

@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from wcwidth import wcwidth
 
-from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
-from ktransformers.cli.chat_output import PlainView, View
+from ktransformers.cli.chat.loop import ChatLoop, ChatOptions
+from ktransformers.cli.chat.output import PlainView, View
+from ktransformers.cli.chat.terminal_text import Highlighter, Layout, Sanitizer, Style, render
+from ktransformers.cli.chat.terminal_view import MarkdownView, TerminalView, palette_of
 from ktransformers.cli.loading import StatusLine
-from ktransformers.cli.terminal_text import Highlighter, Layout, Sanitizer, Style, render
-from ktransformers.cli.terminal_view import MarkdownView, TerminalView, palette_of
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from tests.support.fake_runner import scripted_engine
@@ -341,7 +341,7 @@ def test_terminal_is_restored_after_an_error() -> None:
 
 STOPPED = """
 import signal, sys
-from ktransformers.cli.terminal_keys import muted_keys
+from ktransformers.cli.chat.terminal_keys import muted_keys
 with muted_keys(0):
     print("muted", flush=True)
     sys.stdin.buffer.raw.read(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as T
 
-from ktransformers.cli.quantize import TYPES
+from ktransformers.cli.models.quantize import TYPES
 from ktransformers.convert.mixtures import MIXTURES, ModelShape, choose_types, read_rules
 from ktransformers.errors import RuleError
 

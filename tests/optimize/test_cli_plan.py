@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ktransformers.engine.load.builder  # noqa: F401 - what it takes from others must not be a fake of a test here
-from ktransformers.cli.options import ArgumentParser
-from ktransformers.cli.plan import add_parser, plan_config
+from ktransformers.cli.models.plan import add_parser, plan_config
+from ktransformers.cli.parsing.options import ArgumentParser
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.errors import ConfigError

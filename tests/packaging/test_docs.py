@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.cli import build_parser
-from ktransformers.cli.parser import leaves
+from ktransformers.cli.parsing.parser import leaves
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])

@@ -22,7 +22,7 @@ import yaml
 from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
-from ktransformers.cli.serve import server_parser
+from ktransformers.cli.serve.command import server_parser
 from ktransformers.cluster.config import ClusterArgs
 from ktransformers.core import FinishReason, GenerationStats
 from ktransformers.scheduler.records import SchedulerStats

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.cli import build_parser, guarded
-from ktransformers.cli.chat import local_chat_parser, run
+from ktransformers.cli.chat.command import local_chat_parser, run
 from tests.support.fake_runner import scripted_engine
 
 ENDLESS = "endless"

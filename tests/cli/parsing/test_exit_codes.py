@@ -9,8 +9,8 @@ import pytest
 
 from ktransformers import errors
 from ktransformers.cli import build_parser, guarded, main
-from ktransformers.cli.parser import leaves
 from ktransformers.cli.parsing.exit_codes import exit_code
+from ktransformers.cli.parsing.parser import leaves
 from ktransformers.errors import ConfigError, KTransformersError
 
 COMMANDS = sorted({parser.prog.removeprefix("ktransformers ") for parser in leaves(build_parser())})

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ktransformers.cli.serve import server_parser
-from ktransformers.cli.serving import server_config
+from ktransformers.cli.serve.command import server_parser
+from ktransformers.cli.serve.serving import server_config
 from ktransformers.config import EngineConfig
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.ktransformers import KTransformersBackend

@@ -15,8 +15,8 @@ import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from ktransformers.cli.serve import server_parser
-from ktransformers.cli.serving import server_config
+from ktransformers.cli.serve.command import server_parser
+from ktransformers.cli.serve.serving import server_config
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason
 from ktransformers.errors import ConfigError, EngineError

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ktransformers.cli.options import engine_config
-from ktransformers.cli.serve import server_parser
-from ktransformers.cli.serving import check_flags
+from ktransformers.cli.parsing.options import engine_config
+from ktransformers.cli.serve.command import server_parser
+from ktransformers.cli.serve.serving import check_flags
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from tests.server.backend.test_balance_serve import FLAGS, child_pids, metrics, wait_until

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import zmq
 
-from ktransformers.cli import build_parser, serving
+from ktransformers.cli import build_parser
+from ktransformers.cli.serve import serving
 from ktransformers.config import EngineConfig
 from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
 from ktransformers.errors import ConfigError, EngineError

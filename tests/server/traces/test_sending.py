@@ -162,7 +162,7 @@ def test_nothing_of_it_is_imported_when_it_is_off() -> None:
     code = (
         "import sys, ktransformers.server.balance.scheduler_process, ktransformers.server.balance.engine_process\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
-        "import ktransformers.server.run, ktransformers.server.backend.balance_serve, ktransformers.cli.serve\n"
+        "import ktransformers.server.run, ktransformers.server.backend.balance_serve, ktransformers.cli.serve.command\n"
         "wanted = 'opentelemetry.sdk', 'opentelemetry.exporter', 'ktransformers.server.otlp'\n"  # FastAPI has the API
         "print([name for name in sys.modules if name.startswith(wanted)])"
     )

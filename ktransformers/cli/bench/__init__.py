@@ -1,0 +1,1 @@
+"""`ktransformers bench ...`: a command line for each measurement."""

@@ -1,0 +1,121 @@
+"""What the command lines of `bench` share: the parser of one, the flags of several, checks of values."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from ktransformers.cli.parsing.options import add_model_argument, engine_config, positive_numbers, with_default_model
+from ktransformers.cli.parsing.parser import user_path
+from ktransformers.config import EngineConfig, why_crowded
+from ktransformers.config import check_threads as check_number_of_threads
+from ktransformers.errors import ConfigError
+
+__all__ = [
+    "SHAPE_NAMES",
+    "Kinds",
+    "add_gguf_path",
+    "add_threads",
+    "check_between",
+    "check_range",
+    "check_threads",
+    "chosen",
+    "gguf_file",
+    "kind",
+    "model_or_shape",
+    "numbers",
+]
+
+_log = logging.getLogger(__name__)
+
+SHAPE_NAMES = (
+    *("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"),
+    *("qwen3.6-35b-a3b", "qwen3-coder-next", "qwen3-32b"),
+)
+
+Kinds: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def kind(
+    kinds: Kinds, name: str, help: str, text: str, run: Callable[[argparse.Namespace], int]
+) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
+    """The parser of `bench NAME`, and the group of its own flags."""
+    parser = kinds.add_parser(name, help=help, description=text)
+    parser.set_defaults(run=run)
+    group = parser.add_argument_group("measuring")
+    text = "only the JSON record on standard output; the table on standard error"
+    group.add_argument("--json", action="store_true", help=text)
+    return parser, group
+
+
+def add_threads(group: argparse._ActionsContainer, default: int = 0) -> None:
+    """Add --threads."""
+    text = "worker threads; 0: one per core" + (" (%(default)s)" if default else "")
+    group.add_argument("--threads", type=int, default=default, help=text)
+
+
+def add_gguf_path(parser: argparse.ArgumentParser, group: argparse._ActionsContainer) -> None:
+    """Add MODEL and --gguf_path."""
+    add_model_argument(parser)
+    text = "a GGUF file; without it and MODEL, the bundled model"
+    group.add_argument("--gguf_path", type=user_path, help=text)
+
+
+def check_range(flag: str, value: float, least: float, most: float) -> None:
+    """Raises ConfigError that names the flag."""
+    if not value >= least:  # nor is NaN
+        raise ConfigError(f"--{flag} must be at least {least}, got {value}")
+    if value > most:
+        raise ConfigError(f"--{flag} must be at most {most}, got {value}")
+
+
+def check_between(args: argparse.Namespace, **most: int) -> None:
+    """Each flag must be at least 1 and at most what is given: beyond, a measurement would never end."""
+    for flag, limit in most.items():
+        check_range(flag, getattr(args, flag), 1, limit)
+
+
+def numbers(text: str, flag: str, most: int = 1 << 20) -> list[int]:
+    """Those in "1,4,16", at least 1 each. Raises ConfigError that names `flag`."""
+    found = positive_numbers(text, flag)
+    check_range(flag, max(found), 1, most)
+    return found
+
+
+def check_threads(args: argparse.Namespace) -> None:
+    """Raises ConfigError for far too many --threads; more than there are cores is one logged line."""
+    check_number_of_threads("threads", args.threads)
+    crowded = why_crowded(args.threads)
+    if crowded is not None:
+        _log.warning("%s", crowded)
+
+
+def chosen(text: str, flag: str, names: Sequence[str]) -> list[str]:
+    """Those of `names` in "a,b". Raises ConfigError that names `flag`."""
+    found = text.split(",")
+    unknown = [name for name in found if name not in names]
+    if unknown:
+        raise ConfigError(f"--{flag} {unknown[0]} is not one of {', '.join(names)}")
+    return found
+
+
+def gguf_file(config: EngineConfig) -> Path:
+    """The file that the flags name. Raises ConfigError when they name none, or a folder."""
+    if config.gguf_path is None or not config.gguf_path.is_file():
+        raise ConfigError("this measures one GGUF file: name it as MODEL or with --gguf_path")
+    return config.gguf_path
+
+
+def model_or_shape(args: argparse.Namespace) -> EngineConfig:
+    """What the flags ask for. Raises ConfigError when they contradict each other."""
+    config = engine_config(args)
+    if args.synthetic is None:
+        if args.layers is not None:
+            raise ConfigError("--layers cuts a --synthetic shape; a model's files have the layers that they have")
+        return with_default_model(config)
+    if config.model_path is not None or config.gguf_path is not None:
+        raise ConfigError("--synthetic needs no model: its weights are made on the spot; leave the path out")
+    return config

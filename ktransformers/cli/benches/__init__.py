@@ -1,1 +1,0 @@
-"""Command lines of `ktransformers bench`, one file per command."""

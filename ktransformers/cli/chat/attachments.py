@@ -1,0 +1,75 @@
+"""Files that a prompt names with `@path`: their text follows the question. Knows no terminal and no model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ktransformers.cli.chat.input import read_text_file
+
+__all__ = ["MENTION_START", "attach_files", "fenced", "with_document"]
+
+MENTION_START = r"(?<![A-Za-z0-9_@./])@"
+"""Not after a letter: an @ inside of a word belongs to an address. Scripts without spaces may stand before it."""
+
+# Quotes allow spaces.
+_MENTION = re.compile(MENTION_START + r"""(?:"(?P<quoted>[^"\n]+)"|(?P<plain>[^\s"@]\S*))""")
+_BACKTICKS = re.compile(r"`{3,}")
+_AFTER_A_PATH = "?.,;:!)]}>'\"`"  # what a sentence puts behind a path, and letters that are not ASCII
+_ENDS_A_PATH = re.compile(r"""[,;)\]}>'"`]|[^\x00-\x7f]""")  # of these, what a sentence can go on after
+
+
+def fenced(text: str, language: str = "") -> str:
+    """`text` in a fenced block that nothing in it can close."""
+    longest = max((len(found) for found in _BACKTICKS.findall(text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def with_document(prompt: str, document: str) -> str:
+    """A prompt and the document that it is about."""
+    return f"{prompt}\n\n{fenced(document)}" if document else prompt
+
+
+def _file(name: str) -> tuple[str, Path] | None:
+    """The longest file that `name` begins with, as it is spelled and as it is opened; a sentence goes on after it."""
+    name = name[:4096]  # no path is longer
+    while name:
+        path = Path(os.path.expanduser(name))
+        if "\0" not in name and os.path.isfile(path):
+            return name, path
+        if name[-1] in _AFTER_A_PATH or not name[-1].isascii():
+            name = name[:-1]
+        else:
+            name = name[: max((found.start() for found in _ENDS_A_PATH.finditer(name)), default=0)]
+    return None
+
+
+def _size(text: str) -> str:
+    """What the user needs to know of it: will it fit?"""
+    lines = text.count("\n") + 1
+    return f"{lines:,} line{'s' * (lines > 1)}, {len(text):,} character{'s' * (len(text) > 1)}"
+
+
+def attach_files(text: str, note: Callable[[str], None]) -> str:
+    """`text`, and below it the text of each file that it names with `@path`. note is told of each.
+
+    `@name` stays text when there is no such file. Raises ConfigError for files that are no text or too large.
+    """
+    blocks: dict[Path, str] = {}
+    for mention in _MENTION.finditer(text):
+        name = mention["quoted"] or mention["plain"]
+        found = _file(name)
+        if found is None:
+            if mention["quoted"] or "/" in name:  # meant as a path, most likely
+                reason = "is a folder" if os.path.isdir(os.path.expanduser(name)) else "is no file here"
+                note(f"{name} {reason}: nothing is attached for it")
+            continue
+        name, path = found
+        if path not in blocks:
+            content = read_text_file(path, "attached")
+            blocks[path] = f"{name}:\n{fenced(content, path.suffix[1:] if path.suffix[1:].isalnum() else '')}"
+            note(f"attached {name}, {_size(content.rstrip())}")
+    return "\n\n".join([text, *blocks.values()])

@@ -1,0 +1,147 @@
+"""`ktransformers plan MODEL`: whether a model fits, what would help, how fast it can be, and what goes where.
+
+Reads headers only. Exit code 0 when the model fits, 1 with one line on standard error when it does not. Warnings go to
+standard error, so that `--json` leaves one JSON document on standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ktransformers.cli.models.plan_nodes import nodes_command
+from ktransformers.cli.parsing.options import (
+    add_logging_flag,
+    add_model_argument,
+    add_plan_flags,
+    add_tier_flags,
+    engine_config,
+    set_up_logging,
+    with_default_model,
+)
+from ktransformers.config import EngineConfig
+from ktransformers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ktransformers.engine.model.opened import OpenedModel
+    from ktransformers.engine.plan.outlook import Outlook
+    from ktransformers.optimize.machine_speed import MachineSpeed
+    from ktransformers.optimize.predict import Expected
+
+__all__ = ["add_parser", "expect", "open_planned", "plan_command", "plan_config"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command. `run` is set to the function that takes the parsed arguments and returns an exit code."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="show whether a model fits, how fast it can be and what would run where, without loading it",
+        description="Show whether a model fits into this machine and what would make it fit, how fast it can be at "
+        "most, and where its parts would run. Reads headers only. Exit code 1 when the model does not fit.",
+    )
+    add_model_argument(parser)
+    add_plan_flags(parser)
+    add_tier_flags(parser)
+    parser.add_argument("--synthetic", metavar="NAME", help="a published model's shape instead of its files")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=512,
+        help="tokens of the predicted prompt, and before decode (%(default)s)",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences that decode together, predicted (%(default)s)")
+    parser.add_argument(
+        "--nodes",
+        metavar="NODES",
+        help="divide the layers over machines: their free GiB in the order of the stages, such as "
+        '"ram=64,vram=24 ram=128,gbs=200"; gbs and vram_gbs are GB/s that are read (50, 1000)',
+    )
+    parser.add_argument("--full", action="store_true", help="the modules as well, equal layers on one line")
+    parser.add_argument("--modules", action="store_true", help="every module on its own line, nothing left out")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    add_logging_flag(parser)
+    parser.set_defaults(run=plan_command, log_level="warning")  # what goes where is on the screen
+
+
+def plan_config(args: argparse.Namespace) -> EngineConfig:
+    """The configuration that the arguments ask for; the bundled model's when they name none. Raises ConfigError."""
+    config = engine_config(args)
+    if args.synthetic is None:
+        return with_default_model(config)
+    if config.model_path is not None or config.gguf_path is not None:
+        raise ConfigError("--synthetic needs no model: it is a shape without files; leave the path out")
+    return config
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    """Print the plan; 0 when the model fits, 1 when it does not. Raises KTransformersError for everything else."""
+    set_up_logging(args.log_level)
+    config = plan_config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
+    _check_case(args)
+    if args.nodes is not None:
+        return nodes_command(config, args.synthetic, args.nodes, as_json=args.json)
+    from ktransformers.bench.bandwidth import bandwidths
+    from ktransformers.engine.plan.outlook import look_ahead
+    from ktransformers.optimize.machine_speed import SpeedFile
+
+    outlook = look_ahead(open_planned(config, args.synthetic), name=args.synthetic)
+    rates = bandwidths(outlook.summary.reads.bytes_per_token(), outlook.num_threads)
+    expected = expect(outlook, SpeedFile().read(), args.batch, args.context)
+    _show(outlook, rates, expected, as_json=args.json, is_full=args.full, modules=args.modules)
+    if outlook.remedies is None:
+        return 0
+    print("error: the model does not fit into this machine", file=sys.stderr)
+    return 1
+
+
+def _check_case(args: argparse.Namespace) -> None:
+    for flag, value, most in (("context", args.context, 1 << 24), ("batch", args.batch, 1 << 12)):
+        if not 1 <= value <= most:
+            raise ConfigError(f"--{flag} must be between 1 and {most}, got {value}")
+
+
+def expect(outlook: Outlook, speed: MachineSpeed | None, batch: int, context: int) -> Expected:
+    """What a machine of this speed will do with the plan, or why that cannot be said."""
+    from ktransformers.optimize.predict import Expected, predict_decode, predict_prefill
+
+    load, chunk_size = outlook.summary.load, outlook.summary.chunk_size
+    if speed is None:
+        return Expected((), "ktransformers doctor measures this machine first")
+    missing = sorted(load.devices() - {"cpu", *speed.gpus})
+    if missing:
+        return Expected((), f"{', '.join(missing)} was not measured: ktransformers doctor --measure")
+    if speed.cpu.threads != outlook.num_threads:
+        return Expected((), f"{speed.cpu.threads} threads were measured, and the plan has {outlook.num_threads}")
+    prefill = predict_prefill(load, speed, context, chunk_size)
+    return Expected((prefill, predict_decode(load, speed, batch, context)))
+
+
+def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
+    """The model of the files, or of a published shape's name."""
+    from ktransformers.engine.model.opened import open_model, open_synthetic
+
+    if synthetic is None:
+        return open_model(config)
+    from ktransformers.models.synthetic_shapes import find_shape
+
+    return open_synthetic(config, find_shape(synthetic).config())
+
+
+def _show(
+    outlook: Outlook, rates: Mapping[str, float], expected: Expected, *, as_json: bool, is_full: bool, modules: bool
+) -> None:
+    from ktransformers.cli.models.plan_screen import screen, summary_json
+    from ktransformers.optimize.report import print_plan, to_json
+
+    if as_json:
+        print(json.dumps({**to_json(outlook.plan), "summary": summary_json(outlook, rates, expected)}, indent=2))
+        return
+    print("\n".join(screen(outlook, rates, expected)))
+    if is_full or modules:
+        from rich.console import Console
+
+        print()
+        print_plan(outlook.plan, Console(), modules=modules)

@@ -1,0 +1,1 @@
+"""`ktransformers serve` and `stage`: one model, several models, a cluster, a stage of a pipeline."""

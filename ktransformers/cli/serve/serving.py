@@ -1,0 +1,164 @@
+"""What `serve` makes of its flags: the configuration of the service, and what makes its backend."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ktransformers.cli.parsing.options import given_sampling
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.hub.locate import title_of
+from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
+
+if TYPE_CHECKING:
+    from ktransformers.config import EngineConfig
+    from ktransformers.server.backend.base import Backend
+    from ktransformers.server.backend.profiler import ProfileConfig
+    from ktransformers.server.config import ServerConfig
+
+__all__ = [
+    "BACKENDS",
+    "DEFAULT_BACKEND",
+    "ENGINE_TIMEOUT",
+    "MAX_BATCH_SIZE",
+    "MAX_ENGINE_RESTARTS",
+    "PAGE_SIZE",
+    "backend_maker",
+    "check_flags",
+    "server_config",
+]
+
+_log = logging.getLogger(__name__)
+
+BACKENDS = ("balance_serve", "ktransformers", "transformers")
+DEFAULT_BACKEND = "balance_serve"
+_TIER_FLAGS = ("cpu_memory_size_GB", "kv_disk_path", "kv_disk_size_GB")
+_BALANCE_FLAGS = (
+    "max_batch_size", "max_itl_ratio", "max_gap_ms", "page_size", "prefix_cache", "max_engine_restarts",
+    "engine_timeout", "spare_engine", *_TIER_FLAGS
+)  # fmt: skip
+PAGE_SIZE = 64
+MAX_BATCH_SIZE = 16
+MAX_ENGINE_RESTARTS = 5
+ENGINE_TIMEOUT = 300.0
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that contradict each other; says which have no effect with this backend."""
+    if args.backend_type not in BACKENDS:
+        raise UnsupportedError(f"--backend_type {args.backend_type} is not one of {', '.join(BACKENDS)}")
+    if args.backend_type != "balance_serve":
+        for flag in _BALANCE_FLAGS:
+            if getattr(args, flag) is not None:
+                _log.warning(
+                    "--%s has no effect: the %s backend computes one request at a time", flag, args.backend_type
+                )
+        for flag in _TIER_FLAGS:
+            setattr(args, flag, None)  # nor is memory planned for it
+    elif args.kv_disk_size_GB is not None and args.kv_disk_path is None:
+        raise ConfigError("--kv_disk_size_GB bounds the files in --kv_disk_path; name that folder, too")
+
+
+def listed_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """--model_name."""
+    names = [name.strip() for text in args.model_name for name in text.split(",")]
+    if not all(names):
+        raise ConfigError("--model_name must not be empty")
+    return tuple(dict.fromkeys(names))
+
+
+def model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
+    """--model_name, then what the paths are called."""
+    names = list(listed_names(args))
+    names += [title_of(path) for path in (config.model_path, config.gguf_path) if path is not None]
+    return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
+
+
+def server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfig:
+    """The service's configuration, of a model that is resolved. Raises ConfigError."""
+    from ktransformers.server.config import ServerConfig
+    from ktransformers.server.keys import read_api_keys
+
+    keys = read_api_keys(args.api_key, args.api_key_file)
+    if args.backend_type != "balance_serve" and any(limits.priority is not None for limits in keys.values()):
+        _log.warning(
+            "priority= in --api_key_file has no effect: the %s backend serves by order of arrival", args.backend_type
+        )
+
+    return ServerConfig(
+        host=args.host[1:-1] if args.host.startswith("[") and args.host.endswith("]") else args.host,
+        port=args.port,
+        model_names=model_names(args, config),
+        api_keys=tuple(keys),
+        key_limits=keys,
+        listed_names=listed_names(args),
+        cors_origins=tuple(args.cors_origins),
+        allowed_hosts=tuple(name.strip() for text in args.allowed_hosts for name in text.split(",") if name.strip()),
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        sampling=given_sampling(args),
+        max_new_tokens=args.max_new_tokens,
+        is_strict_on_names=args.strict_model_name,
+        is_strict_on_fields=args.strict_requests,
+        reads_special_tokens=args.special_tokens_in_content,
+        force_think=args.force_think,
+        drops_oldest=args.context_overflow == "drop",
+        web=args.web,
+        tool_format=args.tool_format,
+        max_queue=args.max_queue,
+        max_queue_per_key=args.max_queue_per_key,
+        responses_store=args.responses_store << 20,
+        max_suspended=args.max_suspended,
+        max_keep_seconds=args.max_keep_seconds,
+        kept_streams=args.kept_streams << 20,
+        state_dir=args.state_dir,
+        request_timeout=args.request_timeout,
+        drain_seconds=args.drain_seconds,
+        ping_seconds=args.ping_seconds,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
+    )
+
+
+def _profile_config(args: argparse.Namespace) -> ProfileConfig:
+    from ktransformers.profiling.capture import ProfileLimits
+    from ktransformers.server.backend.profiler import ProfileConfig
+
+    limits = ProfileLimits(args.profile_max_bytes)
+    config = ProfileConfig(args.profile, args.profile_root, limits, args.log_level)
+    config.check()
+    return config
+
+
+def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Backend]:
+    """What makes the backend. Imports it here, before the port is taken."""
+    profile = _profile_config(args)
+    if args.backend_type == "balance_serve":
+        from ktransformers.cache.page_folder import private_folder
+        from ktransformers.server.backend.balance_serve import BalanceServeBackend
+        from ktransformers.server.balance.supervisor import BalanceConfig
+
+        if config.kv_disk_path is not None:
+            private_folder(config.kv_disk_path)  # later on, a folder that cannot be used is a line in the log
+        balance = BalanceConfig(
+            engine=config,
+            page_size=PAGE_SIZE if args.page_size is None else args.page_size,
+            max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
+            max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
+            max_gap_ms=MAX_GAP_MS if args.max_gap_ms is None else args.max_gap_ms,
+            has_prefix_cache=config.prefix_cache,
+            max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
+            engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
+            has_spare_engine=args.spare_engine is not False,
+            log_level=args.log_level,
+            has_traces=args.otlp_traces_endpoint is not None,
+        )
+        return lambda: BalanceServeBackend(balance, profile=profile)
+    if args.backend_type == "transformers":
+        from ktransformers.server.backend.transformers import TransformersBackend
+
+        return lambda: TransformersBackend(config, profile)
+    from ktransformers.server.backend.ktransformers import KTransformersBackend
+
+    return lambda: KTransformersBackend(config, profile)
