@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from ktransformers.config import DEMO_MODEL_PATH
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.quantize.write import quantize
 
 GGUF_NAME = "demo-Q4_K_M.gguf"
 # The tensors of one decoder layer: HF name -> (GGUF name, type).

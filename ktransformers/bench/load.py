@@ -46,8 +46,8 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.experts import resident
 from ktransformers.operators.linear import matrix
-from ktransformers.weights import transcode
 from ktransformers.weights.mapped_file import map_file
+from ktransformers.weights.quantize import transcode
 
 __all__ = ["CACHE_STATES", "CacheState", "LoadWork", "bench_load"]
 

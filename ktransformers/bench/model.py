@@ -30,7 +30,7 @@ from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.system.cores import usable_cores
-from ktransformers.weights.gguf import GGUFModel, open_gguf
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 
 __all__ = ["Weights", "bench_model", "shown_weights", "weights_of"]
 

@@ -35,7 +35,7 @@ from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.cores import usable_cores
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 
 __all__ = ["OfflineWork", "bench_offline", "fitting_layers"]
 

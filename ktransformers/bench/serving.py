@@ -25,7 +25,7 @@ from ktransformers.bench.machine import measured_machine, shown_machine
 from ktransformers.bench.model import Weights, shown_weights, weights_of
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.bench.server_process import ServerProcess
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 
 __all__ = ["ServingWork", "bench_serving"]
 

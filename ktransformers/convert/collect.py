@@ -27,7 +27,7 @@ from ktransformers.models.registry import routed_experts
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.optimize.tied import TiedSource
 from ktransformers.system.cores import usable_cores
-from ktransformers.weights.names import Change, GGUFNames
+from ktransformers.weights.gguf.names import Change, GGUFNames
 
 __all__ = ["Collector", "chunks_of", "collect"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGUFValueType, GGUFWriter
 
 from ktransformers.kernels.types import QuantType, row_bytes
-from ktransformers.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
+from ktransformers.weights.gguf.file import DEFAULT_ALIGNMENT, GGUFFile
 
 __all__ = ["Entries", "Entry", "Layout", "Placed", "entries_of", "entry", "lay_out"]
 

@@ -1,7 +1,7 @@
-"""From the parameters of a model of `transformers` to the tensors of a GGUF: the inverse of `weights/gguf_source.py`.
+"""From the parameters of a model of `transformers` to the tensors of a GGUF: what `weights/gguf/source.py` undoes.
 
-Names, and what changes, are those by which such files are read (`weights/names.py`); here the changes are undone the
-other way round. Knows no metadata.
+Names, and what changes, are those by which such files are read (`weights/gguf/names.py`); here the changes are
+undone the other way round. Knows no metadata.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ktransformers.kernels.types import ExpertWeights, OwnType, QuantType, RawTe
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
+from ktransformers.weights.gguf.names import Change, GGUFNames, Stored
+from ktransformers.weights.gguf.recurrent_names import Form
 from ktransformers.weights.mapped_file import typed_view
-from ktransformers.weights.names import Change, GGUFNames, Stored
-from ktransformers.weights.recurrent_names import Form
+from ktransformers.weights.quantize.transcode import dequantize
 from ktransformers.weights.source import ExpertsLayout, WeightSource
-from ktransformers.weights.transcode import dequantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

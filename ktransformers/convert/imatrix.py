@@ -21,8 +21,8 @@ from gguf import GGUFWriter
 
 from ktransformers.errors import FormatError
 from ktransformers.file_kinds import is_gguf, read_head
-from ktransformers.weights.gguf import GGUFModel, open_gguf
-from ktransformers.weights.transcode import dequantize
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
+from ktransformers.weights.quantize.transcode import dequantize
 
 __all__ = ["Imatrix", "Statistics", "read_imatrix", "write_imatrix"]
 

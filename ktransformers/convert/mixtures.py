@@ -18,7 +18,7 @@ from gguf import LlamaFileType
 from ktransformers.errors import RuleError
 from ktransformers.kernels.types import QuantType, block_size
 from ktransformers.optimize.document import Item, read_yaml
-from ktransformers.weights.quantize import WRITABLE_TYPES
+from ktransformers.weights.quantize.write import WRITABLE_TYPES
 
 __all__ = [
     "MIXTURES",

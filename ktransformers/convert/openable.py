@@ -1,7 +1,7 @@
 """Whether llama.cpp opens a file with these tensors: what its loader takes, for each architecture that is written.
 
 It refuses a file that lacks a tensor it asks for, and one with a tensor that it does not ask for. What it asks for is
-here (llama.cpp's src/models); which names a converter uses is in weights/names.py. Knows no file.
+here (llama.cpp's src/models); which names a converter uses is in weights/gguf/names.py. Knows no file.
 """
 
 from __future__ import annotations

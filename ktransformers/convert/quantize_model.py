@@ -47,9 +47,9 @@ from ktransformers.models.gguf_of_config import check_comes_back, factor_tensors
 from ktransformers.system.cores import usable_cores
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.tokenizer.gguf_vocab import cut_vocab
-from ktransformers.weights.gguf import GGUFModel, open_gguf
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
+from ktransformers.weights.gguf.names import is_of_other_parts
 from ktransformers.weights.loader import weight_format
-from ktransformers.weights.names import is_of_other_parts
 
 __all__ = ["Outcome", "Task", "quantize_model"]
 

@@ -12,8 +12,8 @@ import torch
 
 from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix, QuantType, RawTensor
 from ktransformers.weights.experts import BlockScaledMatrix
-from ktransformers.weights.gguf import GGUFModel
-from ktransformers.weights.transcode import dequantize
+from ktransformers.weights.gguf.file import GGUFModel
+from ktransformers.weights.quantize.transcode import dequantize
 
 __all__ = ["Matrix", "OutTensor", "gguf_tensors", "rows_as", "rows_f32"]
 

@@ -19,7 +19,7 @@ from ktransformers.convert.partial_file import PartialFile
 from ktransformers.convert.tensors import Matrix, OutTensor, rows_as, rows_f32
 from ktransformers.errors import WeightError
 from ktransformers.kernels.types import row_bytes
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.quantize.write import quantize
 
 __all__ = ["Importance", "write_tensors"]
 

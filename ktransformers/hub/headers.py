@@ -60,8 +60,8 @@ def _may_begin_like(path: Path) -> bool:
 
 def _error_of(path: Path, read: int) -> FormatError | None:
     """None when the file's first `read` bytes have the whole header. What follows them are zeros."""
-    from ktransformers.weights.gguf import parse_file as parse_gguf
-    from ktransformers.weights.safetensors import parse_file as parse_safetensors
+    from ktransformers.weights.gguf.file import parse_file as parse_gguf
+    from ktransformers.weights.safetensors.file import parse_file as parse_safetensors
 
     parse = parse_gguf if path.suffix.lower() == ".gguf" else parse_safetensors
     try:

@@ -3,7 +3,7 @@
     DBRX     experts.mlp.w1, v1, w2 [E I, H], one expert below another --> gate_up_proj [E, 2 I, H], down_proj [E, H, I]
     JetMoE   a block of input_linear, output_linear and a router that sorts rows --> the same, in a block of GraniteMoE
 
-Skeleton and twin are changed alike; where the numbers lie in safetensors is in weights/checkpoint_names.py.
+Skeleton and twin are changed alike; where the numbers lie in safetensors is in weights/conversion/checkpoint_names.py.
 """
 
 from __future__ import annotations

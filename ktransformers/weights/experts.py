@@ -32,7 +32,7 @@ from ktransformers.kernels.types import (
 )
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.mapped_file import typed_view
-from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize, target_type
+from ktransformers.weights.quantize.write import QUANTIZABLE_TYPES, quantize, target_type
 from ktransformers.weights.source import TensorInfo
 
 __all__ = [

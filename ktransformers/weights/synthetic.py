@@ -27,8 +27,8 @@ from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, Raw
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import family_of
 from ktransformers.system.cores import usable_cores
+from ktransformers.weights.quantize.transcode import dequantize
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
-from ktransformers.weights.transcode import dequantize
 
 __all__ = ["ROUTINGS", "SyntheticSource", "random_blocks", "skewed_gain"]
 

@@ -25,7 +25,7 @@ from ktransformers.cli import main
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import base
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 
 TINY = ["--threads", "1", "--experts", "4", "--top_k", "2", "--hidden", "256", "--width", "256", "--layers", "1"]
 TINY += ["--seconds", "0.001", "--tokens", "1,3"]

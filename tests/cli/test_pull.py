@@ -19,7 +19,7 @@ from ktransformers.engine.load.builder import plan_model
 from ktransformers.hub import download
 from ktransformers.hub.locate import locate_model, locate_path
 from ktransformers.optimize.machine import Machine
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.gguf_writer import write_gguf
 from tests.support.hub_server import HubServer, Repo, hub_on_loopback
 from tests.support.tiny_models import tiny_model, write_safetensors

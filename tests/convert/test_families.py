@@ -14,8 +14,8 @@ from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_of_config import WRITABLE_FAMILIES
-from ktransformers.weights.gguf import open_gguf
-from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.gguf.file import open_gguf
+from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.converting import contents, quantized, tensors
 from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.fp8_models import write_both

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.gguf import open_gguf
-from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.gguf.file import open_gguf
+from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.converting import quantized
 from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.source_checks import fill

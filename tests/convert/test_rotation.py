@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import UnsupportedError
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.converting import contents, quantized, tensors
 from tests.support.tiny_models import tiny_model, write_safetensors
 

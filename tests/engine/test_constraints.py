@@ -29,7 +29,7 @@ from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.grammars import MAX_CONSTRAINT_CHARS, Grammars, Matcher
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.fake_runner import FakeRunner, ngram_logits
 from tests.support.paged_loop import PagedLoop, scheduler_config
 

@@ -18,8 +18,8 @@ from ktransformers.engine.damage.scan import find_damage
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.types import QuantType
-from ktransformers.weights.gguf import open_gguf
-from ktransformers.weights.safetensors import open_safetensors
+from ktransformers.weights.gguf.file import open_gguf
+from ktransformers.weights.safetensors.file import open_safetensors
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model, write_safetensors
 

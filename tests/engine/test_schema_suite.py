@@ -21,7 +21,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.schemas import core_schema
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.fake_runner import FakeRunner, ngram_logits
 from tests.support.schema_suite import Case, suite
 

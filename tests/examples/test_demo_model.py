@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from ktransformers.config import DEMO_MODEL_PATH
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
 
 EXAMPLE = DEMO_CHECKPOINT.parent

@@ -13,8 +13,8 @@ from ktransformers.hub.headers import fetch_headers
 from ktransformers.hub.names import parse_name
 from ktransformers.hub.remote import list_repository
 from ktransformers.hub.variants import find_variants
-from ktransformers.weights.gguf import parse_file as parse_gguf
-from ktransformers.weights.safetensors import parse_file as parse_safetensors
+from ktransformers.weights.gguf.file import parse_file as parse_gguf
+from ktransformers.weights.safetensors.file import parse_file as parse_safetensors
 from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.gguf_writer import write_gguf
 from tests.support.hub_server import HubServer, Repo

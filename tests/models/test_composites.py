@@ -21,8 +21,8 @@ from ktransformers.models.composite import take_text_config
 from ktransformers.models.facts import ModelFacts, Quantization
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.safetensors.file import open_safetensors
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
 from tests.support.agreement import engine_of
 from tests.support.composites import COMPOSITES, tiny_composite

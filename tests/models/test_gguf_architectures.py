@@ -23,9 +23,9 @@ from ktransformers.models.gguf_fields import rotary_share
 from ktransformers.models.gguf_metadata import Metadata
 from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
 from ktransformers.models.gguf_refused import REFUSED, check_architecture
-from ktransformers.weights.gguf import GGUFModel, open_gguf
-from ktransformers.weights.gguf_source import GGUFSource
-from ktransformers.weights.names import ARCHITECTURES
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
+from ktransformers.weights.gguf.names import ARCHITECTURES
+from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.agreement import TOLERANCE, logits_of, prompt
 from tests.support.gguf_writer import ARCH_OF, write_gguf
 from tests.support.source_checks import check_whole_model

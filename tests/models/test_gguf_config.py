@@ -19,8 +19,8 @@ from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf
-from ktransformers.weights.gguf import open_gguf
-from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.gguf.file import open_gguf
+from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.agreement import TOLERANCE, logits_of, prompt
 from tests.support.gguf_presets import deepseek_v3, preset
 from tests.support.gguf_writer import write_gguf

@@ -26,8 +26,8 @@ from ktransformers.models.gguf_families import FAMILIES
 from ktransformers.models.gguf_keys import NEUTRAL
 from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
 from ktransformers.models.gguf_sampling import sampling_defaults
-from ktransformers.weights.gguf import open_gguf
-from ktransformers.weights.transcode import dequantize
+from ktransformers.weights.gguf.file import open_gguf
+from ktransformers.weights.quantize.transcode import dequantize
 from tests.models.test_gguf_architectures import MORE_TYPES, SAME_AS, built, values_of
 from tests.support.demo import DEMO_GGUF
 from tests.support.gguf_writer import ARCH_OF, write_gguf
@@ -37,10 +37,10 @@ MODELS = {ARCH_OF[kind]: kind for kind in (*MORE_TYPES, *reversed(MODEL_TYPES))}
 """Architecture -> a family that is written as such a file; test_gguf_recurrent.py has the recurrent ones."""
 
 DESCRIBED_ELSEWHERE = (
-    r"general\.(alignment|architecture|type)",  # weights/gguf.py, models/gguf_config.py
+    r"general\.(alignment|architecture|type)",  # weights/gguf/file.py, models/gguf_config.py
     r"general\.sampling\..*",  # models/gguf_sampling.py: settings that an answer has by default
     r"general\..*",  # names, licences, where it comes from
-    r"split\..*",  # weights/gguf.py
+    r"split\..*",  # weights/gguf/file.py
     r"tokenizer\..*",  # tokenizer/gguf_vocab.py
     r"(adapter|imatrix|clip)\..*",  # files of other kinds, which are no models
     r"diffusion\..*",  # architectures that are refused

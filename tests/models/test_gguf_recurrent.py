@@ -22,8 +22,8 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.operators.linear.tiled import TiledInput
-from ktransformers.weights.gguf import open_gguf
-from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.gguf.file import open_gguf
+from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.gguf_recurrent import write_recurrent_gguf
 from tests.support.recurrent_models import FALCON_MULTIPLIERS
 from tests.support.recurrent_shapes import RECURRENT, recurrent_config

@@ -17,7 +17,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.models.registry import RULES_DIR, default_rules
 from ktransformers.tokenizer import load_tokenizer
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.demo import DEMO_GGUF
 from tests.support.gguf_presets import deepseek_v3
 from tests.support.tiny_models import tiny_model, write_safetensors

@@ -17,8 +17,8 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.safetensors.file import open_safetensors
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from tests.support.fp8_models import to_fp8
 from tests.support.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.source_checks import fill

@@ -15,8 +15,8 @@ from ktransformers.operators.base import OperatorConfig
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import make_plan
 from ktransformers.optimize.rules import load_rules
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.safetensors.file import open_safetensors
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from tests.support.fake_operators import MACHINE
 from tests.support.tiny_models import tiny_model, write_safetensors
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gguf import quants
 
 from ktransformers.kernels.types import QuantType
-from ktransformers.weights.grid_layouts import GRID_LAYOUTS
+from ktransformers.weights.quantize.grid_layouts import GRID_LAYOUTS
 
 __all__ = ["GRID_TYPES", "grid_blocks"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as QuantType
 
-from ktransformers.weights.quantize import WRITABLE_TYPES, quantize
+from ktransformers.weights.quantize.write import WRITABLE_TYPES, quantize
 from tests.support.grid_blocks import GRID_TYPES, grid_blocks
 
 _Bytes = npt.NDArray[np.uint8]

@@ -10,8 +10,8 @@ from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.types import RawTensor
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
-from ktransformers.weights.gguf_source import GGUFSource
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.gguf.source import GGUFSource
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
 
 Source = GGUFSource | SafetensorsSource

@@ -14,17 +14,17 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.families import FAMILY_SUPPORT, Support
-from ktransformers.weights.checkpoint_names import CheckpointNames, Origin
+from ktransformers.weights.conversion.checkpoint_names import CheckpointNames, Origin
 from ktransformers.weights.conversion.operations import CONVERSIONS, converted, converted_shape
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.safetensors.file import open_safetensors
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from tests.support.tiny_models import tiny_model
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 PARTS = ("q_proj", "k_proj", "v_proj")
 NAMES = [f"model.layers.0.self_attn.{part}.weight" for part in PARTS]
 OF_EXPERTS = {"Transpose", "TransposeIfNeeded", "MergeModulelist", "ErnieFuseAndSplitTextVisionExperts"}
-"""Operations on experts alone, which weights/fused_experts.py and the names of experts know."""
+"""Operations on experts alone, which weights/safetensors/fused_experts.py and the names of experts know."""
 OF_IMAGES = {"PermuteForRope", "Conv3dToLinear"}
 
 
@@ -80,8 +80,8 @@ def qkv_source(
     def mapping(kind: str) -> list[Any] | None:
         return [split] if kind == "llama" else None
 
-    monkeypatch.setattr("ktransformers.weights.checkpoint_names.get_checkpoint_conversion_mapping", mapping)
-    monkeypatch.setattr("ktransformers.weights.checkpoint_names._operation", lambda one: "Split")
+    monkeypatch.setattr("ktransformers.weights.conversion.checkpoint_names.get_checkpoint_conversion_mapping", mapping)
+    monkeypatch.setattr("ktransformers.weights.conversion.checkpoint_names._operation", lambda one: "Split")
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     return SafetensorsSource(open_safetensors(folder), ModelFacts.of(model.config), shapes)
 

@@ -13,8 +13,8 @@ from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.kernels.cpu import NATIVE_TYPES
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.gguf import open_gguf, shown
-from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.gguf.file import open_gguf, shown
+from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.tiny_models import tiny_config
 
 

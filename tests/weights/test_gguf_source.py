@@ -17,10 +17,10 @@ from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights import gguf_source
-from ktransformers.weights.gguf import open_gguf
-from ktransformers.weights.gguf_source import GGUFSource
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.gguf import source as gguf_source
+from ktransformers.weights.gguf.file import open_gguf
+from ktransformers.weights.gguf.source import GGUFSource
+from ktransformers.weights.quantize.write import quantize
 from ktransformers.weights.source import ExpertsLayout
 from tests.support.gguf_writer import add_metadata, gguf_tensors, write_gguf
 from tests.support.low_bits import encode

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 
-from ktransformers.weights.grid_books import books_of
-from ktransformers.weights.grid_search import GRID_TYPES
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.quantize.grid_books import books_of
+from ktransformers.weights.quantize.grid_search import GRID_TYPES
+from ktransformers.weights.quantize.write import quantize
 
 SUBS = {T.IQ2_XXS: 32, T.IQ2_XS: 16, T.IQ2_S: 16, T.IQ3_XXS: 32, T.IQ3_S: 32, T.IQ1_S: 32, T.IQ1_M: 16}
 EVEN = (T.IQ2_XXS, T.IQ2_XS, T.IQ3_XXS)

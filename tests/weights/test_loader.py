@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.errors import ConfigError, FormatError
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.loader import weight_format
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model, write_safetensors

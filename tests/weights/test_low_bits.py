@@ -22,9 +22,9 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import GroupType, RawTensor, row_bytes
 from ktransformers.kernels.types import QuantType as T
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.checkpoint_names import Origin
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.conversion.checkpoint_names import Origin
+from ktransformers.weights.safetensors.file import open_safetensors
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
 from tests.support.group_blocks import dequantized
 from tests.support.tiny_models import tiny_model

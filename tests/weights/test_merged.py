@@ -14,10 +14,10 @@ from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.gguf import GGUFModel, open_gguf
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.mapped_file import typed_view
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.safetensors.file import open_safetensors
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from tests.support.gguf_writer import write_gguf
 from tests.support.source_checks import layout_of
 from tests.support.tiny_models import tiny_model

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as T
 
 from ktransformers.bench.peers.llama_library import library_folder
 from ktransformers.errors import UnsupportedError, WeightError
-from ktransformers.weights.grid_search import GRID_TYPES
-from ktransformers.weights.quantize import QUANTIZABLE_TYPES, WRITABLE_TYPES, quantize, target_type
+from ktransformers.weights.quantize.grid_search import GRID_TYPES
+from ktransformers.weights.quantize.write import QUANTIZABLE_TYPES, WRITABLE_TYPES, quantize, target_type
 
 
 def decoded(blocks: np.ndarray, qtype: T) -> np.ndarray:

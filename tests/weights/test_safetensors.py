@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from ktransformers.errors import FormatError
-from ktransformers.weights.safetensors import open_safetensors
+from ktransformers.weights.safetensors.file import open_safetensors
 
 
 def file_bytes(header: object, data: bytes = b"", length: int | None = None) -> bytes:

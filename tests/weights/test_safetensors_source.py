@@ -16,9 +16,9 @@ from ktransformers.kernels import reference
 from ktransformers.kernels.types import OwnType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import experts
-from ktransformers.weights.quantize import quantize
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.quantize.write import quantize
+from ktransformers.weights.safetensors.file import open_safetensors
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
 from tests.support.source_checks import check_whole_model, expected_experts, expert_keys, layout_of, values_of
 from tests.support.tiny_models import MODEL_TYPES, tiny_model, write_safetensors

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as T
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import NATIVE_TYPES
 from ktransformers.kernels.types import RawTensor
-from ktransformers.weights.transcode import dequantize, resident_type, transcode
+from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
 
 DECODABLE = [*sorted(gguf.quants._type_traits, key=lambda t: t.value), T.Q1_0]
 FLOATS = (T.F32, T.F16, T.BF16)
@@ -107,7 +107,7 @@ def test_infinite_and_nan_scales_do_not_warn_or_crash(qtype: T) -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(T.Q3_K, rows=7)
     whole = transcode(raw, "x", T.Q6_K).data
-    monkeypatch.setattr("ktransformers.weights.transcode.CHUNK_WEIGHTS", 1)
+    monkeypatch.setattr("ktransformers.weights.quantize.transcode.CHUNK_WEIGHTS", 1)
     assert torch.equal(transcode(raw, "x", T.Q6_K).data, whole)
 
 

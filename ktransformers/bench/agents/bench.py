@@ -21,7 +21,7 @@ from ktransformers.bench.report import Record, Row, Table
 from ktransformers.bench.server_process import ServerProcess
 from ktransformers.config import EngineConfig
 from ktransformers.errors import EngineError
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 
 __all__ = [
     "OURS",

@@ -187,7 +187,7 @@ def demo_model(folder: Path = DEMO_MODEL_PATH) -> Iterable[Finding]:
         yield problem("demo model", f"missing: no *.gguf in {folder}", REINSTALL)
         return
     from ktransformers.errors import KTransformersError
-    from ktransformers.weights.gguf import open_gguf
+    from ktransformers.weights.gguf.file import open_gguf
 
     try:
         model = open_gguf(files[0])

@@ -17,10 +17,10 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.types import RawTensor
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.loader import weight_format
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.transcode import dequantize
+from ktransformers.weights.quantize.transcode import dequantize
+from ktransformers.weights.safetensors.file import open_safetensors
 
 __all__ = ["DamageScan", "find_damage"]
 

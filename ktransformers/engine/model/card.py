@@ -13,7 +13,7 @@ from torch import nn
 
 from ktransformers.errors import WeightError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.gguf import GGUFModel
+from ktransformers.weights.gguf.file import GGUFModel
 
 __all__ = ["ModelCard", "card_of"]
 

@@ -18,7 +18,7 @@ from ktransformers.operators.linear.tiled import TiledInput
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from ktransformers.weights.gguf import GGUFModel
+    from ktransformers.weights.gguf.file import GGUFModel
 
 __all__ = ["arrange", "note_layout"]
 

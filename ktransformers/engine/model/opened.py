@@ -28,14 +28,14 @@ from ktransformers.models.heads import settle_head
 from ktransformers.operators.shares import Shares
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
 from ktransformers.weights.digests.states import FileState, states_of
-from ktransformers.weights.gguf import GGUFModel, open_gguf
-from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
+from ktransformers.weights.gguf.source import GGUFSource
 from ktransformers.weights.loader import WeightFormat, weight_format
-from ktransformers.weights.safetensors import SafetensorsModel, open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.quantize.transcode import dequantize
+from ktransformers.weights.safetensors.file import SafetensorsModel, open_safetensors
+from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
 from ktransformers.weights.synthetic import ROUTINGS, SyntheticSource
-from ktransformers.weights.transcode import dequantize
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

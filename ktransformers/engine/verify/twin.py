@@ -42,9 +42,9 @@ from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.weights.experts import BlockScaledMatrix
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.quantize.transcode import dequantize
+from ktransformers.weights.quantize.write import quantize
 from ktransformers.weights.source import ExpertsLayout, WeightSource
-from ktransformers.weights.transcode import dequantize
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

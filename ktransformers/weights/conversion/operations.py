@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.weights.checkpoint_names import Origin
+from ktransformers.weights.conversion.checkpoint_names import Origin
 
 __all__ = ["CONVERSIONS", "converted", "converted_shape", "sizes_of"]
 

@@ -16,7 +16,7 @@ from ktransformers.kernels.types import (
     row_bytes,
     type_size,
 )
-from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
+from ktransformers.weights.quantize.write import QUANTIZABLE_TYPES, quantize
 
 TYPES = sorted(cpu.PACKED_TYPES)
 # The tile kernels run on every machine, over emulated registers.

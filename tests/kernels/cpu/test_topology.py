@@ -14,7 +14,7 @@ from ktransformers.kernels.cpu.topology import ThreadPlace, parse_cpu_list, thre
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor
 from ktransformers.operators.linear.packed import pack_experts
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.quantize.write import quantize
 
 
 def machine(root: Path, nodes: list[list[list[int]]]) -> Path:

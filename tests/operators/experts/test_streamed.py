@@ -21,7 +21,7 @@ from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeight
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates, Split
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.quantize.write import quantize
 from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 
 pytest.importorskip("triton")

@@ -14,7 +14,7 @@ from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.linear.joined import JoinedLinears, side_by_side
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.matrix import gpu_matrix
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.quantize.write import quantize
 from tests.support.dict_source import raw_f32
 from tests.support.fake_gpus import fake_hardware
 

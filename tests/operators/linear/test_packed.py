@@ -12,7 +12,7 @@ from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, PackedTensor, 
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.linear import packed as module
 from ktransformers.operators.linear.packed import CpuProducts
-from ktransformers.weights.quantize import quantize
+from ktransformers.weights.quantize.write import quantize
 
 
 @pytest.mark.parametrize("qtype", [QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0])

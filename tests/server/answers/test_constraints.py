@@ -13,7 +13,7 @@ from ktransformers.core import Constraint, ConstraintKind
 from ktransformers.errors import ConfigError
 from ktransformers.server.answers.constraints import beside_tools, constraint_of, reasoning_of
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 
 SCHEMA = {"type": "object"}
 OF_SCHEMA = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from ktransformers.server.answers.embed import Cut, _prompt_ids, shown_vector
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.demo import DEMO_GGUF
 from tests.support.server_process import ServerProcess
 

@@ -27,9 +27,9 @@ import torch
 
 from ktransformers.errors import ConfigError, WeightError
 from ktransformers.models.gguf_config import config_from_gguf
-from ktransformers.weights import gguf as gguf_parser
-from ktransformers.weights import safetensors as safetensors_parser
-from ktransformers.weights.transcode import dequantize, transcode
+from ktransformers.weights.gguf import file as gguf_parser
+from ktransformers.weights.quantize.transcode import dequantize, transcode
+from ktransformers.weights.safetensors import file as safetensors_parser
 
 LIMIT_BYTES = 64 << 20
 TRACED_EVERY = 20

@@ -31,7 +31,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.errors import KTransformersError
-from ktransformers.weights import gguf as gguf_parser
+from ktransformers.weights.gguf import file as gguf_parser
 from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model, write_safetensors

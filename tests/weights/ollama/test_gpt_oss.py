@@ -14,7 +14,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.agreement import prompt
 from tests.support.converting import contents, quantized, tensors
 from tests.support.gguf_writer import write_gguf

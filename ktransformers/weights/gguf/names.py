@@ -18,7 +18,7 @@ import gguf
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_refused import check_architecture
-from ktransformers.weights.recurrent_names import (
+from ktransformers.weights.gguf.recurrent_names import (
     Form,
     ba_rows,
     converted_name,
@@ -64,7 +64,7 @@ class ArchFacts:
 
     permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
     norm_plus_one: norms are stored as 1 + weight, those of recurrent layers with a gate excepted.
-    tiled_values: heads of values are in another order, see weights/recurrent_names.py.
+    tiled_values: heads of values are in another order, see weights/gguf/recurrent_names.py.
     is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
     qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
     """

@@ -24,7 +24,7 @@ from ktransformers.kernels.types import (
     row_bytes,
 )
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.checkpoint_names import CheckpointNames, Origin
+from ktransformers.weights.conversion.checkpoint_names import CheckpointNames, Origin
 from ktransformers.weights.conversion.operations import converted, converted_shape, sizes_of
 from ktransformers.weights.experts import (
     BlockScaledMatrix,
@@ -34,12 +34,12 @@ from ktransformers.weights.experts import (
     expert_info,
     load_matrices,
 )
-from ktransformers.weights.fused_experts import FusedPart, by_expert, fused_parts
-from ktransformers.weights.low_bits import LowBitTensor, find_low_bits
 from ktransformers.weights.mapped_file import typed_view
-from ktransformers.weights.merged import MergedExperts, MergedTensors
-from ktransformers.weights.quantization import check_quantization, scale_block
-from ktransformers.weights.safetensors import SafetensorsModel
+from ktransformers.weights.safetensors.file import SafetensorsModel
+from ktransformers.weights.safetensors.fused_experts import FusedPart, by_expert, fused_parts
+from ktransformers.weights.safetensors.low_bits import LowBitTensor, find_low_bits
+from ktransformers.weights.safetensors.merged import MergedExperts, MergedTensors
+from ktransformers.weights.safetensors.quantization import check_quantization, scale_block
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
 __all__ = ["SafetensorsSource"]

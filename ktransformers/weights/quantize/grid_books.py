@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as QuantType
 
-from ktransformers.weights.quant_search import F32Array, sums
+from ktransformers.weights.quantize.quant_search import F32Array, sums
 
 __all__ = ["Book", "books_of"]
 

@@ -31,12 +31,12 @@ import torch
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import BlockType, RawTensor, row_bytes
 from ktransformers.models.facts import Quantization
-from ktransformers.weights.codes import SCALE_DTYPES, CodeKind, CodeSpec, LowBitMatrix
 from ktransformers.weights.experts import FLOAT_DTYPES
 from ktransformers.weights.mapped_file import typed_view
-from ktransformers.weights.packings import ByteRows, ColumnWords, GemvRows, PairRows, WordRows
-from ktransformers.weights.quantization import weight_groups
-from ktransformers.weights.safetensors import SafetensorsModel, SafetensorsTensor
+from ktransformers.weights.safetensors.codes import SCALE_DTYPES, CodeKind, CodeSpec, LowBitMatrix
+from ktransformers.weights.safetensors.file import SafetensorsModel, SafetensorsTensor
+from ktransformers.weights.safetensors.packings import ByteRows, ColumnWords, GemvRows, PairRows, WordRows
+from ktransformers.weights.safetensors.quantization import weight_groups
 
 __all__ = ["LowBitTensor", "find_low_bits"]
 

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as QuantType
 
-from ktransformers.weights.grid_books import books_of
-from ktransformers.weights.grid_layouts import GRID_LAYOUTS
-from ktransformers.weights.quant_search import F32Array, U8Array, inverse, sums
+from ktransformers.weights.quantize.grid_books import books_of
+from ktransformers.weights.quantize.grid_layouts import GRID_LAYOUTS
+from ktransformers.weights.quantize.quant_search import F32Array, U8Array, inverse, sums
 
 __all__ = ["GRID_TYPES", "encode_grid"]
 

@@ -15,11 +15,11 @@ from ktransformers.kernels.cpu.pages import page_out
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
-from ktransformers.weights.gguf import OTHER_FILE, GGUFModel
-from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts
-from ktransformers.weights.recurrent_names import Form
+from ktransformers.weights.gguf.file import OTHER_FILE, GGUFModel
+from ktransformers.weights.gguf.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts
+from ktransformers.weights.gguf.recurrent_names import Form
+from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
-from ktransformers.weights.transcode import dequantize, resident_type, transcode
 
 __all__ = ["GGUFSource"]
 

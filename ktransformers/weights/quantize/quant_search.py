@@ -1,4 +1,4 @@
-"""Scales, offsets and codes of least squared error, the arithmetic behind `weights/quantize.py`. Knows no byte layout.
+"""Scales, offsets and codes of least squared error, the arithmetic behind `quantize/write.py`. Knows no byte layout.
 
 Arrays are kept as x [values of one sub-block, sub-blocks], so that every step is one vector operation over sub-blocks.
 `w` of the same shape weighs each value's squared error; None stands for ones, and is faster.

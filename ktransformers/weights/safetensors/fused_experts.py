@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.weights.checkpoint_names import Origin
+from ktransformers.weights.conversion.checkpoint_names import Origin
 from ktransformers.weights.experts import BlockScaledMatrix, check_expert_shape
 from ktransformers.weights.source import ExpertsLayout
 

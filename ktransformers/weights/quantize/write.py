@@ -9,8 +9,8 @@ are searched for the least squared error:
    types with few bits the neighbours of the nearest whole number are tried as well, and the step is fitted again.
 3. The codes are taken again for the rounded scales, and the offsets of Q4_K and Q5_K once more for those codes.
 
-With the importance of each column the squared error is weighted by it. weights/quant_search.py has the arithmetic;
-types whose codes name entries of a grid (IQ1, IQ2, IQ3) are those of weights/grid_search.py.
+With the importance of each column the squared error is weighted by it. quant_search.py has the arithmetic; types whose
+codes name entries of a grid (IQ1, IQ2, IQ3) are those of grid_search.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.errors import UnsupportedError, WeightError
-from ktransformers.weights.grid_search import GRID_TYPES, encode_grid
-from ktransformers.weights.quant_search import (
+from ktransformers.weights.quantize.grid_search import GRID_TYPES, encode_grid
+from ktransformers.weights.quantize.quant_search import (
     F32Array,
     IntGrid,
     TableGrid,

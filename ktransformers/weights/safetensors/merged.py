@@ -15,12 +15,12 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType, RawTensor, row_bytes
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import FAMILIES, family_of
-from ktransformers.weights.checkpoint_names import Origin
+from ktransformers.weights.conversion.checkpoint_names import Origin
 from ktransformers.weights.experts import RawMatrix, check_expert_shape
-from ktransformers.weights.names import GGUFNames
-from ktransformers.weights.safetensors import SafetensorsModel
+from ktransformers.weights.gguf.names import GGUFNames
+from ktransformers.weights.quantize.transcode import resident_type, transcode
+from ktransformers.weights.safetensors.file import SafetensorsModel
 from ktransformers.weights.source import ExpertsLayout
-from ktransformers.weights.transcode import resident_type, transcode
 
 __all__ = ["MergedExperts", "MergedTensors"]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.weights.codes import CodeKind, Codes
+from ktransformers.weights.safetensors.codes import CodeKind, Codes
 
 __all__ = ["ByteRows", "ColumnWords", "GemvRows", "PairRows", "WordRows", "unpack_words"]
 

@@ -1,0 +1,1 @@
+"""GGUF files: headers, tensors, and the names that llama.cpp gives them."""

@@ -1,0 +1,1 @@
+"""Writing few bits: the search for scales and grids, and files of other types."""
