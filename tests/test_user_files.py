@@ -20,7 +20,7 @@ from ktransformers.engine.parallel.ranks.agent import read_secret
 from ktransformers.engine.sequence.session_file import open_session
 from ktransformers.errors import KTransformersError
 from ktransformers.optimize.document import read_yaml as read_rules
-from ktransformers.server.keys import read_api_keys
+from ktransformers.server.http.keys import read_api_keys
 from ktransformers.user_files import WrongFileError, read_named, read_own
 
 READERS: dict[str, Callable[[Path], object]] = {

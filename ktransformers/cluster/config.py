@@ -15,7 +15,7 @@ from ktransformers.hub.locate import title_of
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
 from ktransformers.server.balance.supervisor import BalanceConfig
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.keys import read_api_keys
+from ktransformers.server.http.keys import read_api_keys
 
 __all__ = ["REFUSED_FLAGS", "BatchArgs", "ClusterArgs", "ReplicaArgs"]
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from ktransformers.errors import NotReadyError, QueueFullError
-from ktransformers.server.keys import KeyUse
+from ktransformers.server.http.keys import KeyUse
 
 __all__ = ["Admission"]
 

@@ -19,17 +19,17 @@ from ktransformers.server.api.ollama import refused as ollama_refused
 from ktransformers.server.api.ollama.writer import error_fields as ollama_error
 from ktransformers.server.api.openai import chat, completions, embeddings, models
 from ktransformers.server.api.openai.responses.route import add_responses
-from ktransformers.server.api_paths import PAGE_PREFIX
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.hosts import HostRule
-from ktransformers.server.metrics import Metrics, Refusals
+from ktransformers.server.http.api_paths import PAGE_PREFIX
+from ktransformers.server.http.hosts import HostRule
 from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, SameSite
-from ktransformers.server.recent import RecentRequests
-from ktransformers.server.request_log import RequestLog
 from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
-from ktransformers.server.traces import TraceSink
+from ktransformers.server.telemetry.metrics import Metrics, Refusals
+from ktransformers.server.telemetry.recent import RecentRequests
+from ktransformers.server.telemetry.request_log import RequestLog
+from ktransformers.server.telemetry.traces import TraceSink
 
 if TYPE_CHECKING:
     from fastapi.telemetry import TelemetryConfig

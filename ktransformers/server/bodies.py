@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope
 from typing_extensions import override
 
 from ktransformers.errors import ConfigError
-from ktransformers.server.fields import (
+from ktransformers.server.http.fields import (
     FieldTable,
     ignored_header,
     note_ignored,
@@ -26,7 +26,7 @@ from ktransformers.server.fields import (
     said_names,
     sort_fields,
 )
-from ktransformers.server.json_limits import JsonLimits
+from ktransformers.server.http.json_limits import JsonLimits
 from ktransformers.server.service import note_altered, service_of
 from ktransformers.tokenizer.unicode import may_have_halves, with_whole_texts
 

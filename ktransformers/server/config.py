@@ -11,7 +11,7 @@ from typing import Any
 
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
-from ktransformers.server.keys import KeyLimits
+from ktransformers.server.http.keys import KeyLimits
 
 __all__ = ["DEFAULT_PORT", "ServerConfig"]
 

@@ -26,9 +26,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ktransformers.errors import ConfigError, ListenError, reason_of
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
-from ktransformers.server.metrics import Refusals
 from ktransformers.server.sockets.peers import has_reset, probe_often, reads_still
 from ktransformers.server.streaming import ABORT_KEY
+from ktransformers.server.telemetry.metrics import Refusals
 
 logger = logging.getLogger("ktransformers.server")
 

@@ -42,8 +42,8 @@ from ktransformers.errors import (
     UnknownIdError,
     UnsupportedError,
 )
-from ktransformers.server.api_paths import nearest_path
-from ktransformers.server.request_log import note_reason, request_id_of, without_quotes
+from ktransformers.server.http.api_paths import nearest_path
+from ktransformers.server.telemetry.request_log import note_reason, request_id_of, without_quotes
 
 __all__ = [
     "ERROR_SHAPES",

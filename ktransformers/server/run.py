@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.server.activity import LoadSummary, duration, farewell, watch_loading
 from ktransformers.server.answers.again import take_up
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend
@@ -27,11 +26,12 @@ from ktransformers.server.config import ServerConfig
 from ktransformers.server.journal.journal import Journal
 from ktransformers.server.listening import Server, bind, ending_signals, uvicorn_config
 from ktransformers.server.service import Service
+from ktransformers.server.telemetry.activity import LoadSummary, duration, farewell, watch_loading
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import AUTO, tool_format_named
 
 if TYPE_CHECKING:
-    from ktransformers.server.otlp import OtlpTraces
+    from ktransformers.server.telemetry.otlp import OtlpTraces
 
 __all__ = ["open_traces", "serve", "why_stopped"]
 
@@ -43,7 +43,7 @@ LoadingBar = Callable[[], AbstractContextManager[Progress | None]]
 def open_traces(endpoint: str) -> OtlpTraces:
     """Where spans go. Raises ConfigError where OpenTelemetry is not installed, or cannot send as it is told."""
     try:
-        from ktransformers.server.otlp import OtlpTraces  # an extra: most installations lack it
+        from ktransformers.server.telemetry.otlp import OtlpTraces  # an extra: most installations lack it
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "opentelemetry":
             raise

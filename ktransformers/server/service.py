@@ -20,13 +20,13 @@ from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import Backend, ModelInfo
 from ktransformers.server.backend.timeline import Timeline
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import LoggedNames, is_unwanted, note_ignored
-from ktransformers.server.json_limits import JsonLimits
-from ktransformers.server.metrics import Metrics
+from ktransformers.server.http.fields import LoggedNames, is_unwanted, note_ignored
+from ktransformers.server.http.json_limits import JsonLimits
+from ktransformers.server.http.workers import TextWorkers
 from ktransformers.server.ongoing import OngoingRequests
-from ktransformers.server.recent import RecentRequests, SpeedMeter
-from ktransformers.server.traces import TraceSink
-from ktransformers.server.workers import TextWorkers
+from ktransformers.server.telemetry.metrics import Metrics
+from ktransformers.server.telemetry.recent import RecentRequests, SpeedMeter
+from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["ModelGroup", "Service", "note_altered", "note_unused", "service_of"]
 

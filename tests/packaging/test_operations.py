@@ -29,7 +29,7 @@ from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats, ReplicaFigures
 from ktransformers.server.balance.messages import EngineTotals
-from ktransformers.server.metrics import Metrics, Refusals
+from ktransformers.server.telemetry.metrics import Metrics, Refusals
 
 ROOT = Path(__file__).parents[2]
 DOCKER, KUBERNETES = ROOT / "docker", ROOT / "examples" / "kubernetes"
@@ -97,7 +97,7 @@ def test_prometheus_asks_the_server_by_a_name_that_it_answers_to(name: str) -> N
     (scrape,) = config["scrape_configs"]
     (target,) = scrape["static_configs"][0]["targets"]
     host, _, port = target.partition(":")
-    assert services[host]["hostname"] == host  # what a Host header may say, see server/hosts.py
+    assert services[host]["hostname"] == host  # what a Host header may say, see server/http/hosts.py
     assert services[host]["ports"][0].endswith(f":{port}")
     mounted = [volume.split(":")[1] for volume in services["prometheus"]["volumes"]]
     assert set(config["rule_files"]) <= set(mounted)

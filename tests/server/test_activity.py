@@ -9,10 +9,10 @@ import signal
 import pytest
 
 from ktransformers.core import CAPTURING, FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.server.activity import LoadingLog, LoadSummary, duration, farewell, watch_loading
 from ktransformers.server.backend.base import BackendStats, GenerationRequest
-from ktransformers.server.metrics import Counts, Metrics
-from ktransformers.server.tally import Tally
+from ktransformers.server.telemetry.activity import LoadingLog, LoadSummary, duration, farewell, watch_loading
+from ktransformers.server.telemetry.metrics import Counts, Metrics
+from ktransformers.server.telemetry.tally import Tally
 from tests.support.fake_backend import FakeBackend
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ktransformers.errors import FieldError
-from ktransformers.server.fields import (
+from ktransformers.server.http.fields import (
     IGNORED_HEADER,
     LoggedNames,
     hint,

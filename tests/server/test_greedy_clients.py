@@ -18,7 +18,7 @@ from ktransformers.server.admission import Admission
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.hosts import HostRule
+from ktransformers.server.http.hosts import HostRule
 from ktransformers.server.middleware import BodyLimits
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from tests.support.demo import DEMO_CHECKPOINT

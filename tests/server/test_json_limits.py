@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ktransformers.errors import ConfigError
-from ktransformers.server import json_limits
-from ktransformers.server.json_limits import JsonLimits, JsonSize, json_size
+from ktransformers.server.http import json_limits
+from ktransformers.server.http.json_limits import JsonLimits, JsonSize, json_size
 
 TEXTS = st.text(alphabet='"\\[]{},:aé\n', max_size=8)
 VALUES = st.recursive(

@@ -17,7 +17,7 @@ from ktransformers.errors import ConfigError, RateLimitError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.keys import KeyLimits, KeyUse, read_api_keys
+from ktransformers.server.http.keys import KeyLimits, KeyUse, read_api_keys
 from tests.support.fake_backend import FakeBackend
 
 COMPLETION = "/v1/completions"

@@ -10,10 +10,10 @@ import pytest
 
 from ktransformers import __version__
 from ktransformers.server.api.front import ROUTES
-from ktransformers.server.api_paths import plain_path
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import BackendStats
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.http.api_paths import plain_path
 from tests.support.fake_backend import FakeBackend
 
 GETS = sorted(path for method, path in (route.split() for route, _ in ROUTES) if method == "GET" and "{" not in path)

@@ -19,9 +19,9 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.metrics import Counts
-from ktransformers.server.recent import MAX_REQUESTS, PastRequest, RecentRequests, SpeedMeter
 from ktransformers.server.service import measured_gbps
+from ktransformers.server.telemetry.metrics import Counts
+from ktransformers.server.telemetry.recent import MAX_REQUESTS, PastRequest, RecentRequests, SpeedMeter
 from tests.support.fake_backend import FakeBackend
 
 SCHEDULER = SchedulerStats(

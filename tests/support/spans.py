@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.otlp import OtlpTraces
+from ktransformers.server.telemetry.otlp import OtlpTraces
 
 CONFIG = ServerConfig(model_names=("demo",))
 SECRET = "blue-elephant"

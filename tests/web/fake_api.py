@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from ktransformers.server.api import web
-from ktransformers.server.api_paths import PAGE_PREFIX
+from ktransformers.server.http.api_paths import PAGE_PREFIX
 
 HOLD = "hold"
 """In an answer: the stream waits here until `release` or until the client leaves."""

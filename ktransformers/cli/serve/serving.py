@@ -79,7 +79,7 @@ def model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ..
 def server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfig:
     """The service's configuration, of a model that is resolved. Raises ConfigError."""
     from ktransformers.server.config import ServerConfig
-    from ktransformers.server.keys import read_api_keys
+    from ktransformers.server.http.keys import read_api_keys
 
     keys = read_api_keys(args.api_key, args.api_key_file)
     if args.backend_type != "balance_serve" and any(limits.priority is not None for limits in keys.values()):

@@ -23,12 +23,12 @@ from ktransformers.core import PastToken, TokenEvent
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.server.answers.job import Job
 from ktransformers.server.answers.kept import KEEP_HEADER
-from ktransformers.server.api_paths import SCOPE_KEY
+from ktransformers.server.http.api_paths import SCOPE_KEY
 from ktransformers.server.journal.journal import MAX_TRIES, Journal
 from ktransformers.server.journal.records import Generation, Kept, Opened
 from ktransformers.server.ongoing import Ongoing
-from ktransformers.server.request_log import note_id, without_quotes
 from ktransformers.server.service import Service
+from ktransformers.server.telemetry.request_log import note_id, without_quotes
 from ktransformers.weights.digests.files import exact_fingerprint
 
 __all__ = ["AGAIN_KEY", "Again", "AskedBody", "take_up", "without_reader", "write_down"]

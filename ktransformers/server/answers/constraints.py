@@ -21,7 +21,7 @@ from typing import Any
 
 from ktransformers.core import Constraint, ConstraintKind, Reasoning
 from ktransformers.errors import ConfigError, FieldError
-from ktransformers.server.fields import schema_place
+from ktransformers.server.http.fields import schema_place
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.grammars import core_of_text
 

@@ -20,14 +20,14 @@ from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError, EngineError, UnsupportedError
 from ktransformers.server.answers.fitting import in_words_of
 from ktransformers.server.answers.generations import run_generations
-from ktransformers.server.api_paths import USE_KEY
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.bodies import body_size
-from ktransformers.server.request_log import note_request
+from ktransformers.server.http.api_paths import USE_KEY
 from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import unless_disconnected
-from ktransformers.server.tally import Tally
-from ktransformers.server.traces import Answering, Operation
+from ktransformers.server.telemetry.request_log import note_request
+from ktransformers.server.telemetry.tally import Tally
+from ktransformers.server.telemetry.traces import Answering, Operation
 
 __all__ = ["Cut", "EmbeddingRequest", "Embeddings", "respond_embeddings", "shown_vector"]
 

@@ -10,7 +10,7 @@ from ktransformers.errors import ConfigError, FieldError, UnsupportedError
 from ktransformers.server.answers.constraints import has_own_thoughts, reasoning_of
 from ktransformers.server.answers.requests import Conversation, Tool, ToolChoice
 from ktransformers.server.backend.base import ModelInfo
-from ktransformers.server.fields import schema_place
+from ktransformers.server.http.fields import schema_place
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools.grammars import WidenedOf
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ktransformers.server.json_limits import MAX_DEPTH, json_size
+from ktransformers.server.http.json_limits import MAX_DEPTH, json_size
 from ktransformers.tokenizer.unicode import with_whole_texts
 
 __all__ = ["INVALID_ARGUMENTS", "Alter", "is_arguments", "left_out", "past_arguments", "result_text"]

@@ -18,15 +18,15 @@ from ktransformers.server.answers.events import AnswerStep
 from ktransformers.server.answers.job import Job, prepare
 from ktransformers.server.answers.kept import attached, check_media_type, keep_seconds, keep_writing
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
-from ktransformers.server.api_paths import SCOPE_KEY, USE_KEY
 from ktransformers.server.bodies import body_size
-from ktransformers.server.fields import note_dropped, note_ignored
-from ktransformers.server.keys import KeyUse
+from ktransformers.server.http.api_paths import SCOPE_KEY, USE_KEY
+from ktransformers.server.http.fields import note_dropped, note_ignored
+from ktransformers.server.http.keys import KeyUse
 from ktransformers.server.ongoing import Ongoing
-from ktransformers.server.request_log import note_request, request_id_of
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import EventStream, unless_disconnected
+from ktransformers.server.telemetry.request_log import note_request, request_id_of
 
 __all__ = ["Writer", "respond"]
 

@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 from ktransformers import __version__
 from ktransformers.errors import NotReadyError
-from ktransformers.server.request_log import refusals_of
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import service_of
+from ktransformers.server.telemetry.request_log import refusals_of
 
 __all__ = ["router"]
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from ktransformers.errors import ConfigError, ConflictError, NotReadyError
 from ktransformers.server.answers.kept import KEEP_HEADER, attached
-from ktransformers.server.api_paths import SCOPE_KEY
+from ktransformers.server.http.api_paths import SCOPE_KEY
 from ktransformers.server.ongoing import Ongoing
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of

@@ -15,7 +15,7 @@ from ktransformers.server.api.openai.schemas import DetokenizeBody, TokenizeBody
 from ktransformers.server.api.openai.table import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.bodies import body_route, body_size
-from ktransformers.server.fields import note_ignored
+from ktransformers.server.http.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import note_altered, note_unused, service_of
 

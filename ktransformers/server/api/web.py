@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from ktransformers.errors import ConfigError
-from ktransformers.server.api_paths import PAGE_PREFIX
+from ktransformers.server.http.api_paths import PAGE_PREFIX
 
 __all__ = ["WEB_PATH", "page", "page_files"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import ConfigError, FieldError
-from ktransformers.server.json_limits import JsonLimits
+from ktransformers.server.http.json_limits import JsonLimits
 
 __all__ = ["ANSWERING", "STREAMING", "Asked", "read_asked"]
 

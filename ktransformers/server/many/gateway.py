@@ -21,21 +21,21 @@ from ktransformers.errors import DeadlineError, KTransformersError, NotReadyErro
 from ktransformers.server.answers.kept import KEEP_HEADER
 from ktransformers.server.api.ollama.names import plain_name
 from ktransformers.server.api.openai.responses.store import ResponseStore
-from ktransformers.server.api_paths import USE_KEY
 from ktransformers.server.app import put_in_front
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.json_limits import JsonLimits
-from ktransformers.server.keys import KeyUse
+from ktransformers.server.http.api_paths import USE_KEY
+from ktransformers.server.http.json_limits import JsonLimits
+from ktransformers.server.http.keys import KeyUse
+from ktransformers.server.http.workers import TextWorkers
 from ktransformers.server.many.asked import ANSWERING, STREAMING, Asked, read_asked
 from ktransformers.server.many.early import EarlyStream
 from ktransformers.server.many.keeper import ModelKeeper
 from ktransformers.server.many.pool import ModelState
 from ktransformers.server.many.served import ServedModel
-from ktransformers.server.recent import RecentRequests
-from ktransformers.server.request_log import note_reason, without_quotes
 from ktransformers.server.responses import ApiResponse, install_error_handlers
-from ktransformers.server.traces import TraceSink
-from ktransformers.server.workers import TextWorkers
+from ktransformers.server.telemetry.recent import RecentRequests
+from ktransformers.server.telemetry.request_log import note_reason, without_quotes
+from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["Gateway", "gateway_app"]
 

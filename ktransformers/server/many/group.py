@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from ktransformers.server.many.pool import ModelPool, ModelState
 from ktransformers.server.many.served import ServedModel
-from ktransformers.server.metrics import render_together
 from ktransformers.server.service import ModelGroup, Service
+from ktransformers.server.telemetry.metrics import render_together
 
 __all__ = ["PoolGroup"]
 

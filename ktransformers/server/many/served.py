@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 
 from ktransformers.errors import KTransformersError
-from ktransformers.server.activity import LoadingLog, duration
 from ktransformers.server.app import model_app
 from ktransformers.server.backend.on_demand import OnDemandBackend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import Service
-from ktransformers.server.traces import TraceSink
+from ktransformers.server.telemetry.activity import LoadingLog, duration
+from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["ServedModel"]
 

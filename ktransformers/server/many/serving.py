@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ktransformers.server.activity import SUMMARY_SECONDS, LoadSummary, duration, farewell
 from ktransformers.server.backend.base import Backend, ModelInfo
 from ktransformers.server.backend.on_demand import OnDemandBackend
 from ktransformers.server.config import ServerConfig
@@ -24,9 +23,10 @@ from ktransformers.server.many.group import PoolGroup
 from ktransformers.server.many.keeper import ModelKeeper
 from ktransformers.server.many.pool import Clock, ModelPool, PooledModel
 from ktransformers.server.many.served import ServedModel
-from ktransformers.server.metrics import Counts
 from ktransformers.server.run import open_traces, why_stopped
-from ktransformers.server.traces import TraceSink
+from ktransformers.server.telemetry.activity import SUMMARY_SECONDS, LoadSummary, duration, farewell
+from ktransformers.server.telemetry.metrics import Counts
+from ktransformers.server.telemetry.traces import TraceSink
 from ktransformers.tokenizer.tools import AUTO, tool_format_named
 
 __all__ = ["ModelToServe", "Models", "serve_models"]

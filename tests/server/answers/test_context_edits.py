@@ -16,7 +16,7 @@ from ktransformers.server.api.anthropic.context_edits import CLEARED
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import DROPPED_HEADER, IGNORED_HEADER
+from ktransformers.server.http.fields import DROPPED_HEADER, IGNORED_HEADER
 from tests.support.scripted_backend import Script, ScriptedBackend
 
 NUM_USES = 6

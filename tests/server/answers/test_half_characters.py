@@ -12,7 +12,7 @@ import pytest
 
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import IGNORED_HEADER
+from ktransformers.server.http.fields import IGNORED_HEADER
 from ktransformers.tokenizer.unicode import is_whole, may_have_halves, whole_text, with_whole_texts
 from tests.support.scripted_backend import Script, ScriptedBackend
 

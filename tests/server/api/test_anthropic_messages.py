@@ -21,7 +21,7 @@ from ktransformers.server.api.anthropic.schemas import ConversationBody
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import sort_fields
+from ktransformers.server.http.fields import sort_fields
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_runner import byte_tokenizer
 

@@ -18,7 +18,7 @@ from ktransformers.server.answers.choices import ChatChoice
 from ktransformers.server.answers.events import AnswerFinished, AnswerReason, ToolCallEnded
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import IGNORED_HEADER
+from ktransformers.server.http.fields import IGNORED_HEADER
 from tests.support.scripted_backend import TOKENIZER, Script, ScriptedBackend
 
 END = TOKENIZER.eos_token_id

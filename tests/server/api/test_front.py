@@ -14,7 +14,7 @@ from ktransformers import __version__
 from ktransformers.server.api.front import ROUTES
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.request_log import without_quotes
+from ktransformers.server.telemetry.request_log import without_quotes
 from tests.support.fake_backend import FakeBackend
 
 CHAT = "/v1/chat/completions"

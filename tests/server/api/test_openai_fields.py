@@ -10,7 +10,7 @@ import pytest
 
 from ktransformers.server.api.openai.schemas import ChatBody, CompletionBody
 from ktransformers.server.api.openai.table import CHAT_FIELDS, COMPLETION_FIELDS
-from ktransformers.server.fields import IGNORED_HEADER
+from ktransformers.server.http.fields import IGNORED_HEADER
 from tests.support.server_process import ServerProcess
 
 USER = {"role": "user", "content": "What is 17 + 25?"}

@@ -11,7 +11,7 @@ import pytest
 
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import IGNORED_HEADER
+from ktransformers.server.http.fields import IGNORED_HEADER
 from tests.support.scripted_backend import Script, ScriptedBackend
 from tests.support.tool_answers import FORMAT_OF, render
 

@@ -26,7 +26,7 @@ from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.responses.store import ResponseStore
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import sort_fields
+from ktransformers.server.http.fields import sort_fields
 from tests.support.demo import DEMO_GGUF
 from tests.support.scripted_backend import Script, ScriptedBackend
 

@@ -352,7 +352,7 @@ def test_more_than_the_queue_holds_are_told_to_come_again() -> None:
 
 
 def test_keys_and_their_limits_are_of_all_models_together() -> None:
-    from ktransformers.server.keys import KeyLimits
+    from ktransformers.server.http.keys import KeyLimits
 
     async def work(lab: Lab) -> None:
         def ask(name: str, key: str) -> Connection:

@@ -13,7 +13,7 @@ import pytest
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import DROPPED_HEADER
+from ktransformers.server.http.fields import DROPPED_HEADER
 from tests.support.scripted_backend import Script, ScriptedBackend
 
 LIMIT = 800

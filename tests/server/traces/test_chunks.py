@@ -15,7 +15,7 @@ from ktransformers.server.backend.balance_serve import _commands
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.backend.timeline import MAX_CHUNKS, Chunk, ChunkClock, Timeline
 from ktransformers.server.balance.chunk_watch import ChunkWatch
-from ktransformers.server.traces import MAX_CHUNK_SPANS
+from ktransformers.server.telemetry.traces import MAX_CHUNK_SPANS
 from tests.support.balance_backend import backend as balanced
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_engine import VOCAB_SIZE

@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from ktransformers.errors import ConfigError
 from ktransformers.server.app import create_app
-from ktransformers.server.otlp import CLOSE_SECONDS, OtlpTraces, collector_url
 from ktransformers.server.run import open_traces
-from ktransformers.server.traces import Span
+from ktransformers.server.telemetry.otlp import CLOSE_SECONDS, OtlpTraces, collector_url
+from ktransformers.server.telemetry.traces import Span
 from tests.support.scripted_backend import Script, ScriptedBackend
 from tests.support.server_process import ServerProcess
 from tests.support.spans import (
@@ -114,7 +114,7 @@ def test_a_collector_that_is_not_there_costs_one_line(
 def test_a_collector_that_is_silent_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ktransformers.server.otlp.CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr("ktransformers.server.telemetry.otlp.CLOSE_SECONDS", 0.01)
     entered, release = threading.Event(), threading.Event()
 
     def export(self: OTLPSpanExporter, spans: Any) -> SpanExportResult:
@@ -152,7 +152,7 @@ def test_variables_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_packages_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "ktransformers.server.otlp")
+    monkeypatch.delitem(sys.modules, "ktransformers.server.telemetry.otlp")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'ktransformers-engine\[otel\]'"):
         open_traces("http://localhost:4318")
@@ -163,7 +163,8 @@ def test_nothing_of_it_is_imported_when_it_is_off() -> None:
         "import sys, ktransformers.server.balance.scheduler_process, ktransformers.server.balance.engine_process\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
         "import ktransformers.server.run, ktransformers.server.backend.balance_serve, ktransformers.cli.serve.command\n"
-        "wanted = 'opentelemetry.sdk', 'opentelemetry.exporter', 'ktransformers.server.otlp'\n"  # FastAPI has the API
+        # FastAPI has the API
+        "wanted = 'opentelemetry.sdk', 'opentelemetry.exporter', 'ktransformers.server.telemetry.otlp'\n"
         "print([name for name in sys.modules if name.startswith(wanted)])"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from ktransformers.core import TokenEvent
 from ktransformers.errors import DeadlineError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest
-from ktransformers.server.otlp import CONVENTIONS
+from ktransformers.server.telemetry.otlp import CONVENTIONS
 from tests.support.fake_backend import FakeBackend
 from tests.support.scripted_backend import Script, ScriptedBackend
 from tests.support.spans import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.server.api.anthropic.errors import THREAD_CODE
-from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, within
+from ktransformers.server.http.fields import FieldTable, hint, honour, mapped, refuse, within
 
 __all__ = ["TABLE"]
 

@@ -25,7 +25,7 @@ from ktransformers.server.api.anthropic.read import edits_of, read_chat, read_co
 from ktransformers.server.api.anthropic.schemas import ConversationBody, MessagesBody
 from ktransformers.server.api.anthropic.writer import MessageWriter
 from ktransformers.server.bodies import body_route, body_size
-from ktransformers.server.fields import note_ignored
+from ktransformers.server.http.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, note_altered, note_unused, service_of
 from ktransformers.tokenizer.shortening import prompt_room

@@ -1,8 +1,8 @@
-"""Which fields Ollama's clients send, and what becomes of each (server/fields.py says how). Knows no model."""
+"""Which fields Ollama's clients send, and what becomes of each (server/http/fields.py says how). Knows no model."""
 
 from __future__ import annotations
 
-from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
+from ktransformers.server.http.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
 
 __all__ = ["CHAT", "EMBED", "EMBED_ONE", "GENERATE", "OPTIONS", "PULL", "SHOW"]
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from typing_extensions import override
 
 from ktransformers.server.bodies import BodyRoute, body_route
-from ktransformers.server.fields import FieldTable
+from ktransformers.server.http.fields import FieldTable
 
 __all__ = ["ERRORS", "AnyTypeRoute", "any_type_route"]
 

@@ -27,7 +27,7 @@ from ktransformers.server.answers.events import (
 from ktransformers.server.answers.job import Job
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.logprobs import chat_logprobs
-from ktransformers.server.json_limits import MAX_DEPTH, json_size
+from ktransformers.server.http.json_limits import MAX_DEPTH, json_size
 from ktransformers.server.responses import json_bytes
 
 __all__ = ["ChatWriter", "Fields", "GenerateWriter", "OllamaWriter", "error_fields", "nanoseconds", "timestamp"]

@@ -1,4 +1,4 @@
-"""Which fields OpenAI's routes and vLLM's know, and what becomes of each (server/fields.py says how). Knows no model.
+"""Which fields OpenAI's routes and vLLM's know, and what becomes of each (http/fields.py says how). Knows no model.
 
 OpenAI's names are joined by those of vLLM, SGLang, llama.cpp, Ollama, DeepSeek and OpenRouter, whose clients send them
 by habit. `docs/server.md` has the same as a table for readers.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.errors import FieldError
-from ktransformers.server.fields import FieldTable, Rule, hint, honour, inside, mapped, refuse, without_effect
+from ktransformers.server.http.fields import FieldTable, Rule, hint, honour, inside, mapped, refuse, without_effect
 
 __all__ = [
     "CHAT_FIELDS",

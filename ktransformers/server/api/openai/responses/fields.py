@@ -1,4 +1,4 @@
-"""Which fields /v1/responses knows, and what becomes of each (server/fields.py says how). Knows no model.
+"""Which fields /v1/responses knows, and what becomes of each (server/http/fields.py says how). Knows no model.
 
 What says how an answer is drawn, and what other programs call it, is as in the other two routes of OpenAI's.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from ktransformers.errors import FieldError
 from ktransformers.server.api.openai.table import CONSTRAINT_FIELDS, GENERATION_FIELDS
-from ktransformers.server.fields import FieldTable, hint, honour, inside, mapped, refuse, within, without_effect
+from ktransformers.server.http.fields import FieldTable, hint, honour, inside, mapped, refuse, within, without_effect
 
 __all__ = ["TABLE"]
 

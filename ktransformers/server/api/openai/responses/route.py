@@ -16,9 +16,9 @@ from ktransformers.server.api.openai.responses.read import begin_exchange
 from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.responses.store import KeptResponse, ResponseStore
 from ktransformers.server.api.openai.responses.writer import ResponsesWriter
-from ktransformers.server.api_paths import SCOPE_KEY
 from ktransformers.server.bodies import body_route
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.http.api_paths import SCOPE_KEY
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import note_unused, service_of
 

@@ -11,7 +11,7 @@ from typing import Any
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.balance.messages import EngineTotals
-from ktransformers.server.metrics import Counts
+from ktransformers.server.telemetry.metrics import Counts
 
 __all__ = ["PastRequest", "RecentRequests", "SpeedMeter"]
 

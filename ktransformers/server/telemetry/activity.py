@@ -15,7 +15,7 @@ from dataclasses import replace
 from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.file_kinds import size_of
 from ktransformers.server.backend.base import Backend
-from ktransformers.server.metrics import Counts
+from ktransformers.server.telemetry.metrics import Counts
 
 __all__ = ["LoadSummary", "LoadingLog", "duration", "farewell", "watch_loading"]
 

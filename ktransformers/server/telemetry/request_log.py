@@ -24,11 +24,11 @@ from urllib.parse import quote
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ktransformers.server.api_paths import PROBE_PATHS, is_of_page, plain_path
-from ktransformers.server.metrics import Refusals
-from ktransformers.server.recent import PastRequest, RecentRequests
-from ktransformers.server.tally import Tally
-from ktransformers.server.traces import Answering, Outcome, TraceSink, span_of
+from ktransformers.server.http.api_paths import PROBE_PATHS, is_of_page, plain_path
+from ktransformers.server.telemetry.metrics import Refusals
+from ktransformers.server.telemetry.recent import PastRequest, RecentRequests
+from ktransformers.server.telemetry.tally import Tally
+from ktransformers.server.telemetry.traces import Answering, Outcome, TraceSink, span_of
 
 __all__ = [
     "RequestLog",

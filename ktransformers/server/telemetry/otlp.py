@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ktransformers import __version__
 from ktransformers.errors import ConfigError, reason_of
-from ktransformers.server.traces import Span
+from ktransformers.server.telemetry.traces import Span
 
 __all__ = ["CONVENTIONS", "OtlpTraces", "collector_url"]
 

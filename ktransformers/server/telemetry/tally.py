@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ktransformers.core import FinishReason, GenerationStats, TokenEvent
 from ktransformers.server.backend.base import GenerationRequest
-from ktransformers.server.metrics import Metrics
+from ktransformers.server.telemetry.metrics import Metrics
 
 __all__ = ["Tally"]
 
