@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.errors import ConfigError, reason_of
-from ktransformers.shipped_rules import find_shipped_rules, shipped_names
 from ktransformers.system.cores import cpu_quota, physical_cores, usable_cores, usable_cpus
-from ktransformers.user_files import file_kind
+from ktransformers.system.shipped_rules import find_shipped_rules, shipped_names
+from ktransformers.system.user_files import file_kind
 
 __all__ = [
     "ATTENTION_BACKENDS",

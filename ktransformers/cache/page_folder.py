@@ -30,7 +30,7 @@ from struct import Struct
 import msgspec
 
 from ktransformers.cache.tiers import PAGE, STATE
-from ktransformers.user_files import WrongFileError, check_own_folder, read_own
+from ktransformers.system.user_files import WrongFileError, check_own_folder, read_own
 
 __all__ = ["FoundFile", "PageFolder", "private_folder"]
 

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ktransformers.cluster.config import ClusterArgs, ReplicaArgs
 from ktransformers.engine.parallel.ranks.agent import StageAgent
 from ktransformers.errors import EngineError, reason_of
-from ktransformers.logs import set_up_logging
+from ktransformers.system.logs import set_up_logging
 
 __all__ = ["Stages", "actor_options", "bundle"]
 

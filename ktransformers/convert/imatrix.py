@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gguf import GGUFWriter
 
 from ktransformers.errors import FormatError
-from ktransformers.file_kinds import is_gguf, read_head
+from ktransformers.system.file_kinds import is_gguf, read_head
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.quantize.transcode import dequantize
 

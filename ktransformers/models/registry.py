@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.families import TESTED_TYPES
-from ktransformers.shipped_rules import RULES_DIR
+from ktransformers.system.shipped_rules import RULES_DIR
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.file_kinds import size_of
 from ktransformers.kernels.cpu.pages import trim_heap, without_cache
 from ktransformers.operators.base import Operator, Site, expect_shape
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan, PlanEntry
 from ktransformers.optimize.tied import TiedSource
+from ktransformers.system.file_kinds import size_of
 from ktransformers.weights.read_ahead import ReadAhead
 from ktransformers.weights.source import WeightSource
 

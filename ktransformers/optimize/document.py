@@ -14,7 +14,7 @@ from typing import TypeAlias
 import yaml
 
 from ktransformers.errors import RuleError, reason_of
-from ktransformers.user_files import read_named
+from ktransformers.system.user_files import read_named
 
 __all__ = ["Item", "Scalar", "parse_yaml", "read_yaml"]
 

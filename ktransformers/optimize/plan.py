@@ -26,7 +26,7 @@ from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rule, Rules
 from ktransformers.optimize.tied import TiedSource, tied_names
 from ktransformers.optimize.unmatched import UnmatchedRule, explain_unmatched
-from ktransformers.shipped_rules import RULES_DIR
+from ktransformers.system.shipped_rules import RULES_DIR
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["Choices", "Plan", "PlanEntry", "format_bytes", "make_plan"]

@@ -21,10 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from ktransformers.child import become, leave_signals, read_frame
 from ktransformers.errors import ConfigError
-from ktransformers.logs import set_up_logging
-from ktransformers.private_folder import PrivateFolder
 from ktransformers.profiling.files import ProfileFiles
 from ktransformers.profiling.join import Joiner
 from ktransformers.profiling.messages import (
@@ -36,6 +33,9 @@ from ktransformers.profiling.messages import (
     Message,
     decode_messages,
 )
+from ktransformers.system.child import become, leave_signals, read_frame
+from ktransformers.system.logs import set_up_logging
+from ktransformers.system.private_folder import PrivateFolder
 
 __all__ = ["Bridge", "main"]
 

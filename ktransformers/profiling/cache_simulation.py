@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ktransformers.hot_experts import MAX_UPLOADS, HotExperts, replay
+from ktransformers.cache.hot_experts import MAX_UPLOADS, HotExperts, replay
 from ktransformers.profiling.tables import Profile
 
 __all__ = ["MAX_STEPS", "POLICIES", "HitRates", "simulate"]

@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import msgspec
 
-from ktransformers.child import PARENTS_SIGNALS, framed, spawn_code
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.profiling.files import check_folder
 from ktransformers.profiling.messages import BridgeOptions, ProfileMeta
+from ktransformers.system.child import PARENTS_SIGNALS, framed, spawn_code
 
 __all__ = ["MAX_BYTES", "Capture", "ProfileLimits", "ProfileTarget", "shown_command"]
 

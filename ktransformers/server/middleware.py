@@ -20,12 +20,12 @@ from ktransformers.errors import (
     PayloadTooLargeError,
     QueueFullError,
 )
-from ktransformers.file_kinds import size_of
 from ktransformers.server.http.api_paths import LOCAL_PATHS, SCOPE_KEY, USE_KEY, is_open, plain_path
 from ktransformers.server.http.hosts import HostRule
 from ktransformers.server.http.keys import KeyLimits, KeyUse
 from ktransformers.server.responses import refuse
 from ktransformers.server.telemetry.request_log import note_key
+from ktransformers.system.file_kinds import size_of
 
 __all__ = ["ApiKeys", "BodyLimits", "PlainPaths", "SameSite"]
 

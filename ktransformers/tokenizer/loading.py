@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
-from ktransformers.file_kinds import why_not_json
+from ktransformers.system.file_kinds import why_not_json
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 from ktransformers.tokenizer.growth import why_too_much
 from ktransformers.tokenizer.tiktoken_file import TIKTOKEN_FILE, load_kimi_tokenizer

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Literal
 
 from ktransformers.errors import ConfigError, FormatError
-from ktransformers.file_kinds import is_gguf, is_safetensors, list_folder, not_weights, read_head, without_weights
+from ktransformers.system.file_kinds import (
+    is_gguf,
+    is_safetensors,
+    list_folder,
+    not_weights,
+    read_head,
+    without_weights,
+)
 from ktransformers.weights.gguf.file import gguf_files
 
 __all__ = ["WeightFormat", "weight_format"]

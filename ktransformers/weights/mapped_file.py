@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ktransformers.errors import FormatError
-from ktransformers.file_kinds import check_is_file, wrong_start
 from ktransformers.kernels.cpu.pages import note_mapping
+from ktransformers.system.file_kinds import check_is_file, wrong_start
 
 __all__ = ["map_file", "typed_view"]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.child import read_frame
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_paged_engine
 from ktransformers.engine.load.follower import _build
@@ -21,6 +20,7 @@ from ktransformers.engine.parallel.ranks.peers import Child
 from ktransformers.engine.parallel.ranks.ranks import Follower
 from ktransformers.errors import CapacityError
 from ktransformers.optimize.machine import Machine
+from ktransformers.system.child import read_frame
 from tests.support.cut_models import HARDWARE
 from tests.support.fake_gpus import fake_hardware
 from tests.support.tiny_models import tiny_model, write_safetensors

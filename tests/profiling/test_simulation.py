@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ktransformers.hot_experts import MAX_UPLOADS, HotExperts, replay
+from ktransformers.cache.hot_experts import MAX_UPLOADS, HotExperts, replay
 from ktransformers.profiling import Profile, load
 from ktransformers.profiling.cache_simulation import POLICIES, simulate
 from tests.support.profile_folders import Run, Written, meta, write_lines, write_profile

@@ -9,7 +9,7 @@ import pytest
 
 CODE = """
 import asyncio, logging
-from ktransformers.logs import set_up_logging
+from ktransformers.system.logs import set_up_logging
 set_up_logging("info", with_time=True)
 set_up_logging("info", with_time=True)  # twice is as once
 {deed}

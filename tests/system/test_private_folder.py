@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers import private_folder
 from ktransformers.errors import ConfigError
-from ktransformers.private_folder import PrivateFolder
+from ktransformers.system import private_folder
+from ktransformers.system.private_folder import PrivateFolder
 
 
 def no_temporary_folder() -> str:

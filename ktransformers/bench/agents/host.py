@@ -11,8 +11,8 @@ import logging
 import subprocess
 from typing import Any
 
-from ktransformers.child import spawn_code
 from ktransformers.config import cpu_name
+from ktransformers.system.child import spawn_code
 from ktransformers.system.cores import usable_cores
 
 __all__ = ["describe_host"]

@@ -24,8 +24,8 @@ from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.cli.parsing.parser import check_place, user_path
 from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS
 from ktransformers.errors import CapacityError, ConfigError
-from ktransformers.file_kinds import size_of
 from ktransformers.system.cores import usable_cores
+from ktransformers.system.file_kinds import size_of
 
 if TYPE_CHECKING:
     from ktransformers.bench.kernels import KernelWork

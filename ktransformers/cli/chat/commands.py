@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ktransformers.cli.chat.settings import PARAMETERS
 from ktransformers.engine.sequence.session_file import SUFFIX
 from ktransformers.errors import ConfigError, FormatError
-from ktransformers.file_kinds import is_safetensors, read_head
+from ktransformers.system.file_kinds import is_safetensors, read_head
 
 if TYPE_CHECKING:
     from ktransformers.cli.chat.loop import ChatLoop

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ktransformers.errors import CapacityError, ConfigError, reason_of
-from ktransformers.user_files import read_named
+from ktransformers.system.user_files import read_named
 
 __all__ = [
     "DocumentSource",

@@ -30,7 +30,7 @@ from ktransformers.config import (
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
 from ktransformers.hub.locate import locate_model, locate_path
-from ktransformers.logs import set_up_logging
+from ktransformers.system.logs import set_up_logging
 
 __all__ = [
     "ArgumentParser",

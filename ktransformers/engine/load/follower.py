@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ktransformers.child import become, follow_parent, framed, read_frame
 from ktransformers.engine.load.builder import Part, build_follower
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.engine.parallel.ranks.messages import (
@@ -32,7 +31,8 @@ from ktransformers.engine.parallel.ranks.ranks import Follower
 from ktransformers.engine.plan.cache_plan import SharedPages
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.errors import KTransformersError, StageLostError, reason_of
-from ktransformers.logs import set_up_logging
+from ktransformers.system.child import become, follow_parent, framed, read_frame
+from ktransformers.system.logs import set_up_logging
 
 __all__ = ["main"]
 

@@ -18,7 +18,6 @@ from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
-from ktransformers.file_kinds import wrong_start
 from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
@@ -26,6 +25,7 @@ from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
 from ktransformers.operators.shares import Shares
+from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
 from ktransformers.weights.digests.states import FileState, states_of
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf

@@ -18,7 +18,6 @@ from ktransformers.engine.model.bounds import check_config_values
 from ktransformers.engine.model.file_layouts import arrange
 from ktransformers.engine.model.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
-from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
 from ktransformers.models.layers import number_mixers
 from ktransformers.models.registry import OTHER_NAMES
@@ -29,6 +28,7 @@ from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_atten
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.recurrent.base import RecurrentOperator
+from ktransformers.system.file_kinds import why_not_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

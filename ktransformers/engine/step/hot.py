@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from ktransformers.cache.hot_experts import MAX_UPLOADS, HotCosts, HotExperts
 from ktransformers.config import user_cache_dir
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.engine.step.prefill import PrefillTools
 from ktransformers.errors import KernelError
-from ktransformers.file_kinds import size_of
-from ktransformers.hot_experts import MAX_UPLOADS, HotCosts, HotExperts
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import PinnedRanges
 from ktransformers.operators.device import Device, Follower
@@ -34,6 +33,7 @@ from ktransformers.operators.experts.staging import HostExperts
 from ktransformers.operators.experts.streamed import PrefillLayer
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
+from ktransformers.system.file_kinds import size_of
 
 __all__ = ["HotFile", "HotGpu", "HotService", "open_hot"]
 

@@ -8,7 +8,7 @@ Slots and the map expert -> slot are fixed memory: a captured graph reads the ma
 expert that has to go is taken from the map behind the step that was launched last; only behind that are its slot's new
 bytes copied; only when the host has seen that they are there does the map name the newcomer, from the next step on. So
 no step waits for a copy, and none reads a slot that is written. Which experts change places is the policy's
-(hot_experts.py), from what steps that are over picked.
+(cache/hot_experts.py), from what steps that are over picked.
 
 In a step experts that have a slot run on the GPU, the others on the CPU at the same time, in the order of the stream
 (kernels/transfer/expert_stream.py). A token's sum is the CPU's, in the router's order, and on it the GPU's parts in
@@ -28,9 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ktransformers.cache.hot_experts import HotExperts, Upload
 from ktransformers.errors import CapacityError
-from ktransformers.file_kinds import size_of
-from ktransformers.hot_experts import HotExperts, Upload
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.transfer.cuda import StreamDriver
@@ -43,6 +42,7 @@ from ktransformers.operators.device import Device
 from ktransformers.operators.experts.staging import HostExperts
 from ktransformers.operators.experts.streamed import PrefillLayer
 from ktransformers.operators.usage import ExpertUsage
+from ktransformers.system.file_kinds import size_of
 
 __all__ = ["HotLayer", "HotParts", "HotPool", "kind_of"]
 

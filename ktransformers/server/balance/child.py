@@ -7,8 +7,8 @@ import sys
 import threading
 from typing import Any, BinaryIO
 
-from ktransformers.child import read_frame
 from ktransformers.server.balance.messages import decode
+from ktransformers.system.child import read_frame
 
 __all__ = ["read_options"]
 

@@ -17,9 +17,7 @@ from typing import Protocol
 
 import zmq
 
-from ktransformers.child import become, follow_parent, import_aside
 from ktransformers.errors import KTransformersError, StageLostError
-from ktransformers.logs import set_up_logging
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.server.balance.child import read_options
@@ -36,6 +34,8 @@ from ktransformers.server.balance.messages import (
     decode,
     encode,
 )
+from ktransformers.system.child import become, follow_parent, import_aside
+from ktransformers.system.logs import set_up_logging
 
 __all__ = ["Executor", "LoadedEngine", "main"]
 

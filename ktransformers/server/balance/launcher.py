@@ -16,7 +16,6 @@ import msgspec
 import zmq.asyncio
 
 from ktransformers import errors
-from ktransformers.child import PARENTS_SIGNALS, framed, spawn_code
 from ktransformers.core import Progress
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
@@ -32,6 +31,7 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.restarts import Clock, ending
+from ktransformers.system.child import PARENTS_SIGNALS, framed, spawn_code
 
 __all__ = ["EngineDied", "EngineHung", "Launcher", "LoadLimit", "RunningEngine"]
 

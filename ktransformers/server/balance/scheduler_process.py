@@ -20,10 +20,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from ktransformers.child import become, follow_parent
 from ktransformers.core import FinishReason
 from ktransformers.errors import KTransformersError
-from ktransformers.logs import set_up_logging
 from ktransformers.profiling.recorder import Recorder
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.profiled import RequestTracker
@@ -51,6 +49,8 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.step_watch import StepWatch
+from ktransformers.system.child import become, follow_parent
+from ktransformers.system.logs import set_up_logging
 
 __all__ = ["EngineLink", "SchedulerProcess", "main"]
 

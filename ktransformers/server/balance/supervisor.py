@@ -26,7 +26,6 @@ import zmq.asyncio
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
-from ktransformers.private_folder import PrivateFolder
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO, check_itl_ratio, check_max_gap
 from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
@@ -51,6 +50,7 @@ from ktransformers.server.balance.restarts import (
     shortfall,
     was_killed,
 )
+from ktransformers.system.private_folder import PrivateFolder
 
 __all__ = ["BalanceConfig", "Supervisor"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktransformers.errors import ConfigError, RateLimitError, reason_of
-from ktransformers.user_files import read_named
+from ktransformers.system.user_files import read_named
 
 __all__ = ["KeyLimits", "KeyUse", "read_api_keys"]
 

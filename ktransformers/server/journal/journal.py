@@ -39,7 +39,7 @@ from ktransformers.server.journal.records import (
     decoded,
     encoded,
 )
-from ktransformers.user_files import WrongFileError, check_own_folder, read_own
+from ktransformers.system.user_files import WrongFileError, check_own_folder, read_own
 
 __all__ = ["MAX_TRIES", "Journal", "state_after"]
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from ktransformers.child import framed, read_frame, spawn_code
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.optimize.machine import Machine
 from ktransformers.server.balance.messages import decode, encode
+from ktransformers.system.child import framed, read_frame, spawn_code
 from ktransformers.system.cores import usable_cores
 
 __all__ = ["ModelNeeds", "ToPlan", "find_needs", "pinned", "plan_needs"]

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from ktransformers.core import CAPTURING, COMPILING, Progress
-from ktransformers.file_kinds import size_of
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.telemetry.metrics import Counts
+from ktransformers.system.file_kinds import size_of
 
 __all__ = ["LoadSummary", "LoadingLog", "duration", "farewell", "watch_loading"]
 

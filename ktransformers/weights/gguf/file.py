@@ -26,8 +26,8 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 from ktransformers.errors import FormatError
-from ktransformers.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.kernels.types import QuantType, RawTensor
+from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.weights.mapped_file import map_file
 from ktransformers.weights.ollama import gpt_oss
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ktransformers.errors import FormatError
-from ktransformers.file_kinds import (
+from ktransformers.system.file_kinds import (
     HEAD_BYTES,
     incomplete,
     is_gguf,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.hot_experts import HotExperts
+from ktransformers.cache.hot_experts import HotExperts
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.operators.device import Device

@@ -16,7 +16,7 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.reference import ReferenceRunner, build_reference_engine
 from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.shipped_rules import RULES_DIR
+from ktransformers.system.shipped_rules import RULES_DIR
 from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
 from tests.support.gguf_writer import write_gguf
 from tests.support.server_process import ServerProcess

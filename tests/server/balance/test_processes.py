@@ -28,10 +28,10 @@ from ktransformers.errors import (
     NotReadyError,
     SlowReaderError,
 )
-from ktransformers.private_folder import PrivateFolder
 from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
 from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.supervisor import BalanceConfig
+from ktransformers.system.private_folder import PrivateFolder
 from tests.support.balance_backend import DEADLINE, alone, backend, check, collect, gone, request, run, until
 from tests.support.balance_fakes import MODEL_LEN, POISON
 from tests.support.demo import DEMO_GGUF
@@ -274,7 +274,8 @@ def test_folders_of_killed_services_are_removed_by_the_next_one(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    code = "from ktransformers.private_folder import PrivateFolder\nprint(PrivateFolder().path, flush=True); input()"
+    code = "from ktransformers.system.private_folder import PrivateFolder\n"
+    code += "print(PrivateFolder().path, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         left = Path(other.stdout.readline().decode().strip())

@@ -28,9 +28,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ktransformers.child import spawn_code
 from ktransformers.errors import ConfigError, EngineError, reason_of
-from ktransformers.user_files import read_named
+from ktransformers.system.child import spawn_code
+from ktransformers.system.user_files import read_named
 
 __all__ = ["LEAST_SECRET", "MOST_PENDING", "StageAgent", "connect", "keep_alive", "read_secret"]
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ktransformers.child import framed
 from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.network import meeting_store
@@ -30,6 +29,7 @@ from ktransformers.engine.step.telling import StepTeller
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.operators.context import ForwardContext
 from ktransformers.optimize.machine import Machine
+from ktransformers.system.child import framed
 from ktransformers.weights.synthetic import SyntheticSource
 
 __all__ = ["DETECT", "Leader", "made_of"]

@@ -14,10 +14,10 @@ from typing import BinaryIO, Protocol
 from typing_extensions import override
 
 from ktransformers import errors
-from ktransformers.child import read_frame, spawn_code
 from ktransformers.engine.parallel.ranks.agent import connect
 from ktransformers.engine.parallel.ranks.messages import Captured, Failed, Loaded, decode
 from ktransformers.errors import EngineError, KTransformersError, reason_of
+from ktransformers.system.child import read_frame, spawn_code
 
 __all__ = ["Child", "Peer", "RemotePeer"]
 

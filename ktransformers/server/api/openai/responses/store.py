@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktransformers.errors import UnknownIdError
-from ktransformers.file_kinds import size_of
 from ktransformers.server.responses import json_bytes
+from ktransformers.system.file_kinds import size_of
 
 __all__ = ["KeptResponse", "ResponseStore", "Turn"]
 

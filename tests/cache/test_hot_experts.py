@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ktransformers.hot_experts import HotCosts, HotExperts, HotTotals, Upload, replay
+from ktransformers.cache.hot_experts import HotCosts, HotExperts, HotTotals, Upload, replay
 from tests.support.routing_traces import SKEW, Step, best_hits, trace
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.child import import_aside
+from ktransformers.system.child import import_aside
 
 SEEN = """
 import os, threading
@@ -21,7 +21,7 @@ of_thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 def test_imports_aside_have_the_lowest_priority_and_their_process_keeps_its_own(tmp_path: Path) -> None:
     (tmp_path / "seen.py").write_text(SEEN)
     code = (
-        "import os; from ktransformers.child import import_aside; import_aside('seen'); import seen; "
+        "import os; from ktransformers.system.child import import_aside; import_aside('seen'); import seen; "
         "print(seen.of_thread, os.getpriority(os.PRIO_PROCESS, 0))"
     )
     environment = {"PYTHONPATH": ":".join((str(tmp_path), *sys.path))}

@@ -21,7 +21,7 @@ from ktransformers.engine.sequence.session_file import open_session
 from ktransformers.errors import KTransformersError
 from ktransformers.optimize.document import read_yaml as read_rules
 from ktransformers.server.http.keys import read_api_keys
-from ktransformers.user_files import WrongFileError, read_named, read_own
+from ktransformers.system.user_files import WrongFileError, read_named, read_own
 
 READERS: dict[str, Callable[[Path], object]] = {
     "--prompt_file": read_prompt_file,

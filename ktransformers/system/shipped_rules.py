@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["RULES_DIR", "ShippedRules", "find_shipped_rules", "shipped_names"]
 
-RULES_DIR = Path(__file__).resolve().parent / "optimize" / "optimize_rules"
+RULES_DIR = Path(__file__).resolve().parent.parent / "optimize" / "optimize_rules"
 
 _FAMILIES = (
     # beginning of upstream's names: our file, and the one for many requests at once
