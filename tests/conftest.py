@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton") is not None:
-        from tests.support.interpreter import compare_to_masks, quicken
+        from tests.support.checks.interpreter import compare_to_masks, quicken
 
         compare_to_masks()
         quicken()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.support.products import thinned
+from tests.support.checks.products import thinned
 
 
 def chosen(params: list) -> list[tuple]:

@@ -1,6 +1,6 @@
 """What the native kernels mean, slowly, in plain torch: weights dequantized by `gguf`, fp32 matmul, softmax.
 
-Kernels are held to it within a tolerance; `tests/support/int8_arithmetic.py` has the exact one. Knows nothing of the
+Kernels are held to it within a tolerance; `int8_arithmetic.py` has the exact one. Knows nothing of the
 extension, threads or tiers.
 """
 

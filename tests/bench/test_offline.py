@@ -21,8 +21,8 @@ from ktransformers.models import synthetic_shapes
 from ktransformers.models.synthetic_shapes import Shape
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan
-from tests.support.fake_gpus import fake_hardware
-from tests.support.tiny_models import tiny_config
+from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.models.tiny_models import tiny_config
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, VOCAB = 32, 2, 4, 256, 4096
 

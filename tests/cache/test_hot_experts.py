@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ktransformers.cache.hot_experts import HotCosts, HotExperts, HotTotals, Upload, replay
-from tests.support.routing_traces import SKEW, Step, best_hits, trace
+from tests.support.engines.routing_traces import SKEW, Step, best_hits, trace
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2
 SLOTS = LAYERS * EXPERTS // 4

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import fake_chat
-from tests.support.fake_chat import Chat
+from tests.support.servers import fake_chat
+from tests.support.servers.fake_chat import Chat
 
 __all__ = ["chat", "own_state_folder"]
 

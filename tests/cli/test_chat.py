@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_chat import Chat
-from tests.support.terminal import PROGRAM, TIMEOUT, Terminal, environment
+from tests.support.servers.fake_chat import Chat
+from tests.support.servers.terminal import PROGRAM, TIMEOUT, Terminal, environment
 
 # --- pipes -----------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from ktransformers.cli.chat.settings import PARAMETERS, Settings
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.api.llm import LLM
 from ktransformers.errors import ConfigError
-from tests.support.fake_chat import Chat, reply
-from tests.support.fake_runner import CHAT_TEMPLATE, byte_tokenizer, scripted_engine
+from tests.support.engines.fake_runner import CHAT_TEMPLATE, byte_tokenizer, scripted_engine
+from tests.support.servers.fake_chat import Chat, reply
 
 THINKING_TEMPLATE = CHAT_TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}"
 

@@ -10,8 +10,8 @@ import pytest
 
 from ktransformers.cli.chat.greeting import describe_machine, describe_model
 from ktransformers.kernels.cpu import Isa
-from tests.support.fake_chat import reply
-from tests.support.fake_runner import scripted_engine
+from tests.support.engines.fake_runner import scripted_engine
+from tests.support.servers.fake_chat import reply
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ktransformers.cli import build_parser
 from ktransformers.cli.parsing.options import engine_config, with_default_model
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.errors import ConfigError
-from tests.support.fake_chat import Chat
+from tests.support.servers.fake_chat import Chat
 
 
 def test_a_pipe_is_one_prompt(chat: Chat) -> None:

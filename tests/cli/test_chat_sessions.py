@@ -23,7 +23,7 @@ from ktransformers.core import GenerationStats, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sequence.session_file import open_session
-from tests.support.demo import DEMO_GGUF
+from tests.support.models.demo import DEMO_GGUF
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=60)
 QUESTIONS = ("What is 17 + 25?", "And minus 3?", "Who are you?")

@@ -19,7 +19,7 @@ from ktransformers.cli.doctor import command as doctor
 from ktransformers.cli.doctor import gpu, machine, software
 from ktransformers.cli.doctor.findings import Check, Finding, Level, examine, ok, problem, shown, warning
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, SpeedFile
-from tests.support import fake_flashinfer
+from tests.support.engines import fake_flashinfer
 
 GIB = 1 << 30
 SPEED = MachineSpeed(

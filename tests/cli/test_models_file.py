@@ -16,7 +16,7 @@ from ktransformers.cli.serve.models_file import read_models_file
 from ktransformers.errors import ConfigError
 from ktransformers.server.many import needs
 from ktransformers.server.many.needs import ModelNeeds, ToPlan
-from tests.support.demo import DEMO_GGUF
+from tests.support.models.demo import DEMO_GGUF
 
 ONE = f"models:\n  - name: a\n    gguf_path: {DEMO_GGUF}\n"
 TWO = ONE + f"  - name: [b, b:30b]\n    gguf_path: {DEMO_GGUF}\n    cache_lens: 512\n"

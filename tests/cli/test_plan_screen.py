@@ -22,8 +22,8 @@ from ktransformers.models.synthetic_shapes import SHAPES
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, StepCost
 from ktransformers.optimize.predict import Expected
-from tests.support.fake_gpus import GIB, fake_hardware
-from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_config
+from tests.support.engines.fake_gpus import GIB, fake_hardware
+from tests.support.models.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_config
 
 RATES: Mapping[str, float] = {"cpu": 43e9, **{f"cuda:{i}": 4000e9 for i in range(8)}}
 

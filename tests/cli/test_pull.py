@@ -20,9 +20,9 @@ from ktransformers.hub import download
 from ktransformers.hub.locate import locate_model, locate_path
 from ktransformers.optimize.machine import Machine
 from ktransformers.weights.gguf.file import open_gguf
-from tests.support.gguf_writer import write_gguf
-from tests.support.hub_server import HubServer, Repo, hub_on_loopback
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.tiny_models import tiny_model, write_safetensors
+from tests.support.servers.hub_server import HubServer, Repo, hub_on_loopback
 
 QUANTS = {"F16": QuantType.F16, "Q8_0": QuantType.Q8_0, "Q4_0": QuantType.Q4_0}
 

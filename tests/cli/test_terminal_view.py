@@ -31,9 +31,9 @@ from ktransformers.cli.chat.terminal_view import MarkdownView, TerminalView, pal
 from ktransformers.cli.loading import StatusLine
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from tests.support.fake_runner import scripted_engine
-from tests.support.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
-from tests.support.terminal import PROGRAM, TIMEOUT, Terminal
+from tests.support.engines.fake_runner import scripted_engine
+from tests.support.servers.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
+from tests.support.servers.terminal import PROGRAM, TIMEOUT, Terminal
 
 XTERM = {"TERM": "xterm"}
 NEVER = 1e9  # seconds

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.client_environments import environment, node_modules
-from tests.support.server_process import ServerProcess
+from tests.support.servers.client_environments import environment, node_modules
+from tests.support.servers.server_process import ServerProcess
 
 
 @pytest.fixture(scope="session")

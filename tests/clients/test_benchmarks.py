@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.demo import DEMO_CHECKPOINT
-from tests.support.server_process import ServerProcess
+from tests.support.models.demo import DEMO_CHECKPOINT
+from tests.support.servers.server_process import ServerProcess
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 

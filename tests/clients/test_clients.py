@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 

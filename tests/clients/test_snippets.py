@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 PAGE = Path(__file__).parents[2] / "docs" / "use_with.md"
 SECONDS = 120.0  # for a busy machine; each takes two to ten

@@ -14,9 +14,9 @@ from ktransformers.cluster.records import Ask
 from ktransformers.core import FinishReason, TokenEvent
 from ktransformers.errors import DeadlineError, EngineError, NotReadyError, SlowReaderError
 from ktransformers.server.backend.base import GenerationRequest
-from tests.support.balance_backend import backend, check, collect, request, run, until
-from tests.support.balance_fakes import POISON
-from tests.support.fake_replicas import FakeReplicas
+from tests.support.servers.balance_backend import backend, check, collect, request, run, until
+from tests.support.servers.balance_fakes import POISON
+from tests.support.servers.fake_replicas import FakeReplicas
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.keys import KeyLimits
-from tests.support.demo import DEMO_GGUF
+from tests.support.models.demo import DEMO_GGUF
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "serve.yaml"
 

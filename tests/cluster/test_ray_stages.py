@@ -17,9 +17,9 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'ray[serve]'")
 from ray.cluster_utils import Cluster
 
 from tests.cluster.test_ray import SECONDS, body, client
-from tests.support.balance_backend import run
-from tests.support.ray_cluster import ClusterProcess, Stream, raylets
-from tests.support.server_process import ServerProcess
+from tests.support.servers.balance_backend import run
+from tests.support.servers.ray_cluster import ClusterProcess, Stream, raylets
+from tests.support.servers.server_process import ServerProcess
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -16,12 +16,12 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_of_config import WRITABLE_FAMILIES
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource
-from tests.support.converting import contents, quantized, tensors
-from tests.support.demo import DEMO_CHECKPOINT
-from tests.support.fp8_models import write_both
-from tests.support.gguf_writer import write_gguf
-from tests.support.source_checks import check_whole_model
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.checks.source_checks import check_whole_model
+from tests.support.gguf.converting import contents, quantized, tensors
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.demo import DEMO_CHECKPOINT
+from tests.support.models.fp8_models import write_both
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 OPENABLE: dict[str, dict[str, object]] = {
     "deepseek_v2": {"q_lora_rank": 32},

@@ -23,10 +23,10 @@ from ktransformers.engine.verify.twin import StoredWeights, build_twin
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.optimize.tied import TiedSource
-from tests.support.converting import contents, quantized, tensors
-from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
-from tests.support.gguf_writer import write_gguf
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.gguf.converting import contents, quantized, tensors
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 
 def by_hooks(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource
-from tests.support.converting import quantized
-from tests.support.demo import DEMO_CHECKPOINT
-from tests.support.source_checks import fill
-from tests.support.tiny_models import tiny_model, write_safetensors
-from tests.support.writable_models import WRITTEN
+from tests.support.checks.source_checks import fill
+from tests.support.gguf.converting import quantized
+from tests.support.models.demo import DEMO_CHECKPOINT
+from tests.support.models.tiny_models import tiny_model, write_safetensors
+from tests.support.models.writable_models import WRITTEN
 
 llama_cpp: Any = pytest.importorskip("llama_cpp")
 

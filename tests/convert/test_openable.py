@@ -12,9 +12,9 @@ import pytest
 from ktransformers.convert.openable import check_opens
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf_of_config import WRITABLE_FAMILIES
-from tests.support.converting import contents, quantized, tensors
-from tests.support.tiny_models import tiny_model, write_safetensors
-from tests.support.writable_models import FACTORS, LONGROPE, REFUSED, WRITTEN
+from tests.support.gguf.converting import contents, quantized, tensors
+from tests.support.models.tiny_models import tiny_model, write_safetensors
+from tests.support.models.writable_models import FACTORS, LONGROPE, REFUSED, WRITTEN
 
 
 @pytest.mark.every(5)

@@ -21,8 +21,8 @@ from ktransformers.cli import main
 from ktransformers.convert import partial_file, writing
 from ktransformers.convert.mixtures import TypeRule
 from ktransformers.errors import CapacityError, ConfigError, WeightError
-from tests.support.converting import contents, quantized, tensors
-from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.gguf.converting import contents, quantized, tensors
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
 
 ROWS, COLS = 24, 512
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import UnsupportedError
 from ktransformers.weights.gguf.file import open_gguf
-from tests.support.converting import contents, quantized, tensors
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.gguf.converting import contents, quantized, tensors
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 THETA, LONGEST, ORIGINAL = 10000.0, 512, 128
 LONG, SHORT = [1.0 + at / 4 for at in range(8)], [1.0 + at / 16 for at in range(8)]  # of heads of 16

@@ -12,7 +12,7 @@ from ktransformers.convert.vocab import PROBE, vocab_metadata
 from ktransformers.errors import UnsupportedError
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS
-from tests.support.vocabularies import CHAT_TEMPLATE, STRINGS, train_byte_level
+from tests.support.gguf.vocabularies import CHAT_TEMPLATE, STRINGS, train_byte_level
 
 
 def comes_back(backend: PreTrainedTokenizerFast, vocab_size: int = 0) -> dict[str, object]:

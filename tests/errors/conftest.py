@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.wrong_files import make_wrong_files
+from tests.support.models.wrong_files import make_wrong_files
 
 
 @pytest.fixture(scope="session")

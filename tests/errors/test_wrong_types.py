@@ -12,7 +12,7 @@ import pytest
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.errors import ConfigError, KTransformersError
-from tests.support.demo import DEMO_CHECKPOINT
+from tests.support.models.demo import DEMO_CHECKPOINT
 
 WRONG: list[Any] = [
     5,

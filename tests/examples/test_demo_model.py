@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.weights.gguf.file import open_gguf
-from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
 
 EXAMPLE = DEMO_CHECKPOINT.parent
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH
-from tests.support.demo import DEMO_CHECKPOINT
+from tests.support.models.demo import DEMO_CHECKPOINT
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.hub_server import HubServer, Repo, hub_on_loopback
+from tests.support.servers.hub_server import HubServer, Repo, hub_on_loopback
 
 MIB = 1 << 20
 

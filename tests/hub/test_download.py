@@ -14,7 +14,7 @@ from ktransformers.hub import download
 from ktransformers.hub.download import CHUNK, MAX_RETRIES, Downloader
 from ktransformers.hub.names import parse_name
 from ktransformers.hub.remote import HubError, list_repository
-from tests.support.hub_server import HubServer
+from tests.support.servers.hub_server import HubServer
 
 FILE = "model-Q8_0.gguf"
 

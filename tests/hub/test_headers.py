@@ -15,10 +15,10 @@ from ktransformers.hub.remote import list_repository
 from ktransformers.hub.variants import find_variants
 from ktransformers.weights.gguf.file import parse_file as parse_gguf
 from ktransformers.weights.safetensors.file import parse_file as parse_safetensors
-from tests.support.demo import DEMO_CHECKPOINT
-from tests.support.gguf_writer import write_gguf
-from tests.support.hub_server import HubServer, Repo
-from tests.support.tiny_models import tiny_model
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.demo import DEMO_CHECKPOINT
+from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.hub_server import HubServer, Repo
 
 DEMO = DEMO_MODEL_PATH / "demo-Q4_K_M.gguf"
 

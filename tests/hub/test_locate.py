@@ -15,7 +15,7 @@ from ktransformers.hub.locate import ModelFiles, locate_model, locate_path, titl
 from ktransformers.hub.names import parse_name
 from ktransformers.hub.remote import list_repository
 from ktransformers.hub.variants import find_variants, select
-from tests.support.hub_server import HubServer, Repo
+from tests.support.servers.hub_server import HubServer, Repo
 
 SHARDS = ("Q4_K_M/model-Q4_K_M-00001-of-00002.gguf", "Q4_K_M/model-Q4_K_M-00002-of-00002.gguf")
 

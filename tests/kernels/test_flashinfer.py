@@ -10,7 +10,7 @@ import torch
 
 from ktransformers.kernels import flashinfer
 from ktransformers.kernels.flashinfer import FlashInfer, GqaShape, LatentShape, pages_of
-from tests.support import fake_flashinfer
+from tests.support.engines import fake_flashinfer
 
 pytest.importorskip("triton")
 

@@ -12,7 +12,7 @@ from ktransformers.kernels.cpu.layer import DeltaNet, LayerBuffers, Norm, Projec
 from ktransformers.kernels.cpu.profile import PoolProfile
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import QuantType, StateStep
-from tests.support.native_records import records_in
+from tests.support.checks.native_records import records_in
 
 HIDDEN, KEY_HEADS, HEADS, KEY, VALUE, WIDTH = 64, 2, 4, 24, 32, 4
 SHARE = HEADS // KEY_HEADS

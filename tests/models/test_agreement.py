@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ktransformers.engine.load.builder import Engine
-from tests.support.agreement import TOLERANCE, TYPES, engine_of, prompt
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.models.agreement import TOLERANCE, TYPES, engine_of, prompt
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 ANSWER_LEN = 16
 

@@ -24,8 +24,8 @@ from ktransformers.operators.experts.routed import read_layout
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
-from tests.support.agreement import engine_of
-from tests.support.composites import COMPOSITES, tiny_composite
+from tests.support.models.agreement import engine_of
+from tests.support.models.composites import COMPOSITES, tiny_composite
 
 TOLERANCE = 5e-5  # of the largest logit; both sides multiply the same fp32 numbers
 RUN = (

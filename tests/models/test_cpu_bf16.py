@@ -13,7 +13,7 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, base
 from ktransformers.kernels.types import PackedTensor, QuantType, RawTensor
 from ktransformers.operators.linear.linear import KTransformersLinear
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 PROMPT = [7 * i % 150 + 5 for i in range(40)]
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine
-from tests.support.agreement import TOLERANCE, logits_of, prompt
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.models.agreement import TOLERANCE, logits_of, prompt
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 LENGTH = 48  # three windows; more entries than the indexer chooses
 PUBLISHED = {

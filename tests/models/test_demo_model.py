@@ -12,7 +12,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.kernels.cpu import available_isas
-from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 QUESTIONS = [

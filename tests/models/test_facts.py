@@ -26,13 +26,13 @@ from ktransformers.models.facts import (
 )
 from ktransformers.models.registry import TESTED_TYPES, routed_experts
 from ktransformers.models.synthetic_shapes import find_shape
-from tests.support.attention_families import config_of
-from tests.support.fake_operators import meta_model
-from tests.support.family_models import family_config
-from tests.support.pooled_models import POOLED_TYPES
-from tests.support.recurrent_models import RECURRENT_TYPES
-from tests.support.recurrent_shapes import RECURRENT, recurrent_config
-from tests.support.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
+from tests.support.engines.fake_operators import meta_model
+from tests.support.models.attention_families import config_of
+from tests.support.models.family_models import family_config
+from tests.support.models.pooled_models import POOLED_TYPES
+from tests.support.models.recurrent_models import RECURRENT_TYPES
+from tests.support.models.recurrent_shapes import RECURRENT, recurrent_config
+from tests.support.models.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
 
 # Shapes that the config says by layer, or not at all: their caches are of the sizes of their modules. LongCat counts
 # attentions as layers, of which a module of its list has two. Recurrent layers have tests of their own below.

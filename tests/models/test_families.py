@@ -23,10 +23,10 @@ from ktransformers.models.families import (
     Support,
     support_in,
 )
-from tests.support import family_outcomes
-from tests.support.family_models import CAUSAL_TYPES, COMPOSITE_TYPES, LENGTH, family_config, has_experts
-from tests.support.family_outcomes import check_family
-from tests.support.products import thinned
+from tests.support.checks.products import thinned
+from tests.support.models import family_outcomes
+from tests.support.models.family_models import CAUSAL_TYPES, COMPOSITE_TYPES, LENGTH, family_config, has_experts
+from tests.support.models.family_outcomes import check_family
 
 RUNNING = [name for name in (*CAUSAL_TYPES, *COMPOSITE_TYPES) if isinstance(FAMILY_SUPPORT.get(name), Support)]
 UNREADABLE = [name for name in CAUSAL_TYPES if FAMILY_SUPPORT.get(name) is NOT_BUILT]

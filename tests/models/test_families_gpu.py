@@ -10,9 +10,9 @@ import torch
 
 from ktransformers.errors import KTransformersError
 from tests.models.test_families import RUNNING
-from tests.support.family_models import family_model
-from tests.support.gpu_engines import gpu_engine, logits_in_steps
-from tests.support.tiny_models import write_safetensors
+from tests.support.engines.gpu_engines import gpu_engine, logits_in_steps
+from tests.support.models.family_models import family_model
+from tests.support.models.tiny_models import write_safetensors
 
 IDS = [3 + 7 * i % 90 for i in range(19)]
 ALWAYS = ("ernie4_5_vl_moe", "nanochat")  # blocks that give more than rows; norms of queries without weights

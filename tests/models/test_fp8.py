@@ -16,8 +16,8 @@ from ktransformers.engine.load.builder import Engine
 from ktransformers.kernels import cpu
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear
-from tests.support.agreement import TOLERANCE, engine_of, prompt
-from tests.support.fp8_models import write_both
+from tests.support.models.agreement import TOLERANCE, engine_of, prompt
+from tests.support.models.fp8_models import write_both
 
 
 def check_planned_bytes(engine: Engine) -> None:

@@ -18,9 +18,9 @@ from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.models.registry import RULES_DIR, default_rules
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.weights.gguf.file import open_gguf
-from tests.support.demo import DEMO_GGUF
-from tests.support.gguf_presets import deepseek_v3
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.gguf.presets import deepseek_v3
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 # What the hub's config.json of the model says, sizes aside.
 PUBLISHED: dict[str, Any] = {

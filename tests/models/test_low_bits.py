@@ -11,8 +11,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from ktransformers.engine.load.builder import Engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear
-from tests.support import few_bits
-from tests.support.agreement import INT8_TOLERANCE, engine_of, prompt
+from tests.support.models import few_bits
+from tests.support.models.agreement import INT8_TOLERANCE, engine_of, prompt
 
 
 def check_planned_bytes(engine: Engine, names: set[str]) -> None:

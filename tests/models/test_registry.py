@@ -8,8 +8,8 @@ import pytest
 
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import FAMILIES, RULES_DIR, default_rules, ignorable_tensors
-from tests.support.fake_operators import meta_model
-from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES, tiny_config
+from tests.support.engines.fake_operators import meta_model
+from tests.support.models.tiny_models import DENSE_TYPES, MOE_TYPES, tiny_config
 
 NAMED = {
     "deepseek_v2": "DeepSeek-V2-Lite-Chat.yaml",

@@ -19,10 +19,10 @@ from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
-from tests.support.fp8_models import to_fp8
-from tests.support.recurrent_shapes import RECURRENT, recurrent_config
-from tests.support.source_checks import fill
-from tests.support.tiny_models import random_model
+from tests.support.checks.source_checks import fill
+from tests.support.models.fp8_models import to_fp8
+from tests.support.models.recurrent_shapes import RECURRENT, recurrent_config
+from tests.support.models.tiny_models import random_model
 
 Tensors = dict[str, torch.Tensor]
 

@@ -12,8 +12,8 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence.session import Session
 from ktransformers.kernels.types import QuantType
-from tests.support.gguf_writer import write_gguf
-from tests.support.tiny_models import tiny_model
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.tiny_models import tiny_model
 
 
 @pytest.mark.every(3)

@@ -11,9 +11,9 @@ import torch
 
 from ktransformers.core import Phase
 from ktransformers.operators.context import ForwardContext
-from tests.support.agreement import TOLERANCE, TYPES
-from tests.support.runners import random_ids, runner_of
-from tests.support.tiny_models import tiny_model
+from tests.support.engines.runners import random_ids, runner_of
+from tests.support.models.agreement import TOLERANCE, TYPES
+from tests.support.models.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("model_type", TYPES)

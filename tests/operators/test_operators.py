@@ -31,9 +31,9 @@ from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.activation import recognize_expert_activation
-from tests.support.dict_source import DictSource
-from tests.support.family_models import family_model
-from tests.support.tiny_models import tiny_model
+from tests.support.checks.dict_source import DictSource
+from tests.support.models.family_models import family_model
+from tests.support.models.tiny_models import tiny_model
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ktransformers.models.layers import mixers
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.recurrent.kinds import KRecurrent
 from ktransformers.operators.recurrent.scans import _causal_conv
-from tests.support.recurrent_models import RECURRENT_TYPES, STATES_ONLY, recurrent_config, recurrent_model
+from tests.support.models.recurrent_models import RECURRENT_TYPES, STATES_ONLY, recurrent_config, recurrent_model
 
 KINDS = {
     "qwen3_next": "KGatedDeltaNet",

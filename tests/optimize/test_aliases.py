@@ -149,9 +149,9 @@ def test_unknown_operator_names_the_nearest(name: str, hint: str) -> None:
 
 
 def test_user_operators() -> None:
-    assert operator_class("tests.support.fake_operators.FakeLinear", trust=True).__name__ == "FakeLinear"
+    assert operator_class("tests.support.engines.fake_operators.FakeLinear", trust=True).__name__ == "FakeLinear"
     with pytest.raises(NameProblem, match="not a subclass of"):
-        operator_class("tests.support.fake_operators.NotAnOperator", trust=True)
+        operator_class("tests.support.engines.fake_operators.NotAnOperator", trust=True)
     with pytest.raises(NameProblem, match="is abstract"):
         operator_class("ktransformers.optimize.aliases.Operator", trust=True)
 

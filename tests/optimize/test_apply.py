@@ -11,7 +11,7 @@ from torch import nn
 from ktransformers.errors import TensorMismatchError
 from ktransformers.operators.base import Requirements, Site
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
-from tests.support.fake_operators import (
+from tests.support.engines.fake_operators import (
     EXPERTS_RULE,
     FakeExperts,
     FakeLinear,
@@ -24,7 +24,9 @@ from tests.support.fake_operators import (
 
 def test_nested_replacement_reaches_the_original_parent() -> None:
     model = meta_model("qwen3_moe")
-    rules = EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.support.fake_operators.OwningBlock}}\n"
+    rules = (
+        EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.support.engines.fake_operators.OwningBlock}}\n"
+    )
     plan = plan_with(model, rules)
     block = model.model.layers[0].mlp
     apply_plan(model, plan)
@@ -40,7 +42,7 @@ def test_operator_that_took_its_children_over() -> None:
     model = meta_model("llama")
     rules = (
         "- {match: {name: 'mlp$'}, replace: {class: tests.optimize.test_apply.TakesOver}}\n"
-        "- {match: {name: 'up_proj$'}, replace: {class: tests.support.fake_operators.FakeLinear}}\n"
+        "- {match: {name: 'up_proj$'}, replace: {class: tests.support.engines.fake_operators.FakeLinear}}\n"
     )
     plan = plan_with(model, rules)
     apply_plan(model, plan)
@@ -67,7 +69,7 @@ def test_load_reads_every_tensor_once_in_tree_order() -> None:
     model = meta_model("glm4_moe")  # its routers hold a persistent buffer
     source = FakeSource(model)
     match = "{class: torch.nn.Linear, name: self_attn}"
-    linear = f"- {{match: {match}, replace: {{class: tests.support.fake_operators.FakeLinear}}}}\n"
+    linear = f"- {{match: {match}, replace: {{class: tests.support.engines.fake_operators.FakeLinear}}}}\n"
     plan = plan_with(model, EXPERTS_RULE + linear, source)
     apply_plan(model, plan)
     seen: list[tuple[int, str]] = []
@@ -99,7 +101,7 @@ def test_tied_parameters_are_one_tensor() -> None:
 def test_tied_operator_reads_the_other_name() -> None:
     model = meta_model("llama", tie_word_embeddings=True)
     source = FakeSource(model)
-    rule = "- {match: {name: lm_head}, replace: {class: tests.support.fake_operators.FakeLinear}}"
+    rule = "- {match: {name: lm_head}, replace: {class: tests.support.engines.fake_operators.FakeLinear}}"
     plan = plan_with(model, rule, source)
     apply_plan(model, plan)
     load_plan(model, plan, source)
@@ -120,7 +122,9 @@ def test_an_operator_that_leaves_tensors_on_meta() -> None:
     model = meta_model("llama")
     source = FakeSource(model)
     plan = plan_with(
-        model, "- {match: {name: 'norm$'}, replace: {class: tests.support.fake_operators.UnloadedWrapper}}", source
+        model,
+        "- {match: {name: 'norm$'}, replace: {class: tests.support.engines.fake_operators.UnloadedWrapper}}",
+        source,
     )
     apply_plan(model, plan)
     with pytest.raises(TensorMismatchError, match=r"not loaded: model\.layers\.0\.input_layernorm\.inner\.weight"):
@@ -130,7 +134,9 @@ def test_an_operator_that_leaves_tensors_on_meta() -> None:
 def test_owned_children_may_stay_on_meta() -> None:
     model = meta_model("qwen3_moe")
     source = FakeSource(model)
-    rules = EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.support.fake_operators.OwningBlock}}\n"
+    rules = (
+        EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.support.engines.fake_operators.OwningBlock}}\n"
+    )
     plan = plan_with(model, rules, source)
     apply_plan(model, plan)
     load_plan(model, plan, source)

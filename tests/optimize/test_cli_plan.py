@@ -17,7 +17,7 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.errors import ConfigError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.machine import Machine
-from tests.support.fake_operators import MACHINE, FakeSource, meta_model
+from tests.support.engines.fake_operators import MACHINE, FakeSource, meta_model
 
 TINY = Machine(10, 10, {"cpu": 10})
 

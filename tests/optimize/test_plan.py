@@ -12,9 +12,9 @@ from ktransformers.errors import CapacityError, RuleError, TensorMismatchError, 
 from ktransformers.operators.base import Placement
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan, PlanEntry, format_bytes
-from tests.support.fake_operators import EXPERTS_RULE, GIB, MACHINE, FakeSource, meta_model, plan_with
+from tests.support.engines.fake_operators import EXPERTS_RULE, GIB, MACHINE, FakeSource, meta_model, plan_with
 
-LINEAR = "{class: tests.support.fake_operators.FakeLinear}"
+LINEAR = "{class: tests.support.engines.fake_operators.FakeLinear}"
 TWO_GPUS = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, "cuda:0": GIB, "cuda:1": GIB})
 
 
@@ -29,7 +29,7 @@ def test_first_matching_rule_decides_and_others_stay() -> None:
         model,
         rf"""
 - match: {{name: 'layers\.0\.self_attn\.q_proj', class: torch.nn.Linear}}
-  replace: {{class: tests.support.fake_operators.FakeLinear, kwargs: {{bits: 4, generate_op: FastOp}}}}
+  replace: {{class: tests.support.engines.fake_operators.FakeLinear, kwargs: {{bits: 4, generate_op: FastOp}}}}
 - match: {{class: torch.nn.Linear}}
   replace: {LINEAR}
 """,
@@ -54,7 +54,7 @@ def test_totals_are_the_bytes_of_the_checkpoint() -> None:
     assert plan.weight_bytes == {"cpu": nbytes}
     assert plan.total_bytes == {"cpu": nbytes + 100}
     assert all(p.is_meta for p in model.parameters())  # planning changed nothing
-    assert not any(type(m).__module__ == "tests.support.fake_operators" for m in model.modules())
+    assert not any(type(m).__module__ == "tests.support.engines.fake_operators" for m in model.modules())
 
 
 def test_recursive_false_keeps_what_is_inside() -> None:
@@ -79,7 +79,8 @@ def test_recursive_false_keeps_what_is_inside() -> None:
 def test_owned_children_are_not_visited() -> None:
     plan = plan_with(
         meta_model("qwen3_moe"),
-        EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.support.fake_operators.OwningBlock}}\n",
+        EXPERTS_RULE
+        + "- {match: {name: 'mlp$'}, replace: {class: tests.support.engines.fake_operators.OwningBlock}}\n",
     )
     keys = [entry.key for entry in plan.entries]
     assert "model.layers.0.mlp" in keys
@@ -98,9 +99,8 @@ KWARGS = {
 
 @pytest.mark.parametrize(("kwargs", "expected"), KWARGS.items())
 def test_placement(kwargs: str, expected: Placement) -> None:
-    rule = (
-        f"- match: {{name: lm_head}}\n  replace: {{class: tests.support.fake_operators.FakeLinear, kwargs: {kwargs}}}\n"
-    )
+    operator = "tests.support.engines.fake_operators.FakeLinear"
+    rule = f"- match: {{name: lm_head}}\n  replace: {{class: {operator}, kwargs: {kwargs}}}\n"
     assert entry_of(plan_with(meta_model("llama"), rule, machine=TWO_GPUS), "lm_head").placement == expected
 
 
@@ -147,7 +147,7 @@ def test_a_rule_for_an_owned_child_decides_nothing() -> None:
     plan = plan_with(
         meta_model("qwen3_moe"),
         EXPERTS_RULE
-        + "- {match: {name: 'mlp$'}, replace: {class: tests.support.fake_operators.OwningBlock}}\n"
+        + "- {match: {name: 'mlp$'}, replace: {class: tests.support.engines.fake_operators.OwningBlock}}\n"
         + "- {match: {name: 'mlp.gate$'}, replace: {}}\n",
     )
     (unmatched,) = plan.unmatched
@@ -166,7 +166,7 @@ HIDDEN_EXPERTS = r"""
   replace: {class: default}
   recursive: %s
 - match: {name: 'mlp\.experts$'}
-  replace: {class: tests.support.fake_operators.FakeExperts}
+  replace: {class: tests.support.engines.fake_operators.FakeExperts}
 """
 
 
@@ -239,8 +239,8 @@ def test_ignorable_tensors_may_be_left() -> None:
     plan_with(model, "[]", source, ignorable=lambda name: ".extra." in name)
 
 
-BOTH = "- {match: {name: 'embed_tokens|lm_head'}, replace: {class: tests.support.fake_operators.FakeLinear}}"
-HEAD = "- {match: {name: lm_head}, replace: {class: tests.support.fake_operators.FakeLinear}}"
+BOTH = "- {match: {name: 'embed_tokens|lm_head'}, replace: {class: tests.support.engines.fake_operators.FakeLinear}}"
+HEAD = "- {match: {name: lm_head}, replace: {class: tests.support.engines.fake_operators.FakeLinear}}"
 TABLE_BYTES = 4 * 160 * 64
 
 

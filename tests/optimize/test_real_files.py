@@ -17,8 +17,8 @@ from ktransformers.optimize.plan import make_plan
 from ktransformers.optimize.rules import load_rules
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
-from tests.support.fake_operators import MACHINE
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.engines.fake_operators import MACHINE
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 
 @pytest.mark.parametrize(

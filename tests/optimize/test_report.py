@@ -12,7 +12,7 @@ from ktransformers.operators.base import Placement
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import PlanEntry
 from ktransformers.optimize.report import fold_entries, print_plan, to_json
-from tests.support.fake_operators import EXPERTS_RULE, FakeSource, meta_model, plan_with
+from tests.support.engines.fake_operators import EXPERTS_RULE, FakeSource, meta_model, plan_with
 
 
 def entry(key: str, nbytes: int = 8, rule: int | None = 1, kind: str = "F32") -> PlanEntry:

@@ -16,12 +16,12 @@ from ktransformers.models.registry import RULES_DIR
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.rules import load_rules
-from tests.support.attention_families import CASES as CASES_OF_ATTENTION
-from tests.support.fake_operators import GIB, meta_model, plan_with
-from tests.support.latent_models import BLOCK_VALUES, latent_values
-from tests.support.products import product
-from tests.support.recurrent_models import recurrent_values
-from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES
+from tests.support.checks.products import product
+from tests.support.engines.fake_operators import GIB, meta_model, plan_with
+from tests.support.models.attention_families import CASES as CASES_OF_ATTENTION
+from tests.support.models.latent_models import BLOCK_VALUES, latent_values
+from tests.support.models.recurrent_models import recurrent_values
+from tests.support.models.tiny_models import DENSE_TYPES, MOE_TYPES
 
 SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "DeepSeek-V2-Chat.yaml": [("deepseek_v2", {"q_lora_rank": 64})],
@@ -36,12 +36,12 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "HYV4.yaml": [],
     "Dots3Note.yaml": [],
     "JetMoe.yaml": [],
-    "Glm5Next.yaml": [],  # these two: tests/models/test_pooled_attention.py
+    "Glm5Next.yaml": [],  # these two: tests/models/attention/test_pooled_attention.py
     "Qwen4Exp.yaml": [],
     "KimiLinear.yaml": [("kimi_linear", recurrent_values("kimi_linear"))],
     "BailingHybrid.yaml": [("bailing_hybrid", recurrent_values("bailing_hybrid"))],
     "LongcatFlash.yaml": [("longcat_flash", latent_values("longcat_flash"))],
-    "Mistral4.yaml": [],  # transformers does not choose its class: tests/models/test_latent_families.py
+    "Mistral4.yaml": [],  # transformers does not choose its class: tests/models/attention/test_latent_families.py
     "Qwen2-57B-A14B-Instruct.yaml": [("qwen2_moe", {})],
     "Qwen2-serve.yaml": [("qwen2_moe", {})],
     "Qwen3Moe-ktransformers.yaml": [("qwen3_moe", {}), ("qwen3_moe", {"tie_word_embeddings": True})],

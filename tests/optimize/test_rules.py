@@ -11,9 +11,9 @@ from torch import nn
 
 from ktransformers.errors import RuleError
 from ktransformers.optimize.rules import Rule, load_rules, parse_rules
-from tests.support.fake_operators import FakeLinear
+from tests.support.engines.fake_operators import FakeLinear
 
-FAKE = "tests.support.fake_operators.FakeLinear"
+FAKE = "tests.support.engines.fake_operators.FakeLinear"
 
 
 def one(text: str) -> Rule:
@@ -125,7 +125,12 @@ GOOD = "- match: {name: a}\n  replace: {class: default}\n"
         (with_kwargs("generate_op: KLinearIPEXLLM"), 6, 1, "IPEX, hardware that ktransformers does not drive"),
         (with_kwargs("generate_op: 3"), 6, 1, "has no op 3"),
         (with_kwargs("generate_op: FastOp", "default"), 6, 1, "needs an operator"),
-        (with_kwargs("prefill_op: X", "tests.support.fake_operators.FakeExperts"), 6, 1, "has one implementation"),
+        (
+            with_kwargs("prefill_op: X", "tests.support.engines.fake_operators.FakeExperts"),
+            6,
+            1,
+            "has one implementation",
+        ),
         (with_kwargs("transfer_map: {a: cpu}"), 6, 1, "'a' is not a layer number"),
         (with_kwargs("transfer_map: {1: cpu, '1': cpu}"), 6, 1, "stands there twice"),
         (with_kwargs("transfer_map: {1: gpu}"), 6, 1, "transfer_map must be cpu, cuda or cuda:N"),

@@ -10,7 +10,7 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.decode_bound import DecodeReads, LayerReads
 from ktransformers.optimize.summary import ModelSize, Part, Summary, summarize
-from tests.support.fake_operators import EXPERTS_RULE, meta_model, plan_with
+from tests.support.engines.fake_operators import EXPERTS_RULE, meta_model, plan_with
 
 # qwen3_moe with 2 layers: hidden 64, 4 heads and 2 KV heads of 32, 8 experts, 4 used, 96 wide, 160 words
 ATTENTION = 64 * 128 + 2 * 64 * 64 + 128 * 64 + 2 * 32  # q; k and v; o; norms of q and k

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.profile_folders import Run, Written, write_profile
+from tests.support.checks.profile_folders import Run, Written, write_profile
 from tests.web.conftest import browser as browser
 
 RUN = Run(requests=16, layers=6, experts=24, top_k=3)

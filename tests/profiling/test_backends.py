@@ -26,11 +26,11 @@ from ktransformers.server.backend.ktransformers import KTransformersBackend
 from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.backend.transformers import TransformersBackend
 from ktransformers.server.config import ServerConfig
-from tests.support.balance_backend import backend, check, collect, request, run, until
-from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
-from tests.support.fake_backend import FakeBackend
-from tests.support.fake_runtime import FakeRuntime
-from tests.support.profiles import check_answers, check_nothing_lost, check_sums, read_profile
+from tests.support.checks.profiles import check_answers, check_nothing_lost, check_sums, read_profile
+from tests.support.engines.fake_runtime import FakeRuntime
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.servers.balance_backend import backend, check, collect, request, run, until
+from tests.support.servers.fake_backend import FakeBackend
 
 Answers = dict[str, list[int]]
 

@@ -27,8 +27,8 @@ from ktransformers.profiling.messages import (
     encode_messages,
 )
 from ktransformers.profiling.recorder import Recorder
-from tests.support.fake_runtime import FakeRuntime
-from tests.support.profiles import check_nothing_lost, check_sums, read_profile
+from tests.support.checks.profiles import check_nothing_lost, check_sums, read_profile
+from tests.support.engines.fake_runtime import FakeRuntime
 
 META = ProfileMeta(backend="test", version="0", model={"num_layers": 2})
 
@@ -81,7 +81,7 @@ from pathlib import Path
 from tests.profiling.test_bridge import META, run_step
 from ktransformers.profiling.capture import Capture
 from ktransformers.profiling.recorder import Recorder
-from tests.support.fake_runtime import FakeRuntime
+from tests.support.engines.fake_runtime import FakeRuntime
 capture = Capture(Path(sys.argv[1]), META)
 recorder = Recorder(capture.endpoint, "engine", runtime=FakeRuntime())
 for step_id in range(50):

@@ -12,7 +12,7 @@ import pytest
 from ktransformers.cli import main
 from ktransformers.profiling import load
 from ktransformers.profiling.compare import compare, median_ratio
-from tests.support.profile_folders import Run, Written, meta, write_lines, write_profile
+from tests.support.checks.profile_folders import Run, Written, meta, write_lines, write_profile
 
 
 @pytest.fixture(scope="module")

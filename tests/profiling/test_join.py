@@ -11,7 +11,7 @@ from ktransformers.profiling.join import HOLD_SECONDS, Joiner
 from ktransformers.profiling.messages import NativeRecords, RequestRecord, StepRecord, TokensRecord
 from ktransformers.profiling.oplog import OpLog, critical_ns
 from ktransformers.profiling.records import OP
-from tests.support.fake_runtime import experts, op, step_begin, step_end
+from tests.support.engines.fake_runtime import experts, op, step_begin, step_end
 
 BEGAN = 1_000_000_000
 

@@ -21,7 +21,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.profiling import load
 from ktransformers.profiling.records import PARTS
 from ktransformers.profiling.summary import Quantiles, expert_use, latencies, slow_steps, step_sums
-from tests.support.profile_folders import Run, Written, expert_counts, meta, write_lines, write_profile
+from tests.support.checks.profile_folders import Run, Written, expert_counts, meta, write_lines, write_profile
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -20,9 +20,9 @@ from ktransformers.kernels.cpu import WorkerPool, profile
 from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed, SpeedFile
 from ktransformers.profiling import records
 from ktransformers.profiling.runtime import CpuProfilingRuntime, ModuleScope
-from tests.support.native_records import Experts, Op, StepBegin, StepEnd, records_in
-from tests.support.runners import fused_runner, random_ids, runner_of
-from tests.support.tiny_models import tiny_model
+from tests.support.checks.native_records import Experts, Op, StepBegin, StepEnd, records_in
+from tests.support.engines.runners import fused_runner, random_ids, runner_of
+from tests.support.models.tiny_models import tiny_model
 
 FAMILIES = {
     "llama": {"norm", "linear", "attention", "mlp", "lm_head"},

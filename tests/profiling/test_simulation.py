@@ -12,7 +12,7 @@ import pytest
 from ktransformers.cache.hot_experts import MAX_UPLOADS, HotExperts, replay
 from ktransformers.profiling import Profile, load
 from ktransformers.profiling.cache_simulation import POLICIES, simulate
-from tests.support.profile_folders import Run, Written, meta, write_lines, write_profile
+from tests.support.checks.profile_folders import Run, Written, meta, write_lines, write_profile
 
 RUN = Run(requests=8, experts=12, top_k=3, layers=5, dense=2, seed=3)
 

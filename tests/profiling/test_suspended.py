@@ -21,9 +21,9 @@ from ktransformers.scheduler.records import RequestUpdate, SequenceStart, StepPl
 from ktransformers.server.backend.base import Backend, GenerationRequest
 from ktransformers.server.backend.ktransformers import KTransformersBackend
 from ktransformers.server.backend.profiler import ProfileConfig
-from tests.support.balance_backend import backend, check, request, run, until
-from tests.support.demo import DEMO_GGUF
-from tests.support.profiles import ReadProfile, check_sums, read_profile
+from tests.support.checks.profiles import ReadProfile, check_sums, read_profile
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.balance_backend import backend, check, request, run, until
 
 MS = 1_000_000
 

@@ -15,7 +15,7 @@ import pytest
 from ktransformers.errors import ConfigError
 from ktransformers.profiling import lines, load
 from ktransformers.profiling.records import PARTS
-from tests.support.profile_folders import Run, Written, expert_counts, write_lines, write_profile
+from tests.support.checks.profile_folders import Run, Written, expert_counts, write_lines, write_profile
 
 
 @pytest.fixture(scope="module")

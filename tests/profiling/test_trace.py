@@ -12,7 +12,7 @@ import pytest
 from ktransformers.cli import main
 from ktransformers.profiling import load
 from ktransformers.profiling.trace import write_trace
-from tests.support.profile_folders import Written, write_lines, write_profile
+from tests.support.checks.profile_folders import Written, write_lines, write_profile
 
 
 def events_of(folder: Path, path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from math import lcm
 import msgspec
 import pytest
 
-from tests.support.fake_engine import Loop, answer_alone, make_config, make_request, make_tiers
+from tests.support.servers.fake_engine import Loop, answer_alone, make_config, make_request, make_tiers
 
 
 def write(loop: Loop, token_ids: Sequence[int]) -> object:

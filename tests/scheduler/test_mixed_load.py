@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.support.fake_engine import Loop, make_config, make_request
+from tests.support.servers.fake_engine import Loop, make_config, make_request
 
 
 @pytest.mark.every(5)

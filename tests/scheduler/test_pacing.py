@@ -14,7 +14,7 @@ from ktransformers.scheduler.pacing import REFRESH, WINDOW, WORTH, Pacer, Pendin
 from ktransformers.scheduler.records import RowResult, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.scheduler.step_times import StepTimes
-from tests.support.fake_engine import make_config, make_request
+from tests.support.servers.fake_engine import make_config, make_request
 
 Machine = Callable[[int, int], float]  # decodes, rows of prompts -> seconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.fake_engine import Loop, answer_alone, make_config, make_request
+from tests.support.servers.fake_engine import Loop, answer_alone, make_config, make_request
 
 PROMPT = [1 + i % 6 for i in range(30)]
 

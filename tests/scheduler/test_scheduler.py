@@ -13,7 +13,7 @@ from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.scheduler.records import Request, RowResult, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.scheduler.shared_prompts import WORTH_WAITING
-from tests.support.fake_engine import EOS, Loop, answer_alone, make_config, make_request, next_token
+from tests.support.servers.fake_engine import EOS, Loop, answer_alone, make_config, make_request, next_token
 
 
 def shape(plan: StepPlan | None) -> list[tuple[int, int, bool]]:

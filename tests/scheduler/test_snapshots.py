@@ -6,7 +6,7 @@ import pytest
 
 from ktransformers.core import FinishReason
 from ktransformers.errors import ConfigError
-from tests.support.fake_engine import Loop, make_config, make_request
+from tests.support.servers.fake_engine import Loop, make_config, make_request
 
 PROMPT = [i % 11 for i in range(30)]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ktransformers.core import FinishReason
-from tests.support.fake_engine import EOS, VOCAB_SIZE, FakeDisk, Loop, make_config, make_request, make_tiers
+from tests.support.servers.fake_engine import EOS, VOCAB_SIZE, FakeDisk, Loop, make_config, make_request, make_tiers
 
 # Prompts share prefixes, also up to the middle of a page; repeated tokens tell a page's place from its contents.
 BASE = [1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 5, 6, 3, 3, 3, 3, 3, 3, 3, 3, 1, 2, 3, 4]

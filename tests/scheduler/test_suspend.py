@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.fake_engine import Loop, answer_alone, make_config, make_request
+from tests.support.servers.fake_engine import Loop, answer_alone, make_config, make_request
 
 PROMPT = [1 + i % 6 for i in range(30)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from ktransformers.scheduler.tier_rates import MAX_DECLINED, Option, TierRates
 from ktransformers.scheduler.tier_records import TierStats
-from tests.support.fake_engine import FakeDisk, Loop, make_config, make_request, make_tiers
+from tests.support.servers.fake_engine import FakeDisk, Loop, make_config, make_request, make_tiers
 
 PROMPT = [i % 11 for i in range(30)]  # 7 pages of 4, and 2 tokens
 LARGE = 1 << 20

@@ -10,8 +10,8 @@ import pytest
 from ktransformers.config import EngineConfig
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
-from tests.support.demo import DEMO_GGUF
-from tests.support.server_process import ServerProcess
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.server_process import ServerProcess
 
 
 @pytest.fixture(scope="session")

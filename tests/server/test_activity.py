@@ -13,7 +13,7 @@ from ktransformers.server.backend.base import BackendStats, GenerationRequest
 from ktransformers.server.telemetry.activity import LoadingLog, LoadSummary, duration, farewell, watch_loading
 from ktransformers.server.telemetry.metrics import Counts, Metrics
 from ktransformers.server.telemetry.tally import Tally
-from tests.support.fake_backend import FakeBackend
+from tests.support.servers.fake_backend import FakeBackend
 
 
 class Clock:

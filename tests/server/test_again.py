@@ -27,9 +27,9 @@ from ktransformers.server.journal.journal import MAX_TRIES, Journal
 from ktransformers.server.run import _drain, _journal
 from ktransformers.server.service import Service
 from tests.server.test_requests import SteppedBackend
-from tests.support.asgi_client import Connection
-from tests.support.fake_backend import FakeBackend
-from tests.support.fake_runner import byte_tokenizer
+from tests.support.engines.fake_runner import byte_tokenizer
+from tests.support.servers.asgi_client import Connection
+from tests.support.servers.fake_backend import FakeBackend
 
 KEEP = {"x-kt-keep": "60", "x-request-id": "mine"}
 NUM_TOKENS = 12

@@ -14,7 +14,7 @@ import pytest
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 PERSON = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "server_client.py"
 

@@ -19,7 +19,7 @@ import pytest
 from ktransformers.cli import server_main as main
 from ktransformers.server import listening
 from ktransformers.server.config import ServerConfig
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 ENDLESS = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SHORT = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 20, "temperature": 0}

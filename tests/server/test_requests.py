@@ -28,8 +28,8 @@ from ktransformers.server.config import ServerConfig
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.run import _drain
 from ktransformers.server.streaming import EventStream
-from tests.support.asgi_client import Connection
-from tests.support.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
+from tests.support.engines.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
+from tests.support.servers.asgi_client import Connection
 
 VOCAB = byte_tokenizer().vocab_size
 KEEP = {"x-kt-keep": "60"}

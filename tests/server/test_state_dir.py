@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me of the sea."}], "stream": True, "seed": 7}
 TOOL = {"type": "object", "properties": {"city": {"type": "string", "minLength": 60}}, "required": ["city"]}

@@ -22,7 +22,7 @@ from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import measured_gbps
 from ktransformers.server.telemetry.metrics import Counts
 from ktransformers.server.telemetry.recent import MAX_REQUESTS, PastRequest, RecentRequests, SpeedMeter
-from tests.support.fake_backend import FakeBackend
+from tests.support.servers.fake_backend import FakeBackend
 
 SCHEDULER = SchedulerStats(
     num_running=2,

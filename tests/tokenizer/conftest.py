@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from tests.support.vocabularies import gguf_metadata, train_byte_level
+from tests.support.gguf.vocabularies import gguf_metadata, train_byte_level
 
 
 @pytest.fixture(scope="session")

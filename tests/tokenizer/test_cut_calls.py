@@ -11,7 +11,7 @@ import pytest
 from pydantic_core import from_json
 
 from ktransformers.tokenizer.tools import TOOL_FORMATS, ArgumentsPiece, CallEnded, CallStarted, ParsedEvent, TextPiece
-from tests.support.tool_answers import CALLS, CONTENT, FORMAT_OF, TOOLS, rendered
+from tests.support.checks.tool_answers import CALLS, CONTENT, FORMAT_OF, TOOLS, rendered
 
 
 def read(name: str, text: str, tools: Any = TOOLS, *, is_cut: bool = False, size: int = 7) -> list[ParsedEvent]:

@@ -13,8 +13,8 @@ import pytest
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import ArgumentsPiece, CallStarted, TextPiece
-from tests.support.chat_templates import FAMILIES, conversation, names_of, template_of, texts_of
-from tests.support.fake_runner import byte_tokenizer
+from tests.support.engines.fake_runner import byte_tokenizer
+from tests.support.models.chat_templates import FAMILIES, conversation, names_of, template_of, texts_of
 
 ORIGINAL = (Path(__file__).parent / "templates" / "no_tools" / "deepseek_v3_original.jinja").read_text()
 WRITES_TOOLS = "{%- for tool in tools or [] %}"

@@ -22,7 +22,9 @@ from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.templates import Prober, turns
 from ktransformers.tokenizer.templates.effort import nearest_effort
 from ktransformers.tokenizer.tools import TOOL_FORMATS
-from tests.support.chat_templates import (
+from tests.support.checks.tool_answers import CALLS, TOOLS
+from tests.support.engines.fake_runner import byte_tokenizer
+from tests.support.models.chat_templates import (
     CONVERSATIONS,
     FAMILIES,
     MARKUPS,
@@ -33,8 +35,6 @@ from tests.support.chat_templates import (
     templates,
     texts_of,
 )
-from tests.support.fake_runner import byte_tokenizer
-from tests.support.tool_answers import CALLS, TOOLS
 from tests.tokenizer.test_tool_formats import calls_of, read
 
 TEMPLATES = templates()

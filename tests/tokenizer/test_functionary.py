@@ -9,8 +9,8 @@ import pytest
 
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import ArgumentsPiece, CallEnded, CallStarted, TextPiece
-from tests.support.fake_runner import byte_tokenizer
-from tests.support.forced_calls import check_calls, takes
+from tests.support.checks.forced_calls import check_calls, takes
+from tests.support.engines.fake_runner import byte_tokenizer
 
 _HEAD = "'<|start_header_id|>' + ROLE + '<|end_header_id|>\\n\\n'"
 _TURN = f"{{{{ {_HEAD.replace('ROLE', 'm.role')} + m.content + '<|eot_id|>' }}}}"

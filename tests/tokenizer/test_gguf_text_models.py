@@ -16,7 +16,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 from ktransformers.tokenizer.pattern_limits import unknown_patterns
-from tests.support.vocabularies import CORPUS, STRINGS
+from tests.support.gguf.vocabularies import CORPUS, STRINGS
 
 TEXTS = [
     *STRINGS,

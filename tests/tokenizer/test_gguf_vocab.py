@@ -14,7 +14,7 @@ from ktransformers.errors import ConfigError, KTransformersError, UnsupportedErr
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS, find_pre_tokenizer
-from tests.support.vocabularies import STRINGS, gguf_metadata, train_byte_level
+from tests.support.gguf.vocabularies import STRINGS, gguf_metadata, train_byte_level
 
 
 def rebuilt(metadata: dict[str, Any]) -> Tokenizer:

@@ -20,7 +20,7 @@ from ktransformers.tokenizer.growth import growth_of
 from ktransformers.tokenizer.loading import load_tokenizer
 from ktransformers.tokenizer.pattern_limits import unknown_patterns
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS, QUADRATIC_PATTERNS
-from tests.support.vocabularies import STRINGS, train_byte_level
+from tests.support.gguf.vocabularies import STRINGS, train_byte_level
 
 SLOW = r"(a*)(a*)c|."  # cubic
 # As the models' authors publish them.

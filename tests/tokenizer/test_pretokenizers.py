@@ -9,7 +9,7 @@ import regex
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS, find_pre_tokenizer
-from tests.support.vocabularies import STRINGS
+from tests.support.gguf.vocabularies import STRINGS
 
 # As the models' tokenizer.json files have them, or llama.cpp where those use other means than one pattern.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"

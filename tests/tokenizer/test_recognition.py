@@ -24,7 +24,7 @@ from ktransformers.tokenizer.tools import (
     ReasoningPiece,
     TextPiece,
 )
-from tests.support.fake_runner import byte_tokenizer
+from tests.support.engines.fake_runner import byte_tokenizer
 
 TURNS = Path(__file__).parent / "templates" / "turns"
 THINK = ("<think>", "</think>")

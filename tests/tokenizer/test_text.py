@@ -21,7 +21,7 @@ from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.reasoning import ReasoningParser
 from ktransformers.tokenizer.stop import StopMatcher, held_back
-from tests.support.vocabularies import STRINGS
+from tests.support.gguf.vocabularies import STRINGS
 
 
 def cuts(text: str, seed: int) -> list[str]:

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
 from ktransformers.tokenizer.tiktoken_file import load_kimi_tokenizer
-from tests.support.vocabularies import CHAT_TEMPLATE, STRINGS, train_byte_level
+from tests.support.gguf.vocabularies import CHAT_TEMPLATE, STRINGS, train_byte_level
 from tests.tokenizer.test_pretokenizers import HARD, KIMI
 
 NAMED = {

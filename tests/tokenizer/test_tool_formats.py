@@ -27,8 +27,8 @@ from ktransformers.tokenizer.tools import (
     find_tool_format,
     tool_format_named,
 )
-from tests.support.fake_runner import byte_tokenizer
-from tests.support.tool_answers import CALLS, CONTENT, FORMAT_OF, REASONING, TEMPLATES, TOOLS, render, rendered
+from tests.support.checks.tool_answers import CALLS, CONTENT, FORMAT_OF, REASONING, TEMPLATES, TOOLS, render, rendered
+from tests.support.engines.fake_runner import byte_tokenizer
 
 
 def joined(events: list[ParsedEvent]) -> list[ParsedEvent]:

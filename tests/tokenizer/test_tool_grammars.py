@@ -14,10 +14,10 @@ import pytest
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools import TOOL_FORMATS
-from tests.support.fake_runner import byte_tokenizer
-from tests.support.forced_calls import check_calls, forced, grammars_of, takes, tokenizer_of, wander
-from tests.support.random_tools import random_tools
-from tests.support.tool_answers import CALLS, CONTENT, FORMAT_OF, TOOLS, render
+from tests.support.checks.forced_calls import check_calls, forced, grammars_of, takes, tokenizer_of, wander
+from tests.support.checks.random_tools import random_tools
+from tests.support.checks.tool_answers import CALLS, CONTENT, FORMAT_OF, TOOLS, render
+from tests.support.engines.fake_runner import byte_tokenizer
 
 pytest.importorskip("llguidance")
 

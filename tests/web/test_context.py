@@ -12,7 +12,7 @@ pytest.importorskip("playwright.sync_api", reason="the page is driven by the pac
 
 from playwright.sync_api import expect
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 from tests.web.fake_api import HOLD, FakeApi, said
 from tests.web.steps import answers, button, open_page, say, whole
 from tests.web.test_views import serious_faults

@@ -19,7 +19,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.server.api import web
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
-from tests.support.fake_backend import FakeBackend
+from tests.support.servers.fake_backend import FakeBackend
 
 SOURCES = Path(__file__).resolve().parents[2] / "web"
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

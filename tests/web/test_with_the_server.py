@@ -11,7 +11,7 @@ pytest.importorskip("playwright.sync_api", reason="the page is driven by the pac
 
 from playwright.sync_api import expect
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 from tests.web.steps import answers, button, say, whole
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ktransformers.weights.conversion.checkpoint_names import CheckpointNames, O
 from ktransformers.weights.conversion.operations import CONVERSIONS, converted, converted_shape
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
-from tests.support.tiny_models import tiny_model
+from tests.support.models.tiny_models import tiny_model
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 PARTS = ("q_proj", "k_proj", "v_proj")

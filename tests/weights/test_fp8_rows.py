@@ -12,7 +12,7 @@ from ktransformers.kernels.types import OwnType, QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
-from tests.support.tiny_models import tiny_config
+from tests.support.models.tiny_models import tiny_config
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 ROWS = 40

@@ -15,7 +15,7 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf.file import open_gguf, shown
 from ktransformers.weights.gguf.source import GGUFSource
-from tests.support.tiny_models import tiny_config
+from tests.support.models.tiny_models import tiny_config
 
 
 def text(value: str | bytes) -> bytes:

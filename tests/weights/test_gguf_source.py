@@ -22,10 +22,10 @@ from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource
 from ktransformers.weights.quantize.write import quantize
 from ktransformers.weights.source import ExpertsLayout
-from tests.support.gguf_writer import add_metadata, gguf_tensors, write_gguf
-from tests.support.low_bits import encode
-from tests.support.source_checks import check_whole_model, expected_experts, layout_of, values_of
-from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_model
+from tests.support.checks.source_checks import check_whole_model, expected_experts, layout_of, values_of
+from tests.support.gguf.writer import add_metadata, gguf_tensors, write_gguf
+from tests.support.models.low_bits import encode
+from tests.support.models.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_model
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

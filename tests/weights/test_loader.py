@@ -9,8 +9,8 @@ import pytest
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.loader import weight_format
-from tests.support.gguf_writer import write_gguf
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 
 def test_formats(tmp_path: Path) -> None:

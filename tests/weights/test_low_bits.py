@@ -26,8 +26,8 @@ from ktransformers.weights.conversion.checkpoint_names import Origin
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
-from tests.support.group_blocks import dequantized
-from tests.support.tiny_models import tiny_model
+from tests.support.models.group_blocks import dequantized
+from tests.support.models.tiny_models import tiny_model
 
 ROWS, COLS = 40, 256
 NAME = "model.layers.0.self_attn.q_proj"

@@ -18,9 +18,9 @@ from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
-from tests.support.gguf_writer import write_gguf
-from tests.support.source_checks import layout_of
-from tests.support.tiny_models import tiny_model
+from tests.support.checks.source_checks import layout_of
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.tiny_models import tiny_model
 
 EXPERTS = "model.layers.1.mlp.experts"
 

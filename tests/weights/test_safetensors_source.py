@@ -20,8 +20,8 @@ from ktransformers.weights.quantize.write import quantize
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
-from tests.support.source_checks import check_whole_model, expected_experts, expert_keys, layout_of, values_of
-from tests.support.tiny_models import MODEL_TYPES, tiny_model, write_safetensors
+from tests.support.checks.source_checks import check_whole_model, expected_experts, expert_keys, layout_of, values_of
+from tests.support.models.tiny_models import MODEL_TYPES, tiny_model, write_safetensors
 
 EXPERTS, INNER, HIDDEN = 4, 160, 192  # no multiples of FP8's blocks of 128
 

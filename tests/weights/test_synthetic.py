@@ -18,7 +18,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import synthetic
 from ktransformers.weights.source import ExpertsLayout
 from ktransformers.weights.synthetic import SyntheticSource, random_blocks, skewed_gain
-from tests.support.tiny_models import tiny_config
+from tests.support.models.tiny_models import tiny_config
 
 LAYOUT = ExpertsLayout(num_experts=6, hidden_size=512, intermediate_size=256)
 KEY = "model.layers.0.mlp.experts"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.cpu import MAX_BF16_DIMS, Isa, WorkerPool, attention
-from tests.support.products import product
+from tests.support.checks.products import product
 
 PAGE = 16
 HALF_ULP = 2.0**-8  # largest relative error of rounding to bf16

@@ -25,7 +25,7 @@ from ktransformers.kernels.types import (
     RawTensor,
     WeightType,
 )
-from tests.support.products import product
+from tests.support.checks.products import product
 
 EMULATED = (Isa.AVX512_BF16_EMULATED, Isa.AMX_EMULATED)
 TIERS = (*(isa for isa in cpu.available_isas() if isa in (Isa.AVX512_BF16, Isa.AMX)), *EMULATED)

@@ -7,7 +7,7 @@ import torch
 
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import choose_positions
-from tests.support.products import product
+from tests.support.checks.products import product
 
 PAGE = 16
 

@@ -15,7 +15,7 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool, pages
 from ktransformers.kernels.types import Fp8Matrix, PackedTensor, QuantType, RawTensor, row_bytes
 from ktransformers.weights.mapped_file import map_file
-from tests.support.mapped_memory import cached_bytes, mapped_bytes, settled
+from tests.support.checks.mapped_memory import cached_bytes, mapped_bytes, settled
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about this process")
 

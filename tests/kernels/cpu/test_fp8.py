@@ -9,7 +9,7 @@ from ktransformers.kernels import cpu, reference
 from ktransformers.kernels.cpu import Isa, MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.topology import ThreadPlace
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, Fp8Matrix, OwnType, QuantType, RawTensor
-from tests.support.products import thinned
+from tests.support.checks.products import thinned
 
 TIERS = (*cpu.available_isas(), Isa.AMX_EMULATED)
 SHAPES = [(16, 128), (128, 256), (5, 4), (33, 132), (200, 384), (129, 1028), (272, 60)]

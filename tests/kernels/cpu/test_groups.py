@@ -8,8 +8,8 @@ import torch
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, GroupType, RawTensor, block_size, type_size
-from tests.support.group_blocks import dequantized, exact_linear, random_blocks
-from tests.support.products import thinned
+from tests.support.checks.products import thinned
+from tests.support.models.group_blocks import dequantized, exact_linear, random_blocks
 
 TIERS = (*cpu.available_isas(), Isa.AMX_EMULATED)
 TYPES = tuple(GroupType)

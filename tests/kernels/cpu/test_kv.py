@@ -9,7 +9,7 @@ import torch
 
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import attention, write_kv
-from tests.support.products import product
+from tests.support.checks.products import product
 
 PAGE = 16
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]

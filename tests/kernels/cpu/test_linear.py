@@ -10,7 +10,7 @@ from gguf import quants
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import NATIVE_TYPES, batched_linear, dequantize_rows, linear
 from ktransformers.kernels.types import QuantType, RawTensor, block_size
-from tests.support.int8_arithmetic import SMALL_BLOCKS, int8_linear, int8_tolerance
+from tests.support.checks.int8_arithmetic import SMALL_BLOCKS, int8_linear, int8_tolerance
 
 TYPES = sorted(NATIVE_TYPES)
 QUANTIZED = [t for t in TYPES if t not in (QuantType.F32, QuantType.F16, QuantType.BF16)]

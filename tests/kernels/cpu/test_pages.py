@@ -12,7 +12,7 @@ import torch
 
 from ktransformers.kernels.cpu import pages
 from ktransformers.weights.mapped_file import map_file
-from tests.support.mapped_memory import cached_bytes, mapped_bytes
+from tests.support.checks.mapped_memory import cached_bytes, mapped_bytes
 
 NBYTES = 8 << 20
 

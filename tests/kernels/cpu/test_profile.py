@@ -17,8 +17,8 @@ from ktransformers.kernels.cpu.router import RouterSpec, route
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor
 from ktransformers.scheduler.records import counts_in
-from tests.support import native_records
-from tests.support.native_records import Experts, Op, records_in
+from tests.support.checks import native_records
+from tests.support.checks.native_records import Experts, Op, records_in
 
 HIDDEN, INNER, EXPERTS, TOP_K = 64, 32, 5, 2
 

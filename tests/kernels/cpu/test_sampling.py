@@ -20,7 +20,7 @@ from ktransformers.kernels.cpu.sampling import (
     uniforms,
 )
 from ktransformers.kernels.extension import extension
-from tests.support import sampling_oracle as oracle
+from tests.support.checks import sampling_oracle as oracle
 
 TEMPERATURES = (0.0, 1e-300, 0.05, 0.6, 1.0, 3.0, 1e300)
 TOP_K = (-1, 0, 1, 2, 20, 150, 700, 10**9)

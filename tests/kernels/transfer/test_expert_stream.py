@@ -18,8 +18,8 @@ from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.cpu.profile import PoolProfile
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape, choose_hand_over
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
-from tests.support.fake_stream import PATIENCE, FakeDriver
-from tests.support.native_records import Experts, Op, records_in
+from tests.support.checks.native_records import Experts, Op, records_in
+from tests.support.engines.fake_stream import PATIENCE, FakeDriver
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
 ROOT = Path(__file__).parents[3]
@@ -330,7 +330,7 @@ from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExper
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights
 from ktransformers.kernels.types import RawTensor
-from tests.support.fake_stream import FakeDriver
+from tests.support.engines.fake_stream import FakeDriver
 weight = RawTensor.from_tensor(torch.ones(64, 64))
 pool = WorkerPool(3)
 kernel = MoeKernel(ExpertWeights([weight], [weight], [weight]), ActivationSpec(), pool)

@@ -17,8 +17,8 @@ from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.operators.attention.compressed import KCompressedAttention, turned
 from ktransformers.operators.attention.compressed_gpu import angles_of
 from ktransformers.operators.base import OperatorConfig, Placement
-from tests.support.fake_operators import meta_model
-from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
+from tests.support.engines.fake_operators import meta_model
+from tests.support.models.tiny_models import tiny_config, tiny_model, write_safetensors
 
 
 def operator(model_type: str, layer: int, placement: Placement | None = None, **values: object) -> KCompressedAttention:

@@ -16,7 +16,7 @@ from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.operators.device import Device
 from tests.operators.experts.test_streamed import E, H, K, all_on_gpu, check, make_kernel
-from tests.support.inline_device import EagerCopies, InlineDriver
+from tests.support.engines.inline_device import EagerCopies, InlineDriver
 
 pytest.importorskip("triton")
 

@@ -22,7 +22,7 @@ from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates, Split
 from ktransformers.weights.quantize.write import quantize
-from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
+from tests.support.engines.inline_device import EagerCopies, InlineDriver, LazyCopies
 
 pytest.importorskip("triton")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ktransformers.kernels.extension import extension
-from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
-from tests.support.runners import fused_runner, random_ids
-from tests.support.tiny_models import tiny_model
+from tests.support.engines.runners import fused_runner, random_ids
+from tests.support.models.recurrent_models import RECURRENT_TYPES, recurrent_model
+from tests.support.models.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(extension.num_allocations() < 0, reason="allocations are not counted on this system")
 

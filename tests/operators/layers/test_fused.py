@@ -12,11 +12,11 @@ from ktransformers.kernels.cpu.latent import LatentLayer
 from ktransformers.kernels.cpu.layer import AttentionLayer, LayerKv, MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
-from tests.support.agreement import TOLERANCE
-from tests.support.family_models import family_config
-from tests.support.recurrent_models import recurrent_model
-from tests.support.runners import fused_runner, random_ids, runner_of
-from tests.support.tiny_models import random_model, tiny_config, tiny_model
+from tests.support.engines.runners import fused_runner, random_ids, runner_of
+from tests.support.models.agreement import TOLERANCE
+from tests.support.models.family_models import family_config
+from tests.support.models.recurrent_models import recurrent_model
+from tests.support.models.tiny_models import random_model, tiny_config, tiny_model
 
 # Family -> (attention, feed-forward) that must run in native calls; layers of one model may differ.
 NATIVE = {

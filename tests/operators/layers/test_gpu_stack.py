@@ -13,7 +13,7 @@ from ktransformers.operators.layers.gpu import LayerStack, _Part
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.layer import PartKind
 from ktransformers.operators.recognize.norm import NormSpec
-from tests.support.fake_gpus import fake_hardware
+from tests.support.engines.fake_gpus import fake_hardware
 
 WIDTH = 64
 

@@ -9,9 +9,9 @@ import torch
 
 from ktransformers.kernels.untraced import untraced
 from ktransformers.operators.exact import NativeMathMode
-from tests.support.recurrent_models import recurrent_model
-from tests.support.runners import fused_runner, random_ids
-from tests.support.tiny_models import tiny_model
+from tests.support.engines.runners import fused_runner, random_ids
+from tests.support.models.recurrent_models import recurrent_model
+from tests.support.models.tiny_models import tiny_model
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers, watch_st
 from ktransformers.operators.layers.joined import Done
 from ktransformers.operators.layers.native_stack import MOST_ROWS, NativeStack, stack_cpu_layers
 from ktransformers.operators.layers.observed import decoder_layers
-from tests.support.family_models import family_config
-from tests.support.recurrent_models import recurrent_model
-from tests.support.runners import fused_runner, random_ids, runner_of, stacked_runner
-from tests.support.tiny_models import random_model, tiny_model
+from tests.support.engines.runners import fused_runner, random_ids, runner_of, stacked_runner
+from tests.support.models.family_models import family_config
+from tests.support.models.recurrent_models import recurrent_model
+from tests.support.models.tiny_models import random_model, tiny_model
 
 LATENT, RECURRENT = ("deepseek_v2", "deepseek_v3"), ("qwen3_next", "qwen3_5_moe_text")
 WHOLE = ("llama", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe", *LATENT, *RECURRENT)
@@ -134,6 +134,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def _configs() -> list[object]:
-    from tests.support.tiny_models import tiny_config
+    from tests.support.models.tiny_models import tiny_config
 
     return [tiny_config("llama"), tiny_config("llama", hidden_size=128)]

@@ -15,10 +15,10 @@ from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.matrix import gpu_matrix, takes_fp8
-from tests.support.agreement import prompt
-from tests.support.fake_gpus import fake_hardware
-from tests.support.fp8_models import to_fp8, write_both
-from tests.support.gpu_engines import gpu_engine
+from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.gpu_engines import gpu_engine
+from tests.support.models.agreement import prompt
+from tests.support.models.fp8_models import to_fp8, write_both
 
 pytest.importorskip("triton")
 
@@ -70,7 +70,7 @@ def test_shapes_that_no_kernel_takes() -> None:
 
 @pytest.mark.parametrize("model_type", [pytest.param("deepseek_v3", marks=pytest.mark.exhaustive), "qwen3_moe"])
 def test_a_model_in_fp8(model_type: str, tmp_path: Path) -> None:
-    """Rows above a few are multiplied with weights rounded to fp16, 2^-11 each, as tests/engine/test_gpu.py bounds."""
+    """Rows above a few are multiplied with weights rounded to fp16, 2^-11 each, as test_gpu.py bounds."""
     _, vocab_size = write_both(model_type, tmp_path / "fp8", tmp_path / "bf16", hidden=128)
     ids, logits = prompt(vocab_size), []
     for name in ("fp8", "bf16"):

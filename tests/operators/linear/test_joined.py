@@ -15,8 +15,8 @@ from ktransformers.operators.linear.joined import JoinedLinears, side_by_side
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.matrix import gpu_matrix
 from ktransformers.weights.quantize.write import quantize
-from tests.support.dict_source import raw_f32
-from tests.support.fake_gpus import fake_hardware
+from tests.support.checks.dict_source import raw_f32
+from tests.support.engines.fake_gpus import fake_hardware
 
 pytest.importorskip("triton")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ktransformers.operators.recognize.attention import GqaSpec, NormPlace, recognize_attention
-from tests.support.family_models import family_config
-from tests.support.recurrent_models import recurrent_config
-from tests.support.tiny_models import tiny_config
+from tests.support.models.family_models import family_config
+from tests.support.models.recurrent_models import recurrent_config
+from tests.support.models.tiny_models import tiny_config
 
 
 def spec_of(model_type: str, **overrides: object) -> GqaSpec | None:

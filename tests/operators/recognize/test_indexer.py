@@ -14,9 +14,9 @@ from ktransformers.operators.recognize.block_indexer import recognize_block_inde
 from ktransformers.operators.recognize.indexer import recognize_indexer
 from ktransformers.operators.recognize.pooled_indexer import recognize_pooled_indexer
 from ktransformers.operators.recognize.router import recognize_router, route
-from tests.support.latent_models import BLOCK_VALUES, latent_model
-from tests.support.pooled_models import POOLED_TYPES, pooled_model
-from tests.support.tiny_models import tiny_model
+from tests.support.models.latent_models import BLOCK_VALUES, latent_model
+from tests.support.models.pooled_models import POOLED_TYPES, pooled_model
+from tests.support.models.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize(("model_type", "is_interleaved"), [("deepseek_v32", False), ("glm_moe_dsa", True)])

@@ -14,10 +14,10 @@ from ktransformers.operators.recognize.attention import TemperatureSpec, recogni
 from ktransformers.operators.recognize.block import scales_inputs, weighs_outputs
 from ktransformers.operators.recognize.embedding import recognize_embedding, recognize_input_scale
 from ktransformers.operators.recognize.layer import keeps_keywords
-from tests.support.attention_families import config_of
-from tests.support.family_models import family_config
-from tests.support.recurrent_models import recurrent_model
-from tests.support.tiny_models import random_model, tiny_model
+from tests.support.models.attention_families import config_of
+from tests.support.models.family_models import family_config
+from tests.support.models.recurrent_models import recurrent_model
+from tests.support.models.tiny_models import random_model, tiny_model
 
 
 @pytest.fixture(scope="module")

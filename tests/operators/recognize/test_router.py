@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ktransformers.operators.recognize.router import CHOICE_BIAS, recognize_router, route
-from tests.support.latent_models import latent_model
-from tests.support.tiny_models import tiny_model
+from tests.support.models.latent_models import latent_model
+from tests.support.models.tiny_models import tiny_model
 
 EXPECTED = {
     "qwen3_moe": ("softmax", 1, True),

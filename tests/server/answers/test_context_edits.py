@@ -17,7 +17,7 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import DROPPED_HEADER, IGNORED_HEADER
-from tests.support.scripted_backend import Script, ScriptedBackend
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
 
 NUM_USES = 6
 USES, THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"

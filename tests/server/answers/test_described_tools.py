@@ -16,8 +16,8 @@ from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.tokenizer import Tokenizer
 from tests.server.api.test_folded_prompts import DIALECTS, QUESTION, STEPS, SYSTEM
-from tests.support.fake_runner import byte_tokenizer
-from tests.support.scripted_backend import Script, ScriptedBackend
+from tests.support.engines.fake_runner import byte_tokenizer
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
 from tests.tokenizer.test_described_tools import ORIGINAL, ZEPHYR
 
 Dialect = Callable[[], tuple[str, dict[str, Any]]]

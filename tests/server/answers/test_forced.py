@@ -14,7 +14,7 @@ from ktransformers.server.answers.requests import Conversation, Message, Tool, T
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import TOOL_FORMATS
-from tests.support.fake_runner import byte_tokenizer
+from tests.support.engines.fake_runner import byte_tokenizer
 
 ODD = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}
 TOOLS = (Tool(name="add", parameters={"type": "object"}), Tool(name="odd", parameters=ODD))

@@ -14,8 +14,8 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.tokenizer import Tokenizer
-from tests.support.fake_runner import byte_tokenizer
-from tests.support.scripted_backend import TEMPLATE, Script, ScriptedBackend
+from tests.support.engines.fake_runner import byte_tokenizer
+from tests.support.servers.scripted_backend import TEMPLATE, Script, ScriptedBackend
 
 BEGUN = {
     "json": ['{"name": "lo', "{", '[{"name": "look"', '```json\n{"na'],

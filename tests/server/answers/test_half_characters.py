@@ -14,7 +14,7 @@ from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import IGNORED_HEADER
 from ktransformers.tokenizer.unicode import is_whole, may_have_halves, whole_text, with_whole_texts
-from tests.support.scripted_backend import Script, ScriptedBackend
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
 
 HALF, MADE = "cut \ud83d", "cut \ufffd"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": HALF}}}

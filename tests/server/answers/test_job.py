@@ -46,8 +46,8 @@ from ktransformers.server.answers.respond import Writer, respond
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
-from tests.support.fake_backend import FakeBackend
-from tests.support.fake_runner import byte_tokenizer
+from tests.support.engines.fake_runner import byte_tokenizer
+from tests.support.servers.fake_backend import FakeBackend
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.use_tool_format("hermes")

@@ -11,7 +11,7 @@ import pytest
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 17 + 25?"}]
 LONG: list[Any] = [{"role": "user", "content": "Count from 1 to 60."}]

@@ -22,8 +22,8 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import sort_fields
-from tests.support.fake_backend import FakeBackend
-from tests.support.fake_runner import byte_tokenizer
+from tests.support.engines.fake_runner import byte_tokenizer
+from tests.support.servers.fake_backend import FakeBackend
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

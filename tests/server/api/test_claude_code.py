@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 HEADERS = {
     "accept": "application/json",

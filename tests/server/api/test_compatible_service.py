@@ -18,7 +18,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.ktransformers import KTransformersBackend
 from ktransformers.server.config import ServerConfig
-from tests.support.demo import DEMO_GGUF
+from tests.support.models.demo import DEMO_GGUF
 
 CHAT = "/v1/chat/completions"
 # The curl of upstream's guides.

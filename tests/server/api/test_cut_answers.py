@@ -19,7 +19,7 @@ from ktransformers.server.answers.events import AnswerFinished, AnswerReason, To
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import IGNORED_HEADER
-from tests.support.scripted_backend import TOKENIZER, Script, ScriptedBackend
+from tests.support.servers.scripted_backend import TOKENIZER, Script, ScriptedBackend
 
 END = TOKENIZER.eos_token_id
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -15,8 +15,8 @@ import pytest
 
 from ktransformers.server.answers.embed import Cut, _prompt_ids, shown_vector
 from ktransformers.weights.gguf.file import open_gguf
-from tests.support.demo import DEMO_GGUF
-from tests.support.server_process import ServerProcess
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.server_process import ServerProcess
 
 TEXT = "Count from one to a hundred, then back, please, and then again with more words. "
 

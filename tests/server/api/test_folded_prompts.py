@@ -15,9 +15,9 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.tokenizer import Tokenizer
-from tests.support.chat_templates import FILES, Habits, template_of
-from tests.support.fake_backend import FakeBackend
-from tests.support.fake_runner import byte_tokenizer
+from tests.support.engines.fake_runner import byte_tokenizer
+from tests.support.models.chat_templates import FILES, Habits, template_of
+from tests.support.servers.fake_backend import FakeBackend
 
 
 class Listening(FakeBackend):

@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
 CITIES: list[Any] = [{"role": "user", "content": "What is the weather in Paris and in Rome?"}]

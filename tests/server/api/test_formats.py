@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 ASKED = "Think step by step: what is 12 + 30 + 7?"
 UNIQUE = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}

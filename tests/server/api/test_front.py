@@ -15,7 +15,7 @@ from ktransformers.server.api.front import ROUTES
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.telemetry.request_log import without_quotes
-from tests.support.fake_backend import FakeBackend
+from tests.support.servers.fake_backend import FakeBackend
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"

@@ -33,8 +33,8 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import sort_fields
-from tests.support.fake_backend import FakeBackend
-from tests.support.fake_runner import CHAT_TEMPLATE, byte_tokenizer
+from tests.support.engines.fake_runner import CHAT_TEMPLATE, byte_tokenizer
+from tests.support.servers.fake_backend import FakeBackend
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 17 + 25?"}]
 WEATHER: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 from ktransformers.server.api.openai.schemas import ChatBody, CompletionBody
 from ktransformers.server.api.openai.table import CHAT_FIELDS, COMPLETION_FIELDS
 from ktransformers.server.http.fields import IGNORED_HEADER
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 USER = {"role": "user", "content": "What is 17 + 25?"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

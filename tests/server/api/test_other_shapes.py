@@ -14,7 +14,7 @@ from ktransformers.core import ConstraintKind, FinishReason
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import IGNORED_HEADER
-from tests.support.scripted_backend import Script, ScriptedBackend
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
 
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 NAMES = ("look", "seek")

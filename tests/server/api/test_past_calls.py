@@ -12,8 +12,8 @@ import pytest
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import IGNORED_HEADER
-from tests.support.scripted_backend import Script, ScriptedBackend
-from tests.support.tool_answers import FORMAT_OF, render
+from tests.support.checks.tool_answers import FORMAT_OF, render
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
 
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 DEEP = '{"a": ' * 200 + "1" + "}" * 200

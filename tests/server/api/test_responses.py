@@ -27,8 +27,8 @@ from ktransformers.server.api.openai.responses.store import ResponseStore
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import sort_fields
-from tests.support.demo import DEMO_GGUF
-from tests.support.scripted_backend import Script, ScriptedBackend
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
 
 URL = "/v1/responses"
 IGNORED = "x-ktransformers-ignored"

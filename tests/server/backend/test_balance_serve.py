@@ -27,8 +27,8 @@ from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.server.backend.balance_serve import _model_info
 from ktransformers.server.balance.messages import EngineFacts
-from tests.support.demo import DEMO_GGUF
-from tests.support.server_process import ServerProcess
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.server_process import ServerProcess
 
 FLAGS = ("--backend_type", "balance_serve", "--gguf_path", str(DEMO_GGUF), "--model_name", "demo")
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]

@@ -13,8 +13,8 @@ import pytest
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from tests.support.demo import DEMO_GGUF
-from tests.support.server_process import ServerProcess
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.server_process import ServerProcess
 
 FLAGS = ("--backend_type", "balance_serve", "--gguf_path", str(DEMO_GGUF), "--cache_lens", "4096")
 NUM_STREAMS, NUM_TOKENS = 6, 160

@@ -17,7 +17,7 @@ from ktransformers.cli.serve.serving import check_flags
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from tests.server.backend.test_balance_serve import FLAGS, child_pids, metrics, wait_until
-from tests.support.server_process import ServerProcess
+from tests.support.servers.server_process import ServerProcess
 
 TURNS = [f"Tell me more about number {i}. " * 12 for i in range(4)]
 

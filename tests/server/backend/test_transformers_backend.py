@@ -17,10 +17,10 @@ from ktransformers.engine.load.reference import ReferenceRunner, build_reference
 from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.system.shipped_rules import RULES_DIR
-from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
-from tests.support.gguf_writer import write_gguf
-from tests.support.server_process import ServerProcess
-from tests.support.tiny_models import tiny_model
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.server_process import ServerProcess
 
 QUESTIONS = ("What is 17 + 25?", "Count from 1 to 12.", "What is the capital of France?")
 

@@ -19,9 +19,9 @@ from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS
 from ktransformers.weights.digests import files as digests
 from ktransformers.weights.digests import states
 from tests.server.balance.test_restarts import LONG, killed
-from tests.support.balance_backend import backend, check, collect, request, run, until
-from tests.support.balance_fakes import ManualClock
-from tests.support.demo import DEMO_GGUF
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.balance_backend import backend, check, collect, request, run, until
+from tests.support.servers.balance_fakes import ManualClock
 
 
 @asynccontextmanager

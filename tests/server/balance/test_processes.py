@@ -32,10 +32,10 @@ from ktransformers.server.backend.balance_serve import BalanceServeBackend, _com
 from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.supervisor import BalanceConfig
 from ktransformers.system.private_folder import PrivateFolder
-from tests.support.balance_backend import DEADLINE, alone, backend, check, collect, gone, request, run, until
-from tests.support.balance_fakes import MODEL_LEN, POISON
-from tests.support.demo import DEMO_GGUF
-from tests.support.fake_engine import VOCAB_SIZE
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.balance_backend import DEADLINE, alone, backend, check, collect, gone, request, run, until
+from tests.support.servers.balance_fakes import MODEL_LEN, POISON
+from tests.support.servers.fake_engine import VOCAB_SIZE
 
 
 def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
@@ -296,7 +296,7 @@ def test_folders_of_killed_services_are_removed_by_the_next_one(
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from tests.support.balance_backend import backend, collect, request, until
+from tests.support.servers.balance_backend import backend, collect, request, until
 
 async def main():
     async with backend("load_slow") as made:
@@ -349,7 +349,9 @@ def test_loading_reports_progress_and_leaves_nothing_behind() -> None:
         heard: list[tuple[int, int, str]] = []
         engine = EngineConfig(gguf_path=DEMO_GGUF, cache_lens=400)
         made = BalanceServeBackend(
-            BalanceConfig(engine=engine, page_size=4, factory="tests.support.balance_fakes:load", log_level="error")
+            BalanceConfig(
+                engine=engine, page_size=4, factory="tests.support.servers.balance_fakes:load", log_level="error"
+            )
         )
         with pytest.raises(NotReadyError):
             made.check(request(1))

@@ -32,9 +32,9 @@ from ktransformers.server.balance.supervisor import SPARE_BYTES, BalanceConfig, 
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.many.keeper import ModelKeeper
 from ktransformers.server.many.pool import ModelPool, PooledModel
-from tests.support.balance_backend import backend, check, collect, gone, request, run, until
-from tests.support.balance_fakes import POISON, ManualClock
-from tests.support.demo import DEMO_GGUF
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.servers.balance_backend import backend, check, collect, gone, request, run, until
+from tests.support.servers.balance_fakes import POISON, ManualClock
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 FACTS = EngineFacts(
@@ -217,7 +217,7 @@ def test_an_engine_that_hangs_while_loading_is_replaced(caplog: pytest.LogCaptur
         clock = ManualClock()
         engine = EngineConfig(gguf_path=DEMO_GGUF, cache_lens=4000, chunk_size=16)
         config = BalanceConfig(
-            engine=engine, page_size=4, factory="tests.support.balance_fakes:load_stuck", log_level="error",
+            engine=engine, page_size=4, factory="tests.support.servers.balance_fakes:load_stuck", log_level="error",
             has_spare_engine=False, engine_timeout=300.0,
         )  # fmt: skip
         made = BalanceServeBackend(config, clock=clock)
@@ -248,7 +248,7 @@ def test_an_engine_that_is_killed_while_it_loads_for_those_who_wait_is_tried_aga
     async def work() -> None:
         engine = EngineConfig(gguf_path=DEMO_GGUF, cache_lens=4000, chunk_size=16)
         config = BalanceConfig(
-            engine, page_size=4, factory="tests.support.balance_fakes:load_killed_twice", log_level="error",
+            engine, page_size=4, factory="tests.support.servers.balance_fakes:load_killed_twice", log_level="error",
             has_spare_engine=False,
         )  # fmt: skip
         made: list[BalanceServeBackend] = []
@@ -291,7 +291,9 @@ def test_engines_that_always_hang_while_loading_end_the_service() -> None:
     async def work() -> None:
         clock = ManualClock()
         config = BalanceConfig(
-            EngineConfig(gguf_path=DEMO_GGUF), factory="tests.support.balance_fakes:load_stuck", max_engine_restarts=0
+            EngineConfig(gguf_path=DEMO_GGUF),
+            factory="tests.support.servers.balance_fakes:load_stuck",
+            max_engine_restarts=0,
         )
         made = BalanceServeBackend(config, clock=clock)
         starting = asyncio.create_task(made.start())

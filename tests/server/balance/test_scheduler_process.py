@@ -36,7 +36,7 @@ from ktransformers.server.balance.messages import decode as decoded
 from ktransformers.server.balance.scheduler_process import SchedulerProcess, scheduler_config
 from ktransformers.server.balance.step_watch import TOKENS_PER_LIMIT, StepWatch
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
-from tests.support.fake_engine import VOCAB_SIZE, make_request
+from tests.support.servers.fake_engine import VOCAB_SIZE, make_request
 
 STEP_SECONDS = 100.0
 

@@ -18,11 +18,11 @@ from ktransformers.server.backend.balance_serve import BalanceServeBackend
 from ktransformers.server.many.needs import ToPlan, find_needs, pinned, plan_needs
 from ktransformers.server.many.pool import FIRST_BACK_OFF
 from tests.server.many.test_gateway import DIALECTS, sse, text_of
-from tests.support.asgi_client import Connection
-from tests.support.balance_backend import until
-from tests.support.demo import DEMO_GGUF
-from tests.support.demo_models import CONFIG, demo_models
-from tests.support.server_process import ServerProcess
+from tests.support.models.demo import DEMO_GGUF
+from tests.support.models.demo_models import CONFIG, demo_models
+from tests.support.servers.asgi_client import Connection
+from tests.support.servers.balance_backend import until
+from tests.support.servers.server_process import ServerProcess
 
 QUESTION = "What is 17 + 25?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

@@ -11,9 +11,9 @@ import pytest
 
 from ktransformers.errors import CapacityError, EngineError
 from ktransformers.server.many.pool import FIRST_BACK_OFF
-from tests.support.asgi_client import Connection
-from tests.support.balance_backend import until
-from tests.support.fake_models import Lab
+from tests.support.models.fake_models import Lab
+from tests.support.servers.asgi_client import Connection
+from tests.support.servers.balance_backend import until
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 DIALECTS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import pytest
 from ktransformers.errors import EngineError, KTransformersError, LoadFailedError, NotReadyError
 from ktransformers.server.many.keeper import ModelKeeper
 from ktransformers.server.many.pool import ModelPool, ModelState, PooledModel
-from tests.support.balance_backend import until
+from tests.support.servers.balance_backend import until
 
 
 class Model:

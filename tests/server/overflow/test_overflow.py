@@ -14,7 +14,7 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import DROPPED_HEADER
-from tests.support.scripted_backend import Script, ScriptedBackend
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
 
 LIMIT = 800
 SYSTEM = {"role": "system", "content": "RULES"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.spans import (
+from tests.support.servers.spans import (
     Collected,
     Collector,
 )

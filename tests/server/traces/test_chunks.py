@@ -16,10 +16,10 @@ from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.backend.timeline import MAX_CHUNKS, Chunk, ChunkClock, Timeline
 from ktransformers.server.balance.chunk_watch import ChunkWatch
 from ktransformers.server.telemetry.traces import MAX_CHUNK_SPANS
-from tests.support.balance_backend import backend as balanced
-from tests.support.fake_backend import FakeBackend
-from tests.support.fake_engine import VOCAB_SIZE
-from tests.support.spans import (
+from tests.support.servers.balance_backend import backend as balanced
+from tests.support.servers.fake_backend import FakeBackend
+from tests.support.servers.fake_engine import VOCAB_SIZE
+from tests.support.servers.spans import (
     CONFIG,
     PHASES,
     Collected,

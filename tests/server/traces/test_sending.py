@@ -20,9 +20,9 @@ from ktransformers.server.app import create_app
 from ktransformers.server.run import open_traces
 from ktransformers.server.telemetry.otlp import CLOSE_SECONDS, OtlpTraces, collector_url
 from ktransformers.server.telemetry.traces import Span
-from tests.support.scripted_backend import Script, ScriptedBackend
-from tests.support.server_process import ServerProcess
-from tests.support.spans import (
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
+from tests.support.servers.server_process import ServerProcess
+from tests.support.servers.spans import (
     CONFIG,
     PHASES,
     SECRET,

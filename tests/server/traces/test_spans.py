@@ -15,9 +15,9 @@ from ktransformers.errors import DeadlineError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.telemetry.otlp import CONVENTIONS
-from tests.support.fake_backend import FakeBackend
-from tests.support.scripted_backend import Script, ScriptedBackend
-from tests.support.spans import (
+from tests.support.servers.fake_backend import FakeBackend
+from tests.support.servers.scripted_backend import Script, ScriptedBackend
+from tests.support.servers.spans import (
     CONFIG,
     PARENT,
     PHASES,

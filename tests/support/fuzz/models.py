@@ -32,9 +32,9 @@ from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.errors import KTransformersError
 from ktransformers.weights.gguf import file as gguf_parser
-from tests.support.demo import DEMO_CHECKPOINT
-from tests.support.gguf_writer import write_gguf
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.demo import DEMO_CHECKPOINT
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 LIMIT_BYTES = 512 << 20
 LIMIT_SECONDS = 5.0  # of processor time

@@ -10,7 +10,7 @@ from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.cpu import Isa, WorkerPool, pack, pack_fp8
 from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.types import Fp8Matrix, GroupType, QuantType, RawTensor, row_bytes, type_size
-from tests.support.group_blocks import random_blocks
+from tests.support.models.group_blocks import random_blocks
 
 # Where the half-precision scales of a block are.
 SCALES = {

@@ -11,7 +11,7 @@ import pytest
 
 from ktransformers.core import Constraint
 from ktransformers.tokenizer.schemas import SchemaError, core_schema
-from tests.support.forced_calls import grammars_of, tokenizer_of
+from tests.support.checks.forced_calls import grammars_of, tokenizer_of
 
 pytest.importorskip("llguidance")
 

@@ -18,7 +18,7 @@ import pytest
 
 from ktransformers.core import Constraint
 from ktransformers.tokenizer.schemas import core_schema
-from tests.support.forced_calls import called, forced, grammars_of, takes, tokenizer_of
+from tests.support.checks.forced_calls import called, forced, grammars_of, takes, tokenizer_of
 
 pytest.importorskip("llguidance")
 

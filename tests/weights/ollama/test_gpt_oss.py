@@ -15,10 +15,10 @@ from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf.file import open_gguf
-from tests.support.agreement import prompt
-from tests.support.converting import contents, quantized, tensors
-from tests.support.gguf_writer import write_gguf
-from tests.support.tiny_models import tiny_model
+from tests.support.gguf.converting import contents, quantized, tensors
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.agreement import prompt
+from tests.support.models.tiny_models import tiny_model
 
 ROPE = {
     "rope_type": "yarn",
