@@ -420,4 +420,5 @@ class EngineConfig:
             raise ConfigError(f"--optimize_config_path {path} does not exist; shipped are {', '.join(shipped_names())}")
         spread = ", with layers over all GPUs" if found.is_spread else ""
         logger.info("--optimize_config_path %s is not there: taking the shipped %s%s", path, found.path.name, spread)
-        return replace(self, optimize_config_path=found.path, spread_layers=found.is_spread)
+        is_spread = self.spread_layers or found.is_spread  # the first where another machine has resolved the name
+        return replace(self, optimize_config_path=found.path, spread_layers=is_spread)

@@ -126,11 +126,12 @@ class ConversationError(ConfigError):
 class RuleError(KTransformersError, ValueError):
     """A rule file is wrong.
 
-    file, line (1-based) and rule (1-based number of the rule in its file) are part of the message when known.
+    file, line (1-based) and rule (1-based number of the rule in its file) are part of the text when known; message is
+    the text without them.
     """
 
     def __init__(self, message: str, *, file: str | None = None, line: int | None = None, rule: int | None = None):
-        self.file, self.line, self.rule = file, line, rule
+        self.message, self.file, self.line, self.rule = message, file, line, rule
         where = file or ""
         if line is not None:
             where += f":{line}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.families import TESTED_TYPES
-from ktransformers.system.shipped_rules import RULES_DIR
+from ktransformers.system.shipped_rules import shipped_path
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES",
     "OTHER_NAMES",
-    "RULES_DIR",
     "TESTED_TYPES",
     "Family",
     "UpstreamNames",
@@ -46,7 +45,7 @@ class UpstreamNames:
 class Family:
     """What is particular to one model_type.
 
-    rules: the file in RULES_DIR, None for a default one; rules_without_q_lora: the one for a full-rank query.
+    rules: the name of a shipped file, None for a default one; rules_without_q_lora: the one for a full-rank query.
     gguf_arch: whose tensor names safetensors have that upstream's scripts merged. expert_type: of published experts.
     old_segments: of modules' names, that of transformers 5 and the older one in checkpoints and rule files.
     """
@@ -121,9 +120,9 @@ def default_rules(facts: ModelFacts, model: nn.Module | None = None) -> Path:
     family = family_of(facts.model_type)
     if family.rules is None:
         has_experts = facts.experts is not None if model is None else bool(routed_experts(model))
-        return RULES_DIR / ("default-moe.yaml" if has_experts else "default-dense.yaml")
+        return shipped_path("default-moe.yaml" if has_experts else "default-dense.yaml")
     is_full_rank = facts.latent is not None and facts.latent.q_rank is None
-    return RULES_DIR / (family.rules_without_q_lora if is_full_rank and family.rules_without_q_lora else family.rules)
+    return shipped_path(family.rules_without_q_lora if is_full_rank and family.rules_without_q_lora else family.rules)
 
 
 def routed_experts(model: nn.Module) -> dict[str, int]:

@@ -25,8 +25,8 @@ from ktransformers.optimize.homes import Home, Homes
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rule, Rules
 from ktransformers.optimize.tied import TiedSource, tied_names
-from ktransformers.optimize.unmatched import UnmatchedRule, explain_unmatched
-from ktransformers.system.shipped_rules import RULES_DIR
+from ktransformers.optimize.unmatched import UnmatchedRule, report_unmatched
+from ktransformers.system.shipped_rules import is_shipped
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["Choices", "Plan", "PlanEntry", "format_bytes", "make_plan"]
@@ -43,7 +43,8 @@ class PlanEntry:
 
     key: dotted name; the root is "". operator: class name, None when the module is kept. generate_op and prefill_op:
     what runs in each phase. nbytes: resident bytes per device of the module itself, children excluded. rule: number
-    of the rule that decided, None when none did. stored_names: tensors in the files that it reads.
+    of the rule that decided, in its file, None when none did; rule_place: FILE:LINE of a rule in an included file, else
+    "". stored_names: tensors in the files that it reads.
     """
 
     key: str
@@ -57,6 +58,7 @@ class PlanEntry:
     nbytes: Mapping[str, int] = field(default_factory=dict)
     stored_names: frozenset[str] = frozenset()
     note: str = ""
+    rule_place: str = ""
 
     @property
     def is_kept(self) -> bool:
@@ -177,7 +179,7 @@ def make_plan(
     planner = _Planner(model, rules, operator_config, source, machine, choices.moved, homes)
     planner.visit(model, "", None)
     planner.report_fallback()
-    unmatched = _unmatched(model, model_type, rules, planner.entries, strict)
+    unmatched = report_unmatched(model, model_type, rules, planner.decided, strict)
     shared = _shared_modules(planner.entries, planner.tied)
     entries = _count_once(planner.entries, shared)
     _check_tensors(planner.problems, entries, source, ignorable or source.ignorable)
@@ -215,6 +217,7 @@ class _Planner:
         self.tied = tied_names(model)
         self.source: WeightSource = TiedSource(source, self.tied)
         self.entries: list[PlanEntry] = []
+        self.decided: dict[str, Rule | None] = {}
         self.operators: dict[str, Operator] = {}
         self.kept: dict[str, nn.Module] = {}
         self.problems: list[str] = []
@@ -226,9 +229,10 @@ class _Planner:
         if self._is_repeated(module, key):
             return
         rule = closed or self.rules.first_match(key, module, self.model_type)
+        self.decided[key] = rule
         owned: frozenset[str] = frozenset()
         if isinstance(module, Placeholder):
-            rule = closed
+            rule = self.decided[key] = closed
             self._keep(module, key, rule)
         elif rule is not None and rule.operator is not None and closed is None:
             owned = self._replace(module, key, rule)
@@ -268,6 +272,7 @@ class _Planner:
             generate_op=operator.op(Phase.GENERATE),
             prefill_op=operator.op(Phase.PREFILL),
             rule=rule.number,
+            rule_place=_included_place(rule),
         )
         self.entries.append(self._with_needs(entry, lambda: operator.requirements(self.source)))
         return operator.owned_children()
@@ -293,6 +298,7 @@ class _Planner:
             generate_op=KEPT_OP,
             prefill_op=KEPT_OP,
             rule=None if rule is None else rule.number,
+            rule_place=_included_place(rule),
         )
         self.entries.append(self._with_needs(entry, lambda: state.requirements(self.source)))
 
@@ -315,6 +321,7 @@ class _Planner:
             generate_op=operator.op(Phase.GENERATE),
             prefill_op=operator.op(Phase.PREFILL),
             rule=None if rule is None else rule.number,
+            rule_place=_included_place(rule),
             note="left alone, in the file's type",
         )
         self.entries.append(self._with_needs(entry, lambda: operator.requirements(self.source)))
@@ -329,7 +336,7 @@ class _Planner:
         if hidden is None:
             advice = "they cannot stay; add a rule with class KTransformersExperts for them above it"
         else:
-            advice = f"it hides rule {hidden.number} (line {hidden.line}), which replaces them: move that one above it"
+            advice = f"it hides {hidden.seen_from(rule)}, which replaces them: move that one above it"
         return rule.error(f"keeps the routed experts {key} ({rule.describe()}); {advice}")
 
     def _with_needs(self, entry: PlanEntry, ask: Callable[[], Requirements]) -> PlanEntry:
@@ -393,30 +400,12 @@ class _Planner:
 
 def _name_of(file: str) -> str:
     """A rule file of this program by its name alone: where it is installed is nothing that a reader can use."""
-    return Path(file).name if Path(file).parent == RULES_DIR else file
+    return Path(file).name if is_shipped(Path(file)) else file
 
 
-def _unmatched(
-    model: nn.Module, model_type: str, rules: Rules, entries: Iterable[PlanEntry], strict: bool
-) -> tuple[UnmatchedRule, ...]:
-    """The rules that decided nothing, each with a line in the log; none of a default file, which is for all families,
-    nor for a part of a model, where others have what they are for.
-
-    Raises RuleError for them with strict.
-    """
-    file = Path(rules.file)
-    unmatched = explain_unmatched(model, model_type, rules, {entry.key: entry.rule for entry in entries})
-    messages = [str(RuleError(u.message, file=rules.file, line=u.line, rule=u.rule)) for u in unmatched]
-    is_part = any(isinstance(module, Placeholder) for module in model.modules())
-    if is_part or (file.parent == RULES_DIR and file.name.startswith("default-")):
-        for message in messages:
-            logger.debug("%s", message)
-        return ()
-    if messages and strict:
-        raise RuleError("rules that decide nothing (--strict):\n  " + "\n  ".join(messages))
-    for message in messages:
-        logger.warning("%s", message)
-    return unmatched
+def _included_place(rule: Rule | None) -> str:
+    """FILE:LINE of a rule in an included file, "" for others."""
+    return "" if rule is None or rule.source.parent is None else rule.place
 
 
 def _shared_modules(entries: list[PlanEntry], tied: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ktransformers.optimize.plan import Plan, PlanEntry, format_bytes
 
 __all__ = ["Row", "fold_entries", "print_plan", "to_json"]
 
-PLAIN_WIDTH = 180  # columns when the output is not a terminal: rows must not be cut for `grep`
+PLAIN_WIDTH = 220  # columns when the output is not a terminal: rows must not be cut for `grep`
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -98,6 +98,7 @@ def _alike(entry: PlanEntry) -> tuple[object, ...]:
         entry.generate_op,
         entry.prefill_op,
         entry.rule,
+        entry.rule_place,
         tuple(sorted(entry.nbytes)),
         entry.note,
     )
@@ -147,7 +148,7 @@ def _module_table(rows: list[Row]) -> Table:
             entry.prefill_op,
             row.shown_types,
             row.shown_bytes,
-            "" if entry.rule is None else str(entry.rule),
+            entry.rule_place or ("" if entry.rule is None else str(entry.rule)),
             entry.note,
         )
     return table
@@ -192,7 +193,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "total_bytes": plan.total_bytes,
         "capacity_bytes": dict(plan.capacity),
         "ram_bytes": plan.machine.ram_bytes,
-        "unmatched_rules": [{"rule": u.rule, "line": u.line, "message": u.message} for u in plan.unmatched],
+        "unmatched_rules": [
+            {"rule": u.rule, "line": u.line, "file": u.file, "message": u.message} for u in plan.unmatched
+        ],
         "fits": reason is None,
         "reason": reason,
     }
@@ -211,5 +214,6 @@ def _entry_json(entry: PlanEntry) -> dict[str, Any]:
         "quant_types": list(entry.quant_types),
         "bytes": dict(entry.nbytes),
         "rule": entry.rule,
+        "rule_place": entry.rule_place,
         "note": entry.note,
     }

@@ -7,6 +7,7 @@
         class: <operator> | default            default or absent: keep the module, record its devices
         kwargs: {generate_device: cuda, ...}
       recursive: true                          false: rules do not look at the module's children
+    - include: default-moe.yaml                the rules of another file, in this place (includes.py)
 
 The format is upstream's (see docs/rules.md). Everything that can be checked without a model is checked here: keys,
 names, op names, devices and keyword arguments. Knows no module tree and no machine.
@@ -37,6 +38,7 @@ from ktransformers.optimize.aliases import (
     undriven_hardware,
 )
 from ktransformers.optimize.document import Item, parse_yaml, read_yaml
+from ktransformers.optimize.includes import Entry, RuleFile, read_entries
 from ktransformers.optimize.patterns import NamePattern, SlowPattern
 
 __all__ = ["DEVICE_PATTERN", "Rule", "Rules", "load_rules", "parse_rules"]
@@ -95,7 +97,7 @@ _KWARG_TYPES: Mapping[str, tuple[Callable[[object], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One checked rule. operator None keeps the module. number and line are 1-based.
+    """One checked rule. operator None keeps the module. number and line are 1-based, in the file that holds the rule.
 
     devices and ops hold what the rule names of DEVICE_KWARGS and OP_KWARGS (an op that is None or "None" is absent);
     kwargs go to the operator's constructor. kwarg_lines says where each stands.
@@ -104,7 +106,7 @@ class Rule:
 
     number: int
     line: int
-    file: str
+    source: RuleFile
     name: NamePattern | None
     match_class: type | None
     operator: type[Operator] | None
@@ -114,6 +116,16 @@ class Rule:
     recursive: bool
     kwarg_lines: Mapping[str, int] = field(default_factory=dict)
     has_device: bool = False
+
+    @property
+    def file(self) -> str:
+        """The file that holds the rule, as messages spell it."""
+        return self.source.name
+
+    @property
+    def place(self) -> str:
+        """FILE:LINE, a shipped file without its folder."""
+        return f"{self.source.short_name}:{self.line}"
 
     def matches(self, key: str, module: nn.Module, model_type: str) -> bool:
         """Whether this rule means `module`, whose dotted name is `key` in a model of type `model_type`.
@@ -135,7 +147,12 @@ class Rule:
     def error(self, message: str, kwarg: str | None = None) -> RuleError:
         """A RuleError that points at this rule, or at one of its keyword arguments."""
         line = self.line if kwarg is None else self.kwarg_lines.get(kwarg, self.line)
-        return RuleError(message, file=self.file, line=line, rule=self.number)
+        return self.source.error(message, line, self.number)
+
+    def seen_from(self, other: Rule) -> str:
+        """How a message about `other` names this rule: "rule 5 (line 31)", with its file where that is another one."""
+        name = "" if self.file == other.file else f" of {self.source.short_name}"
+        return f"rule {self.number}{name} (line {self.line})"
 
     def describe(self) -> str:
         """What the rule looks for, on one line."""
@@ -147,7 +164,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one file, in order."""
+    """The rules of one file and of those that it includes, in the order in which they are tried."""
 
     file: str
     rules: tuple[Rule, ...]
@@ -158,42 +175,40 @@ class Rules:
 
 
 def load_rules(path: Path, trust: bool = False) -> Rules:
-    """Read and check the rule file at `path`. Raises RuleError with file, line and rule.
+    """Read and check the rule file at `path` and the files that it includes. Raises RuleError with file, line and rule.
 
     trust: whether classes that are not ktransformers', transformers' or torch's may be imported, which runs their code.
     """
-    return _rules_from(read_yaml(path), str(path), trust)
+    return _rules_from(read_yaml(path), RuleFile(str(path), path), trust)
 
 
 def parse_rules(text: str, file: str = "<rules>", trust: bool = False) -> Rules:
-    """Check the rules in `text`; `file` names them in errors. trust: see `load_rules`. Raises RuleError."""
-    return _rules_from(parse_yaml(text, file), file, trust)
+    """Check the rules in `text`; `file` names them in errors. trust: see `load_rules`. Raises RuleError.
+
+    Text is in no folder: it can include shipped files only.
+    """
+    return _rules_from(parse_yaml(text, file), RuleFile(file), trust)
 
 
-def _rules_from(document: Item | None, file: str, trust: bool) -> Rules:
-    if document is None:
-        raise RuleError("holds no rules; write [] to keep every module as it is", file=file)
-    if not isinstance(document.value, list):
-        kind = document.kind()
-        raise RuleError(f"must be a list of rules (`- match: ...`), not {kind}", file=file, line=document.line)
-    rules = tuple(_RuleParser(file, number, trust).rule(item) for number, item in enumerate(document.value, start=1))
-    _report_ineffective(rules, file)
-    return Rules(file, rules)
+def _rules_from(document: Item | None, file: RuleFile, trust: bool) -> Rules:
+    rules = tuple(_RuleParser(entry, trust).rule(entry.item) for entry in read_entries(document, file))
+    _report_ineffective(rules)
+    return Rules(file.name, rules)
 
 
-def _report_ineffective(rules: Iterable[Rule], file: str) -> None:
-    """One log line per keyword argument that is accepted for compatibility's sake and changes nothing."""
-    reported: set[str] = set()
+def _report_ineffective(rules: Iterable[Rule]) -> None:
+    """One log line per file and keyword argument that is accepted for compatibility's sake and changes nothing."""
+    reported: set[tuple[str, str]] = set()
     rules = tuple(rules)
-    if any(rule.has_device for rule in rules):
+    for file in dict.fromkeys(rule.file for rule in rules if rule.has_device):
         logger.info("%s: replace.device has no effect: kwargs say where a module runs", file)
     for rule in rules:
         known = rule.operator.KWARGS if rule.operator else frozenset()
         for kwarg in rule.kwarg_lines:
-            if kwarg in _NO_EFFECT and kwarg not in known and kwarg not in reported:
-                reported.add(kwarg)
+            if kwarg in _NO_EFFECT and kwarg not in known and (rule.file, kwarg) not in reported:
+                reported.add((rule.file, kwarg))
                 what = rule.operator.__name__ if rule.operator else "a kept module"
-                logger.info("%s: %s has no effect on %s: %s", file, kwarg, what, _NO_EFFECT[kwarg])
+                logger.info("%s: %s has no effect on %s: %s", rule.file, kwarg, what, _NO_EFFECT[kwarg])
 
 
 def _op(name: object) -> str:
@@ -204,11 +219,11 @@ def _op(name: object) -> str:
 class _RuleParser:
     """Checks one rule of a file; carries what its errors say about where they are."""
 
-    def __init__(self, file: str, number: int, trust: bool):
-        self.file, self.number, self.trust = file, number, trust
+    def __init__(self, entry: Entry, trust: bool):
+        self.file, self.number, self.trust = entry.file, entry.number, trust
 
     def fail(self, message: str, line: int) -> RuleError:
-        return RuleError(message, file=self.file, line=line, rule=self.number)
+        return self.file.error(message, line, self.number)
 
     def fields(self, item: Item, what: str, known: tuple[str, ...]) -> dict[str, Item]:
         """The mapping `item`, its keys checked against `known`."""
@@ -238,7 +253,7 @@ class _RuleParser:
         return Rule(
             number=self.number,
             line=item.line,
-            file=self.file,
+            source=self.file,
             name=name,
             match_class=wanted_class,
             operator=operator,

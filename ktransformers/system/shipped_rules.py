@@ -6,11 +6,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RULES_DIR", "ShippedRules", "find_shipped_rules", "shipped_names"]
+__all__ = ["RULES_DIR", "ShippedRules", "find_shipped_rules", "is_shipped", "shipped_names", "shipped_path"]
 
 RULES_DIR = Path(__file__).resolve().parent.parent / "optimize" / "optimize_rules"
+"""The files whose names upstream's users know, and the generic ones that others include."""
 
-_FAMILIES = (
+_FAMILIES_DIR = RULES_DIR / "families"
+"""The files of families that upstream has no file of this name for."""
+
+_UPSTREAM_NAMES = (
     # beginning of upstream's names: our file, and the one for many requests at once
     ("DeepSeek-V2-Lite-Chat", "DeepSeek-V2-Lite-Chat.yaml", None),
     ("DeepSeek-V2-Chat", "DeepSeek-V2-Chat.yaml", None),
@@ -39,7 +43,21 @@ class ShippedRules:
 
 def shipped_names() -> list[str]:
     """The names of all files, in order."""
-    return sorted(path.name for path in RULES_DIR.glob("*.yaml"))
+    return sorted(path.name for path in RULES_DIR.rglob("*.yaml"))
+
+
+def shipped_path(name: str) -> Path:
+    """Where the shipped file called `name` is, a name without folders such as "Mixtral.yaml"; it may be none's."""
+    of_family = _FAMILIES_DIR / name
+    return of_family if of_family.is_file() else RULES_DIR / name
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether `path` is one of the shipped files, here or in another copy of this program, such as a clone of it."""
+    folder = path.absolute().parent
+    if folder.name == _FAMILIES_DIR.name:
+        folder = folder.parent
+    return folder.name == RULES_DIR.name and shipped_path(path.name).is_file()
 
 
 def find_shipped_rules(path: Path) -> ShippedRules | None:
@@ -48,10 +66,10 @@ def find_shipped_rules(path: Path) -> ShippedRules | None:
     """
     if path.suffix != ".yaml" or (len(path.parts) > 1 and RULES_DIR.name not in path.parts):
         return None
-    if (RULES_DIR / path.name).is_file():
-        return ShippedRules(RULES_DIR / path.name, False)
-    for start, single, serving in _FAMILIES:
+    if shipped_path(path.name).is_file():
+        return ShippedRules(shipped_path(path.name), False)
+    for start, single, serving in _UPSTREAM_NAMES:
         if re.fullmatch(start + _VARIANT, path.stem, re.IGNORECASE):
             name = serving if serving is not None and "-serve" in path.stem else single
-            return ShippedRules(RULES_DIR / name, "-multi-gpu" in path.stem)
+            return ShippedRules(shipped_path(name), "-multi-gpu" in path.stem)
     return None

@@ -15,7 +15,8 @@ from ktransformers.engine.model.skeleton import load_hf_config
 from ktransformers.errors import ConfigError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf
-from ktransformers.models.registry import RULES_DIR, default_rules
+from ktransformers.models.registry import default_rules
+from ktransformers.system.shipped_rules import shipped_path
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.weights.gguf.file import open_gguf
 from tests.support.gguf.presets import deepseek_v3
@@ -69,7 +70,7 @@ def test_published_config_runs_as_deepseek_v3(tmp_path: Path) -> None:
 
     engine = build_engine(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1))
     try:
-        assert Path(engine.plan.rule_file) == RULES_DIR / "DeepSeek-V3-Chat.yaml"
+        assert Path(engine.plan.rule_file) == shipped_path("DeepSeek-V3-Chat.yaml")
         ids = list(range(3, 40))
         got = engine.runner.forward(ids, 0, range(len(ids)))
     finally:
@@ -84,7 +85,7 @@ def test_the_models_own_python_files_are_not_wanted(tmp_path: Path) -> None:
     for is_trusted in (False, True):
         config = load_hf_config(tmp_path, trust_remote_code=is_trusted)
         assert (config.model_type, config.num_hidden_layers) == ("deepseek_v3", 2)
-        assert default_rules(ModelFacts.of(config)) == RULES_DIR / "DeepSeek-V3-Chat.yaml"
+        assert default_rules(ModelFacts.of(config)) == shipped_path("DeepSeek-V3-Chat.yaml")
 
 
 def test_gguf_of_the_published_size() -> None:

@@ -108,5 +108,6 @@ def test_json() -> None:
         "quant_types": ["F32"],
         "bytes": {"cpu": 4 * 160 * 64},
         "rule": None,
+        "rule_place": "",
         "note": "",
     }

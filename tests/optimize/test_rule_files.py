@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import KTransformersError, RuleError
-from ktransformers.models.registry import RULES_DIR
+from ktransformers.models.registry import FAMILIES
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
-from ktransformers.optimize.rules import load_rules
+from ktransformers.optimize.rules import Rules, load_rules
+from ktransformers.system.shipped_rules import RULES_DIR, shipped_names, shipped_path
 from tests.support.checks.products import product
-from tests.support.engines.fake_operators import GIB, meta_model, plan_with
+from tests.support.engines.fake_operators import GIB, inlined_rules, meta_model, plan_with
 from tests.support.models.attention_families import CASES as CASES_OF_ATTENTION
 from tests.support.models.latent_models import BLOCK_VALUES, latent_values
 from tests.support.models.recurrent_models import recurrent_values
@@ -52,6 +55,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Ernie4_5_Moe.yaml": [("ernie4_5_moe", {})],
     "Hunyuan-A13B.yaml": [("hunyuan_v1_moe", {})],
     "Llama4.yaml": [("llama4_text", CASES_OF_ATTENTION["llama4"][1] | {"no_rope_layers": None})],
+    "default-latent-moe.yaml": [("deepseek_v3", {}), ("kimi_linear", recurrent_values("kimi_linear"))],
     "default-moe.yaml": [(model_type, {}) for model_type in MOE_TYPES],
     "default-dense.yaml": [(model_type, {}) for model_type in DENSE_TYPES],
     "DeepSeek-V4.yaml": [("deepseek_v4", {})],
@@ -61,7 +65,8 @@ ONE_GPU = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, "cuda:0": 2 * GIB})
 
 
 def test_every_shipped_file_is_tested() -> None:
-    assert {path.name for path in RULES_DIR.iterdir()} == set(SHIPPED)
+    assert set(shipped_names()) == set(SHIPPED)
+    assert len(shipped_names()) == len(SHIPPED)  # a name means one file, whichever folder it is in
 
 
 def operators(plan: Plan) -> dict[str, str]:
@@ -70,7 +75,7 @@ def operators(plan: Plan) -> dict[str, str]:
 
 @pytest.mark.parametrize(("file", "model_type", "values"), CASES)
 def test_shipped_rules_all_match(file: str, model_type: str, values: dict[str, Any]) -> None:
-    plan = plan_with(meta_model(model_type, **values), load_rules(RULES_DIR / file), strict=True)
+    plan = plan_with(meta_model(model_type, **values), load_rules(shipped_path(file)), strict=True)
     assert plan.unmatched == ()
     found = operators(plan)
     kept = [entry.key for entry in plan.entries if entry.is_kept and entry.nbytes and "self_attn" not in entry.key]
@@ -90,7 +95,7 @@ def test_shipped_rules_all_match(file: str, model_type: str, values: dict[str, A
 def test_recurrent_layers_have_operators(file: str, model_type: str) -> None:
     kinds = ["full_attention", *["conv" if model_type == "lfm2" else "linear_attention"] * 3]
     config = CONFIG_MAPPING[model_type](hidden_size=64, vocab_size=32, num_hidden_layers=4, layer_types=kinds)
-    plan = plan_with(build_skeleton(config), load_rules(RULES_DIR / file), strict=True)
+    plan = plan_with(build_skeleton(config), load_rules(shipped_path(file)), strict=True)
     blocks = [key for key, name in operators(plan).items() if name == "KMoEBlock"]
     assert blocks == [f"model.layers.{i}.mlp" for i in range(4)] * (model_type == "qwen3_next")
     kinds = [name for name in operators(plan).values() if name in ("KGatedDeltaNet", "KShortConv", "KAttention")]
@@ -102,7 +107,7 @@ def test_recurrent_layers_have_operators(file: str, model_type: str) -> None:
 def test_any_family_with_any_file_is_planned_whole_or_refused(model_type: str, file: str) -> None:
     model = meta_model(model_type)
     with contextlib.suppress(KTransformersError):
-        plan = plan_with(model, load_rules(RULES_DIR / file))
+        plan = plan_with(model, load_rules(shipped_path(file)))
         read = {name for entry in plan.entries for name in entry.stored_names}
         assert {name for name, _ in model.named_parameters() if ".experts." not in name} <= read
         assert {f"{name}.all" for name, _ in model.named_modules() if name.endswith(".experts")} <= read
@@ -112,7 +117,7 @@ def test_any_family_with_any_file_is_planned_whole_or_refused(model_type: str, f
 def test_shipped_rules_put_experts_on_the_cpu_and_the_rest_on_the_gpu(
     file: str, model_type: str, values: dict[str, Any]
 ) -> None:
-    plan = plan_with(meta_model(model_type, **values), load_rules(RULES_DIR / file), machine=ONE_GPU)
+    plan = plan_with(meta_model(model_type, **values), load_rules(shipped_path(file)), machine=ONE_GPU)
     for entry in plan.entries:
         if entry.operator in ("KTransformersExperts", "KEmbedding"):
             assert entry.placement.generate_device == "cpu"
@@ -123,12 +128,12 @@ def test_shipped_rules_put_experts_on_the_cpu_and_the_rest_on_the_gpu(
 
 
 def test_named_families_get_their_attention_and_block() -> None:
-    deepseek = operators(plan_with(meta_model("deepseek_v3"), load_rules(RULES_DIR / "DeepSeek-V3-Chat.yaml")))
+    deepseek = operators(plan_with(meta_model("deepseek_v3"), load_rules(shipped_path("DeepSeek-V3-Chat.yaml"))))
     assert deepseek["model.layers.1.self_attn"] == "KMLAAttention"
     assert "model.layers.1.self_attn.kv_b_proj" not in deepseek
     assert deepseek["model.layers.1.mlp"] == "KMoEBlock"
     assert deepseek["model.layers.0.mlp"] == deepseek["model.layers.1.mlp.shared_experts"] == "KMLP"
-    qwen = operators(plan_with(meta_model("qwen2_moe"), load_rules(RULES_DIR / "Qwen2-serve.yaml")))
+    qwen = operators(plan_with(meta_model("qwen2_moe"), load_rules(shipped_path("Qwen2-serve.yaml"))))
     assert qwen["model.layers.1.self_attn"] == "KAttention"
     assert qwen["model.layers.1.mlp.shared_expert_gate"] == "KTransformersLinear"
 
@@ -357,9 +362,88 @@ def test_qwen3_serve_with_names_of_the_serving_backend() -> None:
 
 def test_rule_file_of_another_family_plans_what_it_can() -> None:
     with pytest.raises(RuleError, match=r"KMLAAttention at model\.layers\.0\.self_attn"):
-        plan_with(meta_model("qwen3_moe"), load_rules(RULES_DIR / "DeepSeek-V3-Chat.yaml"))
+        plan_with(meta_model("qwen3_moe"), load_rules(shipped_path("DeepSeek-V3-Chat.yaml")))
+
+
+PARTICULAR = [case for case in CASES if not case[0].startswith("default-")]
+
+
+def what_runs(rules: Rules, model_type: str, values: dict[str, Any]) -> list[object]:
+    """What a plan for one GPU makes of each module, whichever rules say it."""
+    plan = plan_with(meta_model(model_type, **values), rules, machine=ONE_GPU)
+    return [(entry.key, entry.operator, entry.placement, entry.generate_op, entry.prefill_op) for entry in plan.entries]
+
+
+@pytest.mark.parametrize(("file", "model_type", "values"), PARTICULAR)
+def test_shipped_files_say_only_what_is_particular(file: str, model_type: str, values: dict[str, Any]) -> None:
+    """Without any one of its own rules a file of a family would come to something else."""
+    rules = load_rules(shipped_path(file))
+    whole = what_runs(rules, model_type, values)
+    for rule in (rule for rule in rules.rules if rule.source.parent is None):
+        try:
+            without = what_runs(
+                replace(rules, rules=tuple(one for one in rules.rules if one is not rule)), model_type, values
+            )
+        except KTransformersError:  # what is left cannot run the model
+            continue
+        assert without != whole, rule.place
+
+
+@pytest.mark.parametrize(
+    ("serve", "file", "model_type"),
+    [
+        ("DeepSeek-V3-Chat-serve.yaml", "DeepSeek-V3-Chat.yaml", "deepseek_v3"),
+        ("Qwen2-serve.yaml", "Qwen2-57B-A14B-Instruct.yaml", "qwen2_moe"),
+        ("Qwen3Moe-serve.yaml", "Qwen3Moe-ktransformers.yaml", "qwen3_moe"),
+    ],
+)
+def test_files_for_serving_are_other_names(serve: str, file: str, model_type: str) -> None:
+    plans = [what_runs(load_rules(shipped_path(name)), model_type, {}) for name in (serve, file)]
+    assert plans[0] == plans[1]
+
+
+def test_both_names_of_a_linear_on_a_gpu_mean_one_kernel() -> None:
+    """So that files for serving are none but other names."""
+    text = inlined_rules("Qwen3Moe-ktransformers.yaml")
+    plans = [
+        plan_with(meta_model("qwen3_moe"), text.replace("KLinearMarlin", name), machine=ONE_GPU)
+        for name in ("KLinearMarlin", "VLinearMarlin")
+    ]
+    ops = [[(entry.key, entry.generate_op, entry.prefill_op) for entry in plan.entries] for plan in plans]
+    assert ops[0] == ops[1]
+
+
+def table_of_the_documentation() -> dict[str, tuple[str, str]]:
+    """{file: (model types, its rules)} of docs/rules.md."""
+    page = Path(__file__).parents[2] / "docs" / "rules.md"
+    section = page.read_text(encoding="utf-8").partition("## Shipped files")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "`" in line]
+    found = {file.strip("`"): (types, rules) for types, file, rules in (row for row in rows if len(row) == 3)}
+    assert len(found) == len([row for row in rows if len(row) == 3])
+    return found
+
+
+def test_the_documentation_has_every_file() -> None:
+    table = table_of_the_documentation()
+    assert table.keys() == set(SHIPPED)
+    chosen = {
+        name: {
+            model_type for model_type, family in FAMILIES.items() if name in (family.rules, family.rules_without_q_lora)
+        }
+        for name in SHIPPED
+    }
+    for name, (types, _) in table.items():
+        listed = {known for known in re.findall(r"`(\w+)`", types) if known in FAMILIES}
+        assert listed == chosen[name], name
+
+
+def test_the_documentation_says_what_files_include() -> None:
+    for name, (_, rules) in table_of_the_documentation().items():
+        included = re.findall(r"^- include: (\S+)$", shipped_path(name).read_text(), re.MULTILINE)
+        if not name.startswith("default-"):
+            assert re.findall(r"`([\w.-]+\.yaml)`", rules) == included, name
 
 
 def test_shipped_files_say_what_they_are_for() -> None:
-    for path in Path(RULES_DIR).iterdir():
+    for path in RULES_DIR.rglob("*.yaml"):
         assert path.read_text().startswith("# "), path.name

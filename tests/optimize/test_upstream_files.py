@@ -9,7 +9,7 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.errors import ConfigError
-from ktransformers.models.registry import RULES_DIR
+from ktransformers.system.shipped_rules import shipped_path
 
 UPSTREAM = {
     "DeepSeek-V2-Chat.yaml": "DeepSeek-V2-Chat-XPU DeepSeek-V2-Chat-multi-gpu DeepSeek-V2-Chat-multi-gpu-4 "
@@ -45,7 +45,7 @@ def test_every_name_of_upstream(shipped: str, name: str, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO):
         config = resolved(given)
         again = config.resolved()
-    assert config.optimize_config_path == RULES_DIR / shipped
+    assert config.optimize_config_path == shipped_path(shipped)
     assert again == config
     (record,) = caplog.records
     assert given in record.getMessage()
@@ -54,7 +54,7 @@ def test_every_name_of_upstream(shipped: str, name: str, caplog: pytest.LogCaptu
 
 
 def test_a_shipped_file_by_its_bare_name() -> None:
-    assert resolved("Mixtral.yaml").optimize_config_path == RULES_DIR / "Mixtral.yaml"
+    assert resolved("Mixtral.yaml").optimize_config_path == shipped_path("Mixtral.yaml")
 
 
 @pytest.mark.parametrize(

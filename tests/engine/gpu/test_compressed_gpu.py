@@ -17,10 +17,10 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import build_engine, build_paged_engine
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.hyper import KHyperConnection
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.runners import random_ids
@@ -35,7 +35,7 @@ NARROW = 1e-2
 """Where products round what they multiply: to fp16 in the interpreter (2^-11), a dozen of them one after another."""
 PLACES: dict[str, tuple[str, dict[str, object], float]] = {
     "experts-in-vram": ("bf16", {}, NARROW),
-    "experts-on-cpu": ("fp32", {"optimize_config_path": RULES_DIR / "DeepSeek-V4.yaml"}, TOLERANCE),
+    "experts-on-cpu": ("fp32", {"optimize_config_path": shipped_path("DeepSeek-V4.yaml")}, TOLERANCE),
     "two-gpus": ("fp32", {"spread_layers": True}, TOLERANCE),  # experts of fp32 stay on the CPU
 }
 

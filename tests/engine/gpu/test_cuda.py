@@ -17,10 +17,10 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM, RequestOutput
 from ktransformers.engine.load.builder import Hardware, build_engine, build_paged_engine
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.scheduler.records import StepPlan
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.cuda_engines import check, engine_of
 from tests.support.engines.gpu_engines import (
     EXPERTS_ON_CPU,
@@ -90,7 +90,7 @@ def agree(got: RequestOutput, want: RequestOutput) -> bool:
 def test_greedy_tokens_of_the_bundled_model_agree_wherever_its_experts_are() -> None:
     """All on the CPU, all on the GPU, experts on the CPU."""
     config = EngineConfig(gguf_path=next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf")))), cache_lens=256)
-    hybrid = replace(config, optimize_config_path=RULES_DIR / RULES["qwen3_moe"])
+    hybrid = replace(config, optimize_config_path=shipped_path(RULES["qwen3_moe"]))
     want = greedy(config, on_gpu=False)
     for where in (config, hybrid):
         got = greedy(where, on_gpu=True)

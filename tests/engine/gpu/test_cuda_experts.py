@@ -15,11 +15,11 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.engine.step import prefill as prefill_module
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.machine import detect_machine
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.cuda_engines import check
 from tests.support.engines.gpu_engines import logits_in_steps
 from tests.support.gguf.writer import write_gguf
@@ -48,7 +48,7 @@ def test_experts_agree_with_transformers(
     path = write_gguf(model, tmp_path / "model.gguf", qtype)
     ids = prompt(model.config.vocab_size)
     want = logits_of(dequantized(model, qtype, QuantType.F32), ids)
-    rules = RULES_DIR / "default-moe.yaml" if is_streamed else None
+    rules = shipped_path("default-moe.yaml") if is_streamed else None
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=2, optimize_config_path=rules)
     with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
         experts = [entry for entry in engine.plan.entries if entry.operator == "KTransformersExperts"]

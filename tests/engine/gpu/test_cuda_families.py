@@ -19,9 +19,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware, build_engine, plan_model
 from ktransformers.errors import CapacityError
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.cuda_engines import check, engine_of
 from tests.support.engines.gpu_engines import RULES, logits_in_steps, rules_of
 from tests.support.gguf.writer import write_gguf
@@ -69,7 +69,7 @@ def test_compressed_keys_agree_with_transformers(rules: str | None, tmp_path: Pa
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     write_safetensors(model.bfloat16(), tmp_path)
-    where = {} if rules is None else {"optimize_config_path": RULES_DIR / rules}
+    where = {} if rules is None else {"optimize_config_path": shipped_path(rules)}
     for graphs in (True, False):
         config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=2, use_cuda_graph=graphs, **where)
         with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
@@ -86,7 +86,7 @@ def test_rule_files_agree_with_transformers(model_type: str, tmp_path: Path) -> 
     ids = prompt(model.config.vocab_size)
     with torch.no_grad():
         want = dequantized(model, kind, kind)(torch.tensor([ids])).logits[0]
-    rules = RULES_DIR / FAMILY_RULES[model_type]
+    rules = shipped_path(FAMILY_RULES[model_type])
     with closing(engine_of(path, on_gpu=True, optimize_config_path=rules)) as engine:
         assert {e.placement.generate_device for e in engine.plan.entries if e.key.endswith("experts")} >= {"cpu"}
         check(logits_in_steps(engine, ids), want)

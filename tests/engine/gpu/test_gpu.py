@@ -18,10 +18,11 @@ from ktransformers.core import CAPTURING
 from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.scheduler.records import StepPlan
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.gpu_engines import (
     EXPERTS_ON_CPU,
     EXPERTS_ON_GPU,
@@ -322,7 +323,7 @@ def test_layers_are_spread_over_gpus_where_that_helps(tmp_path: Path, caplog: py
     )
     assert caplog.text.count("go to the GPU") == 1
     # A rule file of the user's says itself where layers go.
-    rules = replace(config, optimize_config_path=RULES_DIR / RULES["qwen3_moe"])
+    rules = replace(config, optimize_config_path=shipped_path(RULES["qwen3_moe"]))
     assert {home.device for home in plan_model(rules, hardware=small).homes} == {"cuda:0"}
 
 
@@ -358,7 +359,7 @@ def test_a_rule_file_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     path = write_gguf(tiny_model("qwen3_moe", seed=1, layers=4), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
     rules = tmp_path / "optimize_rules" / "Qwen3Moe-multi-gpu.yaml"
     rules.parent.mkdir()
-    text = (RULES_DIR / "Qwen3Moe-ktransformers.yaml").read_text()
+    text = inlined_rules("Qwen3Moe-ktransformers.yaml")
     rules.write_text(text.replace("generate_op: KExpertsCPU", "generate_op: KExpertsCPU\n      backend: AMXInt8"))
     assert "AMXInt8" in rules.read_text()
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, optimize_config_path=rules, spread_layers=True)

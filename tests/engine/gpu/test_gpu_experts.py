@@ -16,10 +16,10 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step import prefill as prefill_module
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.streaming import STAGING
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import Gpu
 from tests.support.gguf.writer import write_gguf
@@ -56,7 +56,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Engin
     monkeypatch.setattr(prefill_module, "calibrate", calibrate)
     gpu = Gpu()
     config = EngineConfig(
-        optimize_config_path=RULES_DIR / "default-moe.yaml",
+        optimize_config_path=shipped_path("default-moe.yaml"),
         cache_lens=64,
         cpu_infer=1,
         use_cuda_graph=False,

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.block_indexer import KBlockIndexer
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.runners import random_ids
 from tests.support.models.agreement import TOLERANCE
@@ -69,7 +69,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_
     rules = None
     if model_type == "qwen4_exp_text":  # without embeddings of n-grams, which the shipped file keeps on the CPU
         rules = tmp_path / "rules.yaml"
-        rules.write_text(on_a_gpu((RULES_DIR / "Qwen4Exp.yaml").read_text()))
+        rules.write_text(on_a_gpu(shipped_path("Qwen4Exp.yaml").read_text()))
     config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, optimize_config_path=rules)
     with closing(build_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])

@@ -27,12 +27,12 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.verify.layer_kinds import one_of_each
 from ktransformers.kernels.triton.common.compiling import Compiled, rehearsal, watch_launches
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.scheduler.records import StepPlan
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import Gpu, logits_in_steps, sequence_start, step_row
@@ -165,7 +165,7 @@ def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("streaming")
 def test_experts_that_are_streamed(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
     write_safetensors(tiny_model("qwen3_moe", seed=1, layers=3), tmp_path)
-    rules, gpu = RULES_DIR / "default-moe.yaml", Gpu()
+    rules, gpu = shipped_path("default-moe.yaml"), Gpu()
     paged = new_paged(tmp_path, gpu.hardware(), optimize_config_path=rules, cpu_quant="q8_0")
     copied = gpu.copies.num_copies
     check_no_other(paged, rehearsals[0].found, num_steps=1)
@@ -209,7 +209,7 @@ def test_one_layer_of_each_kind_stands_for_all(
 ) -> None:
     """Layers of other kinds have other windows, head sizes, caches or feed-forwards."""
     write_safetensors(of_kinds(name).bfloat16(), tmp_path)
-    where = {"optimize_config_path": RULES_DIR / "default-moe.yaml"} if experts_on_cpu else {}
+    where = {"optimize_config_path": shipped_path("default-moe.yaml")} if experts_on_cpu else {}
     paged = new_paged(tmp_path, self_check=False, **where)
     experts = [op for op in paged.plan.operators.values() if isinstance(op, KTransformersExperts)]
     assert {op.device.name for op in experts} <= {"cpu" if experts_on_cpu else "cuda:0"}

@@ -15,11 +15,11 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import ConfigError
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention import latent_gpu as gpu_latent
 from ktransformers.operators.attention import mla
 from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES, Rates
 from ktransformers.scheduler.records import StepPlan
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines import fake_flashinfer
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
@@ -58,7 +58,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def rules_with(absorb: bool, path: Path, device: str = "cuda") -> Path:
     """The family's own rules behind one that says how its attention prefills."""
     rules = path / "rules.yaml"
-    shipped = (RULES_DIR / "DeepSeek-V3-Chat.yaml").read_text()
+    shipped = shipped_path("DeepSeek-V3-Chat.yaml").read_text()
     rules.write_text(RULE.format(str(absorb).lower()).replace("cuda", device) + shipped)
     return rules
 

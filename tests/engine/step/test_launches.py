@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ktransformers.engine.load.builder import Engine
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.recognize.layer import LayerSpec, PartKind, PartSpec, recognize_layer
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.checks.launches import counted_launches
 from tests.support.engines.gpu_engines import gpu_engine
 from tests.support.models.recurrent_models import recurrent_config, recurrent_model
@@ -117,7 +117,7 @@ def launches_of_layers(
         blocks["mlp_layer_types"] = ["dense"] + ["sparse"] * (len(kinds) - 1)
     else:
         rules = folder / "rules.yaml"
-        rules.write_text(_BLOCKS + (RULES_DIR / "default-moe.yaml").read_text())
+        rules.write_text(_BLOCKS + shipped_path("default-moe.yaml").read_text())
     recurrent_model(model_type, num_hidden_layers=len(kinds), layer_types=kinds, **blocks).save_pretrained(folder)
     path = None if model_type == "kimi_linear" else folder / "rules.yaml"
     return launches_of_one_row(gpu_engine(folder, optimize_config_path=path, self_check=False), monkeypatch)

@@ -27,10 +27,11 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, RuleError, TensorMismatchError, UnsupportedError
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.recurrent.per_layer import hash_multipliers
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.made import Made, logits_in, logits_of
 from tests.support.models.pooled_models import EOS, POOLED_TYPES, pooled_model
@@ -189,7 +190,7 @@ def test_what_covers_all_positions_chooses_them_all(made: Made) -> None:
 def test_rules_without_the_indexer_are_refused(file: str, model_type: str, tmp_path: Path) -> None:
     write_safetensors(pooled_model(model_type), tmp_path)
     path = tmp_path / "rules.yaml"
-    path.write_text((RULES_DIR / file).read_text().replace("self_attn\\\\.indexer$", "self_attn\\\\.nothing$"))
+    path.write_text(inlined_rules(file).replace("self_attn\\\\.indexer$", "self_attn\\\\.nothing$"))
     with pytest.raises((UnsupportedError, RuleError), match="add a rule with class KPooledIndexer"):
         build_engine(config_of(tmp_path, optimize_config_path=path))
 
@@ -237,7 +238,7 @@ def test_other_multipliers_in_the_files_are_refused(qwen4: Path, tmp_path: Path)
     ],
 )
 def test_tables_of_tokens_do_not_run_behind_a_gpu(operator: str, complaint: str, qwen4: Path, tmp_path: Path) -> None:
-    before, _, after = (RULES_DIR / "Qwen4Exp.yaml").read_text().partition(operator)
+    before, _, after = shipped_path("Qwen4Exp.yaml").read_text().partition(operator)
     path = tmp_path / "rules.yaml"
     path.write_text(before + operator + after.replace("device: cpu", "device: cuda", 2))
     with pytest.raises((UnsupportedError, RuleError), match=complaint):

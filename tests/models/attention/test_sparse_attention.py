@@ -19,10 +19,10 @@ from ktransformers.core import Phase, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.errors import ConfigError, RuleError, UnsupportedError
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.context import ForwardContext
+from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.runners import fused_runner, random_ids, runner_of
 from tests.support.models.latent_models import BLOCK_VALUES, INDEXED_TYPES, latent_model
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -139,7 +139,7 @@ def test_off_says_where_it_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_rules_without_the_indexer_are_refused(saved: Path, tmp_path: Path) -> None:
-    rules = (RULES_DIR / "DeepSeek-V32.yaml").read_text()
+    rules = inlined_rules("DeepSeek-V32.yaml")
     path = tmp_path / "rules.yaml"
     path.write_text(rules.replace("self_attn\\\\.indexer$", "self_attn\\\\.nothing$"))
     with pytest.raises((UnsupportedError, RuleError), match="add a rule with class KIndexer"):

@@ -16,7 +16,7 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.reference import ReferenceRunner, build_reference_engine
 from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.system.shipped_rules import RULES_DIR
+from ktransformers.system.shipped_rules import shipped_path
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
 from tests.support.models.tiny_models import tiny_model
@@ -106,7 +106,7 @@ def test_flags_that_it_cannot_honour_are_refused() -> None:
 
 def test_rules_have_no_effect_on_it(caplog: pytest.LogCaptureFixture) -> None:
     """As other flags that it has no use for: a script that names them all for every backend starts."""
-    rules = RULES_DIR / "Qwen3Moe-serve.yaml"
+    rules = shipped_path("Qwen3Moe-serve.yaml")
     build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, optimize_config_path=rules, cache_lens=64))
     assert caplog.text.count("--optimize_config_path has no effect") == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan, make_plan
 from ktransformers.optimize.rules import Rules, parse_rules
+from ktransformers.system.shipped_rules import shipped_path
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 from tests.support.models.tiny_models import tiny_config
 
@@ -172,6 +174,12 @@ EXPERTS_RULE = r"""
 - match: {name: '\.experts$'}
   replace: {class: tests.support.engines.fake_operators.FakeExperts}
 """
+
+
+def inlined_rules(name: str) -> str:
+    """The text of a shipped rule file with those that it includes in their places, for tests that change some of it."""
+    text = shipped_path(name).read_text()
+    return re.sub(r"^- include: (\S+)$", lambda include: inlined_rules(include[1]), text, flags=re.MULTILINE)
 
 
 def plan_with(

@@ -11,10 +11,10 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
 from ktransformers.engine.step.prefill import PrefillTools
-from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import Device
 from ktransformers.scheduler.records import Row, SequenceStart
 from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.inline_device import InlineDriver, LazyCopies
 
 
@@ -42,7 +42,7 @@ EXPERTS_ON_GPU = "generate_device: cuda\n      generate_op: KExpertsMarlin"
 
 def rules_of(model_type: str, folder: Path, old: str, new: str, before: str = "") -> Path:
     """The family's own rule file with `old` replaced by `new`, behind the rules `before`."""
-    text = (RULES_DIR / RULES[model_type]).read_text()
+    text = inlined_rules(RULES[model_type])
     assert old in text
     path = folder / "rules.yaml"
     path.write_text(before + text.replace(old, new))
