@@ -15,6 +15,8 @@ import weakref
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,6 +55,11 @@ class StreamShape:
     top_k: int
     hidden_size: int
     dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row of hidden states."""
+        return self.hidden_size * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -133,14 +140,37 @@ class StreamedExperts:
         topk_weights: [T, K]. On the driver's device, T at most max_tokens. Raises ValueError for other shapes.
         """
         rows = self._check(hidden_states, topk_ids, topk_weights)
-        if self._pending is not None:
-            # Somebody failed between submit and collect. The CPU may still be at it: wait before its inputs change.
-            self._wait(self._pending[0])
-            self._pending = None
-        is_captured = self._driver.is_capturing()
-        word = self._handle.word_of(layer, rows, is_captured)
+        self._give_up()
         buffers = [buffer[:rows] for buffer in (self._hidden, self._ids, self._weights)]
         self._driver.copy(buffers, [hidden_states, topk_ids, topk_weights])
+        self._begin(layer, rows)
+
+    def stage(self, hidden_states: Tensor, topk_weights: Tensor) -> None:
+        """Copy a layer's rows to the CPU while the host does not know yet which experts the CPU gets: `submit_staged`
+        says so, or nothing does and the rows are dropped. Shapes as for `submit`; not while a graph is captured.
+        """
+        rows = self._check(hidden_states, None, topk_weights)
+        self._give_up()
+        self._driver.copy([self._hidden[:rows], self._weights[:rows]], [hidden_states, topk_weights])
+
+    def submit_staged(self, layer: int, topk_ids: npt.NDArray[np.int32]) -> None:
+        """Issue the forward of the rows that were staged last. topk_ids: [T, K], on the host, as for `submit`; read
+        before this returns. Call it behind a wait for the device, so that no earlier forward reads its ids any more.
+        """
+        rows = len(topk_ids)
+        self._ids[:rows].numpy()[...] = topk_ids
+        self._begin(layer, rows)
+
+    def _give_up(self) -> None:
+        """Somebody failed between submit and collect. The CPU may still be at it: wait before its inputs change."""
+        if self._pending is not None:
+            self._wait(self._pending[0])
+            self._pending = None
+
+    def _begin(self, layer: int, rows: int) -> None:
+        """Tell the CPU, in the stream's order, that a layer's inputs are there."""
+        is_captured = self._driver.is_capturing()
+        word = self._handle.word_of(layer, rows, is_captured)
         if is_captured:
             self._num_captured += 1
         else:
@@ -171,7 +201,7 @@ class StreamedExperts:
         else:
             self._driver.launch_host_func(extension.ExpertStream.wait_address, self._handle.call_of(word))
 
-    def _check(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> int:
+    def _check(self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor) -> int:
         shape = self.shape
         if hidden_states.dim() != 2 or hidden_states.shape[1] != shape.hidden_size:
             raise ValueError(f"hidden_states must be [T, {shape.hidden_size}], got {list(hidden_states.shape)}")
@@ -179,7 +209,7 @@ class StreamedExperts:
         if rows > shape.max_tokens:
             raise ValueError(f"{rows} tokens do not fit into buffers for {shape.max_tokens}: raise max_tokens")
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            if tuple(tensor.shape) != (rows, shape.top_k):
+            if tensor is not None and tuple(tensor.shape) != (rows, shape.top_k):
                 raise ValueError(f"{name} must be [{rows}, {shape.top_k}], got {list(tensor.shape)}")
         return rows
 

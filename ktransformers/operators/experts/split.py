@@ -16,7 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NEVER", "STEP_COST", "CpuRate", "PrefillRates", "Split", "choose_split", "even_counts", "threshold_of"]
+__all__ = [
+    "NEVER",
+    "STEP_COST",
+    "AheadShare",
+    "CpuRate",
+    "HandOver",
+    "PrefillRates",
+    "Split",
+    "choose_split",
+    "even_counts",
+    "threshold_of",
+]
 
 NEVER = 1 << 30
 """A threshold that no step reaches."""
@@ -82,6 +93,56 @@ class PrefillRates:
             raise ValueError(f"no rates: copy {self.copy}, gpu_row {self.gpu_row}")
 
 
+class HandOver:
+    """What the CPU's part of a layer takes beside the products that CpuRate knows: learned while steps run.
+
+    Rows are converted on their way to the CPU's kernels and back, and memory is shared with copies that no measurement
+    before the first request has seen. Kept by the row, apart for each power of two of a step's rows.
+    """
+
+    _WEIGHT, _KEPT = 0.1, 0.999
+    """Of the newest call; a step has one in each layer, so that a step teaches nearly all. And what is left
+    after a call without a part for the CPU: a time of distress is forgotten, so that the CPU is tried again."""
+
+    def __init__(self) -> None:
+        self._per_row: dict[int, float] = {}
+
+    def learn(self, rows: int, expected: float, took: float) -> None:
+        """A call with so many rows of a step was expected to take, and took, so many seconds."""
+        size, new = rows.bit_length(), (took - expected) / rows
+        old = self._per_row.get(size, new)
+        self._per_row[size] = old + self._WEIGHT * (new - old)
+
+    def forget(self) -> None:
+        """A call went by without a part for the CPU."""
+        for size in self._per_row:
+            self._per_row[size] *= self._KEPT
+
+    def seconds(self, rows: int) -> float:
+        """For a step of so many rows; by the nearest size that was met, 0 before any was."""
+        if not self._per_row:
+            return 0.0
+        nearest = min(self._per_row, key=lambda size: abs(size - rows.bit_length()))
+        return max(self._per_row[nearest] * rows, 0.0)
+
+
+class AheadShare:
+    """How much of what a layer copies is copied ahead of the next one's choice: as much as keeps the copies running.
+
+    A copy that nobody asked for yet is a guess, so that the share falls again where copies are still under way when the
+    choice is made.
+    """
+
+    _LEAST, _MOST, _UP, _DOWN = 0.25, 1.0, 1.15, 0.95
+
+    def __init__(self) -> None:
+        self.value = 0.5
+
+    def learn(self, is_idle: bool) -> None:
+        """is_idle: whether all copies were through when the choice was made."""
+        self.value = min(max(self.value * (self._UP if is_idle else self._DOWN), self._LEAST), self._MOST)
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """The GPU's experts (those that are there first, then those to copy, in order of their numbers); the rest is the
@@ -96,12 +157,15 @@ class Split:
         return self.there + self.copied
 
 
-def choose_split(counts: _Ints, rates: PrefillRates, there: Sequence[int] = (), ahead: float = 0.0) -> Split:
+def choose_split(
+    counts: _Ints, rates: PrefillRates, there: Sequence[int] = (), ahead: float = 0.0, hand_over: float = 0.0
+) -> Split:
     """The fastest split by the rates among those that give the GPU the experts with most rows.
 
     counts: int64 [E], rows of each expert. there: experts that are on the GPU, or on their way, which takes `ahead`
-    more seconds; they are used, or nothing is. So the choice is never slower, by the same rates, than copying every
-    expert that has rows, or than leaving all to the CPU.
+    more seconds; they are used, or nothing is. hand_over: seconds that the CPU's part takes beside its products,
+    whatever its experts: rows to it and results back. So the choice is never slower, by the same rates, than copying
+    every expert that has rows, or than leaving all to the CPU.
     """
     busy = rates.shared_cpu.of(counts)
     ready = np.asarray(there, dtype=np.int64)
@@ -112,10 +176,10 @@ def choose_split(counts: _Ints, rates: PrefillRates, there: Sequence[int] = (), 
     steps = np.arange(len(left) + 1)
     copying = ahead + steps * rates.copy
     computing = rates.gpu_row * (counts[ready].sum() + np.concatenate(([0], np.cumsum(counts[left]))))
-    cpu_left = np.concatenate((np.cumsum(busy[left][::-1])[::-1], [0.0]))
+    cpu_left = np.concatenate((np.cumsum(busy[left][::-1])[::-1] + hand_over, [0.0]))
     times = np.maximum(np.maximum(copying, computing), cpu_left)
     best = int(times.argmin())
-    alone = float(rates.cpu.of(counts).sum())
+    alone = float(rates.cpu.of(counts).sum()) + hand_over
     if alone <= times[best]:
         return Split((), (), alone)
     return Split(tuple(there), tuple(sorted(left[:best].tolist())), float(times[best]))

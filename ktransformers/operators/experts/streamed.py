@@ -4,16 +4,18 @@ A step with many rows touches every expert of a layer, and a copy to the GPU cos
 So experts with many rows are copied over PCIe, group by group, and computed there from the bytes as they lie in memory,
 while the CPU computes the others where they are:
 
-    host      ids ── choice ─┬─ hand-over to the CPU ─┬─ groups ...            ─┬─ first groups of the next layer
-    copies    (ahead: some of this layer's experts)   │ A  B  C  D ...          │  A' B' ...
-    GPU       attention, router ── wait for the ids   │    A  B  C  D ── sum ── wait for the CPU ── add, next layer
-    CPU                      └─ experts that stay ────┴───────────────────────┘
+    host      wait for the ids ── choice ─┬─ groups ...                      ─┬─ first groups of the next layer
+    copies    ahead: A  B  of this layer's│ C  D ...                          │  A' B' ...
+    GPU       attention, router, rows ────┤    A  B  C  D ── sum ── wait for the CPU ── add, next layer
+              to the CPU                  │
+    CPU                                   └─ experts that stay ───────────────┘
 
 The host waits once a layer, for the router; copies for the next layer are put before that, so that the copy engine
 works on meanwhile: of the experts that had most rows in the layer's last step, which nearly always get some again.
-The CPU's part is handed over in the stream's order (kernels/transfer/expert_stream.py): no thread of Python's, and
-hidden states and results cross in the type of the stream's buffers and are converted by all cores. Knows nothing of
-models.
+How many, and what the CPU's part takes beside its products, is learned (split.py). All rows go to the CPU while the
+host waits, so that it begins as soon as the choice is made. Its part is handed over in the stream's order
+(kernels/transfer/expert_stream.py): no thread of Python's, and hidden states and results cross in the type of the
+stream's buffers and are converted by all cores. Knows nothing of models.
 
 T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
@@ -39,13 +41,17 @@ from ktransformers.kernels.triton.experts.moe import moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
-from ktransformers.operators.experts.split import NEVER, PrefillRates, Split, choose_split
+from ktransformers.operators.experts.split import (
+    NEVER,
+    AheadShare,
+    HandOver,
+    PrefillRates,
+    Split,
+    choose_split,
+)
 from ktransformers.operators.experts.staging import Group, HostExperts, Staging
 
 __all__ = ["ExpertPrefill", "PrefillLayer", "PrefillShape", "PrefillTicket"]
-
-_AHEAD = 0.5
-"""Of the experts that a layer copies, what is copied ahead for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,17 @@ class _Layer:
     layer: int
     between: Between
     counts: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _CpuCall:
+    """A call that the CPU was given: the rows of its step, the seconds that were expected of it, and the CPU's forwards
+    and seconds before it."""
+
+    rows: int
+    expected: float
+    forwards: int
+    busy: float
 
 
 class _Tables:
@@ -142,6 +159,8 @@ class ExpertPrefill:
         self._copies: CopyQueue = staging.copies
         self._layers: list[_Layer] = []
         self._ahead: tuple[int, list[Group]] = (-1, [])
+        self._hand_over, self._share = HandOver(), AheadShare()
+        self._cpu_call: _CpuCall | None = None
         self._ids = driver.pinned((shape.max_rows, shape.top_k), torch.int32)
         self._tables = _Tables(shape.num_experts, driver, device.torch_device)
         pairs, where = shape.max_rows * shape.top_k, device.torch_device
@@ -174,31 +193,48 @@ class ExpertPrefill:
         Raises EngineError when the CPU's part of an earlier one failed, IndexError for ids out of range.
         """
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        self._cpu.stage(hidden, weights)
         counts = self._counts(ids)
         self._cpu.check()
+        self._learn()
         groups = self._take_ahead(layer)
-        split = self._choose(counts, groups)
+        split = self._choose(counts, groups, len(ids))
         self.last_split = split
         if not split.there:
             groups = []
-        waiting = _cut(split.copied, self._staging.capacity(self._layers[layer].host))
-        self._tables.fill([*(group.experts for group in groups), *waiting])
-        ranks = self._tables.ranks(ids)
-        of_cpu = int(counts.sum() - counts[list(split.on_gpu)].sum())
-        is_for_cpu = of_cpu > 0 or not split.on_gpu
-        if split.on_gpu:  # the kernel counts the others, as a call if it is given any
-            there = np.zeros_like(counts)
-            there[list(split.on_gpu)] = counts[list(split.on_gpu)]
-            self._stats.add(self._layers[layer].layer, there.tolist(), calls=0 if is_for_cpu else 1)
-        if is_for_cpu:
-            kept = torch.where(ranks < self.shape.num_experts, self.shape.num_experts, ids)
-            self._cpu.submit(self._layers[layer].number, hidden, kept, weights)
+        is_for_cpu = self._begin_cpu(layer, split, counts, len(ids))
         of_gpu = None
         if split.on_gpu:
-            of_gpu = self._compute(layer, hidden, ids, ranks, weights, counts, groups, waiting)
+            waiting = _cut(split.copied, self._staging.capacity(self._layers[layer].host))
+            of_gpu = self._compute(layer, hidden, ids, weights, counts, groups, waiting)
         self._layers[layer].counts = counts
         self._copy_ahead(layer + 1, len(split.on_gpu))
         return PrefillTicket(of_gpu, is_for_cpu, hidden)
+
+    def _begin_cpu(self, layer: int, split: Split, counts: npt.NDArray[np.int64], rows: int) -> bool:
+        """Hand the CPU the experts that stay; whether there are any. What the GPU computes is counted here."""
+        there = np.zeros_like(counts)
+        there[list(split.on_gpu)] = counts[list(split.on_gpu)]
+        is_for_cpu = bool((counts != there).any()) or not split.on_gpu
+        if split.on_gpu:  # the kernel counts the others, as a call if it is given any
+            self._stats.add(self._layers[layer].layer, there.tolist(), calls=0 if is_for_cpu else 1)
+        if not is_for_cpu:
+            self._hand_over.forget()
+            return False
+        kept = np.arange(self.shape.num_experts + 1, dtype=np.int32)
+        kept[list(split.on_gpu)] = self.shape.num_experts
+        assert self.rates is not None
+        rate = self.rates.shared_cpu if split.on_gpu else self.rates.cpu
+        expected = float(rate.of(counts - there).sum())
+        self._cpu_call = _CpuCall(rows, expected, self._cpu.num_forwards, self._cpu.busy_seconds)
+        self._cpu.submit_staged(self._layers[layer].number, kept[self._ids[:rows].numpy()])
+        return True
+
+    def _learn(self) -> None:
+        """What the CPU's last call took, if it was the last forward of all."""
+        call, self._cpu_call = self._cpu_call, None
+        if call is not None and self._cpu.num_forwards == call.forwards + 1:
+            self._hand_over.learn(call.rows, call.expected, self._cpu.busy_seconds - call.busy)
 
     def rehearse(self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
         """The launches of `submit` in a rehearsal (kernels.triton.common.compiling), without experts on their way."""
@@ -206,6 +242,7 @@ class ExpertPrefill:
         rows = hidden.to(self.device.matmul_dtype).contiguous()
         ids = torch.zeros(topk_ids.shape, dtype=torch.int32, device=rows.device)
         ranks, weights = self._tables.ranks(ids), torch.zeros(ids.shape, device=rows.device)
+        self._cpu.stage(hidden, weights)
         space, _ = self._workspace(ranks)
         for matrices in self._staging.matrices(host):
             moe_blocks(rows, ids, weights, *matrices, space, (0, 1), shape.num_experts, self._layers[layer].between)
@@ -245,38 +282,45 @@ class ExpertPrefill:
         self._ahead = (-1, [])
         return groups if ahead == layer else []  # others are given up: their copies run, but nobody reads them
 
-    def _choose(self, counts: npt.NDArray[np.int64], groups: Sequence[Group]) -> Split:
+    def _choose(self, counts: npt.NDArray[np.int64], groups: Sequence[Group], rows: int) -> Split:
         if self.rates is None:
             raise RuntimeError("submit before rates are known")
         there = [expert for group in groups for expert in group.experts]
         coming = sum(len(group.experts) for group in groups if not self._copies.is_done(group.ready))
-        return choose_split(counts, self.rates, there, coming * self.rates.copy)
+        if groups:
+            self._share.learn(coming == 0)
+        results = self._cpu.shape.row_nbytes * rows * self.rates.copy / self._layers[0].host.expert_nbytes
+        hand_over = self._hand_over.seconds(rows) + results
+        return choose_split(counts, self.rates, there, coming * self.rates.copy, hand_over)
 
     def _compute(
         self,
         layer: int,
         hidden: torch.Tensor,
         ids: torch.Tensor,
-        ranks: torch.Tensor,
         weights: torch.Tensor,
         counts: npt.NDArray[np.int64],
         groups: Sequence[Group],
         waiting: Sequence[tuple[int, ...]],
     ) -> torch.Tensor:
-        """Launch the GPU's part: copies as buffers become free, products as copies arrive."""
-        num_experts, between = self.shape.num_experts, self._layers[layer].between
+        """Launch the GPU's part: copies as buffers become free, the first at once; products as copies arrive."""
+        num_experts, host, between = self.shape.num_experts, self._layers[layer].host, self._layers[layer].between
+        arriving, left, first = deque(groups), deque(waiting), 0
+        while left and len(arriving) < self._staging.size.num_buffers:
+            arriving.append(self._staging.bring(host, left.popleft()))
+        self._tables.fill([*(group.experts for group in groups), *waiting])
+        ranks = self._tables.ranks(ids)
         rows = hidden.to(self.device.matmul_dtype).contiguous()
         space, block = self._workspace(ranks)
-        arriving, left, first = deque(groups), deque(waiting), 0
-        while arriving or left:
-            while left and len(arriving) < self._staging.size.num_buffers:
-                arriving.append(self._staging.bring(self._layers[layer].host, left.popleft()))
+        while arriving:
             group = arriving.popleft()
             self._copies.compute_waits(group.ready)
             end = first + int((-(-counts[list(group.experts)] // block)).sum())
             moe_blocks(rows, ids, weights, *group.matrices, space, (first, end), num_experts, between)
             self._staging.done(group)
             first = end
+            if left:
+                arriving.append(self._staging.bring(host, left.popleft()))
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         return moe_sum(ranks, out, space, num_experts)
 
@@ -334,12 +378,14 @@ class ExpertPrefill:
         return best / ids.numel()
 
     def _copy_ahead(self, layer: int, num_copied: int) -> None:
-        """Put copies for the next layer: of as many experts as it will surely use."""
+        """Put copies for the next layer: of experts that had most rows in its last step."""
         if layer >= len(self._layers):
             return
         known, host = self._layers[layer].counts, self._layers[layer].host
         capacity = self._staging.capacity(host)
-        count = min(int(num_copied * _AHEAD), (self._staging.size.num_buffers - 1) * capacity)
+        count = min(int(num_copied * self._share.value), (self._staging.size.num_buffers - 1) * capacity)
+        if known is not None:
+            count = min(count, int((known > 0).sum()))
         order = np.arange(host.num_experts) if known is None else np.argsort(-known, kind="stable")
         chosen = _cut(sorted(order[:count].tolist()), capacity)
         self._ahead = (layer, [self._staging.bring(host, experts) for experts in chosen])
