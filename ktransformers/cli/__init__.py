@@ -12,23 +12,35 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ktransformers.cli import profile
-from ktransformers.cli.bench import command as bench
-from ktransformers.cli.chat import command as chat
-from ktransformers.cli.doctor import command as doctor
-from ktransformers.cli.models import command as models
+from ktransformers.cli.bench import command as bench_command
+from ktransformers.cli.chat import command as chat_command
+from ktransformers.cli.doctor import command as doctor_command
+from ktransformers.cli.models import command as models_command
 from ktransformers.cli.models import imatrix, plan, pull, quantize
 from ktransformers.cli.parsing import completion
 from ktransformers.cli.parsing.exit_codes import FAILED, INTERRUPTED, WRONG_USAGE, exit_code
 from ktransformers.cli.parsing.options import version
 from ktransformers.cli.parsing.parser import COMMAND_LINE, ArgumentParser, leaves
 from ktransformers.cli.parsing.settings import unknown_variables
-from ktransformers.cli.serve import command as serve
+from ktransformers.cli.serve import command as serve_command
 from ktransformers.cli.serve import stage
 from ktransformers.errors import ConfigError, KTransformersError, reason_of
 
 __all__ = ["build_parser", "guarded", "local_chat_main", "main", "run_command", "server_main"]
 
-_COMMANDS = (chat, serve, plan, pull, models, quantize, imatrix, bench, profile, stage, doctor)
+_COMMANDS = (
+    chat_command,
+    serve_command,
+    plan,
+    pull,
+    models_command,
+    quantize,
+    imatrix,
+    bench_command,
+    profile,
+    stage,
+    doctor_command,
+)
 
 _EXAMPLES = """Examples:
   ktransformers chat Qwen3-30B-A3B-Q4_K_M.gguf
@@ -146,9 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def local_chat_main(argv: Sequence[str] | None = None) -> int:
     """The whole of local_chat.py. Returns the exit code."""
-    return run_command(chat.local_chat_parser(), argv)
+    return run_command(chat_command.local_chat_parser(), argv)
 
 
 def server_main(argv: Sequence[str] | None = None) -> int:
     """The whole of server/main.py. Returns the exit code."""
-    return run_command(serve.server_parser(), argv)
+    return run_command(serve_command.server_parser(), argv)

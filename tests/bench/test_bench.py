@@ -47,7 +47,7 @@ answer_questions(answer)
 
 
 def fake_peer(folder: Path, name: str = "llama.cpp") -> PeerProcess:
-    script = folder / "system/child.py"
+    script = folder / "child.py"
     root = str(Path(kernels.__file__).parents[2])
     script.write_text(f"import sys\nsys.path.insert(0, {root!r})\n{FAKE_CHILD}")
     return PeerProcess(name, [sys.executable, str(script)])
@@ -153,7 +153,7 @@ def test_a_peer_is_stopped_between_questions(tmp_path: Path) -> None:
 def test_a_stopped_peer_ends_with_its_parent(tmp_path: Path) -> None:
     """The pipe's end of file comes when the last process that holds its other end is gone."""
     root = str(Path(kernels.__file__).parents[2])
-    child = tmp_path / "system/child.py"
+    child = tmp_path / "child.py"
     child.write_text(f"import sys\nsys.path.insert(0, {root!r})\n{FAKE_CHILD}")
     parent = f"""
 import os, signal, sys

@@ -10,7 +10,7 @@ import pytest
 
 from ktransformers import config
 from ktransformers.config import why_crowded
-from ktransformers.engine.load import builder
+from ktransformers.engine.load import builder, stages
 from ktransformers.system import cores
 
 V2 = "30 20 0:26 {top} /sys/fs/cgroup rw,nosuid,nodev - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -161,7 +161,7 @@ def test_more_threads_than_the_quota_are_warned_of(monkeypatch: pytest.MonkeyPat
 def test_one_line_of_the_log_says_that_the_quota_decided(
     flag: int, is_said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(builder, "describe_quota", lambda: "the quota decides")
+    monkeypatch.setattr(stages, "describe_quota", lambda: "the quota decides")
     caplog.set_level(logging.INFO)
     engine = builder.build_engine(
         config.EngineConfig(gguf_path=config.bundled_model("there is one"), cache_lens=64, cpu_infer=flag).resolved()

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load import builder
+from ktransformers.engine.load import stages
 from ktransformers.engine.load.builder import (
     Engine,
     LoadedModel,
@@ -66,8 +66,8 @@ def test_what_was_started_is_stopped_when_loading_fails(monkeypatch: pytest.Monk
     def fail(*args: object) -> None:
         raise RuntimeError("no graphs")
 
-    monkeypatch.setattr(builder, "WorkerPool", Watched)
-    monkeypatch.setattr(builder, "prepare_decode", fail)
+    monkeypatch.setattr(stages, "WorkerPool", Watched)
+    monkeypatch.setattr(stages, "prepare_decode", fail)
     monkeypatch.setattr("ktransformers.operators.device.Devices.close", lambda self: closed.append("devices"))
     with pytest.raises(RuntimeError, match="no graphs"):
         build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.bench.load_files import FileFormat, FileShape, write_files
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load import builder
+from ktransformers.engine.load import builder, stages
 from ktransformers.optimize import apply
 from ktransformers.weights.read_ahead import ReadAhead
 from tests.support.checks.mapped_memory import cached_bytes, settled
@@ -27,13 +27,13 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 from ktransformers.config import EngineConfig
-from ktransformers.engine import builder
+from ktransformers.engine.load import builder, stages
 
 def memory(what):
     text = Path("/proc/self/status").read_text()
     return 1024 * int(text.split(what + ":")[1].split()[0])
 
-inner, found = builder.load_plan, {}
+inner, found = stages.load_plan, {}
 
 def measured(model, plan, source, *rest):
     before = memory("VmRSS")
@@ -42,7 +42,7 @@ def measured(model, plan, source, *rest):
     found.update(held=memory("VmRSS") - before, peak=memory("VmHWM") - before, planned=plan.weight_bytes["cpu"],
                  tensors=len(list(source.stored_names())))
 
-builder.load_plan = measured
+stages.load_plan = measured
 engine = builder.build_engine(EngineConfig(**{sys.argv[2]: Path(sys.argv[1])}, cpu_infer=2, cache_lens=64))
 print(json.dumps(found))
 engine.close()
@@ -141,13 +141,13 @@ def test_files_stay_in_the_systems_cache_where_ram_holds_them_too(
     monkeypatch.setattr(apply, "ReadAhead", partial(ReadAhead, distance=-(1 << 40)))  # it may be late
     shape = FileShape(layers=1, hidden=512, experts=32, width=512, heads=4, vocab=512)
     path = settled(write_files(tmp_path, shape, "gguf"))
-    inner, cached = builder.load_plan, list[int]()
+    inner, cached = stages.load_plan, list[int]()
 
     def load_plan(*args: Any) -> None:
         inner(*args)
         cached.append(cached_bytes(path))  # what identifies the model is read later
 
-    monkeypatch.setattr(builder, "load_plan", load_plan)
+    monkeypatch.setattr(stages, "load_plan", load_plan)
     with caplog.at_level("INFO"):
         builder.build_engine(EngineConfig(gguf_path=path, cpu_infer=1, cache_lens=64)).close()
     said = "what is loaded leaves the system's cache" in caplog.text

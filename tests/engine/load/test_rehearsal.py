@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import COMPILING
-from ktransformers.engine.load import builder, ready
+from ktransformers.engine.load import arrange, ready
 from ktransformers.engine.load.builder import Hardware, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.load.rehearsal import Extent, row_counts
 from ktransformers.engine.parallel.ranks.leader import Leader
@@ -73,7 +73,7 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
             rehearsed.append(Rehearsed(found, len(launches), kinds, list(run)))
         return found
 
-    for module in (builder, ready):
+    for module in (arrange, ready):
         monkeypatch.setattr(module, "compiles", lambda: True)
     monkeypatch.setattr(ready, "rehearse", rehearse)
     return rehearsed
@@ -248,7 +248,7 @@ def test_a_rehearsal_changes_nothing(
     stats = ExpertStats()
     new_paged(tmp_path, expert_stats=stats)
     assert len(rehearsals) == 2
-    for module in (builder, ready):
+    for module in (arrange, ready):
         monkeypatch.setattr(module, "compiles", lambda: False)
     assert torch.equal(logits_in_steps(build_engine(config, hardware=fake_hardware()), ids), got)
     plain = ExpertStats()

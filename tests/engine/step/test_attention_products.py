@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load import builder
+from ktransformers.engine.load import stages
 from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.plan import kv_types
 from ktransformers.engine.plan.kv_types import KvTypes
@@ -213,7 +213,7 @@ def test_a_processor_without_the_instruction(tmp_path: Path, caplog: pytest.LogC
     ids = prompt(model.config.vocab_size)
     want = cpu_logits(tmp_path, ids, (0, len(ids)))
     with pytest.MonkeyPatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(builder, "WorkerPool", lambda threads, planes: WorkerPool(threads, Isa.SCALAR, planes=planes))
+        patched.setattr(stages, "WorkerPool", lambda threads, planes: WorkerPool(threads, Isa.SCALAR, planes=planes))
         got = cpu_logits(tmp_path, ids, (0, len(ids)))
     assert torch.equal(got, want)
     assert any("scalar has no products of bf16 (AVX512-BF16 has)" in line for line in caplog.messages)

@@ -1,0 +1,320 @@
+"""From an opened model to one that is ready for steps, in stages: each takes what the one before it made.
+
+    OpenedPart ──> PlannedPart ──> LoadedWeights ──> ArrangedModel ──> CapturedModel
+    what this       where all of    bytes are in      one step ran,     sizes of steps are
+    process has     it goes; it     memory, in        layers are put    known and captured,
+    of the model    fits            final form        together, a       with all processes
+                                                      cache is there    of the model
+
+Everything that can be refused is refused in the first two. Where processes meet (`Ranks`) is said in the stages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from ktransformers.cache.paged import LayerShape, PagedCache, check_page_size
+from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
+from ktransformers.core import Progress
+from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_recurrent
+from ktransformers.engine.load.ready import prepare_decode
+from ktransformers.engine.load.rehearsal import Extent
+from ktransformers.engine.model.fingerprint import Identified, identify
+from ktransformers.engine.model.opened import (
+    ModelDescription,
+    OpenedModel,
+    describe_model,
+)
+from ktransformers.engine.model.skeleton import restore_buffers
+from ktransformers.engine.model.threads import settle_torch_threads
+from ktransformers.engine.parallel.ranks.ranks import Ranks, Settled
+from ktransformers.engine.plan.attention import find_flash
+from ktransformers.engine.plan.cache_plan import CachePlan
+from ktransformers.engine.plan.planning import Hardware, Planned, Planner
+from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.graphs import GraphBackend
+from ktransformers.engine.step.hot import HotFile, HotService, open_hot
+from ktransformers.engine.step.layout import (
+    StepLayout,
+    hand_contexts,
+    install_moves,
+    rotations_of,
+    settle_buffers,
+)
+from ktransformers.engine.step.prefill import open_prefills
+from ktransformers.engine.step.short_forward import find_short_forward
+from ktransformers.engine.step.step_sizes import replayed_sizes
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.attention.rope import settle_rotations
+from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.layers.observed import (
+    hand_contexts_on,
+)
+from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
+from ktransformers.optimize.plan import Plan
+from ktransformers.system.cores import describe_quota
+
+__all__ = [
+    "ArrangedModel",
+    "CapturedModel",
+    "LoadedWeights",
+    "OpenedPart",
+    "PlannedPart",
+    "arrange_model",
+    "capture_steps",
+    "load_weights",
+    "open_part",
+    "plan_part",
+]
+
+logger = logging.getLogger(__name__)
+
+CacheT = TypeVar("CacheT", bound=PagedCache)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPart:
+    """What this process has of a model, and what it runs on. model: the description of the whole of it."""
+
+    opened: OpenedModel
+    model: ModelDescription
+    hardware: Hardware
+    ranks: Ranks
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.opened.config
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPart(Generic[CacheT]):
+    """A part whose modules all have a place, in which they fit. longest: most positions of a sequence."""
+
+    part: OpenedPart
+    cache_plan: CachePlan[CacheT]
+    planned: Planned
+    pool: WorkerPool
+    longest: int
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def page_size(self) -> int:
+        return self.cache_plan.page_size(self.planned.num_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights(Generic[CacheT]):
+    """A part whose weights are in memory, with what GPUs serve its operators with. flash: who attends by FlashInfer."""
+
+    planned_part: PlannedPart[CacheT]
+    layout: StepLayout
+    flash: Mapping[str, FlashLayer]
+    hot: HotService
+
+    @property
+    def opened(self) -> OpenedModel:
+        return self.planned_part.part.opened
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned_part.plan
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        return self.planned_part.planned.shapes
+
+    @property
+    def pool(self) -> WorkerPool:
+        return self.planned_part.pool
+
+    @property
+    def longest(self) -> int:
+        return self.planned_part.longest
+
+
+@dataclass(frozen=True, slots=True)
+class ArrangedModel(Generic[CacheT]):
+    """A model whose layers stand as steps run them, with its cache and its identity."""
+
+    loaded: LoadedWeights[CacheT]
+    cache: CacheT
+    identified: Identified
+    forward: ForwardPass
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedModel(Generic[CacheT]):
+    """A model that is ready for steps. config: as everything was resolved."""
+
+    config: EngineConfig
+    plan: Plan
+    model: ModelDescription
+    forward: ForwardPass
+    decode: DecodeSteps | None
+    cache: CacheT
+    identified: Identified
+    hot: HotService
+
+
+def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> OpenedPart:
+    """The part of a model that falls to this process. hardware: this machine when None. Errors as `build_engine`."""
+    hardware = hardware or Hardware.detect(opened.config)
+    quota = None if opened.config.cpu_infer else describe_quota()
+    if quota is not None:
+        logger.info("%s", quota)
+    model = describe_model(opened)  # the whole of it
+    opened, hardware = ranks.part(opened, hardware)
+    config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
+    return OpenedPart(replace(opened, config=config), model, hardware, ranks)
+
+
+def plan_part(
+    part: OpenedPart, cache_plan: CachePlan[CacheT], stats: ExpertStats, undo: ExitStack
+) -> PlannedPart[CacheT]:
+    """Where all of a part goes. undo: gets what has to be closed when a later stage fails. Raises CapacityError when it
+    does not fit, and what planning raises.
+    """
+    config, opened = part.config, part.opened
+    undo.callback(part.ranks.close)
+    pool = _new_pool(config.cpu_infer, config.cpu_activations)
+    undo.callback(pool.close)
+    planned, hardware = Planner(opened, pool, cache_plan, stats).settle(part.hardware)
+    plan, num_slots = planned.plan, planned.num_slots
+    plan.check_fits()
+    undo.callback(plan.devices.close)
+    part.ranks.begin(_settled(planned, config, cache_plan))
+    model = replace(part.model, card=replace(part.model.card, gpu_bytes=plan.gpu_bytes))
+    _say_products(plan, planned.shapes, pool)
+    longest = opened.facts.longest_sequence(num_slots)
+    check_page_size(planned.shapes, num_slots, cache_plan.page_size(num_slots))
+    return PlannedPart(replace(part, model=model, hardware=hardware), cache_plan, planned, pool, longest)
+
+
+def load_weights(planned_part: PlannedPart[CacheT], progress: Progress | None) -> LoadedWeights[CacheT]:
+    """Read the weights into final form, and attach what serves operators on GPUs. Raises WeightError, CapacityError."""
+    part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
+    tools, batch = part.hardware.prefill_tools, planned_part.cache_plan.max_batch_size
+    layout = _load(part.opened, plan, planned_part.longest, progress)
+    flash = find_flash(plan, part.config.attention_backend, planned_part.page_size, part.config.kv_type)
+    prefill = open_prefills(plan, planned.streamings, tools, batch)
+    hot = open_hot(plan, planned.hots, prefill, tools, batch)
+    rotations = rotations_of(part.opened.model, plan)
+    attach_plan(plan, planned_part.longest, {**flash, **prefill, **hot.layers, **rotations})
+    return LoadedWeights(planned_part, layout, flash, hot)
+
+
+def arrange_model(loaded: LoadedWeights[CacheT]) -> ArrangedModel[CacheT]:
+    """Run one step, refuse what cannot be right, put layers together, and make the cache. Raises UnsupportedError."""
+    planned_part, opened, pool = loaded.planned_part, loaded.opened, loaded.pool
+    arrange_layers(loaded)
+    planned = planned_part.planned
+    cache = planned_part.cache_plan.make(planned.shapes, planned.num_slots, planned.num_states)
+    identified = identify(opened, loaded.plan, cache, pool)
+    loaded.hot.begin(HotFile(identified.sampled))
+    forward = ForwardPass(opened.model, pool, loaded.layout)
+    if loaded.layout.is_cpu and opened.config.pipeline == 1:
+        forward.short = find_short_forward(opened.model, planned.shapes, pool, loaded.longest)
+    return ArrangedModel(loaded, cache, identified, forward)
+
+
+def capture_steps(arranged: ArrangedModel[CacheT], progress: Progress | None) -> CapturedModel[CacheT]:
+    """Compile and capture the steps that will be replayed, alike in all processes of the model. Raises EngineError."""
+    loaded, planned_part = arranged.loaded, arranged.loaded.planned_part
+    part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
+    num_pages = -(-loaded.longest // planned_part.page_size)
+    extent = _extent(loaded, planned_part.cache_plan.max_batch_size, num_pages)
+    backend, is_padded = _graphs(loaded, part.hardware)
+    rows = part.hardware.graph_rows if is_padded else ()
+    sizes = replayed_sizes(rows, plan, loaded.layout, loaded.flash.values(), extent.most_rows, extent.max_batch_size)
+    mixed, is_captured = part.ranks.meet(sizes, backend is not None, loaded.layout.entry.torch_device)
+    backend = backend if is_captured else None
+    decode = prepare_decode(arranged.forward, arranged.cache, plan, extent, backend, progress, mixed)
+    part.ranks.captured([] if decode is None else decode.sizes)
+    config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
+    identified, hot = arranged.identified, loaded.hot
+    return CapturedModel(config, plan, part.model, arranged.forward, decode, arranged.cache, identified, hot)
+
+
+def _settled(planned: Planned, config: EngineConfig, cache_plan: CachePlan[CacheT]) -> Settled:
+    """What processes beside this one have to do alike."""
+    config = replace(config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
+    page_size = cache_plan.page_size(planned.num_slots)
+    return Settled(config, page_size, cache_plan.max_batch_size, planned.num_slots, planned.num_states)
+
+
+def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
+    """With nobody else's threads in its way."""
+    settle_torch_threads()
+    crowded = why_crowded(num_threads)
+    if crowded is not None:
+        logger.warning("%s", crowded)
+    return WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
+
+
+def _say_products(plan: Plan, shapes: Sequence[LayerShape], pool: WorkerPool) -> None:
+    """One line each for cpu_prefill bf16 and attention with products of bf16 where this processor cannot."""
+    if not pool.has_bf16 and any(shape.bf16_products for shape in shapes):
+        logger.warning(
+            "--attention_products kv: %s has no products of bf16 (AVX512-BF16 has); attention makes the same numbers "
+            "of products in fp32, which saves no time",
+            pool.isa.value,
+        )
+    found = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts | KTransformersLinear))
+    if not pool.has_bf16 and any(operator.products.wants_bf16 for operator in found):
+        logger.warning(
+            "cpu_prefill bf16: %s has no products of bf16 (AMX and AVX512-BF16 have); prefill stays exact, in int8",
+            pool.isa.value,
+        )
+
+
+def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
+    total = sum(plan.weight_bytes.values())
+    modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
+    restore_buffers(opened.model)
+    apply_plan(opened.model, plan)
+    settle_rotations(opened.model, max_len)
+    if progress is None:
+        load_plan(opened.model, plan, opened.source)
+    else:
+        load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
+    settle_buffers(modules, plan)
+    hand_contexts_to_recurrent(opened.model, plan)
+    install_moves(modules, plan)
+    hand_contexts_on(opened.model)
+    hand_contexts(modules, plan)
+    return StepLayout.of(plan, modules, embedding)
+
+
+def _extent(loaded: LoadedWeights[CacheT], max_batch_size: int, num_pages: int) -> Extent:
+    """What steps the model can meet."""
+    operators = loaded.plan.operators.values()
+    counts = {operator.layout.num_experts for operator in operators if isinstance(operator, KTransformersExperts)}
+    top_k = loaded.opened.facts.top_k()
+    return Extent(loaded.planned_part.planned.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k)
+
+
+def _graphs(loaded: LoadedWeights[CacheT], hardware: Hardware) -> tuple[GraphBackend | None, bool]:
+    """How steps are captured; None, with a line in the log for a model on GPUs, where they are not. And whether steps
+    are padded to the sizes of graphs, as they are without graphs where only those are not wanted."""
+    layout = loaded.layout
+    if layout.is_cpu:
+        return None, False
+    reason = why_not_captured(loaded.plan, layout)
+    is_padded = reason is None
+    if is_padded and loaded.opened.config.use_cuda_graph is False:
+        reason = "--no_use_cuda_graph"
+    if reason is not None:
+        logger.info("decode steps run without CUDA graphs: %s", reason)
+        return None, is_padded
+    return hardware.make_graphs(list(dict.fromkeys(device.torch_device for device in layout.devices))), True
