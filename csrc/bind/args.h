@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "ops/weights.h"
+#include "ops/weights/weights.h"
 
 namespace kt {
 

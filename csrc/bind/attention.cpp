@@ -8,9 +8,9 @@
 #include <tuple>
 
 #include "bind/args.h"
-#include "ops/attention.h"
-#include "ops/index.h"
-#include "ops/kv.h"
+#include "ops/attention/attention.h"
+#include "ops/attention/index.h"
+#include "ops/attention/kv.h"
 
 namespace nb = nanobind;
 

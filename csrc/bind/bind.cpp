@@ -14,12 +14,12 @@
 #include <tuple>
 
 #include "bind/args.h"
-#include "ops/group_blocks.h"
-#include "ops/limits.h"
-#include "ops/linear.h"
-#include "ops/rows.h"
-#include "ops/stream.h"
-#include "ops/transcode.h"
+#include "ops/weights/group_blocks.h"
+#include "ops/layer/limits.h"
+#include "ops/linear/linear.h"
+#include "ops/linear/rows.h"
+#include "ops/experts/stream.h"
+#include "ops/weights/transcode.h"
 #include "runtime/allocations.h"
 #include "runtime/files.h"
 #include "runtime/pages.h"

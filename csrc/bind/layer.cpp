@@ -13,9 +13,9 @@
 
 #include "bind/args.h"
 #include "bind/recurrent.h"
-#include "ops/latent.h"
-#include "ops/layer.h"
-#include "ops/layer_stack.h"
+#include "ops/attention/latent.h"
+#include "ops/layer/layer.h"
+#include "ops/layer/layer_stack.h"
 
 namespace nb = nanobind;
 

@@ -8,7 +8,7 @@
 
 #include "bind/args.h"
 #include "bind/recurrent.h"
-#include "ops/recurrent.h"
+#include "ops/recurrent/recurrent.h"
 
 namespace nb = nanobind;
 

@@ -10,8 +10,8 @@
 #include <tuple>
 
 #include "bind/args.h"
-#include "ops/philox.h"
-#include "ops/sampling.h"
+#include "ops/sampling/philox.h"
+#include "ops/sampling/sampling.h"
 
 namespace nb = nanobind;
 

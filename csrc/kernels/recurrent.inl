@@ -281,7 +281,7 @@ void scan_columns(const ScanArgs& a, const RecurrentTask& task, float* states, c
   }
 }
 
-// memory: scan_memory of ops/recurrent.cpp.
+// memory: scan_memory of ops/recurrent/recurrent.cpp.
 void delta_scan(const ScanArgs& a, const RecurrentTask& task, float* memory) {
   ReadyRows r = ready_rows(a, memory);
   scan_columns(

@@ -73,7 +73,7 @@ class WorkerPool {
   // places: one per thread, the caller's first; its CPUs are ignored, for the caller is not ours to pin. Nodes must be
   // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than
   // 1 or more than kMaxThreads threads or kMaxNodes nodes. planes: into how many rows of int8 products quantize each
-  // row of activations, see ops/activations.h; 1 or 2.
+  // row of activations, see ops/linear/activations.h; 1 or 2.
   WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels, int planes = 1);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;

@@ -241,7 +241,7 @@ struct KernelTable {
   void (*attention_finish)(float max, float sum, const float* acc, const float* sink, int dim_v, float* out);
   // n numbers of a head as the cache keeps them, see kv.inl. scale: of codes, one number.
   void (*store_kv)(KvType type, const float* x, int64_t n, uint8_t* out, float* scale);
-  // See recurrent.inl. memory: of the thread, as much as ops/recurrent.cpp says.
+  // See recurrent.inl. memory: of the thread, as much as ops/recurrent/recurrent.cpp says.
   void (*causal_conv)(const ConvArgs& args, const RecurrentTask& task, float* memory);
   void (*delta_scan)(const ScanArgs& args, const RecurrentTask& task, float* memory);
   void (*linear_scan)(const ScanArgs& args, const RecurrentTask& task, float* memory);

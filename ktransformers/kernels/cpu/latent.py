@@ -1,4 +1,4 @@
-"""Multi-head latent attention as part of a decoder layer, in one native call; see csrc/ops/latent.h."""
+"""Multi-head latent attention as part of a decoder layer, in one native call; see csrc/ops/attention/latent.h."""
 
 from __future__ import annotations
 

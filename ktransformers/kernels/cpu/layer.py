@@ -1,4 +1,4 @@
-"""Parts of a decoder layer in one native call each. Knows weights and rows, not models; see csrc/ops/layer.h.
+"""Parts of a decoder layer in one native call each. Knows weights and rows, not models; see csrc/ops/layer/layer.h.
 
 Rows are fp32 [T, H] on the CPU and change in place: what a part computes is added to them. Results are those of the
 kernels called one by one. Tensors given to a constructor are kept alive. layer: the number in the model under which a

@@ -225,8 +225,9 @@ def write_group_blocks(
 
 
 def transcode_blocks(rows: Tensor, qtype: QuantType, out: Tensor) -> None:
-    """Blocks of Q5_0 or IQ4_NL as Q8_0, of Q3_K as Q6_K, with the same values bit for bit (csrc/ops/transcode.cpp).
+    """Blocks of Q5_0 or IQ4_NL as Q8_0, of Q3_K as Q6_K, with the same values bit for bit.
 
+    See csrc/ops/weights/transcode.cpp.
     rows: uint8 of whole blocks, contiguous; out: uint8 for as many. One thread; raises ValueError for another type.
     """
     check_tensor("rows", rows, (None,) * rows.dim(), torch.uint8)

@@ -1,6 +1,7 @@
-"""Decoder layers one after the other in one native call; see csrc/ops/layer_stack.h. Knows parts of layers, not models.
+"""Decoder layers one after the other in one native call. Knows parts of layers, not models.
 
-Rows are fp32 [T, H] on the CPU and change in place, to what the parts called one by one make of them.
+Rows are fp32 [T, H] on the CPU and change in place, to what the parts called one by one make of them
+(csrc/ops/layer/layer_stack.h).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Routed experts on the CPU in the order of a GPU's stream: `submit`, other kernels, `collect`.
 
 Works eagerly and while a CUDA graph is captured: nothing synchronizes, and no Python runs between the two in a
-replay. The protocol between stream and CPU stands above the code of `csrc/ops/stream.h`. Knows kernels, buffers
+replay. The protocol between stream and CPU stands above the code of `csrc/ops/experts/stream.h`. Knows kernels, buffers
 and streams; not models or steps.
 
 T tokens of a call, K experts per token, H hidden.

@@ -11,7 +11,7 @@ integer format with the same scales holds them exactly:
     NVFP4 -> BF16     4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
 
 Others have products of several scales, or an offset beside the scale. Equality with
-`decode_blocks`, bit for bit, is the test of all of this. The first three are native (csrc/ops/transcode.cpp).
+`decode_blocks`, bit for bit, is the test of all of this. The first three are native (csrc/ops/weights/transcode.cpp).
 """
 
 from __future__ import annotations

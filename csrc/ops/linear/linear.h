@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "ops/weights.h"
+#include "ops/weights/weights.h"
 
 namespace kt {
 

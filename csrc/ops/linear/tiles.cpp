@@ -1,5 +1,5 @@
 // See tiles.h.
-#include "ops/tiles.h"
+#include "ops/linear/tiles.h"
 
 #include <algorithm>
 

@@ -1,15 +1,15 @@
 // See layer.h.
-#include "ops/layer.h"
+#include "ops/layer/layer.h"
 
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
 
-#include "ops/attention.h"
-#include "ops/kv.h"
-#include "ops/linear.h"
-#include "ops/rows.h"
+#include "ops/attention/attention.h"
+#include "ops/attention/kv.h"
+#include "ops/linear/linear.h"
+#include "ops/linear/rows.h"
 
 namespace kt {
 

@@ -2,8 +2,8 @@
 #pragma once
 #include <vector>
 
-#include "ops/expert_counts.h"
-#include "ops/weights.h"
+#include "ops/experts/expert_counts.h"
+#include "ops/weights/weights.h"
 
 namespace kt {
 

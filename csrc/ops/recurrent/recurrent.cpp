@@ -1,11 +1,11 @@
 // See recurrent.h.
-#include "ops/recurrent.h"
+#include "ops/recurrent/recurrent.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "ops/rows.h"
+#include "ops/linear/rows.h"
 
 namespace kt {
 namespace {

@@ -1,10 +1,10 @@
 // See activations.h.
-#include "ops/activations.h"
+#include "ops/linear/activations.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "ops/rows.h"
+#include "ops/linear/rows.h"
 #include "tiers/isa.h"
 
 namespace kt {

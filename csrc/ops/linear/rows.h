@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ops/weights.h"
+#include "ops/weights/weights.h"
 
 namespace kt {
 

@@ -1,4 +1,4 @@
-#include "ops/philox.h"
+#include "ops/sampling/philox.h"
 
 namespace kt {
 

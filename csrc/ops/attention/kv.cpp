@@ -1,10 +1,10 @@
 // See kv.h.
-#include "ops/kv.h"
+#include "ops/attention/kv.h"
 
 #include <stdexcept>
 #include <string>
 
-#include "ops/rows.h"
+#include "ops/linear/rows.h"
 
 namespace kt {
 

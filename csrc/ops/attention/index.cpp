@@ -1,5 +1,5 @@
 // See index.h. Scores are computed for some rows at a time, spans of positions side by side; then each choice is made.
-#include "ops/index.h"
+#include "ops/attention/index.h"
 
 #include <algorithm>
 #include <cstring>
@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "ops/attention.h"
+#include "ops/attention/attention.h"
 
 namespace kt {
 namespace {

@@ -1,5 +1,5 @@
 // See layer_stack.h.
-#include "ops/layer_stack.h"
+#include "ops/layer/layer_stack.h"
 
 #include <stdexcept>
 

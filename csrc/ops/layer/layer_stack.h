@@ -3,8 +3,8 @@
 #pragma once
 #include <vector>
 
-#include "ops/latent.h"
-#include "ops/layer.h"
+#include "ops/attention/latent.h"
+#include "ops/layer/layer.h"
 
 namespace kt {
 

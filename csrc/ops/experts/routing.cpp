@@ -1,10 +1,10 @@
 // See routing.h.
-#include "ops/routing.h"
+#include "ops/experts/routing.h"
 
 #include <algorithm>
 #include <limits>
 
-#include "ops/rows.h"
+#include "ops/linear/rows.h"
 
 namespace kt {
 namespace {

@@ -3,9 +3,9 @@
 #pragma once
 #include <vector>
 
-#include "ops/moe.h"
-#include "ops/recurrent.h"
-#include "ops/routing.h"
+#include "ops/experts/moe.h"
+#include "ops/recurrent/recurrent.h"
+#include "ops/experts/routing.h"
 
 namespace kt {
 

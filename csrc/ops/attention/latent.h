@@ -1,7 +1,7 @@
 // Multi-head latent attention as part of a decoder layer, with the up-projections absorbed (DeepSeek-V2, arXiv
 // 2405.04434).
 #pragma once
-#include "ops/layer.h"
+#include "ops/layer/layer.h"
 
 namespace kt {
 

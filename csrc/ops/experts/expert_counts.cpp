@@ -1,5 +1,5 @@
 // See expert_counts.h.
-#include "ops/expert_counts.h"
+#include "ops/experts/expert_counts.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,5 +1,5 @@
 // See limits.h.
-#include "ops/limits.h"
+#include "ops/layer/limits.h"
 
 #include <algorithm>
 #include <atomic>

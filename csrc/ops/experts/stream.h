@@ -11,7 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "ops/moe.h"
+#include "ops/experts/moe.h"
 
 namespace kt {
 

@@ -1,5 +1,5 @@
 // See transcode.h. Block layouts are those that gguf.quants decodes; plain loops, which compilers turn into vectors.
-#include "ops/transcode.h"
+#include "ops/weights/transcode.h"
 
 #include <cstring>
 #include <stdexcept>

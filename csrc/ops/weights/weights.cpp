@@ -1,5 +1,5 @@
 // See weights.h.
-#include "ops/weights.h"
+#include "ops/weights/weights.h"
 
 #include <algorithm>
 #include <atomic>
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/tiles.h"
+#include "ops/linear/tiles.h"
 #include "runtime/files.h"
 #include "runtime/grouped.h"
 #include "tiers/isa.h"

@@ -1,10 +1,10 @@
 // See linear.h.
-#include "ops/linear.h"
+#include "ops/linear/linear.h"
 
 #include <algorithm>
 
-#include "ops/activations.h"
-#include "ops/tiles.h"
+#include "ops/linear/activations.h"
+#include "ops/linear/tiles.h"
 
 namespace kt {
 namespace {

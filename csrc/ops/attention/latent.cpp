@@ -1,12 +1,12 @@
 // See latent.h.
-#include "ops/latent.h"
+#include "ops/attention/latent.h"
 
 #include <algorithm>
 
-#include "ops/attention.h"
-#include "ops/kv.h"
-#include "ops/linear.h"
-#include "ops/rows.h"
+#include "ops/attention/attention.h"
+#include "ops/attention/kv.h"
+#include "ops/linear/linear.h"
+#include "ops/linear/rows.h"
 
 namespace kt {
 namespace {

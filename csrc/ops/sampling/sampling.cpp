@@ -10,7 +10,7 @@
 //          it have less than p Z, so it and those behind it, at most V tokens none of which has more than w, have more
 //          than (1 - p) Z: w > (1 - p) Z / V. Tokens below that need no look. For the rounding of sums 1e-10 Z is
 //          allowed, more than V 2^-53.
-#include "ops/sampling.h"
+#include "ops/sampling/sampling.h"
 
 #include <algorithm>
 #include <cfloat>

@@ -1,6 +1,6 @@
 // Attention over a worker pool: which rows and heads go together, and whether spans of one row run in parallel.
 // The arithmetic and its order are attention.inl's; nothing here changes a result.
-#include "ops/attention.h"
+#include "ops/attention/attention.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,5 +1,5 @@
 // See stream.h.
-#include "ops/stream.h"
+#include "ops/experts/stream.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,5 +1,5 @@
 // See rows.h.
-#include "ops/rows.h"
+#include "ops/linear/rows.h"
 
 namespace kt {
 namespace {

@@ -1,5 +1,5 @@
 // See group_blocks.h.
-#include "ops/group_blocks.h"
+#include "ops/weights/group_blocks.h"
 
 #include <cstring>
 #include <stdexcept>

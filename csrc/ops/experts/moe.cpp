@@ -1,6 +1,6 @@
 // See moe.h. Pairs (token, k) are sorted by expert; a pair keeps its own row of scratch from gate to down, so an output
 // never depends on which tokens share its expert.
-#include "ops/moe.h"
+#include "ops/experts/moe.h"
 
 #include <algorithm>
 #include <atomic>
@@ -12,8 +12,8 @@
 #include <immintrin.h>
 #endif
 
-#include "ops/activations.h"
-#include "ops/tiles.h"
+#include "ops/linear/activations.h"
+#include "ops/linear/tiles.h"
 #include "tiers/isa.h"
 
 namespace kt {
