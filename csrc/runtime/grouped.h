@@ -1,5 +1,5 @@
 // Types of weights whose groups of columns have scales of their own, as safetensors hold them: what their numbers mean.
-// They are no enumerators of QType, but 2048 and what kernels/packed_groups.inl does with them, in bits. All of this
+// They are no enumerators of QType, but 2048 and what kernels/packed/groups.inl does with them, in bits. All of this
 // has internal linkage, for it is included by files that are compiled for different instruction sets.
 #pragma once
 #include "runtime/types.h"

@@ -1,4 +1,4 @@
-// Arguments of the kernels of recurrent layers (kernels/recurrent.inl): plain types only, see types.h.
+// Arguments of the kernels of recurrent layers (kernels/common/recurrent.inl): plain types only, see types.h.
 //
 // A layer keeps its states in slots, each contiguous. The rows of a step stand side by side, those of a sequence in
 // ascending position; rows behind those of the last sequence carry no token.

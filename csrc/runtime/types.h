@@ -130,7 +130,8 @@ struct GatedNormSpec {
   ActKind act;
 };
 
-// What keys and values are kept in. I8 and F8 (e4m3) are codes that a scale is multiplied with, see kernels/kv.inl.
+// What keys and values are kept in. I8 and F8 (e4m3) are codes that a scale is multiplied with, see
+// kernels/attention/kv.inl.
 enum class KvType : int32_t { F32 = 0, BF16 = 1, I8 = 2, F8 = 3 };
 
 constexpr int64_t kv_bytes(KvType type) { return type == KvType::F32 ? 4 : type == KvType::BF16 ? 2 : 1; }
@@ -160,7 +161,7 @@ struct AttentionArgs {
   int64_t window;        // positions that a row sees, itself included; 0: all
   bool is_chunked;       // positions come in chunks of `window`, and a row sees those of its own chunk
   const float* sinks;    // [Hq] or nullptr
-  bool bf16_products;    // of keys and values in bf16, see attention_bf16.inl
+  bool bf16_products;    // of keys and values in bf16, see attention/bf16.inl
 
   // The first position that a row of `len` positions sees.
   int64_t oldest(int64_t len) const {

@@ -245,7 +245,7 @@ inline wb lookup16(wb x, const uint8_t* table) {
   const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(t, x.a), _mm256_shuffle_epi8(t, x.b)};
 }
-// ---- for types with a grid, see kernels/packed_grid.inl ----
+// ---- for types with a grid, see kernels/packed/grid.inl ----
 inline vi lanes_of(wb x) { return {x.a, x.b}; }
 inline wb xor_bytes(wb x, wb y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 inline wb bits_from(wb x, int shift, int mask) {

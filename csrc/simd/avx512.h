@@ -195,7 +195,7 @@ inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
 inline wb lookup16(wb x, const uint8_t* table) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x.v)};
 }
-// ---- for types with a grid, see kernels/packed_grid.inl ----
+// ---- for types with a grid, see kernels/packed/grid.inl ----
 inline vi lanes_of(wb x) { return {x.v}; }
 inline wb xor_bytes(wb x, wb y) { return {_mm512_xor_si512(x.v, y.v)}; }
 inline wb bits_from(wb x, int shift, int mask) {

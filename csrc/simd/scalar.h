@@ -205,7 +205,7 @@ inline wb add_bytes(wb x, wb y) {
   for (int i = 0; i < 64; ++i) x.v[i] = static_cast<uint8_t>(x.v[i] + y.v[i]);
   return x;
 }
-// The first of the five digits of base 3 that a byte codes (packed_ternary.inl): 256ths of its triple.
+// The first of the five digits of base 3 that a byte codes (packed/ternary.inl): 256ths of its triple.
 inline wb first_digit(wb x) { for (uint8_t& b : x.v) b = static_cast<uint8_t>(3 * b >> 8); return x; }
 // 32 bytes: two int16 in every lane.
 inline int32_t pair_lane(int lo, int hi) {
@@ -245,7 +245,7 @@ inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
 }
 // Bytes 0 .. 15 to what a table of 16 bytes holds for them.
 inline wb lookup16(wb x, const uint8_t* table) { for (uint8_t& b : x.v) b = table[b]; return x; }
-// ---- for types with a grid, see kernels/packed_grid.inl ----
+// ---- for types with a grid, see kernels/packed/grid.inl ----
 inline vi lanes_of(wb x) { vi r; std::memcpy(r.v, x.v, 64); return r; }
 inline wb xor_bytes(wb x, wb y) { for (int i = 0; i < 64; ++i) x.v[i] ^= y.v[i]; return x; }
 // Bits from `shift` on of every byte; the mask ends before bit 8 - shift.

@@ -1,15 +1,15 @@
 // Every kernel over one SIMD layer. Included by a tier file after it.
 #include "tiers/products.inl"
 
-#include "kernels/rows.inl"
-#include "kernels/kv.inl"
-#include "kernels/attention.inl"
-#include "kernels/attention_bf16.inl"
-#include "kernels/attention_pairs.inl"
-#include "kernels/recurrent.inl"
-#include "kernels/index.inl"
-#include "kernels/sampling.inl"
-#include "kernels/probe.inl"
+#include "kernels/common/rows.inl"
+#include "kernels/attention/kv.inl"
+#include "kernels/attention/attention.inl"
+#include "kernels/attention/bf16.inl"
+#include "kernels/attention/pairs.inl"
+#include "kernels/common/recurrent.inl"
+#include "kernels/attention/index.inl"
+#include "kernels/common/sampling.inl"
+#include "kernels/common/probe.inl"
 
 #include "tiers/isa.h"
 

@@ -1,12 +1,12 @@
 // A tier with products of bf16 in vector registers. Included by a tier file after its SIMD layers.
 #include "tiers/products.inl"
 
-#include "kernels/bf16.inl"
-#include "kernels/bf16_vector.inl"
-#include "kernels/kv.inl"
-#include "kernels/attention.inl"
-#include "kernels/attention_bf16.inl"
-#include "kernels/attention_pairs.inl"
+#include "kernels/bf16/bf16.inl"
+#include "kernels/bf16/vector.inl"
+#include "kernels/attention/kv.inl"
+#include "kernels/attention/attention.inl"
+#include "kernels/attention/bf16.inl"
+#include "kernels/attention/pairs.inl"
 
 #include "tiers/isa.h"
 

@@ -2,15 +2,15 @@
 // after its SIMD layers.
 #include "tiers/products.inl"
 
-#include "kernels/amx.inl"
-#include "kernels/amx32.inl"
-#include "kernels/amx_groups.inl"
-#include "kernels/bf16.inl"
-#include "kernels/bf16_tiles.inl"
-#include "kernels/kv.inl"
-#include "kernels/attention.inl"
-#include "kernels/attention_bf16.inl"
-#include "kernels/attention_tiles.inl"
+#include "kernels/amx/amx.inl"
+#include "kernels/amx/blocks32.inl"
+#include "kernels/amx/groups.inl"
+#include "kernels/bf16/bf16.inl"
+#include "kernels/bf16/tiles.inl"
+#include "kernels/attention/kv.inl"
+#include "kernels/attention/attention.inl"
+#include "kernels/attention/bf16.inl"
+#include "kernels/attention/tiles.inl"
 
 #include "tiers/isa.h"
 

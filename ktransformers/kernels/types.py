@@ -54,7 +54,7 @@ class GroupType(IntEnum):
 
     I4_32_BF16 is integers of 4 bits in groups of 32 columns under a bf16 scale, ..._Z those with a zero point beside
     it; I8 has 8 bits, F8 e4m3fn. Larger groups are several blocks of the same scale. MXFP8: F8 under e8m0; NVFP4_F32:
-    e2m1 under an e4m3 scale per 16 columns and an fp32 number. Bytes: csrc/kernels/packed_groups.inl. The extension
+    e2m1 under an e4m3 scale per 16 columns and an fp32 number. Bytes: csrc/kernels/packed/groups.inl. The extension
     names the members.
     """
 
@@ -252,7 +252,7 @@ class Fp8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix packed for the native kernels, 16 rows side by side (csrc/kernels/packed.inl); see `cpu.pack`.
+    """A matrix packed for the native kernels, 16 rows side by side (csrc/kernels/packed/packed.inl); see `cpu.pack`.
 
     data: uint8, 1-D. qtype: the type whose numbers it holds. shape: (rows, cols) of the matrix. wants_bf16: whether a
     call of many tokens multiplies in bf16 where the processor can, see `cpu.linear`; BF16 always does.

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kConvChannels = 1024;  // of a task, at most: a row of them is a stream
 constexpr int64_t kConvRows = 64;
-constexpr int64_t kSelectiveTask = 64;           // channels of a task, as kernels/recurrent.inl keeps them
+constexpr int64_t kSelectiveTask = 64;           // channels of a task, as kernels/common/recurrent.inl keeps them
 constexpr int64_t kReadyFloats = 4 * kScanRows;  // times the padded K: keys and queries that delta_scan makes ready
 
 [[noreturn]] void refuse(const std::string& what, int64_t index, const std::string& why) {

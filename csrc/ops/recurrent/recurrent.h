@@ -1,4 +1,4 @@
-// Recurrent layers over the rows of a step; kernels/recurrent.inl has the arithmetic, runtime/recurrent.h the
+// Recurrent layers over the rows of a step; kernels/common/recurrent.inl has the arithmetic, runtime/recurrent.h the
 // arguments. Rows of no sequence give zeros. All throw std::invalid_argument for a step that does not fit its slots, or
 // in which a slot that one sequence writes is read or written by another.
 #pragma once

@@ -92,7 +92,7 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     Both caches are fp32, bf16, or codes, int8 or e4m3, with scales: of keys [slots, Hkv, 1], or [slots, Hkv, 2] where
     their first Dv dimensions have the first one (MLA), of values [slots, Hkv, 1].
     bf16_products, of caches in bf16: queries and probabilities are rounded to it and products are of bf16, with sums in
-    fp32; see csrc/kernels/attention_bf16.inl.
+    fp32; see csrc/kernels/attention/bf16.inl.
     Raises ValueError for products of bf16 of other caches or of more than MAX_BF16_DIMS dimensions of a key, and
     when a page that a row sees lies outside the cache or the table.
     """

@@ -27,7 +27,7 @@ def linear(
     for K-quants and IQ types); a block of x that holds a NaN or an infinity makes that whole output row NaN.
     Packed BF16 weights, and other packed ones that want it (PackedTensor.wants_bf16) for MANY_TOKENS tokens or more,
     are multiplied in bf16, x rounded to it: |out - exact| <= 0.0040 (BF16) or 0.0092 (others) * sum_k |x weight| and
-    a little more (csrc/kernels/bf16.inl), the same for a row whatever else the call holds, but not in every tier.
+    a little more (csrc/kernels/bf16/bf16.inl), the same for a row whatever else the call holds, but not in every tier.
     """
     check_weight("weight", weight, 2)
     rows, cols = weight.shape

@@ -1,4 +1,4 @@
-"""Recurrent layers: short convolutions, scans, gated norms. csrc/kernels/recurrent.inl states the arithmetic.
+"""Recurrent layers: short convolutions, scans, gated norms. csrc/kernels/common/recurrent.inl states the arithmetic.
 
     T rows of a step, S sequences, H heads, K key dimensions, V value dimensions, C channels, N states of a channel
 

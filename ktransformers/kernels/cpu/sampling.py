@@ -1,8 +1,8 @@
 """Native sampling: one token from each row of logits, and how likely tokens are. What a request wants is given per row.
 
 Knows rows of numbers; does not know requests, penalties, masks or where the logits come from. The passes are written
-in `csrc/kernels/sampling.inl`, what is made of them in `csrc/ops/sampling/sampling.cpp`. Results are the same in every
-tier, for any number of threads and whatever other rows a call holds.
+in `csrc/kernels/common/sampling.inl`, what is made of them in `csrc/ops/sampling/sampling.cpp`. Results are the same in
+every tier, for any number of threads and whatever other rows a call holds.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ MANY = int(extension.MANY_TOKENS)
 
 
 def roundings(isa: Isa, cols: int) -> int:
-    """In fp32, of a product of `cols` columns: see csrc/kernels/bf16_tiles.inl and bf16_vector.inl."""
+    """In fp32, of a product of `cols` columns: see csrc/kernels/bf16/tiles.inl and bf16/vector.inl."""
     return 17 + cols // 32 if isa in TILE_TIERS else 2 * cols
 
 

@@ -1,4 +1,4 @@
-"""Packed weights of types with grids hold what csrc/kernels/packed_grid.inl says: decoded here by that description."""
+"""Packed weights of types with grids hold what csrc/kernels/packed/grid.inl says: decoded here by that description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-laying many matrices at once: the bytes that csrc/kernels/packed.inl describes, whoever writes them."""
+"""Re-laying many matrices at once: the bytes that csrc/kernels/packed/packed.inl describes, whoever writes them."""
 
 from __future__ import annotations
 

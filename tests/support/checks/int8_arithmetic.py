@@ -1,4 +1,4 @@
-"""The exact arithmetic of the quantized kernels (csrc/kernels/gemm.inl), from the block layouts alone.
+"""The exact arithmetic of the quantized kernels (csrc/kernels/formats/gemm.inl), from the block layouts alone.
 
 Kernels are held to it bit for bit. Knows nothing of the extension, threads or tiers.
 """

@@ -1,8 +1,8 @@
-"""Weights packed for the CPU kernels (csrc/kernels/packed.inl), read by the GPU as they are.
+"""Weights packed for the CPU kernels (csrc/kernels/packed/packed.inl), read by the GPU as they are.
 
 Experts that rest in RAM in that form can be copied over PCIe and multiplied without another copy or a conversion. Its
 tiles of 16 rows hold words of 4 columns with the rows side by side, so reads are as wide as in the GPU's own layout;
-a tile here is always 64 columns: one group g of a K-quant's block, or two blocks of 32. csrc/kernels/packed.inl,
+a tile here is always 64 columns: one group g of a K-quant's block, or two blocks of 32. csrc/kernels/packed/packed.inl,
 bf16.inl and fp8.inl describe the bytes; the constants below are theirs, and the tests compare with what `cpu.pack`
 and `cpu.pack_fp8` write.
 """

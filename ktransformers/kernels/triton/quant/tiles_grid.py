@@ -1,4 +1,4 @@
-"""Tiles of the CPU's kernels whose codes are looked up in a grid: IQ1, IQ2 and IQ3 (csrc/kernels/packed_grid.inl).
+"""Tiles of the CPU's kernels whose codes are looked up in a grid: IQ1, IQ2 and IQ3 (csrc/kernels/packed/grid.inl).
 
 A part is 32 columns of a block of 256: of every row one word of four codes (IQ3: two words), one of 32 signs, and what
 does not fill bytes. A code is looked up once, in a table that fits into a processor's first-level cache (tables.py),

@@ -1,5 +1,5 @@
 // Weights as bf16, 16 rows and 32 columns at a time: how each re-laid type is unpacked into them, and how activations
-// are rounded. Included by a tier file after fp8.inl and simd_bf16_*.h, before bf16_tiles.inl or bf16_vector.inl, which
+// are rounded. Included by a tier file after fp8.inl and simd_bf16_*.h, before bf16/tiles.inl or bf16/vector.inl, which
 // multiply. An opt-in for quantized types (TokenBlocks::bf16); BF16 weights have no other form when re-laid.
 //
 // A step is 32 columns of 16 rows: 16 lines of 64 bytes, line i being columns 2 i and 2 i + 1 of row r in its words 2 r
@@ -11,7 +11,7 @@
 // Errors (the exact w, x, and the largest scale times value or minimum M of a row):
 //   activations |xb - x| <= 2^-8 |x|; BF16 weights none
 //   unpacked weights |wb - w| <= 2/3 2^-7 |w| + 2^-14 M, of which the last covers what is done in fp32
-//   sums: see bf16_tiles.inl and bf16_vector.inl. Subnormal factors, products and sums count as zeros.
+//   sums: see bf16/tiles.inl and bf16/vector.inl. Subnormal factors, products and sums count as zeros.
 
 namespace {
 
@@ -131,7 +131,7 @@ template <class P> struct Steps32 {
   }
 };
 
-// Q4_1 .. NVFP4, see packed_small.inl: two scales of 16 columns, or one and an offset.
+// Q4_1 .. NVFP4, see packed/small.inl: two scales of 16 columns, or one and an offset.
 template <class P> struct StepsSmall {
   static constexpr bool is_direct = false;
   static constexpr int64_t step_bytes = P::bytes;

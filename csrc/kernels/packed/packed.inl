@@ -11,13 +11,13 @@
 //   Q6_K  256 columns   scales, 32 lines, 16 lines of upper bits                            210 B
 //   IQ4_XS 256 columns  scales - 32, 32 lines                                               138 B (136)
 //   MXFP4  32 columns   4 lines as Q4_0; the head holds bytes e instead of halves            17 B
-//   those of formats_low.inl: packed_k2k3.inl, packed_ternary.inl, packed_small.inl
+//   those of formats/low.inl: packed/k2k3.inl, packed/ternary.inl, packed/small.inl
 //
 // Lines of 256 columns: line 8 g + i holds step 16 g + i in its low and step 16 g + 8 + i in its high nibbles (g < 4).
 // Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
 // Upper bits: line 4 g + i (i < 4) holds those of steps 16 g + i, + 4, + 8, + 12, two bits each, from the lowest up.
 // Scales and minima: byte pairs of sub-blocks 2 j, 2 j + 1 of each row, 32 bytes for every j.
-// FP8 has a form and an arithmetic of its own: fp8.inl. Types with grids: packed_grid.inl.
+// FP8 has a form and an arithmetic of its own: fp8.inl. Types with grids: packed/grid.inl.
 
 namespace {
 
@@ -264,7 +264,7 @@ struct PackedQ4_0 {
     return room;
   }
 };
-// Computed with in packed_small.inl.
+// Computed with in packed/small.inl.
 struct PackedMXFP4 {
   struct F { static constexpr int bytes = 17; };
   static constexpr int64_t bytes = 256;
@@ -362,7 +362,7 @@ template <class P> void packed32_many(const TileArgs& a) {
 constexpr int kFewPacked = 2 * kPackedTokens;
 
 template <class P, int C> void narrow256_few(const TileArgs& a, int t);  // narrow.inl, for kNarrowSums
-template <int C> void packed_signed_few(const TileArgs& a, int t);       // packed_signed.inl
+template <int C> void packed_signed_few(const TileArgs& a, int t);       // packed/signed.inl
 
 template <class P> struct Few256 {
   template <int C> static void run(const TileArgs& a, int t) {
@@ -408,10 +408,10 @@ template <class P> void packed32_tile(const TileArgs& a) {
 }
 
 void fp8_tile(const TileArgs& a);          // fp8.inl
-void packed_grid_tile(const TileArgs& a);  // packed_grid.inl
-void grouped_tile(const TileArgs& a);      // packed_groups.inl
+void packed_grid_tile(const TileArgs& a);  // packed/grid.inl
+void grouped_tile(const TileArgs& a);      // packed/groups.inl
 
-void low_tile(const TileArgs& a);  // packed_small.inl
+void low_tile(const TileArgs& a);  // packed/small.inl
 
 // Adds to a.acc.
 void packed_tile(const TileArgs& a) {

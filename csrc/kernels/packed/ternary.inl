@@ -1,4 +1,4 @@
-// TQ1_0 and TQ2_0 in tiles of 16 rows, and what computes with them. Included by a tier file after packed_k2k3.inl.
+// TQ1_0 and TQ2_0 in tiles of 16 rows, and what computes with them. Included by a tier file after packed/k2k3.inl.
 // A tile is a head of halves d as in packed.inl, then its blocks of 256 columns, which have no scales:
 //
 //   TQ2_0  16 lines, which lie as those of Q2_K                                        66 B a row and block

@@ -207,7 +207,7 @@ template <class P> inline void prefetch_part(const uint8_t* p, int s) {
 }  // namespace
 
 #if defined(__AVX512BW__)
-#include "kernels/grid_vbmi.inl"
+#include "kernels/packed/grid_vbmi.inl"
 #endif
 
 namespace {

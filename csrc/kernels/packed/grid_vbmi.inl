@@ -1,5 +1,5 @@
 // Codes looked up by permutations of bytes (AVX512-VBMI), several times faster than one by one. Included by
-// packed_grid.inl in tiers with AVX-512; chosen when the machine has the instructions.
+// packed/grid.inl in tiers with AVX-512; chosen when the machine has the instructions.
 //
 // A line of 64 codes is looked up in tables of bytes, 128 entries a permutation, which hold the numbers of an entry's
 // values (runtime/grids.h): first those of the first half of its columns, then the others. Shifts of 64-bit words take

@@ -113,8 +113,8 @@ void pack_bf16(const uint8_t* const* rows, int64_t k, uint8_t* out) {
   }
 }
 
-void pack_grouped(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);   // packed_groups.inl
-void pack_low_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);  // packed_small.inl
+void pack_grouped(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);   // packed/groups.inl
+void pack_low_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);  // packed/small.inl
 
 void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
   if (is_grouped(type)) return pack_grouped(type, rows, k, out);

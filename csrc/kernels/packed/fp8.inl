@@ -32,7 +32,7 @@ inline vf fp8_total(vf acc, vf scale, vf s0, vf s1, vf s2, vf s3) {
   return add(acc, mul(scale, add(add(s0, s1), add(s2, s3))));
 }
 
-// The blocks of columns of a tile; packed_groups.inl has others.
+// The blocks of columns of a tile; packed/groups.inl has others.
 struct Fp8Blocks {
   const uint8_t* packed;
   int64_t k, count;

@@ -1,5 +1,5 @@
 // Blocks of 32 with an offset, of five bits, or with two scales: tiles of 16 rows, and what computes with them.
-// Included by a tier file after packed_ternary.inl. As in packed.inl a tile is a head, then its blocks of 32 columns:
+// Included by a tier file after packed/ternary.inl. As in packed.inl a tile is a head, then its blocks of 32 columns:
 //
 //   IQ4_NL  a head of halves d; 4 lines as Q4_0                                             18 B a row and block
 //   Q4_1    a head of 16 d, 16 m for every block; 4 lines as Q4_0                           20 B
@@ -308,7 +308,7 @@ void pack_tile_q1(const uint8_t* const* rows, int64_t k, uint8_t* out) {
     }
 }
 
-// ---- the types of formats_low.inl ----
+// ---- the types of formats/low.inl ----
 
 // Adds to a.acc, as packed_tile.
 void low_tile(const TileArgs& a) {

@@ -121,7 +121,7 @@ template <class P> void amx32_tiles(const TileArgs* a, int count) {
   tiles_end();
 }
 
-void amx_grouped_tiles(const TileArgs* a, int count);  // amx_groups.inl
+void amx_grouped_tiles(const TileArgs* a, int count);  // amx/groups.inl
 
 // Tiles of one type.
 void amx_packed_tiles(const TileArgs* a, int count) {

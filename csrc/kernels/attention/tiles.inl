@@ -1,4 +1,4 @@
-// Products of bf16 of attention_bf16.inl in tile registers. Included by a tier file after it, amx.inl and one of
+// Products of bf16 of attention/bf16.inl in tile registers. Included by a tier file after it, amx.inl and one of
 // tiles_amx.h, tiles_emulated.h.
 //
 // A tile adds its products as two chains, of the even and of the odd columns, where vectors have one. So only the even

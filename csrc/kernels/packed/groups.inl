@@ -174,7 +174,7 @@ template <bool IS_BYTE, bool HAS_ZERO> void group_tile(const TileArgs& a) {
 
 // ---- NVFP4 ----
 
-// Blocks of 32 columns as those of packed_small.inl, whose scales are multiplied with the number of their row.
+// Blocks of 32 columns as those of packed/small.inl, whose scales are multiplied with the number of their row.
 struct PackedNvfp4Group : PackedNVFP4 {
   static int64_t head(int64_t blocks) { return kNvfp4.tile_head(32 * blocks); }
   static vf scale(const uint8_t* tile, int64_t b, int half = 0) {

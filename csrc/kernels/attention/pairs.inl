@@ -1,4 +1,4 @@
-// Products of bf16 of attention_bf16.inl in vector registers. Included by a tier file after it and a layer that has
+// Products of bf16 of attention/bf16.inl in vector registers. Included by a tier file after it and a layer that has
 // dot_bf16 (simd/bf16_*.h).
 
 namespace {

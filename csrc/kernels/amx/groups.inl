@@ -1,5 +1,5 @@
-// Integers in groups (packed_groups.inl) times many activation rows in tile registers. Included by a tier file after
-// amx32.inl, as whose blocks of 32 they go; FP8 has no product of tiles of its own.
+// Integers in groups (packed/groups.inl) times many activation rows in tile registers. Included by a tier file after
+// amx/blocks32.inl, as whose blocks of 32 they go; FP8 has no product of tiles of its own.
 
 namespace {
 

@@ -1,5 +1,5 @@
 // Attention with products of bf16, of a cache of bf16. Included by a tier file after attention.inl, before
-// attention_pairs.inl or attention_tiles.inl, which multiply.
+// attention/pairs.inl or attention/tiles.inl, which multiply.
 //
 // What differs from attention.inl, for a query in whatever call and of whatever tier:
 //   q is rounded to bf16;

@@ -15,10 +15,10 @@
 //       msum = sum_s m[s] sum_k a[k];                     acc = acc - (dmin * da) * float(msum)
 // (4) Q6_K, for every super-block of 256, with sub-blocks s of 16:
 //       isum = sum_s sc[s] sum_k (q[k] - 32) a[k];        acc = acc + (d * da) * float(isum)
-//     Q2_K as (3) with sub-blocks of 16, Q3_K as (4) with q[k] - 4; what formats_low.inl has besides is in
-//     packed_small.inl and packed_ternary.inl
+//     Q2_K as (3) with sub-blocks of 16, Q3_K as (4) with q[k] - 4; what formats/low.inl has besides is in
+//     packed/small.inl and packed/ternary.inl
 // (5) MXFP4 as (2), IQ4_XS as (4) with sub-blocks of 32, q the value in the format's table (no offset).
-// (6) IQ2, IQ3 and IQ1 as (4), with q as packed_grid.inl says.
+// (6) IQ2, IQ3 and IQ1 as (4), with q as packed/grid.inl says.
 // Integer sums cannot overflow: |isum| <= 256 * 127 * 128 * 63 in (4).
 
 namespace {
@@ -447,8 +447,8 @@ template <class F> void q256_tile(const TileArgs& a) {
 
 // Formats that are computed with in re-laid form only, see packed.inl.
 void relaid_tile(const TileArgs& a);
-void grid_rows_tile(const TileArgs& a);  // packed_grid.inl
-void relaid_grouped(const TileArgs& a);  // packed_groups.inl
+void grid_rows_tile(const TileArgs& a);  // packed/grid.inl
+void relaid_grouped(const TileArgs& a);  // packed/groups.inl
 
 void tile(const TileArgs& a) {
   for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());

@@ -7,7 +7,7 @@
 //   Q6_K 210 B / 256: ql[128]; qh[64]; int8 sc[16]; half d                        w = d sc (q - 32)
 // IQ4_XS 136 B / 256: half d; 6-bit sc[8] in 2 + 4 B; nibbles qs[128]               w = d (sc - 32) table[q]
 //  MXFP4  17 B / 32:  e8m0 exponent e; nibbles qs[16] as in Q4_0                    w = 2^(e - 128) table[q]
-// Blocks are read at any alignment and never past their end. Weights in groups: packed_groups.inl.
+// Blocks are read at any alignment and never past their end. Weights in groups: packed/groups.inl.
 
 #include "runtime/grouped.h"
 
@@ -142,8 +142,8 @@ template <QType TYPE> void dequantize_float(const uint8_t* row, int64_t k, float
   if (rest > 0) store_n(out + i, load_weights_n<TYPE>(row + i * bytes, rest), rest);
 }
 
-void dequantize_grouped(QType type, const uint8_t* row, int64_t k, float* out);  // packed_groups.inl
-void dequantize_low(QType type, const uint8_t* row, int64_t k, float* out);      // formats_low.inl
+void dequantize_grouped(QType type, const uint8_t* row, int64_t k, float* out);  // packed/groups.inl
+void dequantize_low(QType type, const uint8_t* row, int64_t k, float* out);      // formats/low.inl
 
 void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
   if (dequantize_grid(type, row, k, out)) return;
