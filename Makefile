@@ -11,7 +11,7 @@ export PYTHON TORCH TORCH_INDEX CONSTRAINTS
 JOBS ?= 2
 BIN := $(VENV)/bin
 CSRC := $(shell find csrc -type f 2>/dev/null)
-SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CSRC)
+SOURCES := pyproject.toml CMakeLists.txt cmake/tiers.cmake $(CONSTRAINTS) $(CSRC)
 
 .PHONY: chat serve test test-all lint bench format sanitize families readme web clean help
 

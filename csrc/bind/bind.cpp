@@ -333,6 +333,7 @@ NB_MODULE(_native, m) {
   m.doc() = "CPU kernels of ktransformers. Use ktransformers.kernels.native, which checks what it passes here.";
   // Pools and layers may live in module globals until the interpreter exits; that is no leak worth a message.
   nb::set_leak_warnings(false);
+  m.def("missing_isas", &kt::missing_tiers);
   m.def("available_isas", [] {
     std::vector<std::string> names;
     for (const kt::KernelTable* table : kt::available_tiers()) names.emplace_back(table->name);

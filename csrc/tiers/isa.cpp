@@ -15,9 +15,9 @@
 namespace kt {
 namespace {
 
-#if defined(KT_X86)
-
 struct CpuFeatures { bool avx2 = false, avx512_vnni = false, avx512_bf16 = false, amx = false; };
+
+#if defined(KT_X86)
 
 uint64_t enabled_state() {
   uint32_t lo = 0, hi = 0;
@@ -49,30 +49,68 @@ CpuFeatures detect() {
   return found;
 }
 
+#else
+
+CpuFeatures detect() { return {}; }
+
 #endif
 
-std::vector<const KernelTable*> find_tiers() {
-  std::vector<const KernelTable*> tiers = {&table_scalar()};
-#if defined(KT_X86)
-  const CpuFeatures cpu = detect();
-  if (cpu.avx2) tiers.push_back(&table_avx2());
-  if (cpu.avx512_vnni) tiers.push_back(&table_avx512());
+// The table of a tier, or none where the build lacks it.
+using Table = const KernelTable& (*)();
+#if defined(KT_AVX2)
+constexpr Table kAvx2 = avx2_tier::table;
+#else
+constexpr Table kAvx2 = nullptr;
+#endif
+#if defined(KT_AVX512_VNNI)
+constexpr Table kAvx512Vnni = avx512_vnni_tier::table;
+#else
+constexpr Table kAvx512Vnni = nullptr;
+#endif
 #if defined(KT_AVX512_BF16)
-  if (cpu.avx512_bf16) tiers.push_back(&table_avx512_bf16());
+constexpr Table kAvx512Bf16 = avx512_bf16_tier::table;
+#else
+constexpr Table kAvx512Bf16 = nullptr;
 #endif
 #if defined(KT_AMX)
-  if (cpu.amx) tiers.push_back(&table_amx());
+constexpr Table kAmx = amx_tier::table;
+#else
+constexpr Table kAmx = nullptr;
 #endif
-#endif
+
+struct Tiers {
+  std::vector<const KernelTable*> available;
+  std::vector<std::string> missing;
+
+  void add(const char* name, bool can_run, Table table) {
+    if (!can_run) return;
+    if (table != nullptr)
+      available.push_back(&table());
+    else
+      missing.push_back(name);
+  }
+};
+
+Tiers find_tiers() {
+  Tiers tiers;
+  tiers.available.push_back(&scalar_tier::table());
+  const CpuFeatures cpu = detect();
+  tiers.add("avx2", cpu.avx2, kAvx2);
+  tiers.add("avx512_vnni", cpu.avx512_vnni, kAvx512Vnni);
+  tiers.add("avx512_bf16", cpu.avx512_bf16, kAvx512Bf16);
+  tiers.add("amx", cpu.amx, kAmx);
   return tiers;
+}
+
+const Tiers& tiers() {
+  static const Tiers found = find_tiers();
+  return found;
 }
 
 }  // namespace
 
-const std::vector<const KernelTable*>& available_tiers() {
-  static const std::vector<const KernelTable*> tiers = find_tiers();
-  return tiers;
-}
+const std::vector<const KernelTable*>& available_tiers() { return tiers().available; }
+const std::vector<std::string>& missing_tiers() { return tiers().missing; }
 
 const KernelTable& tier_by_name(const std::string& name) {
   std::string known;
@@ -81,9 +119,12 @@ const KernelTable& tier_by_name(const std::string& name) {
     known += (known.empty() ? "" : ", ") + std::string(table->name);
   }
 #if defined(KT_EMULATED)
-  for (const KernelTable* table : {&table_avx512_bf16_emulated(), &table_amx_emulated()})
+  for (const KernelTable* table : {&avx512_bf16_emulated_tier::table(), &amx_emulated_tier::table()})
     if (name == table->name) return *table;
 #endif
+  for (const std::string& missing : missing_tiers())
+    if (name == missing)
+      throw std::invalid_argument("instruction-set tier '" + name + "' is not in this build, which has: " + known);
   throw std::invalid_argument("instruction-set tier '" + name + "' cannot run on this machine; it has: " + known);
 }
 

@@ -136,6 +136,7 @@ def test_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     from ktransformers.kernels.cpu import Isa
 
     monkeypatch.setattr("ktransformers.kernels.cpu.available_isas", lambda: (Isa.SCALAR, Isa.AVX2))
+    monkeypatch.setattr("ktransformers.kernels.cpu.lacking_isa", lambda: None)
     assert only(software.instruction_set({})).text.startswith("avx2, without products of bf16")
     assert only(software.instruction_set({"KTRANSFORMERS_ISA": "avx2"})).level is Level.OK
     lower = only(software.instruction_set({"KTRANSFORMERS_ISA": "scalar"}))
@@ -143,6 +144,10 @@ def test_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(software.instruction_set({"KTRANSFORMERS_ISA": "amx"})).level is Level.PROBLEM
     monkeypatch.setattr("ktransformers.kernels.cpu.available_isas", lambda: (Isa.SCALAR,))
     assert only(software.instruction_set({})).level is Level.WARNING
+    monkeypatch.setattr("ktransformers.kernels.cpu.lacking_isa", lambda: Isa.AMX)
+    lacking = only(software.instruction_set({}))
+    assert (lacking.level, lacking.text) == (Level.WARNING, "scalar; this processor has amx, which this build lacks")
+    assert lacking.remedy == "pip install -C cmake.define.KTRANSFORMERS_TIERS=all ."
 
 
 @pytest.mark.parametrize(

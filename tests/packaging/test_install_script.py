@@ -213,7 +213,7 @@ def test_cuda_brings_its_own_pair_of_torch_and_triton(machine: Machine, tmp_path
     ]
 
 
-MAKEFILES = ("Makefile", "pyproject.toml", "CMakeLists.txt", ".ci/constraints.txt")
+MAKEFILES = ("Makefile", "pyproject.toml", "CMakeLists.txt", "cmake/tiers.cmake", ".ci/constraints.txt")
 STAND_IN = """
 echo "install $* CONSTRAINTS=$CONSTRAINTS"
 mkdir -p "$1/bin"

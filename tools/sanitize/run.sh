@@ -20,7 +20,8 @@ library() {
 isolation=""
 if command -v cmake >/dev/null; then isolation=--no-build-isolation; fi # else pip brings one, and all is compiled again
 "$python" -m pip --disable-pip-version-check install -q $isolation --no-deps --upgrade --target "$at/site" \
-    -C build-dir="$at/cmake" -C cmake.define.KTRANSFORMERS_SANITIZE="$kind" -C cmake.define.KTRANSFORMERS_EMULATED=ON .
+    -C build-dir="$at/cmake" -C cmake.define.KTRANSFORMERS_SANITIZE="$kind" -C cmake.define.KTRANSFORMERS_EMULATED=ON \
+    -C cmake.define.KTRANSFORMERS_TIERS=all .
 
 KTRANSFORMERS_NATIVE=$(ls "$at"/site/ktransformers/_native*.so)
 export KTRANSFORMERS_NATIVE PYTHONPATH=tools/sanitize

@@ -183,7 +183,7 @@ template <class P> inline void split_group(const uint8_t* p, int g, TilePlanes& 
 template <class P> inline void split_grid(const uint8_t* p, TilePlanes& planes) {
   constexpr int steps = 64 / P::spec.subs;
   GridStage st;
-  stage_grid<P, 0x80>(p, st);
+  stage_grid<P, 0x80>(p, st, kHasVbmi);
   for (int s = 0; s < P::spec.subs; ++s) {
     const vi scale = both_halves(loadi(st.sc + 16 * s));
     for (int i = steps * s; i < steps * (s + 1); ++i) {

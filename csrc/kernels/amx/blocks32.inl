@@ -152,7 +152,7 @@ void amx_packed_tiles(const TileArgs* a, int count) {
 
 // See KernelTable.
 void tiles_packed_tiles(const TileArgs* a, int count) {
-  if (a->blocks == nullptr || a->blocks->rows == 0) return packed_tiles(a, count);
+  if (a->blocks == nullptr || a->blocks->rows == 0) return parts::packed_tiles(a, count, kHasVbmi);
   for (int i = 0; i < count;) {
     int same = 1;
     while (i + same < count && a[i + same].type == a[i].type) ++same;

@@ -69,7 +69,7 @@ void amx_grouped_tiles(const TileArgs* a, int count) {
     case CodeKind::I8: return amx_group_tiles<PackedQ8_0>(a, count);
     case CodeKind::E2M1: return amx32_tiles<PackedNvfp4Group>(a, count);
     default:
-      for (int i = 0; i < count; ++i) grouped_tile(a[i]);
+      for (int i = 0; i < count; ++i) parts::grouped_tile(a[i]);
   }
 }
 

@@ -445,14 +445,9 @@ template <class F> void q256_tile(const TileArgs& a) {
   }
 }
 
-// Formats that are computed with in re-laid form only, see packed.inl.
-void relaid_tile(const TileArgs& a);
-void grid_rows_tile(const TileArgs& a);  // packed/grid.inl
-void relaid_grouped(const TileArgs& a);  // packed/groups.inl
-
 void tile(const TileArgs& a) {
   for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
-  if (is_grouped(a.type)) return relaid_grouped(a);
+  if (is_grouped(a.type)) return parts::relaid_grouped(a);
   switch (a.type) {
     case QType::F32: return float_tile<QType::F32>(a);
     case QType::F16: return float_tile<QType::F16>(a);
@@ -463,7 +458,7 @@ void tile(const TileArgs& a) {
     case QType::Q5_K: return q256_tile<FormatQ5K>(a);
     case QType::Q6_K: return q256_tile<FormatQ6K>(a);
     case QType::IQ4_XS:
-    case QType::MXFP4: return relaid_tile(a);
+    case QType::MXFP4: return parts::relaid_tile(a);
     case QType::Q4_1:
     case QType::Q5_0:
     case QType::Q5_1:
@@ -473,9 +468,9 @@ void tile(const TileArgs& a) {
     case QType::TQ1_0:
     case QType::TQ2_0:
     case QType::NVFP4:
-    case QType::Q1_0: return relaid_tile(a);
+    case QType::Q1_0: return parts::relaid_tile(a);
     case QType::F8_E4M3: return;  // make_weight refuses it
-    default: return grid_rows_tile(a);
+    default: return parts::grid_rows_tile(a);
   }
 }
 

@@ -142,12 +142,11 @@ template <QType TYPE> void dequantize_float(const uint8_t* row, int64_t k, float
   if (rest > 0) store_n(out + i, load_weights_n<TYPE>(row + i * bytes, rest), rest);
 }
 
-void dequantize_grouped(QType type, const uint8_t* row, int64_t k, float* out);  // packed/groups.inl
-void dequantize_low(QType type, const uint8_t* row, int64_t k, float* out);      // formats/low.inl
+void dequantize_low(QType type, const uint8_t* row, int64_t k, float* out);  // formats/low.inl
 
 void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
   if (dequantize_grid(type, row, k, out)) return;
-  if (is_grouped(type)) return dequantize_grouped(type, row, k, out);
+  if (is_grouped(type)) return parts::dequantize_grouped(type, row, k, out);
   switch (type) {
     case QType::F32: return dequantize_float<QType::F32>(row, k, out);
     case QType::F16: return dequantize_float<QType::F16>(row, k, out);

@@ -213,9 +213,10 @@ template <class P> inline void prefetch_part(const uint8_t* p, int s) {
 namespace {
 
 // All parts are looked up before the first is finished, which reads in wide loads what was stored in narrow ones.
-template <class P, uint8_t FLIP, bool IN_STREAM = true> inline void stage_grid(const uint8_t* p, GridStage& st) {
+template <class P, uint8_t FLIP, bool IN_STREAM = true>
+inline void stage_grid(const uint8_t* p, GridStage& st, [[maybe_unused]] bool has_vbmi) {
 #if defined(__AVX512BW__)
-  if (kHasVbmi) return stage_grid_vbmi<P, FLIP, IN_STREAM>(p, st);
+  if (has_vbmi) return stage_grid_vbmi<P, FLIP, IN_STREAM>(p, st);
 #endif
   for (int s = 0; s < 8; ++s) {
     if constexpr (IN_STREAM) prefetch_part<P>(p, s);
@@ -269,18 +270,18 @@ template <class P> inline vf grid_d(const uint8_t* tile, int64_t b) {
   return mul(block_d(tile, b), set1(P::spec.factor));
 }
 
-template <class P> void grid_tile(const TileArgs& a) {
+template <class P> void grid_tile(const TileArgs& a, bool has_vbmi) {
   const int64_t blocks = a.k / 256;
   const uint8_t* p = first_block<P>(a.packed, blocks);
   GridStage st;
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
-    stage_grid<P, kSignFlip>(p, st);
+    stage_grid<P, kSignFlip>(p, st, has_vbmi);
     grid_tokens<P::spec.subs, kQuantTokens>(a, st, grid_d<P>(a.packed, b), b, 0);
   }
 }
 
-void packed_grid_tile(const TileArgs& a) {
-  with_grid(a.type, [&](auto form) { grid_tile<decltype(form)>(a); });
+void packed_grid_tile(const TileArgs& a, bool has_vbmi) {
+  with_grid(a.type, [&](auto form) { grid_tile<decltype(form)>(a, has_vbmi); });
 }
 
 // ---- packing ----
@@ -351,7 +352,7 @@ void grid_rows_tile(const TileArgs& a) {
       for (int r = 0; r < kTileRows; ++r) rows[r] = a.rows[r] + b * P::Format::bytes;
       pack_grid_tile<P>(rows, 256, room);
       GridStage st;
-      stage_grid<P, kSignFlip, false>(room + kHeadAlign, st);
+      stage_grid<P, kSignFlip, false>(room + kHeadAlign, st, kHasVbmi);
       grid_tokens<P::spec.subs, kQuantTokens>(a, st, grid_d<P>(room, 0), b, 0);
     }
   });

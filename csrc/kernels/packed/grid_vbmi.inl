@@ -9,18 +9,6 @@ namespace {
 
 #define KT_VBMI __attribute__((target("avx512vbmi")))
 
-// A machine with products of bf16 has better tiers than avx512_vnni. There that one does without, so that tests see
-// both.
-inline bool find_vbmi() {
-  __builtin_cpu_init();
-#if defined(__AVX512BF16__) || defined(__AMX_INT8__)
-  return __builtin_cpu_supports("avx512vbmi");
-#else
-  return __builtin_cpu_supports("avx512vbmi") && !__builtin_cpu_supports("avx512bf16");
-#endif
-}
-const bool kHasVbmi = find_vbmi();
-
 // Bytes of `table` for indices of 8 bits and what stands above them: upper[0] is bit 7, upper[1] bit 8, and so on.
 template <int SIZE> KT_VBMI inline __m512i look_up_bytes(const uint8_t* table, __m512i index, const __mmask64* upper) {
   if constexpr (SIZE == 128) {

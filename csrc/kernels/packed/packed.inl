@@ -407,43 +407,4 @@ template <class P> void packed32_tile(const TileArgs& a) {
   packed32_many<P>(a);
 }
 
-void fp8_tile(const TileArgs& a);          // fp8.inl
-void packed_grid_tile(const TileArgs& a);  // packed/grid.inl
-void grouped_tile(const TileArgs& a);      // packed/groups.inl
-
-void low_tile(const TileArgs& a);  // packed/small.inl
-
-// Adds to a.acc.
-void packed_tile(const TileArgs& a) {
-  if (is_grouped(a.type)) return grouped_tile(a);
-  switch (a.type) {
-    case QType::Q8_0: return packed32_tile<PackedQ8_0>(a);
-    case QType::Q4_0: return packed32_tile<PackedQ4_0>(a);
-    case QType::Q4_K: return packed256_tile<PackedQ4K>(a);
-    case QType::Q5_K: return packed256_tile<PackedQ5K>(a);
-    case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
-    case QType::IQ4_XS: return in_few_parts<FewSigned>(a);
-    case QType::F8_E4M3: return fp8_tile(a);
-    case QType::Q4_1:
-    case QType::Q5_0:
-    case QType::Q5_1:
-    case QType::Q2_K:
-    case QType::Q3_K:
-    case QType::IQ4_NL:
-    case QType::TQ1_0:
-    case QType::TQ2_0:
-    case QType::MXFP4:
-    case QType::NVFP4:
-    case QType::Q1_0: return low_tile(a);
-    default: return packed_grid_tile(a);  // make_packed refuses the others
-  }
-}
-
-void packed_tiles(const TileArgs* args, int count) {
-  for (int i = 0; i < count; ++i) {
-    for (int t = 0; t < args[i].num_tokens; ++t) store(args[i].acc + t * 16, zero());
-    packed_tile(args[i]);
-  }
-}
-
 }  // namespace

@@ -139,7 +139,11 @@ def instruction_set(environ: Mapping[str, str] = os.environ) -> Iterable[Finding
         yield problem("instruction set", f"KTRANSFORMERS_ISA={forced}; this machine has {names}",
                       "unset KTRANSFORMERS_ISA")  # fmt: skip
         return
-    best = known[-1].value
+    best, lacking = known[-1].value, cpu.lacking_isa()
+    if lacking is not None:
+        yield warning("instruction set", f"{best}; this processor has {lacking.value}, which this build lacks",
+                      cpu.REBUILD)  # fmt: skip
+        return
     if forced and forced != best:
         yield warning("instruction set", f"{forced}, by KTRANSFORMERS_ISA; this processor has {best}",
                       "unset KTRANSFORMERS_ISA")  # fmt: skip

@@ -8,7 +8,16 @@ Tensors are fp32 on the CPU and contiguous unless said otherwise. A wrong argume
 ValueError (shape, stride, device, range) or IndexError (an id out of range) that names it.
 """
 
-from ktransformers.kernels.cpu.base import NATIVE_TYPES, Isa, WorkerPool, active_isa, available_isas, has_bf16
+from ktransformers.kernels.cpu.base import (
+    NATIVE_TYPES,
+    REBUILD,
+    Isa,
+    WorkerPool,
+    active_isa,
+    available_isas,
+    has_bf16,
+    lacking_isa,
+)
 from ktransformers.kernels.cpu.choose import MAX_INDEX_HEADS, choose_positions
 from ktransformers.kernels.cpu.grids import grid_values
 from ktransformers.kernels.cpu.kv import write_kv
@@ -35,6 +44,7 @@ __all__ = [
     "MAX_INDEX_HEADS",
     "NATIVE_TYPES",
     "PACKED_TYPES",
+    "REBUILD",
     "Isa",
     "MoeKernel",
     "WorkerPool",
@@ -50,6 +60,7 @@ __all__ = [
     "empty_bytes",
     "grid_values",
     "has_bf16",
+    "lacking_isa",
     "let_go",
     "linear",
     "pack",

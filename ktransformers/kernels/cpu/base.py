@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Sequence
 from enum import Enum, IntEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from ktransformers.kernels.types import GroupType, OwnType, PackedTensor, QuantT
 __all__ = [
     "ISA_VARIABLE",
     "NATIVE_TYPES",
+    "REBUILD",
     "CpuLayout",
     "Isa",
     "WorkerPool",
@@ -27,11 +30,16 @@ __all__ = [
     "check_tensor",
     "check_weight",
     "has_bf16",
+    "lacking_isa",
     "layout_of",
     "output",
 ]
 
+logger = logging.getLogger(__name__)
+
 ISA_VARIABLE = "KTRANSFORMERS_ISA"
+#: What compiles every tier, in the folder of the sources; without the option, those of the machine that compiles.
+REBUILD = "pip install -C cmake.define.KTRANSFORMERS_TIERS=all ."
 
 
 def _native_types() -> frozenset[QuantType]:
@@ -82,24 +90,53 @@ def layout_of(weight: RawTensor | PackedTensor) -> int:
 
 
 def available_isas() -> tuple[Isa, ...]:
-    """The tiers that this machine can run, slowest first."""
+    """The tiers that this build has and this machine can run, slowest first."""
     return tuple(Isa(name) for name in extension.available_isas())
 
 
-def active_isa() -> Isa:
-    """The tier that a new WorkerPool uses: the one in `KTRANSFORMERS_ISA`, or else the fastest of the machine.
+def lacking_isa() -> Isa | None:
+    """The fastest tier of this machine where the build lacks it, None where it has it.
 
-    Raises ConfigError when the variable names a tier that does not exist or that the machine lacks.
+    A build from source has the tiers of the machine that compiled it, as far as its compiler knows them.
+    """
+    missing = extension.missing_isas()
+    if not missing:
+        return None
+    fastest, order = Isa(missing[-1]), list(Isa)
+    return fastest if order.index(fastest) > order.index(available_isas()[-1]) else None
+
+
+def active_isa() -> Isa:
+    """The tier that a new WorkerPool uses: the one in `KTRANSFORMERS_ISA`, or else the fastest of the build.
+
+    One line is logged where the machine has a faster one. Raises ConfigError when the variable names a tier that does
+    not exist, or that the machine or the build lacks.
     """
     known = available_isas()
     forced = os.environ.get(ISA_VARIABLE)
     if not forced:
+        _report_lacking_isa()
         return known[-1]
     for isa in known:
         if isa.value == forced:
             return isa
     names = ", ".join(isa.value for isa in known)
+    if forced in extension.missing_isas():
+        raise ConfigError(f"{ISA_VARIABLE}={forced}: this build has {names}; in the folder of the sources: {REBUILD}")
     raise ConfigError(f"{ISA_VARIABLE}={forced}: this machine has {names}")
+
+
+@cache
+def _report_lacking_isa() -> None:
+    lacking = lacking_isa()
+    if lacking is not None:
+        logger.warning(
+            "kernels run on %s: this build lacks %s, which this machine has and which is faster; "
+            "in the folder of the sources: %s",
+            available_isas()[-1].value,
+            lacking.value,
+            REBUILD,
+        )
 
 
 def has_bf16(isa: Isa) -> bool:

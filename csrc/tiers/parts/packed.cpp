@@ -1,0 +1,16 @@
+// Re-laid K-quants, Q8_0, Q4_0 and IQ4_XS, and which part has the kernels of the other types.
+#include KT_SIMD
+
+#include "tiers/products.inl"
+
+#include "kernels/packed/dispatch.inl"
+
+namespace kt {
+namespace KT_PARTS {
+
+void packed_tiles(const TileArgs* args, int count, bool has_vbmi) { ::packed_tiles(args, count, has_vbmi); }
+void relaid_tile(const TileArgs& a) { ::relaid_tile(a); }
+void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) { ::pack_tile(type, rows, k, out); }
+
+}  // namespace KT_PARTS
+}  // namespace kt
