@@ -12,7 +12,8 @@
 #   CONSTRAINTS  a constraints file for pip; its torch and triton are those of the build for the CPU, and with TORCH=cuda
 #                the pair that is installed, or the newest, is taken instead
 #
-# Whatever is missing is one line with the command that mends it, before anything is downloaded. All output goes to
+# Whatever is missing is one line with the command that mends it, before anything is downloaded. The kernels are compiled
+# while packages are downloaded and unpacked: the one takes processors, the other mostly the network. All output goes to
 # stderr, so that `make -s chat` leaves stdout to the answers.
 set -eu
 exec 1>&2
@@ -166,22 +167,78 @@ remove_namesake() {
     fi
 }
 
+# Compiles in the background, in a session of its own: Ctrl-C and a failure elsewhere then end the compilers, too
+# (stop_compiling), of which the shell knows none. A process started with & has SIGINT ignored, which pip, cmake and
+# ninja would inherit; they get it back, and clean up behind themselves.
+OWN_SESSION='import os, signal, sys
+os.setsid()
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])'
+COMPILING=""
+
+# Tests take every tier that their processor can run, and those of emulated instructions, which take as long again.
+start_compiling() {
+    COMPILED="$VENV/compile.log"
+    set -- install -q --no-deps
+    [ -z "$EXTRA" ] || set -- "$@" -C cmake.define.KTRANSFORMERS_TIERS=all -C cmake.define.KTRANSFORMERS_EMULATED=ON
+    "$VENV/bin/python" -c "$OWN_SESSION" "$VENV/bin/python" -m pip --disable-pip-version-check "$@" -e . \
+        </dev/null >"$COMPILED" 2>&1 &
+    COMPILING=$!
+}
+
+stop_compiling() {
+    if [ -n "$COMPILING" ]; then
+        kill -INT -- "-$COMPILING" 2>/dev/null || kill -TERM "$COMPILING" 2>/dev/null || true
+        wait "$COMPILING" 2>/dev/null || true
+        COMPILING=""
+    fi
+}
+
+# Waits, and shows what the compilers said where they failed.
+finish_compiling() {
+    code=0
+    wait "$COMPILING" || code=$?
+    COMPILING=""
+    if [ "$code" -ne 0 ]; then
+        cat "$COMPILED"
+        fail "the C++ kernels could not be compiled (above, and in $COMPILED)"
+    fi
+    rm -f "$COMPILED"
+}
+
+# The packages that pyproject.toml names, and no project: it is being compiled.
+write_requirements() {
+    "$VENV/bin/python" -c 'import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+extras = [one for name in sys.argv[1:] for one in project["optional-dependencies"][name]]
+print("\n".join(project["dependencies"] + extras))' $1 </dev/null >"$VENV/requirements.txt"
+}
+
 install_program() {
     choose_torch
     [ -d "$VENV" ] || check_space
     echo "installing into $VENV (once): $sizes"
-    [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" </dev/null
+    # A venv whose creation was interrupted has a python and no pip.
+    "$VENV/bin/python" -m pip --version </dev/null >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV" </dev/null
     leave_torch_free
     remove_namesake
-    echo "1/2 torch for ${TORCH}: $reason"
+    trap stop_compiling EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    trap 'exit 129' HUP
+    echo "1/3 compiling the C++ kernels (one to three minutes${EXTRA:+; for tests two to six}), while packages are downloaded"
+    start_compiling
+    echo "2/3 torch for ${TORCH}: $reason"
     install_torch
-    echo "2/2 the other packages${EXTRA:+, those of the tests (0.4 GB, 1.2 GB on disk)}, and compiling the C++ kernels (one to five minutes)"
-    # Tiers of emulated instructions are for tests, and take as long to compile as all others.
-    pip_install -q ${EXTRA:+-C cmake.define.KTRANSFORMERS_EMULATED=ON} -e ".$EXTRA"
+    echo "3/3 the other packages${EXTRA:+, those of the tests (0.4 GB, 1.2 GB on disk)}"
+    write_requirements "$EXTRA"
+    pip_install -q -r "$VENV/requirements.txt"
+    finish_compiling
 }
 
 VENV=${1:-.venv}
-EXTRA=${2:+[$2]}
+EXTRA=${2:-}
 if [ "$VENV" = --check ] || ! [ -x "$VENV/bin/python" ]; then
     find_python
 fi
