@@ -188,7 +188,7 @@ start_compiling() {
 
 stop_compiling() {
     if [ -n "$COMPILING" ]; then
-        kill -INT -- "-$COMPILING" 2>/dev/null || kill -TERM "$COMPILING" 2>/dev/null || true
+        kill -s INT -- "-$COMPILING" 2>/dev/null || kill -TERM "$COMPILING" 2>/dev/null || true
         wait "$COMPILING" 2>/dev/null || true
         COMPILING=""
     fi

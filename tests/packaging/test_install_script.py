@@ -5,17 +5,21 @@ The machines are folders: PATH holds the few programs that the script uses and w
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "install.sh"
-NEEDED = ("sh", "sed", "uname", "dirname", "df", "awk", "tr", "grep", "head", "find", "touch", "mkdir")
+NEEDED = ("sh", "sed", "uname", "dirname", "df", "awk", "tr", "grep", "head", "find", "touch", "mkdir", "cat", "rm")
 
 
 class Machine:
@@ -139,32 +143,73 @@ def test_torch_follows_the_machine(machine: Machine) -> None:
 
 PIP = r"""
 case "$*" in
+    *setsid*) shift 2; exec PYTHON -c "import os, signal, sys
+os.setsid()
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])" "$@" ;;
     *'version("ktransformers")'*) exit NAMESAKE ;;
-    *" uninstall "*) shift 3; echo "pip $*" >&2 ;;
+    *" --no-deps"*" -e "*) shift 3; echo "pip $*" >>ASKED.compile; COMPILE ;;
+    *" uninstall "*) shift 3; echo "pip $*" >>ASKED ;;
     *"index versions"*) echo "Available versions: 2.15.0, OFFERED2.12.0" ;;
     *" --no-index "*) exit THERE ;;
-    *" install "*) shift 3; echo "pip $*" >&2 ;;
+    *" install "*) shift 3; echo "pip $*" >>ASKED; DOWNLOAD ;;
     *"-m venv"*) ;;
     *) exec PYTHON "$@" ;;
 esac
 """
 
 
-def asked_of_pip(
-    machine: Machine, venv: Path, offered: str = "", namesake: int = 1, has_torch: bool = False, **environment: str
-) -> list[str]:
-    """What an install into `venv` asks pip for. `offered`: builds of torch besides the index's."""
-    (venv / "bin").mkdir(parents=True)
-    text = PIP.replace("OFFERED", offered).replace("PYTHON", sys.executable).replace("NAMESAKE", str(namesake))
-    text = text.replace("THERE", str(int(not has_torch)))
-    (venv / "bin" / "python").write_text("#!/bin/sh" + text)
-    (venv / "bin" / "python").chmod(0o755)
-    machine.has("c++")
-    command = ["/bin/sh", str(SCRIPT), str(venv), "dev"]
-    environment = {"PATH": str(machine.bin), **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stderr.splitlines() if line.startswith("pip ")]
+class Install:
+    """tools/install.sh on a machine whose pip is a stand-in, which notes what it is asked for.
+
+    offered: builds of torch besides the index's. compile, download: what pip's processes do, in sh.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        venv: Path,
+        offered: str = "",
+        namesake: int = 1,
+        has_torch: bool = False,
+        compile: str = "exit 0",
+        download: str = "exit 0",
+    ):
+        (venv / "bin").mkdir(parents=True)
+        self.machine, self.venv, self.notes = machine, venv, venv / "asked"
+        text = PIP.replace("OFFERED", offered).replace("PYTHON", sys.executable).replace("NAMESAKE", str(namesake))
+        text = text.replace("THERE", str(int(not has_torch))).replace("ASKED", str(self.notes))
+        text = text.replace("COMPILE", compile).replace("DOWNLOAD", download)
+        (venv / "bin" / "python").write_text("#!/bin/sh" + text)
+        (venv / "bin" / "python").chmod(0o755)
+        machine.has("c++")
+
+    def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        command = ["/bin/sh", str(SCRIPT), str(self.venv), *words]
+        environment = {"PATH": str(self.machine.bin), **environment}
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def asked(self, *words: str, **environment: str) -> list[str]:
+        """What an install asks pip for: first the project that is compiled, then the packages that are downloaded."""
+        process = self.start(*words, **environment)
+        out, said = process.communicate()
+        assert (process.returncode, out) == (0, ""), said
+        compiled = (self.venv / "asked.compile").read_text().splitlines()
+        return compiled + self.notes.read_text().splitlines()
+
+
+ALL_TIERS = "-C cmake.define.KTRANSFORMERS_TIERS=all -C cmake.define.KTRANSFORMERS_EMULATED=ON"
+COMPILED = f"pip install -q --no-deps {ALL_TIERS} -e ."
+
+
+def asked_of_pip(machine: Machine, venv: Path, **options: Any) -> list[str]:
+    """What an install of the tests' tools into `venv` asks pip for, but for the project."""
+    given = {name: options.pop(name) for name in ("offered", "namesake", "has_torch") if name in options}
+    compiled, *asked = Install(machine, venv, **given).asked("dev", **options)
+    assert compiled == COMPILED
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -180,13 +225,13 @@ def test_where_torch_comes_from(machine: Machine, tmp_path: Path, torch: str, of
     asked = asked_of_pip(
         machine, tmp_path / "venv", offered=offered, TORCH=torch, TORCH_INDEX="https://torch.example/cpu"
     )
-    assert asked == [expected, "pip install -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]"]
+    assert asked == [expected, f"pip install -q -r {tmp_path}/venv/requirements.txt"]
 
 
 @pytest.mark.parametrize("torch", ["cpu", "cuda"])
 def test_torch_that_is_there_and_good_stays(machine: Machine, tmp_path: Path, torch: str) -> None:
     asked = asked_of_pip(machine, tmp_path / "venv", has_torch=True, TORCH=torch)
-    assert asked == ["pip install -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]"]
+    assert asked == [f"pip install -q -r {tmp_path}/venv/requirements.txt"]
 
 
 def test_constraints_hold_for_all_and_a_namesake_goes_first(machine: Machine, tmp_path: Path) -> None:
@@ -196,7 +241,7 @@ def test_constraints_hold_for_all_and_a_namesake_goes_first(machine: Machine, tm
     assert asked == [
         "pip uninstall -q -y ktransformers",
         "pip install -c pins.txt -q --retries 1 --index-url https://t.example torch>=2.11",
-        "pip install -c pins.txt -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]",
+        f"pip install -c pins.txt -q -r {tmp_path}/venv/requirements.txt",
     ]
 
 
@@ -209,8 +254,63 @@ def test_cuda_brings_its_own_pair_of_torch_and_triton(machine: Machine, tmp_path
     assert left.read_text() == "# why\ntransformers==5.24.0\n"
     assert asked == [
         f"pip install -c {left} -q torch>=2.11",
-        f"pip install -c {left} -q -C cmake.define.KTRANSFORMERS_EMULATED=ON -e .[dev]",
+        f"pip install -c {left} -q -r {tmp_path}/venv/requirements.txt",
     ]
+
+
+def test_a_chat_compiles_the_tiers_of_this_machine_and_tests_all(machine: Machine, tmp_path: Path) -> None:
+    first = Install(machine, tmp_path / "chat").asked(TORCH="cpu", TORCH_INDEX="https://torch.example/cpu")
+    assert first[0] == "pip install -q --no-deps -e ."
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = (tmp_path / "chat" / "requirements.txt").read_text().splitlines()
+    assert wanted == project["dependencies"]
+    assert Install(machine, tmp_path / "tests").asked("dev", TORCH="cuda")[0] == COMPILED
+    wanted = (tmp_path / "tests" / "requirements.txt").read_text().splitlines()
+    assert wanted == project["dependencies"] + project["optional-dependencies"]["dev"]
+
+
+def test_kernels_are_compiled_while_packages_are_downloaded(machine: Machine, tmp_path: Path) -> None:
+    """Each side waits for the other to have begun."""
+    met = [tmp_path / "compiling", tmp_path / "downloading"]
+    for fifo in met:
+        os.mkfifo(fifo)
+    compile, download = f"read x <{met[0]}; echo >{met[1]}", f"echo >{met[0]}; read x <{met[1]}; exit 0"
+    install = Install(machine, tmp_path / "venv", compile=compile, download=download, has_torch=True)
+    assert len(install.asked(TORCH="cpu")) == 2
+
+
+def test_kernels_that_do_not_compile_fail_the_install(machine: Machine, tmp_path: Path) -> None:
+    install = Install(machine, tmp_path / "venv", compile="echo kernel.cpp:1: no such thing >&2; exit 1")
+    process = install.start(TORCH="cuda")
+    said = process.communicate()[1].splitlines()
+    log = tmp_path / "venv" / "compile.log"
+    assert process.returncode == 1
+    assert said[-2:] == [
+        "kernel.cpp:1: no such thing",
+        f"error: the C++ kernels could not be compiled (above, and in {log})",
+    ]
+    assert "no such thing" in log.read_text()
+
+
+@pytest.mark.parametrize("how", ["a download fails", "Ctrl-C", "terminated"])
+def test_no_compiler_outlives_the_install(machine: Machine, tmp_path: Path, how: str) -> None:
+    """The compiler holds the write end of a fifo: reading it ends when the compiler has."""
+    began, alive = tmp_path / "began", tmp_path / "alive"
+    os.mkfifo(began)
+    os.mkfifo(alive)
+    sleeper = f"{sys.executable} -c 'import signal; signal.pause()'"
+    compile = f"exec 9>{alive}; echo >{began}; {sleeper}; exit 0"
+    # The compiler has begun before the download goes on; then that fails, or is interrupted as a terminal does it.
+    download = f"read x <{began}; exit 1" if how == "a download fails" else f"read x <{began}; echo >{alive}; {sleeper}"
+    install = Install(machine, tmp_path / "venv", compile=compile, download=download)
+    process = install.start(TORCH="cuda")
+    with alive.open() as reader:
+        if how != "a download fails":
+            reader.readline()
+            os.killpg(process.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+        reader.read()
+    process.communicate()
+    assert process.returncode == {"a download fails": 1, "Ctrl-C": 130, "terminated": 143}[how]
 
 
 MAKEFILES = ("Makefile", "pyproject.toml", "CMakeLists.txt", "cmake/tiers.cmake", ".ci/constraints.txt")
