@@ -121,8 +121,12 @@ pip_() {
     "$VENV/bin/python" -m pip --disable-pip-version-check "$@" </dev/null
 }
 
+# A chat needs a tenth of the modules that are installed, and Python compiles to bytecode what it imports: pip, which would
+# compile all of them, leaves that. Tests take warnings of that compiler for errors.
 pip_install() {
-    pip_ install ${CONSTRAINTS:+-c "$CONSTRAINTS"} "$@"
+    set -- ${CONSTRAINTS:+-c "$CONSTRAINTS"} "$@"
+    if [ -z "$EXTRA" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then set -- --no-compile "$@"; fi
+    pip_ install "$@"
 }
 
 # torch for CUDA asks for one very version of triton, so the two pins, which are tested without a GPU, would be at odds;

@@ -260,10 +260,16 @@ def test_cuda_brings_its_own_pair_of_torch_and_triton(machine: Machine, tmp_path
 
 def test_a_chat_compiles_the_tiers_of_this_machine_and_tests_all(machine: Machine, tmp_path: Path) -> None:
     first = Install(machine, tmp_path / "chat").asked(TORCH="cpu", TORCH_INDEX="https://torch.example/cpu")
-    assert first[0] == "pip install -q --no-deps -e ."
+    assert first == [
+        "pip install -q --no-deps -e .",
+        "pip install --no-compile -q --retries 1 --index-url https://torch.example/cpu torch>=2.11",
+        f"pip install --no-compile -q -r {tmp_path}/chat/requirements.txt",
+    ]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = (tmp_path / "chat" / "requirements.txt").read_text().splitlines()
     assert wanted == project["dependencies"]
+    kept = Install(machine, tmp_path / "kept").asked(TORCH="cuda", PYTHONDONTWRITEBYTECODE="1")
+    assert kept[1] == "pip install -q torch>=2.11"
     assert Install(machine, tmp_path / "tests").asked("dev", TORCH="cuda")[0] == COMPILED
     wanted = (tmp_path / "tests" / "requirements.txt").read_text().splitlines()
     assert wanted == project["dependencies"] + project["optional-dependencies"]["dev"]
