@@ -143,6 +143,7 @@ def test_errors_of_flags(chat: Chat) -> None:
     assert chat("", "--no-use_cuda_graph", "--log_level", "error", "--top_p", "0.5")[1] == ""
 
 
+@pytest.mark.exhaustive
 def test_interrupted_script_ends() -> None:
     process = subprocess.Popen(
         PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
@@ -169,6 +170,7 @@ def terminal() -> Iterator[Terminal]:
     terminal.close()
 
 
+@pytest.mark.exhaustive
 def test_terminal_conversation(terminal: Terminal) -> None:
     terminal.type("think\r")
     terminal.expect("\x1b[2mlet \x1b[0m\x1b[2mme \x1b[0m\x1b[2msee")  # dimmed, word by word
@@ -214,6 +216,7 @@ def test_ctrl_c(terminal: Terminal) -> None:
     assert terminal.exit_code() == 0
 
 
+@pytest.mark.exhaustive
 def test_first_lines_and_history(own_state_folder: Path) -> None:
     terminal = Terminal("chat")
     assert re.search(r"(No GPU found|GiB\S*), \d+ cores?, ", terminal.expect("4,096 tokens of context"))

@@ -136,6 +136,7 @@ def test_remedies_of_a_gpu_are_listed() -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_remedies_that_suffice_together_only() -> None:
     outlook = outlook_of("deepseek-v3", 512.0, 14.2, use_cuda=True)
     assert outlook.remedies is not None

@@ -182,6 +182,7 @@ def test_palettes() -> None:
     assert raw({"TERM": "dumb"}) == raw({}) == "# a\n`b` c\n"
 
 
+@pytest.mark.exhaustive
 def test_markdown_is_printed_when_it_is_complete() -> None:
     with open_window() as window:
         console = Console(file=window.out, width=80, force_terminal=True, color_system="standard")
@@ -414,6 +415,7 @@ class Recorded(Terminal):
         return before
 
 
+@pytest.mark.exhaustive
 def test_keys_and_ctrl_c_in_the_program() -> None:
     """What is typed ahead is not shown in the answer; Ctrl-C takes it along."""
     terminal = Recorded()
@@ -448,6 +450,7 @@ def screen_of(raw: str) -> list[str]:
     return [row.rstrip() for row in screen.rows()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("typed", "shown"),
@@ -477,6 +480,7 @@ def test_what_is_typed_during_an_answer_appears_at_the_next_prompt(typed: str, s
         terminal.close()
 
 
+@pytest.mark.exhaustive
 def test_what_is_typed_while_the_model_loads_is_the_first_question() -> None:
     terminal = Recorded()
     try:
@@ -489,6 +493,7 @@ def test_what_is_typed_while_the_model_loads_is_the_first_question() -> None:
     assert ">>> hello there" in screen_of(terminal.raw)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_z_stops_the_program_at_the_prompt_and_in_an_answer() -> None:
     """In an interactive shell, whose job the chat is: without one the system ignores Ctrl-Z."""
     terminal = Recorded(program=["bash", "--norc", "--noprofile", "-i"])

@@ -98,6 +98,7 @@ def test_shipped_files_are_small_and_agree() -> None:
     assert elements == sum(t.numel() for t in state.values())
 
 
+@pytest.mark.exhaustive
 def test_smoke_training_learns_and_exports(tmp_path: Path) -> None:
     tokenizer = DEMO_CHECKPOINT / "tokenizer.json"
     command = [sys.executable, str(EXAMPLE / "train.py"), "--smoke", "--steps", "9", "--tokenizer", str(tokenizer)]
@@ -108,6 +109,7 @@ def test_smoke_training_learns_and_exports(tmp_path: Path) -> None:
     assert any(tmp_path.glob("*.safetensors"))
 
 
+@pytest.mark.exhaustive
 def test_held_out_score_of_a_sample() -> None:
     """Ten tasks of every skill but the long ones; the full score is in the model card and made by evaluate.py."""
     import evaluate

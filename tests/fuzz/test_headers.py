@@ -13,6 +13,7 @@ import pytest
 SCRIPT = "tests.support.fuzz.headers"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
 def test_mutated_headers_parse_or_are_refused(kind: str, random_cases: Callable[[int, int], int]) -> None:
     count = random_cases(1500, 5000)

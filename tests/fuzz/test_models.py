@@ -13,6 +13,7 @@ import pytest
 SCRIPT = "tests.support.fuzz.models"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "few", "many"), [("gguf", 150, 5000), ("folder", 75, 1000)])
 def test_mutated_models_are_planned_or_refused(
     kind: str, few: int, many: int, random_cases: Callable[[int, int], int]

@@ -33,6 +33,7 @@ def divergence(wanted: torch.Tensor, got: torch.Tensor) -> float:
     return float((left.exp() * (left - right)).sum(-1).median())
 
 
+@pytest.mark.exhaustive
 def test_logits_are_nearly_those_of_fp32() -> None:
     """A third of llama.cpp's divergence is asked for, whose activations are as those of int8."""
     reference = build_reference_engine(EngineConfig(gguf_path=GGUF, cache_lens=64))

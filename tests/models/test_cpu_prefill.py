@@ -32,6 +32,7 @@ def use(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "active_isa", lambda: isa)
 
 
+@pytest.mark.exhaustive
 def test_prefill_in_bf16_is_near_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     use(Isa.AVX512_BF16_EMULATED, monkeypatch)
     exact, near = logits_of("int8", PROMPT), logits_of("bf16", PROMPT)

@@ -53,6 +53,7 @@ def test_chunks_do_not_change_tokens(chunk_size: int, reference: list[tuple[int,
     assert answers(open_llm(DEMO_GGUF, chunk_size=chunk_size)) == reference
 
 
+@pytest.mark.exhaustive
 def test_threads_do_not_change_tokens(reference: list[tuple[int, ...]]) -> None:
     assert answers(open_llm(DEMO_GGUF, threads=1)) == reference
 

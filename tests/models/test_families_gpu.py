@@ -22,6 +22,7 @@ ALWAYS = ("ernie4_5_vl_moe", "nanochat")  # blocks that give more than rows; nor
 TOLERANCE = {"dbrx": 1e-4}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model_type",
     [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in RUNNING],

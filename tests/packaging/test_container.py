@@ -45,6 +45,7 @@ def test_containers_serve_as_a_user_and_tell_their_health(name: str) -> None:
     assert f'TORCH="{requirement[1]}"' in [rest for keyword, rest in instructions(name) if keyword == "ARG"]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", FILES)
 def test_the_published_port_shows_the_page(name: str) -> None:
     """The command and the variables of the image, in front of a browser that came by a port of this machine."""

@@ -91,6 +91,7 @@ def check_fake_experts(steps: list[dict[str, Any]], tokens: list[dict[str, Any]]
         assert second == [(first[0] + 1) % FakeRuntime.NUM_EXPERTS]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_is_killed_costs_times_and_no_token(tmp_path: Path) -> None:
     answers: Answers = {}
 
@@ -117,6 +118,7 @@ def test_an_engine_that_is_killed_costs_times_and_no_token(tmp_path: Path) -> No
     assert len(lost) < len(profile.tokens) / 2
 
 
+@pytest.mark.exhaustive
 def test_a_bridge_that_is_killed_ends_the_profile_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

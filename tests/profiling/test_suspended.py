@@ -166,6 +166,7 @@ async def collected(events: Any) -> list[Any]:
     return [event async for event in events]
 
 
+@pytest.mark.exhaustive
 def test_many_sequences(tmp_path: Path) -> None:
     async def work() -> None:
         async with backend("load_slow", profile=ProfileConfig(tmp_path / "p")) as made:

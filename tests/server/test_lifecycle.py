@@ -92,6 +92,7 @@ def test_keys_guard_every_route_but_the_probes(tmp_path: Path) -> None:
         assert re.search(r"stopped \(SIGTERM\) after .*: 1 answers finished, 0 cut off", process.log[-1])
 
 
+@pytest.mark.exhaustive
 def test_the_queue_is_limited_and_a_drain_lets_answers_finish() -> None:
     with ServerProcess(*FLAGS, "--max_queue", "1", "--drain_seconds", "60") as process:
         streams = [Stream(process, ENDLESS)]
@@ -114,6 +115,7 @@ def test_the_queue_is_limited_and_a_drain_lets_answers_finish() -> None:
         assert process.process.wait(60) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_second_signal_ends_what_still_runs() -> None:
     with ServerProcess(*FLAGS, "--drain_seconds", "600") as process:
         running = Stream(process, {**ENDLESS, "max_tokens": 2000})
@@ -126,6 +128,7 @@ def test_a_second_signal_ends_what_still_runs() -> None:
         assert process.process.wait(60) == 0
 
 
+@pytest.mark.exhaustive
 def test_tls(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command to make a certificate")
@@ -140,6 +143,7 @@ def test_tls(tmp_path: Path) -> None:
         assert answer["choices"][0]["message"]["content"] == "17 + 25 = 42."
 
 
+@pytest.mark.exhaustive
 def test_cors_is_off_unless_asked_for() -> None:
     origin = {"Origin": "http://page.example"}
     with ServerProcess(*FLAGS, "--cors_origins", "http://page.example", "--api_key", "k") as process:
@@ -183,6 +187,7 @@ def test_wrong_flags_are_one_message(flags: tuple[str, ...], message: str, capsy
     assert shown.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_busy_port_shows_before_the_model_loads() -> None:
     with ServerProcess(*FLAGS) as first, ServerProcess("--port", str(first.port), wait=False) as second:
         second.wait_for(f"cannot listen on 127.0.0.1:{first.port}")

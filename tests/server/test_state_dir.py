@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.servers.server_process import ServerProcess
 
@@ -138,6 +139,7 @@ def _plain(data: bytes) -> bytes:
     return re.sub(rb"(?<=[-_])[0-9a-f]{24,32}(?=[\"_-])", b"ID", data)
 
 
+@pytest.mark.exhaustive
 def test_streams_go_on_after_all_processes_are_killed_twice(tmp_path: Path) -> None:
     flags = ("--state_dir", str(tmp_path / "state"), "--no_prefix_cache")
     with ServerProcess(*flags) as process:
@@ -175,6 +177,7 @@ def test_streams_go_on_after_all_processes_are_killed_twice(tmp_path: Path) -> N
         assert b"Tell me of the sea" not in journal.read()  # three letters come by chance
 
 
+@pytest.mark.exhaustive
 def test_a_suspended_request_waits_through_kills_of_either_backend(tmp_path: Path) -> None:
     state = ("--state_dir", str(tmp_path / "state"), "--no_prefix_cache")
     tiers = ("--cpu_memory_size_GB", "0.1", "--kv_disk_path", str(tmp_path / "pages"))

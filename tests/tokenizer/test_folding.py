@@ -368,6 +368,7 @@ def test_slow_templates_are_not_probed_for_long(monkeypatch: pytest.MonkeyPatch)
     assert text.changes == ()
 
 
+@pytest.mark.exhaustive
 def test_probes_are_few_and_none_is_made_twice() -> None:
     for name in (*(f"{family}-chatml" for family in FAMILIES), "mistral_nemo", "kimi_k2", "gemma4"):
         tokenizer = byte_tokenizer(TEMPLATES[name])

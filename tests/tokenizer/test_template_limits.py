@@ -173,6 +173,7 @@ def test_templates_change_nothing_that_is_given_to_them(render, template: str) -
     assert given == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", ["l.extend(l)", "l.extend(l + l)"])
 def test_lists_do_not_grow_without_end(render, change: str) -> None:
     with pytest.raises(ConversationError, match=r"more than|longer than"):

@@ -60,6 +60,7 @@ def test_web_decides_and_loopback_is_the_default(config: dict[str, Any], has_pag
     assert get("/page/app.js", **config).status_code == (200 if has_page else 404)
 
 
+@pytest.mark.exhaustive
 def test_every_file_comes_with_the_policy_and_needs_no_key() -> None:
     for name in FILES:
         response = get("/" if name == "index.html" else f"/{name}", BROWSER, api_keys=("k",))

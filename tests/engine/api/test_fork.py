@@ -77,6 +77,7 @@ def run(*parts: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("leave", ["os._exit", "sys.exit"])
 def test_every_use_in_a_forked_child(leave: str) -> None:
     """sys.exit runs what is registered for the end of a process, which must not touch the parent's model either."""
@@ -85,6 +86,7 @@ def test_every_use_in_a_forked_child(leave: str) -> None:
     assert said == [*wanted, "True LLM(of another process)", "child 0", "parent went on"]
 
 
+@pytest.mark.exhaustive
 def test_a_child_that_drops_the_model_ends() -> None:
     said = run(
         PAGED,
@@ -101,6 +103,7 @@ def test_a_child_that_drops_the_model_ends() -> None:
     assert said == ["child 0", "parent went on"]
 
 
+@pytest.mark.exhaustive
 def test_multiprocessing_and_the_engine_of_one_sequence() -> None:
     said = run(
         """
@@ -125,6 +128,7 @@ def test_multiprocessing_and_the_engine_of_one_sequence() -> None:
     assert said == ["generate refused", "chat refused", "stream refused", "session refused", "child 0"]
 
 
+@pytest.mark.exhaustive
 def test_asynchronous_models() -> None:
     said = run(
         """
@@ -150,6 +154,7 @@ def test_asynchronous_models() -> None:
     assert said == ["generate refused", "chat refused", "start refused", "suspend refused", "child 0"]
 
 
+@pytest.mark.exhaustive
 def test_a_model_loaded_after_the_fork_works() -> None:
     said = run(
         """

@@ -194,6 +194,7 @@ CLOSED: list[Callable[[LLM], object]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_a_closed_model_is_said_first() -> None:
     llm = LLM(DEMO, cpu_infer=1, cache_lens=64)
     llm.close()

@@ -411,6 +411,7 @@ def test_closing(capfd: pytest.CaptureFixture[str]) -> None:
     assert workers() == others
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_closes_nothing_ends() -> None:
     """In the middle of an answer, and with an exception."""
     code = "from ktransformers import LLM\nllm = LLM()\nnext(llm.stream('Once'))\nraise SystemExit(3)"
@@ -438,6 +439,7 @@ def test_reprs_are_short(llm: LLM, alone: LLM) -> None:
     assert len(repr(many)) < 200
 
 
+@pytest.mark.exhaustive
 def test_a_folder_as_positional_argument_is_the_model(tmp_path: Path) -> None:
     with LLM(DEMO_CHECKPOINT, DEMO, cpu_infer=1, cache_lens=64) as both, LLM(model=str(DEMO_CHECKPOINT)) as folder:
         assert "42" in both.chat("What is 17 + 25?", GREEDY)[0].text

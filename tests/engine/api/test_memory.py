@@ -52,6 +52,7 @@ MADE: dict[str, Callable[[], LLM]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("way", ["close", "with"])
@@ -75,6 +76,7 @@ def test_closing_frees_weights_and_cache(name: str, way: str) -> None:
     assert tensor_bytes() - nbytes < 0.02 * held + (1 << 16)
 
 
+@pytest.mark.exhaustive
 def test_closing_asynchronous_models() -> None:
     async def run() -> AsyncLLM:
         async with AsyncLLM(DEMO, cpu_infer=1, cache_lens=64) as llm:

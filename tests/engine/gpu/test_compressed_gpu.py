@@ -58,6 +58,7 @@ def folders(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) ->
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "place",
     ["experts-in-vram", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("experts-on-cpu", "two-gpus"))],

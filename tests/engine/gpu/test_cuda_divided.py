@@ -45,6 +45,7 @@ def cuda_engine(config: EngineConfig, ranks: Leader | None = None) -> PagedEngin
     return engine
 
 
+@pytest.mark.every(256)
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize(
     "model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2", "llama", "deepseek_v4", "qwen3_next", "jamba"]

@@ -86,6 +86,7 @@ def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: P
 # Quantized products on a GPU read fp16 activations and, above a few rows, fp16 weights: 2^-11 each per factor, and
 # residual streams of two layers with some ten such products raise the walk to below 1 %. Int8 activations of the CPU's
 # experts cost more (tests/models/gguf/test_gguf_models.py): 3 %.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model_type", "qtype"), [("qwen3_moe", "Q8_0"), pytest.param("deepseek_v3", "Q4_0", marks=pytest.mark.exhaustive)]
 )
@@ -108,6 +109,7 @@ def test_quantized_weights_and_experts_on_the_gpu(model_type: str, qtype: str, t
     assert (errors > 1e-2).sum() <= 2
 
 
+@pytest.mark.exhaustive
 def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", seed=1, layers=3)
     ids = prompt(model.config.vocab_size)
@@ -157,6 +159,7 @@ def test_a_layer_and_some_modules_on_the_cpu(tmp_path: Path) -> None:
     assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
+@pytest.mark.exhaustive
 def test_sequences_share_steps_on_the_gpu(tmp_path: Path) -> None:
     """Three sequences in one paged prefill and one decode step: greedy tokens are those of `transformers`."""
     model = tiny_model("qwen3_moe", seed=1)
@@ -198,6 +201,7 @@ def test_decode_steps_are_captured_and_change_nothing(tmp_path: Path) -> None:
     without.close()
 
 
+@pytest.mark.exhaustive
 def test_steps_of_a_batch_are_captured(tmp_path: Path) -> None:
     """Three rows in a graph of four: tokens and counts of experts are those of steps that are not captured."""
     write_safetensors(tiny_model("deepseek_v3", seed=1), tmp_path)

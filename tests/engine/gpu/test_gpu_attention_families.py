@@ -33,6 +33,7 @@ SMALL: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "num_gpus"), [("gemma4-shared", 1), ("gemma4-shared", 2), ("llama4", 1), ("laguna", 1), ("stablelm", 1)]

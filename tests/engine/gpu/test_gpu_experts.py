@@ -67,6 +67,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Engin
     return engine, gpu
 
 
+@pytest.mark.exhaustive
 def test_gpt_oss_with_its_experts_on_the_gpu(tmp_path: Path) -> None:
     """MXFP4, biases, clamped SwiGLU; nobody says where experts go, so they fill the GPU."""
     model = tiny_model("gpt_oss", seed=3, layers=1)
@@ -120,6 +121,7 @@ def test_unquantized_experts(kind: str, is_streamed: bool, tmp_path: Path, monke
     engine.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_fp8_experts(is_streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +140,7 @@ def test_fp8_experts(is_streamed: bool, tmp_path: Path, monkeypatch: pytest.Monk
     engine.close()
 
 
+@pytest.mark.exhaustive
 def test_weights_in_groups_are_on_the_gpu_in_their_own_bits(tmp_path: Path) -> None:
     write_few = {f"experts.{e}.{part}_proj.weight": few_bits.int4 for e in range(8) for part in ("gate", "up", "down")}
     write_few["self_attn.o_proj.weight"] = few_bits.fp8_by_row

@@ -101,6 +101,7 @@ def rounded_attention(
     return (weights @ kept[1]).transpose(1, 2), None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_logits_are_those_of_rounded_keys_and_values(kv_type: str, tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", seed=1)
@@ -120,6 +121,7 @@ def test_logits_are_those_of_rounded_keys_and_values(kv_type: str, tmp_path: Pat
     check_alike(model.config.vocab_size, run)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @product(strength=1, model_type=["gpt_oss", "deepseek_v3", BLOCK_TYPE, "glm_moe_dsa"], kv_type=[*KV_TYPES])
 def test_families_agree_with_the_cpu(model_type: str, kv_type: str, tmp_path: Path) -> None:
@@ -145,6 +147,7 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_expanded_keys_are_made_of_what_is_kept(kv_type: str, tmp_path: Path, expanded: list[torch.Tensor]) -> None:
     model = tiny_model("deepseek_v3", seed=1, kv_lora_rank=128)
@@ -192,6 +195,7 @@ def engine_of(path: Path, backend: str = "auto") -> Engine:
     return build_engine(config, hardware=fake_hardware())
 
 
+@pytest.mark.exhaustive
 def test_flashinfer_is_not_used(saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     calls = fake_flashinfer.install(monkeypatch)
     with caplog.at_level(logging.INFO), closing(engine_of(saved)) as engine:

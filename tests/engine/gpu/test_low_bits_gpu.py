@@ -59,6 +59,7 @@ def test_a_model_of_few_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
     plain.close()
 
 
+@pytest.mark.exhaustive
 def test_types_with_a_grid_are_multiplied_in_their_own_bits(tmp_path: Path) -> None:
     """Experts of one, linear layers of another; the oracle is transformers with the file's numbers."""
     model = tiny_model("qwen3_moe", seed=3, hidden=256, num_hidden_layers=1, vocab_size=64)

@@ -27,6 +27,7 @@ def some_ids(count: int, seed: int = 7) -> list[int]:
     return torch.randint(3, 160, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     "model_type",

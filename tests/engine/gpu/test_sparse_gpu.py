@@ -60,6 +60,7 @@ def on_a_gpu(rules: str) -> str:
     return f"{first}(^|\\\\.)rotary_emb{middle}# Routed experts{last.replace('out_device: cpu', 'out_device: cuda')}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", [*INDEXED_TYPES, BLOCK_TYPE, *POOLED_TYPES])
 def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", [pytest.param("axk2", marks=pytest.mark.exhaustive), "hy_v4"])
 def test_gates_made_with_queries_and_sinks(model_type: str, tmp_path: Path) -> None:
     config = family_config(model_type)
@@ -121,6 +123,7 @@ def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path)
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model_type",
     [

@@ -55,6 +55,7 @@ def llm_of(path: Path, pages: Path | None = None) -> LLM:
     return LLM(**where, page_size=8, cache_lens=128, cpu_infer=1, self_check=False, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["file", "shards", "gguf", "splits"])
 def test_pages_and_sessions_of_the_old_weights_are_not_used(kind: str, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def measured(path: Path, flag: str) -> dict[str, int]:
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about memory")
 
 
+@pytest.mark.every(4)
 @linux_only
 @pytest.mark.parametrize("qtype", [QuantType.Q5_0, QuantType.Q3_K], ids=lambda qtype: qtype.name)
 def test_weights_hold_what_was_planned(qtype: QuantType, tmp_path: Path) -> None:
@@ -122,6 +123,7 @@ def test_weights_hold_what_was_planned(qtype: QuantType, tmp_path: Path) -> None
     assert found["peak"] < 1.1 * found["planned"] + margin
 
 
+@pytest.mark.exhaustive
 @linux_only
 @pytest.mark.parametrize(("kind", "flag"), [("gguf", "gguf_path"), ("fp8", "model_path")])
 def test_large_matrices_are_in_memory_once(kind: FileFormat, flag: str, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def check_no_other(paged: PagedEngine, known: Compiled, num_steps: int) -> None:
     assert unknown(met | more.variants, known.variants) == []
 
 
+@pytest.mark.exhaustive
 def test_quantized_weights_on_the_gpu(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
     model = tiny_model("qwen3_moe", seed=3, hidden=256, layers=1)
     path = write_gguf(model, tmp_path / "m.gguf", QuantType.Q4_K, QuantType.Q4_K)
@@ -162,6 +163,7 @@ def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_module, "calibrate", calibrate)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("streaming")
 def test_experts_that_are_streamed(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
     write_safetensors(tiny_model("qwen3_moe", seed=1, layers=3), tmp_path)
@@ -234,6 +236,7 @@ def test_more_layers_of_a_kind_are_no_more_work(tmp_path: Path, rehearsals: list
     assert rehearsals[0].num_launches == rehearsals[1].num_launches > 0
 
 
+@pytest.mark.exhaustive
 def test_a_rehearsal_changes_nothing(
     tmp_path: Path, rehearsals: list[Rehearsed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +270,7 @@ def test_row_counts_reach_every_choice() -> None:
     assert row_counts(Extent(512, 1, 1), least=2)[:4] == [2, 3, 4, 8]
 
 
+@pytest.mark.exhaustive
 def test_a_stage_waits_for_no_other_in_a_rehearsal(rehearsals: list[Rehearsed], tmp_path: Path) -> None:
     """All have met by then, and the one before knows of no step."""
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)

@@ -45,7 +45,7 @@ def exhaustive(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(
     ("model_type", "num_stages"),
     [
@@ -65,6 +65,7 @@ def test_stages_compute_what_one_process_does(model_type: str, num_stages: int, 
         assert torch.equal(logits_in_steps(engine), want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", ["qwen3_moe", exhaustive("qwen3_next"), exhaustive("deepseek_v4")])
 def test_stages_on_gpus(model_type: str, tmp_path: Path) -> None:
     """Interpreted kernels sum by numpy's BLAS, in an order that depends on its threads, which are a process's own: some
@@ -77,6 +78,7 @@ def test_stages_on_gpus(model_type: str, tmp_path: Path) -> None:
         assert (logits_in_steps(engine) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -94,6 +96,7 @@ def test_borders_of_stages_whose_gpus_compute_in_bf16(model_type: str, tmp_path:
     build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware).close()
 
 
+@pytest.mark.exhaustive
 def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two stages, its neighbour's ears in place of gloo; against transformers' hidden states."""
     model = tiny_model("qwen3_moe", seed=1)
@@ -122,6 +125,7 @@ def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkey
     assert said[-1] == Captured([(16, 4), (4, 4), (2, 2), (1, 1)])
 
 
+@pytest.mark.exhaustive
 def test_steps_that_no_pipe_holds(tmp_path: Path) -> None:
     """A step of 3,000 tokens is told in 100 kB, a pipe takes 64: the leader tells of the second one while the first
     stage waits to hand the first one over."""
@@ -168,6 +172,7 @@ def test_more_stages_than_layers(tmp_path: Path) -> None:
         engine_of(tmp_path, 5)
 
 
+@pytest.mark.exhaustive
 def test_layers_as_they_are_given(tmp_path: Path) -> None:
     write_safetensors(tiny_model("llama", seed=1, num_hidden_layers=4), tmp_path)
     with closing(engine_of(tmp_path, 1)) as engine:
@@ -191,6 +196,7 @@ def test_layers_as_they_are_given(tmp_path: Path) -> None:
             EngineConfig(model_path=tmp_path, **settings).resolved()  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_layers_that_attend_to_what_another_has_chosen_stay_with_it(tmp_path: Path) -> None:
     """The third and the fourth one use the second one's choice."""
     write_safetensors(latent_model("glm_moe_dsa"), tmp_path)
@@ -227,6 +233,7 @@ def test_what_is_computed_between_stages(family: str, says: str, tmp_path: Path)
         engine_of(tmp_path, 2, pipeline_layers="2,2")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "layers"),
     [
@@ -248,6 +255,7 @@ def test_layers_with_a_state(family: str, layers: str, tmp_path: Path) -> None:
         assert torch.equal(logits_in_steps(engine), want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layers", [exhaustive("2,2"), "2,1,1"])
 def test_prompts_begin_at_states_that_all_stages_keep(layers: str, tmp_path: Path) -> None:
     """The last of 2, 1, 1 stages has no layer with a state, and counts those of the others."""
@@ -286,6 +294,7 @@ def test_settings_that_contradict_it(tmp_path: Path) -> None:
             EngineConfig(model_path=tmp_path, **settings).resolved()  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_a_stage_that_dies_is_replaced_alone(tmp_path: Path) -> None:
     """Which the next step shows; the other stages keep their processes."""
     write_safetensors(tiny_model("llama", seed=1, num_hidden_layers=3), tmp_path)
@@ -307,6 +316,7 @@ def test_a_stage_that_dies_is_replaced_alone(tmp_path: Path) -> None:
             assert torch.equal(logits_in_steps(engine), want)
 
 
+@pytest.mark.exhaustive
 def test_answers_of_llm_go_on_when_a_stage_dies() -> None:
     prompts = ["Once upon a time", "What is 17 + 25?", "Reverse the word: kernel"]
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)

@@ -51,6 +51,7 @@ def config_of(path: Path, agents: list[StageAgent], folder: Path) -> EngineConfi
     return replace(config, stage_hosts=hosts, stage_key_file=secret).resolved()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_stages_elsewhere_compute_what_one_process_does(num_stages: int, tmp_path: Path) -> None:
     """Also for the leader after that one, whose stages the same agents start anew."""
@@ -68,6 +69,7 @@ def test_stages_elsewhere_compute_what_one_process_does(num_stages: int, tmp_pat
                 assert torch.equal(logits_in_steps(engine), want)
 
 
+@pytest.mark.exhaustive
 def test_a_stage_elsewhere_that_dies(tmp_path: Path) -> None:
     """Its agent starts another one; without the agent that is the end."""
     model = tmp_path / "model"

@@ -26,6 +26,7 @@ from tests.support.models.tiny_models import tiny_model, write_safetensors
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
+@pytest.mark.exhaustive
 def test_experts_on_the_gpu_of_a_stage(tmp_path: Path) -> None:
     """Layers 2 and 3 of 4, against the choices of `transformers`."""
     pytest.importorskip("triton")
@@ -45,6 +46,7 @@ def test_experts_on_the_gpu_of_a_stage(tmp_path: Path) -> None:
         assert torch.equal(usage.counts - before, want)
 
 
+@pytest.mark.exhaustive
 def test_a_profile_of_stages_on_the_cpu(tmp_path: Path) -> None:
     profiles = []
     for num_stages in (1, 2):

@@ -77,6 +77,7 @@ def test_weights_of_stages_are_those_of_the_model(tmp_path: Path) -> None:
     assert stage_weights(opened, 2) == [embedding + one, two + head]
 
 
+@pytest.mark.exhaustive
 def test_stages_plan_with_their_rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader, and what the other one is told, which sees 4 GiB."""
     write_safetensors(tiny_model("llama", seed=1), tmp_path)

@@ -52,6 +52,7 @@ def logits(engine: PagedEngine, ids: list[int], start: int, slots: tuple[int, in
     return engine.executor._runner.step(torch.tensor(ids), positions, context, torch.arange(len(ids))).clone()  # type: ignore[attr-defined]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("model_type", "size"),
     [
@@ -179,6 +180,7 @@ def test_who_cannot_have_it() -> None:
         build_paged_engine(config, page_size=8, max_batch_size=1, hardware=fake_hardware().without_gpus())
 
 
+@pytest.mark.exhaustive
 def test_another_process_that_cannot_load(tmp_path: Path) -> None:
     """Its error is the engine's, and nobody is left."""
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
@@ -189,6 +191,7 @@ def test_another_process_that_cannot_load(tmp_path: Path) -> None:
     assert [child.process.poll() is not None for child in ranks._crew.peers] == [True]
 
 
+@pytest.mark.exhaustive
 def test_another_process_that_dies(tmp_path: Path) -> None:
     """The leader's process is to end, for it would wait for ever; a step in which it fails is the last one."""
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)

@@ -46,6 +46,7 @@ def engine_of(path: Path, backend: str = "auto") -> Engine:
     return build_engine(config, hardware=fake_hardware())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_prefill_agrees_with_transformers(
@@ -86,6 +87,7 @@ def test_windows_are_planned_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
+@pytest.mark.exhaustive
 def test_sequences_share_a_prefill_step(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of paged steps, on scattered pages, one in two parts: tokens are those of steps without FlashInfer."""
     calls = fake_flashinfer.install(monkeypatch)
@@ -140,6 +142,7 @@ def test_without_flashinfer(saved: Path, monkeypatch: pytest.MonkeyPatch, said: 
         engine_of(saved, "flashinfer")
 
 
+@pytest.mark.exhaustive
 def test_triton_is_what_was_asked_for(saved: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     calls = fake_flashinfer.install(monkeypatch)
     with closing(engine_of(saved, "triton")) as engine:

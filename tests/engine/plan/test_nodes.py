@@ -92,6 +92,7 @@ def planned(text: str, **settings: object) -> NodePlan:
     return plan_nodes(reopen, EngineConfig(**settings), parse_nodes(text))  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_a_model_over_uneven_nodes() -> None:
     """48 layers of 0.38 GB: what is planned fits, a larger node has more of them, and a faster one."""
     found = planned("ram=14 ram=4 ram=14,gbs=100")

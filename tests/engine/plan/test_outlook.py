@@ -72,6 +72,7 @@ def test_nothing_helps_where_the_weights_alone_are_too_large() -> None:
     assert needed_bits(outlook.plan, 1000) == 8 * (10 * GIB - cache) / 1000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("flags", "gpus", "wanted"),

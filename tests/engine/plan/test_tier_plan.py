@@ -45,6 +45,7 @@ def test_tiers_without_a_prefix_cache_are_said_to_be_in_vain(caplog: pytest.LogC
     assert tier_bytes(config) == 0
 
 
+@pytest.mark.exhaustive
 def test_llm_answers_from_the_files_of_another(tmp_path: Path) -> None:
     folder, prompt = tmp_path / "pages", list(range(5, 205))
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -239,6 +239,7 @@ def answers(paged: PagedEngine, params: list[SamplingParams]) -> list[list[int |
     return [list(loop.answers[name].token_ids) for name in names]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "params",
     [[GREEDY] * 3, [TOP_P, GREEDY, TOP_K]],

@@ -104,6 +104,7 @@ def test_it_is_all_in_the_file(
         assert made.wanted == (*saved.answer_ids, *(event.token_id for event in other.continue_answer(loaded)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 def test_a_service_saves_what_the_one_before_it_left_in_files(made: Made, tmp_path: Path) -> None:
     folder, path = tmp_path / "pages", tmp_path / "s.safetensors"

@@ -258,6 +258,7 @@ def test_where_there_is_little_room(made: Made, tmp_path: Path) -> None:
     assert rest == made.answer[STOPPED:60]
 
 
+@pytest.mark.exhaustive
 def test_text_and_constraints_go_on(tmp_path: Path) -> None:
     """Half of a character, the beginning of a stop string, the middle of what a schema demands."""
     path, schema = tmp_path / "s.safetensors", {"type": "object", "properties": {"a": {"type": "number"}}}
@@ -296,6 +297,7 @@ def other_models(folder: Path) -> dict[str, EngineConfig]:
     }
 
 
+@pytest.mark.exhaustive
 def test_sessions_of_other_models(qwen: Made, tmp_path: Path) -> None:
     llm, path = qwen.fresh("static"), tmp_path / "s.safetensors"
     for reason, config in other_models(tmp_path).items():
@@ -357,6 +359,7 @@ def replace_struct(struct: Any, **changes: Any) -> Any:
     return type(struct)(**{name: getattr(struct, name) for name in struct.__struct_fields__} | changes)
 
 
+@pytest.mark.exhaustive
 def test_sessions_that_are_too_long(qwen: Made, tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     stopped(qwen.fresh("static"), path)

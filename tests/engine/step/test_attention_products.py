@@ -81,6 +81,7 @@ def attention_of_codes(
     return rounded_attention(dtype, module, rows, *args, **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_type", ["int8", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_logits_are_those_of_rounded_queries(kv_type: str, tmp_path: Path, launched: list[bool]) -> None:
     model = tiny_model("qwen3_moe", seed=1)
@@ -111,6 +112,7 @@ def test_modules_that_are_not_recognized(tmp_path: Path, launched: list[bool], m
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
+@pytest.mark.exhaustive
 def test_latent_attention_stays_as_it_is(
     tmp_path: Path, launched: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:

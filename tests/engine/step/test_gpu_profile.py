@@ -40,6 +40,7 @@ def engine_on(path: Path, graphs: FakeGraphs, experts: str, use_cuda_graph: bool
     return build_engine(replace(config, use_cuda_graph=use_cuda_graph), hardware=fake_hardware(graphs=graphs))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("use_cuda_graph", [True, False])
 def test_experts_on_a_gpu_are_counted_in_every_step(use_cuda_graph: bool, tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", seed=1)
@@ -71,6 +72,7 @@ def test_experts_on_a_gpu_are_counted_in_every_step(use_cuda_graph: bool, tmp_pa
     engine.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("experts", [EXPERTS_ON_CPU, EXPERTS_ON_GPU])
 def test_parts_of_steps_are_timed_while_somebody_asks(experts: str, tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", seed=1)

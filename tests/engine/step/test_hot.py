@@ -137,6 +137,7 @@ def test_files_that_do_not_fit_are_left(tmp_path: Path, text: str, caplog: pytes
     assert len(caplog.records) == 1
 
 
+@pytest.mark.exhaustive
 def test_counts_and_totals_of_a_step(config: EngineConfig) -> None:
     gpu = HotMachine()
     config = replace(config, use_cuda_graph=False)

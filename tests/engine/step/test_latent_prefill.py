@@ -76,6 +76,7 @@ def logits(engine: Engine, ids: list[int]) -> torch.Tensor:
     return torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", ["deepseek_v2", pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(

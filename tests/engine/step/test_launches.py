@@ -85,6 +85,7 @@ def launches_of_one_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Coun
     return counts
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model_type", "expected"),
@@ -123,6 +124,7 @@ def launches_of_layers(
     return launches_of_one_row(gpu_engine(folder, optimize_config_path=path, self_check=False), monkeypatch)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model_type", "kind", "expected"),

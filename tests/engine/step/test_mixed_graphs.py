@@ -45,6 +45,7 @@ def paged_step(path: Path, rows: tuple[int, ...], lengths: tuple[int, int]) -> t
     return [one.token_id for one in result.results], result.experts, graphs.replays
 
 
+@pytest.mark.exhaustive
 def test_prompts_are_replayed(tmp_path: Path) -> None:
     """Of a model whose experts are on the GPU: tokens, and counts of experts, which leave padding out."""
     model = tiny_model("qwen3_moe", seed=1, layers=1)
@@ -54,6 +55,7 @@ def test_prompts_are_replayed(tmp_path: Path) -> None:
     assert paged_step(path, (), (11, 6)) == (tokens, experts, 0)
 
 
+@pytest.mark.exhaustive
 def test_prompts_of_a_model_with_states_are_replayed(tmp_path: Path) -> None:
     """A long prompt goes chunk by chunk, and the row beside it does not. Experts are on the CPU."""
     recurrent_model("qwen3_next", num_hidden_layers=1, layer_types=["linear_attention"]).save_pretrained(tmp_path)
@@ -62,6 +64,7 @@ def test_prompts_of_a_model_with_states_are_replayed(tmp_path: Path) -> None:
     assert paged_step(tmp_path, (), (33, 1))[0] == tokens
 
 
+@pytest.mark.exhaustive
 def test_logits_of_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One sequence: `==` with and without graphs, and as `transformers` has them. A step of which all logits are wanted
     fits no graph."""

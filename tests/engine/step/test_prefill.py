@@ -90,6 +90,7 @@ def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> Non
     assert (errors > 3e-2).sum() <= 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("max_batch_size", "is_streamed"), [(4, True), (12, False)])
 def test_a_step_of_many_sequences_is_streamed_too(max_batch_size: int, is_streamed: bool, config: EngineConfig) -> None:
     """Unless it is no larger than steps that are captured as graphs, in which the host must not wait."""

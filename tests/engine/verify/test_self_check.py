@@ -221,6 +221,7 @@ def test_a_twin_that_fails_is_a_warning(
     assert "(ImportError: This needs a package that is not here)" in line
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_layers_on_a_gpu(
     is_wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -239,6 +240,7 @@ def test_layers_on_a_gpu(
         build_engine(config, hardware=hardware)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", ["sum", "given"])
 def test_layers_that_were_joined_are_compared_with_each_alone(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -52,6 +52,7 @@ def test_against_the_oracle_and_equal_bits(shape, options, pools):
             assert torch.equal(part, out[start:stop]), (each, start)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim_k", "dim_v", "options"),

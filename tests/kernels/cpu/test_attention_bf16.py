@@ -107,6 +107,7 @@ OPTIONS: list[dict[str, object]] = [
 SHAPES = [(8, 2, 64, 64), (6, 6, 80, 24), (20, 1, 96, 40), (7, 1, 128, 128), (2, 1, 256, 256), (3, 3, 300, 137)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @product(strength=1, shape=SHAPES, options=OPTIONS)
 def test_near_fp64_and_equal_bits(shape, options, all_pools):

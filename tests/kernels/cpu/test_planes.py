@@ -68,7 +68,7 @@ def experts_of(make_weight, first: QuantType, last: QuantType, count: int = 4) -
     return ExpertWeights(gate, up, down)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(
     ("first", "last"),
     [

@@ -184,6 +184,7 @@ print("done")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", [FORK, EXIT], ids=["fork", "exit"])
 def test_fork_and_exit_in_a_fresh_process(program):
     # Python 3.12 warns about any fork() of a process with threads, which is what this test is about.

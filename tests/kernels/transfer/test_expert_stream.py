@@ -366,6 +366,7 @@ print("done")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("method", ["HOST", "MEMORY"])
 @pytest.mark.parametrize("forks", [False, True], ids=["exit", "fork"])

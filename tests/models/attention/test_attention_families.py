@@ -76,6 +76,7 @@ def test_layers_that_share_keys_and_values_take_no_memory(tmp_path: Path) -> Non
     assert [shape.read_nbytes(1) for shape in shapes[2:]] == [2 * 16 * 2 * 4, 2 * 16 * 2 * 4, 2 * 44 * 2 * 4]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-moe", "llama4", "laguna", "nemotron"])
 def test_a_batch_on_pages_is_what_each_prompt_gives_alone(name: str, tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_fused_layers_write_and_read_the_same(family: str, kv_type: str) -> None
     assert list(fused.cache.tensors()) == list(plain.cache.tensors())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_type", ["int8", "fp8"])
 def test_a_batch_on_pages_is_what_each_prompt_gives_alone(kv_type: str) -> None:
     prompts = [random_ids(500, count, seed=count) for count in (5, 30, 64, 90)]

@@ -65,6 +65,7 @@ def qwen4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_safetensors(pooled_model("qwen4_exp_text"), tmp_path_factory.mktemp("qwen4"))
 
 
+@pytest.mark.exhaustive
 def test_agrees_with_transformers_whatever_the_steps(made: Made) -> None:
     ids = some_ids(PROMPT_LEN + NUM_STEPS)
     want = logits_of(made.model, ids)
@@ -121,6 +122,7 @@ def paged_loop(made: Made, **changes: int) -> PagedLoop:
     return PagedLoop(replace(scheduler_config(paged), **sizes), executor)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [pytest.param({"chunk_size": 7}, marks=pytest.mark.exhaustive), {"num_pages": 40, "max_batch_size": 5}],
@@ -142,6 +144,7 @@ def test_many_sequences_are_each_alone(made: Made, changes: dict[str, int]) -> N
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
 
 
+@pytest.mark.exhaustive
 def test_another_engine_goes_on_where_one_died(made: Made) -> None:
     loop, prompts = paged_loop(made), [some_ids(90, seed=i) for i in range(3)]
     names = [loop.add(prompt, SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)) for prompt in prompts]

@@ -100,6 +100,7 @@ def test_two_packed_sequences_equal_each_alone(model_type: str) -> None:
     assert torch.equal(packed, torch.cat(alone))
 
 
+@pytest.mark.exhaustive
 def test_answers_do_not_depend_on_what_runs_beside(saved: Path) -> None:
     prompts = [random_ids(160, n, seed=n) for n in (5, 30, 64)]
     sampling = SamplingParams(temperature=0.0, max_tokens=8)

@@ -68,6 +68,7 @@ def test_shapes_that_no_kernel_takes() -> None:
     assert not takes_fp8(1 << 16, 1 << 15)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", [pytest.param("deepseek_v3", marks=pytest.mark.exhaustive), "qwen3_moe"])
 def test_a_model_in_fp8(model_type: str, tmp_path: Path) -> None:
     """Rows above a few are multiplied with weights rounded to fp16, 2^-11 each, as test_gpu.py bounds."""

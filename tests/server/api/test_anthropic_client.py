@@ -226,6 +226,7 @@ def test_the_last_message_may_begin_the_answer(claude: anthropic.Anthropic) -> N
     assert ask(claude, messages=begun).content[0].text == whole[7:]
 
 
+@pytest.mark.exhaustive
 def test_why_an_answer_ended(claude: anthropic.Anthropic) -> None:
     cut = ask(claude, messages=LONG, max_tokens=4)
     assert (cut.stop_reason, cut.stop_sequence, cut.usage.output_tokens) == ("max_tokens", None, 4)

@@ -101,6 +101,7 @@ def test_a_vector_is_cut_then_scaled_or_left_as_it_is() -> None:
     assert shown_vector(np.zeros(2, dtype=np.float32), None, normalizes=True).tolist() == [0, 0]
 
 
+@pytest.mark.exhaustive
 def test_damaged_weights_are_named_in_both_dialects(tmp_path: Path) -> None:
     path = Path(shutil.copy(DEMO_GGUF, tmp_path / "damaged.gguf"))
     name = "output_norm.weight"

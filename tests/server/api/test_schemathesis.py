@@ -28,6 +28,7 @@ def check(case: schemathesis.Case) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.exhaustive
 def test_no_server_error(server: ServerProcess, random_cases: Callable[[int, int], int]) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]

@@ -223,6 +223,7 @@ def test_a_prompt_that_can_never_fit_is_a_400_at_once(balanced: ServerProcess) -
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.exhaustive
 def test_a_dead_scheduler_ends_the_service() -> None:
     with ServerProcess(*FLAGS) as process:
         (scheduler,), (engine,) = child_pids(process, "kt-scheduler"), child_pids(process, "kt-engine")
@@ -232,6 +233,7 @@ def test_a_dead_scheduler_ends_the_service() -> None:
         wait_until(lambda: not Path(f"/proc/{engine}").exists())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "outcome"),
     [(signal.SIGHUP, "length"), pytest.param(signal.SIGQUIT, "abort", marks=pytest.mark.exhaustive)],
@@ -262,6 +264,7 @@ def test_signals_to_the_whole_group_reach_the_server_alone(
             wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[1:]))
 
 
+@pytest.mark.exhaustive
 def test_start_up_errors_of_the_engine_are_one_message() -> None:
     with ServerProcess(*FLAGS, "--cache_lens", "100000000000", "--log_level", "error", wait=False) as process:
         process.wait_for("kv cache")
@@ -338,6 +341,7 @@ def mixes() -> tuple[Mix, Mix]:
         return Mix(alone), Mix(alone, grows=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk_size", "max_batch_size", "more", "kills"),

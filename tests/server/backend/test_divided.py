@@ -50,6 +50,7 @@ def stream(server: ServerProcess, number: int, has_begun: list[int]) -> str:
     return text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_streams_end_as_if_no_stage_had_died(num_stages: int) -> None:

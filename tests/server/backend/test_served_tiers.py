@@ -39,6 +39,7 @@ class Chat:
         return answer, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.exhaustive
 def test_a_conversation_goes_on_after_kill_9(llm: LLM, tmp_path: Path) -> None:
     flags = (*FLAGS, "--cache_lens", "4096", "--page_size", "16", "--kv_disk_path", str(tmp_path / "pages"))
     expected = list[str]()

@@ -111,6 +111,7 @@ def test_rules_have_no_effect_on_it(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("--optimize_config_path has no effect") == 1
 
 
+@pytest.mark.exhaustive
 def test_both_backends_give_the_same_greedy_answers_over_http(llm: LLM) -> None:
     """The bundled model is sure of these answers: int8 activations do not change its choice."""
     with (

@@ -182,6 +182,7 @@ def test_a_suspended_request_ends_when_its_time_is_over_its_reader_leaves_or_the
     run(work)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_streams_go_on_when_the_engine_is_killed(random_cases: Callable[[int, int], int]) -> None:
     kills = random_cases(3, 12)
@@ -209,6 +210,7 @@ def test_streams_go_on_when_the_engine_is_killed(random_cases: Callable[[int, in
     run(work, kills * DEADLINE / 3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_request_that_kills_engines_is_ended_alone() -> None:
     async def work() -> None:
@@ -249,6 +251,7 @@ def test_without_the_scheduler_everything_stops() -> None:
     run(work)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_engine_that_never_comes_back_ends_the_service() -> None:
     async def work() -> None:
@@ -433,6 +436,7 @@ def test_deadlines_priorities_and_refusals() -> None:
     run(work)
 
 
+@pytest.mark.exhaustive
 def test_stop_strings_end_a_request_in_the_scheduler_too() -> None:
     async def work() -> None:
         async with backend("load_slow") as made:

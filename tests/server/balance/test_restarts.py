@@ -59,6 +59,7 @@ async def killed(made: BalanceServeBackend, number: int) -> asyncio.Task[list[To
     return stream
 
 
+@pytest.mark.exhaustive
 def test_a_restarted_engine_has_the_pages_of_the_first() -> None:
     async def work() -> None:
         async with backend("load_by_free_memory", cache_lens=0, chunk_size=0) as made:
@@ -87,6 +88,7 @@ def test_a_smaller_engine_is_refused_and_another_tried(caplog: pytest.LogCapture
     run(work)
 
 
+@pytest.mark.exhaustive
 def test_what_keeps_an_engine_from_starting_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         clock = ManualClock()
@@ -144,6 +146,7 @@ def test_an_engine_that_dies_before_the_scheduler_starts_is_replaced(monkeypatch
     run(work)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_many_poisonous_requests_do_not_end_the_service() -> None:
     async def work() -> None:
@@ -210,6 +213,7 @@ async def hang_in_loading(made: BalanceServeBackend, clock: ManualClock) -> None
     await until(is_noticed)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_hangs_while_loading_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """The first one, and the one after a death."""
 
@@ -242,6 +246,7 @@ def test_an_engine_that_hangs_while_loading_is_replaced(caplog: pytest.LogCaptur
     assert "hung while loading" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_is_killed_while_it_loads_for_those_who_wait_is_tried_again() -> None:
     """As one of models.yaml: requests that wait for the model do not hear of it."""
 
@@ -269,6 +274,7 @@ def test_an_engine_that_is_killed_while_it_loads_for_those_who_wait_is_tried_aga
     run(work)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("factory", "most", "says"),
@@ -305,6 +311,7 @@ def test_engines_that_always_hang_while_loading_end_the_service() -> None:
     run(work)
 
 
+@pytest.mark.exhaustive
 def test_a_spare_becomes_the_next_engine() -> None:
     async def work() -> None:
         async with backend("load_slow", has_spare_engine=True) as made:

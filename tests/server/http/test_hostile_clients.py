@@ -483,6 +483,7 @@ def test_handshakes_count_as_connections(certificate: dict[str, Path], caplog: p
     assert len([line for line in caplog.messages if "connections are open" in line]) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_handshake_that_does_not_come_is_not_waited_for(
     certificate: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_collector_gets_them(
     assert "opentelemetry.util.re" in caplog.text  # the header that is none, without what it says
 
 
+@pytest.mark.exhaustive
 def test_a_service_sends_what_it_has_when_it_ends(collector: Collector) -> None:
     flags = ("--backend_type", "ktransformers", "--model_name", "demo", "--cache_lens", "512", "--chunk_size", "16")
     with ServerProcess(*flags, "--otlp-traces-endpoint", collector.url) as process:
@@ -158,6 +159,7 @@ def test_without_the_packages_the_error_says_what_to_install(monkeypatch: pytest
         open_traces("http://localhost:4318")
 
 
+@pytest.mark.exhaustive
 def test_nothing_of_it_is_imported_when_it_is_off() -> None:
     code = (
         "import sys, ktransformers.server.balance.scheduler_process, ktransformers.server.balance.engine_process\n"

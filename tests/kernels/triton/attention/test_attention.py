@@ -190,6 +190,7 @@ def test_bad_arguments_are_named(device):
         run(sinks=torch.zeros(5, device=device))
 
 
+@pytest.mark.exhaustive
 def test_rows_of_many_sequences_in_any_order(device):
     rows = [(seq, 10 * seq + step) for step in range(3) for seq in range(7)]
     check(case(rows, 4, 2, 32, 32, torch.float32, device), 0.2)

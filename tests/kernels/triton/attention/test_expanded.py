@@ -69,6 +69,7 @@ def check(sequences, heads, dims, dtype, device, tile=SMALL, gap=0):
     assert values.dtype is dtype
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_ragged_sequences(dtype, device):
     check(RAGGED, 3, (32, 16, 32), dtype, device)
@@ -79,6 +80,7 @@ def test_dimensions_that_are_no_powers_of_two(dims, device):
     check(RAGGED[:3], 2, dims, torch.float16, device)
 
 
+@pytest.mark.exhaustive
 def test_the_shape_of_deepseek(device):
     dims = (128, 64, 128)
     check([(70, 200), (3, 131)], 2, dims, torch.bfloat16, device, expanded_tile(73, 2, torch.bfloat16, device))

@@ -43,6 +43,7 @@ def test_heads(heads, rows, device):
     check(rows, heads, 32, 16, torch.float16, device)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_the_shape_of_deepseek(rows, device):
     check(rows, 16, 512, 64, torch.float16, device)

@@ -71,6 +71,7 @@ def test_best_and_candidates(vocab: int, device: torch.device) -> None:
     check(make_rows(vocab, vocab), (1, 2, 20, 64), device)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("vocab", [151_936, 262_144])
 def test_large_vocabularies(vocab: int, device: torch.device) -> None:
     check(make_rows(vocab, vocab)[:2], (50,), device)

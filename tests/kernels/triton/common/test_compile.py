@@ -34,6 +34,7 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("arguments", "kernels"),
     [
@@ -56,6 +57,7 @@ def test_kernels_compile_and_fit(arguments, kernels, tmp_path):
         assert kernel in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_what_is_rehearsed_is_compiled_once(tmp_path):
     """Into Triton's folder, from which the next process reads it; what nobody rehearsed is named in the log."""
     for expected in ("rehearsed 6 compiled 3", "rehearsed 6 from disk 3"):

@@ -103,7 +103,7 @@ FOURS = (QuantType.IQ4_NL, QuantType.IQ4_NL, QuantType.IQ4_NL)
 APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up take digits in different loops
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(320)
 @pytest.mark.parametrize(
     ("tokens", "layout", "types", "width", "inner"),
     [
@@ -144,6 +144,7 @@ def test_experts(tokens, layout, types, width, inner, device):
     assert not space.counters.any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "qtype",
     [QuantType.IQ2_XS, pytest.param(QuantType.IQ4_XS, marks=pytest.mark.exhaustive), QuantType.Q4_K],

@@ -85,6 +85,7 @@ def test_what_rounding_queries_costs(dtype, device):
     assert (got - exact).abs().max() > 1e-3  # they are rounded
 
 
+@pytest.mark.exhaustive
 @EACH
 def test_queries_of_any_size(dtype, device):
     """Zeros attend to all positions alike, also behind masks; what is no number stays in its row and head."""

@@ -86,6 +86,7 @@ def test_weights_in_ggml_layout(qtype, device):
     check(out, x, values, None, ROUNDED[torch.float16])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("qtype", "tokens"),
@@ -166,6 +167,7 @@ def test_gate_up_and_activation_in_one_launch(tokens, kind, device):
     assert ((out.cpu().double() - act(gate) * up).abs() <= bound).all()
 
 
+@pytest.mark.exhaustive
 def test_a_row_does_not_depend_on_the_others_and_a_workspace_can_be_used_again(device):
     raw, _ = random_matrix(QuantType.Q4_K, 64, 1024)
     weight = relay.relay(raw.to(device), QuantType.Q4_K, 64, 1024)

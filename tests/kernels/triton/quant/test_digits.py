@@ -132,6 +132,7 @@ def multiply(x, base, second, out, table, first, last, TYPE: tl.constexpr, SECON
     tl.store(out + 2 * N + at, u, mask=mask)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(4)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_products_with_digits(qtype, device):

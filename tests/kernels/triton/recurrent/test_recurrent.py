@@ -114,6 +114,7 @@ CHUNKED = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("per_key", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("shape", CHUNKED)
@@ -326,6 +327,7 @@ def test_launches_of_a_decode_step(device, monkeypatch):
         assert counts == {"conv_kernel": 1, "rows_kernel": 1}
 
 
+@pytest.mark.exhaustive
 def test_steps_of_other_sequences_need_no_other_kernels(device):
     """What is compiled before serving serves any number of rows and sequences, wherever a step's tensors lie."""
     net, met = delta_net(False, False, device), []
