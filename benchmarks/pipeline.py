@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ktransformers.bench.serving import ServingWork, bench_serving
+from ktransformers.bench.servers.serving import ServingWork, bench_serving
 from ktransformers.system.cores import usable_cores
 
 

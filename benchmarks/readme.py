@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.bench.roofline import draw_recorded
+from benchmarks.roofline.draw import draw_recorded
 
 __all__ = ["Run", "headline", "kernels_text", "page_with", "renewed", "runs_in", "table"]
 

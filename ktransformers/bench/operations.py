@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ktransformers.bench.machine import machine_facts, shown_machine
-from ktransformers.bench.random_weights import random_raw
-from ktransformers.bench.report import Column, Record, Row, Table
-from ktransformers.bench.timing import best_time, torch_threads
+from ktransformers.bench.common.machine import machine_facts, shown_machine
+from ktransformers.bench.common.random_weights import random_raw
+from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.timing import best_time, torch_threads
 from ktransformers.kernels.cpu import NATIVE_TYPES, WorkerPool, attention, limits, linear, rms_norm
 from ktransformers.kernels.cpu.recurrent import delta_scan
 from ktransformers.kernels.types import StateStep

@@ -13,9 +13,9 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ktransformers.bench.machine import describe_machine
-from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_needed
-from ktransformers.bench.report import Column, Record, Table
+from ktransformers.bench.common.machine import describe_machine
+from ktransformers.bench.common.report import Column, Record, Table
+from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_needed
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_paged_engine
 from ktransformers.engine.model.opened import open_synthetic

@@ -1,6 +1,6 @@
 """What a machine was measured to do, in plain types, and the file that remembers it.
 
-Knows neither torch nor models: `bench/probe.py` measures, `optimize/predict.py` predicts from it, the server reads the
+Knows neither torch nor models: `bench/probe/cpu.py` measures, `optimize/predict.py` predicts from it, the server reads the
 file and never measures. Times are in seconds, rates per second.
 """
 

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.bench import serving, soak
-from ktransformers.bench.client import Client, RequestError
-from ktransformers.bench.kv_fidelity import divergences
-from ktransformers.bench.load_files import FileFormat, FileShape, write_files
-from ktransformers.bench.report import Column, Table
-from ktransformers.bench.server_process import ServerProcess
+from benchmarks import soak
+from benchmarks.fidelity.kv import divergences
+from ktransformers.bench.common.report import Column, Table
+from ktransformers.bench.loading.files import FileFormat, FileShape, write_files
+from ktransformers.bench.servers import serving
+from ktransformers.bench.servers.client import Client, RequestError
+from ktransformers.bench.servers.process import ServerProcess
 from ktransformers.cli import main
 from ktransformers.errors import EngineError
 from ktransformers.kernels.cpu import limits
-from tests.bench.http_server import http_server
+from tests.support.servers.fake_speed_server import http_server
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_FILE = FileShape(layers=1, hidden=256, experts=8, width=256, heads=2, vocab=512, kv_heads=1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.bench import machine as bench_machine
+from ktransformers.bench.common import machine as bench_machine
 from ktransformers.kernels.cpu import WorkerPool
 
 

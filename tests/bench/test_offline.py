@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.bench.offline import SPARE_BYTES, cpu_expert_layers, fitting_layers
+from ktransformers.bench.offline.measure import SPARE_BYTES, cpu_expert_layers, fitting_layers
 from ktransformers.cli import main
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware, plan_model
@@ -245,7 +245,7 @@ def test_the_peer_keeps_in_ram_what_we_do() -> None:
 
 
 def test_what_does_not_fit_is_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.bench.offline.fitting_layers", lambda plan: 2)
+    monkeypatch.setattr("ktransformers.bench.offline.measure.fitting_layers", lambda plan: 2)
     args = ["--synthetic", "tiny", "--prefill", "4", "--decode", "1", "--max_new_tokens", "2"]
     text, result = bench(capsys, *args)
     assert text.startswith("tiny: 2 of 4 layers fit into memory")

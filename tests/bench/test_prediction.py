@@ -9,9 +9,10 @@ from functools import partial
 import pytest
 from transformers import PretrainedConfig
 
-from ktransformers.bench import probe, probe_steps
-from ktransformers.bench.probe import ProbeSizes, probe_cpu, thread_counts
-from ktransformers.bench.probe_steps import FAMILIES, gpu_step_costs, step_costs
+from ktransformers.bench.probe import cpu as probe
+from ktransformers.bench.probe import steps as probe_steps
+from ktransformers.bench.probe.cpu import ProbeSizes, probe_cpu, thread_counts
+from ktransformers.bench.probe.steps import FAMILIES, gpu_step_costs, step_costs
 from ktransformers.cli import main
 from ktransformers.config import EngineConfig
 from ktransformers.kernels.cpu import WorkerPool, limits
@@ -112,7 +113,7 @@ def test_prediction_beside_a_run(
     assert set(costs) == {"grouped"}
     cpu = CpuSpeed(**{name: getattr(tiny_speed, name) for name in CpuSpeed.__slots__} | {"steps": costs})
     speed = MachineSpeed(0.0, 0.0, cpu)
-    monkeypatch.setattr("ktransformers.bench.measuring.measure_machine", lambda sizes: speed)
+    monkeypatch.setattr("ktransformers.bench.probe.measuring.measure_machine", lambda sizes: speed)
     args = ("--shapes", "gpt-oss-120b", "--layers", "2", "--prefill", "8", "--decode", "1", "--prompt_len", "8")
     quick = ("--rounds", "1", "--max_new_tokens", "2", "--cpu_infer", "1", "--within", "100", "--no_use_cuda")
     assert main(["bench", "prediction", "--json", *args, *quick]) == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.bench import measuring
+from ktransformers.bench.probe import measuring
 from ktransformers.cli import main
 from ktransformers.cli.doctor import command as doctor
 from ktransformers.cli.doctor import gpu, machine, software
@@ -73,7 +73,7 @@ def test_only_problems_fail(
 def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(doctor, "_measured", lambda file, is_anew: SPEED)
-    monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda *args, **options: {"cpu": 43e9})
+    monkeypatch.setattr("ktransformers.bench.common.bandwidth.bandwidths", lambda *args, **options: {"cpu": 43e9})
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert doctor.run(argparse.Namespace(json=False, quick=False, measure=False)) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -312,7 +312,7 @@ def test_quick_shows_what_was_measured_before(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "all_checks", lambda is_quick: [Check("a", lambda: [ok("a", f"quick {is_quick}")])])
-    monkeypatch.setattr("ktransformers.bench.measuring.measure_machine", lambda say: SPEED)
+    monkeypatch.setattr("ktransformers.bench.probe.measuring.measure_machine", lambda say: SPEED)
     assert main(["doctor", "--quick"]) == 0
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first.endswith("quick True")

@@ -52,8 +52,8 @@ def _no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "ktransformers.engine.load.reference._from_safetensors",
         "ktransformers.engine.load.reference._filled",
         "ktransformers.server.balance.supervisor.Supervisor.start",
-        "ktransformers.bench.kernels.bench_kernels",
-        "ktransformers.bench.model.machine_facts",
+        "benchmarks.kernels.measure.bench_kernels",
+        "benchmarks.model.machine_facts",
     ):
         monkeypatch.setattr(name, _would_load)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))

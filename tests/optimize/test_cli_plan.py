@@ -42,7 +42,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[Eng
 
         monkeypatch.setattr("ktransformers.engine.model.opened.open_model", open_model)
         monkeypatch.setattr("ktransformers.engine.plan.planning.detect_machine", lambda: machine)
-        monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
+        monkeypatch.setattr("ktransformers.bench.common.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
         return seen
 
     return install
@@ -121,7 +121,7 @@ def test_a_shape_needs_no_files(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(
         "ktransformers.engine.plan.planning.detect_machine", lambda: Machine(64 << 30, 64 << 30, {"cpu": 64 << 30})
     )
-    monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
+    monkeypatch.setattr("ktransformers.bench.common.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
     args = parse("--synthetic", "gpt-oss-20b")
     assert args.run(args) == 0
     assert "gpt-oss-20b (gpt_oss, 24 layers, 4 of 32 experts a token)" in capsys.readouterr().out

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from ktransformers.bench.agents.host import describe_host
+from ktransformers.bench.agents.llama_server import LlamaServer, LlamaServerWork, llama_server_flags
 from ktransformers.bench.agents.load import Load, Turn, model_name
 from ktransformers.bench.agents.report import COLUMNS, row_of, shown_machine, shown_row
 from ktransformers.bench.agents.shapes import Prompts, Wave
-from ktransformers.bench.client import Client, RequestError
-from ktransformers.bench.peers.llama_server import LlamaServer, LlamaServerWork, llama_server_flags
-from ktransformers.bench.report import Record, Row, Table
-from ktransformers.bench.server_process import ServerProcess
+from ktransformers.bench.common.report import Record, Row, Table
+from ktransformers.bench.servers.client import Client, RequestError
+from ktransformers.bench.servers.process import ServerProcess
 from ktransformers.config import EngineConfig
 from ktransformers.errors import EngineError
 from ktransformers.weights.gguf.file import open_gguf

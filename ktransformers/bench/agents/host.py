@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe_host() -> dict[str, Any]:
-    """bench.machine.describe_machine of a child process; CPU and cores alone, with one logged line, when that fails."""
+    """bench.common.machine.describe_machine of a child process; CPU and cores alone, with one logged line, when that fails."""
     child = subprocess.run(spawn_code(__name__), capture_output=True, text=True, check=False)
     if child.returncode:
         reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
@@ -33,7 +33,7 @@ def describe_host() -> dict[str, Any]:
 
 def main() -> int:
     """The child: prints the description as one line of JSON."""
-    from ktransformers.bench.machine import describe_machine
+    from ktransformers.bench.common.machine import describe_machine
 
     print(json.dumps(describe_machine()))
     return 0

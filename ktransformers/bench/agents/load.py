@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktransformers.bench.agents.shapes import Group, Prompt, Prompts, Wave
-from ktransformers.bench.client import Client, RequestError
+from ktransformers.bench.servers.client import Client, RequestError
 
 __all__ = ["Answer", "Load", "Turn", "model_name"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ktransformers.bench.agents.load import Answer, Turn
 from ktransformers.bench.agents.shapes import Wave
-from ktransformers.bench.report import Column, Row
+from ktransformers.bench.common.report import Column, Row
 
 __all__ = ["COLUMNS", "label", "percentile", "row_of", "shown_machine", "shown_row"]
 
@@ -92,7 +92,7 @@ def _shown(row: Row, keys: Sequence[str], spec: str) -> str | None:
 
 
 def shown_machine(machine: dict[str, Any]) -> str:
-    """bench.machine.describe_machine as a line."""
+    """bench.common.machine.describe_machine as a line."""
     gpus = [gpu["name"] for gpu in machine.get("gpus", ())]
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     return ", ".join([f"{machine['cpu']}, {machine['cores']} cores", *counted])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.bench.bandwidth import measure_gpu
-from ktransformers.bench.machine import describe_machine
+from ktransformers.bench.common.bandwidth import measure_gpu
+from ktransformers.bench.common.machine import describe_machine
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.triton.common import runtime
 

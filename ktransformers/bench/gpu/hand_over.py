@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from ktransformers.bench.common.machine import machine_facts, shown_machine
+from ktransformers.bench.common.random_weights import random_raw
+from ktransformers.bench.common.report import Column, Record, Row, Table
 from ktransformers.bench.gpu.device import require_gpu
-from ktransformers.bench.machine import machine_facts, shown_machine
-from ktransformers.bench.random_weights import random_raw
-from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.expert_counts import ExpertCounts

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ktransformers.bench.agents.shapes import WAVES, Wave, choose_waves, slot_len
-from ktransformers.bench.report import print_record
+from ktransformers.bench.common.report import print_record
 from ktransformers.cli.bench.options import (
     Kinds,
     add_gguf_path,
@@ -152,7 +152,7 @@ def _check(args: argparse.Namespace) -> None:
 def _running(args: argparse.Namespace) -> tuple[list[Target], int]:
     """Servers that run, and a bound of token ids."""
     from ktransformers.bench.agents.bench import running_target
-    from ktransformers.bench.client import Client
+    from ktransformers.bench.servers.client import Client
 
     timeout = _TIMEOUT if args.timeout is None else args.timeout
     targets = [running_target(url, Client(url, args.api_key or "", timeout)) for url in args.url]
@@ -162,7 +162,7 @@ def _running(args: argparse.Namespace) -> tuple[list[Target], int]:
 def _started(args: argparse.Namespace, waves: list[Wave]) -> tuple[list[Target], int]:
     """Servers that are started, and the number of token ids that their model knows."""
     from ktransformers.bench.agents.bench import llama_target, own_target, vocab_size
-    from ktransformers.bench.peers.llama_server import LlamaServerWork, find_llama_server
+    from ktransformers.bench.agents.llama_server import LlamaServerWork, find_llama_server
 
     config = with_default_model(engine_config(args))
     slots = _SLOTS if args.slots is None else args.slots

@@ -9,12 +9,12 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from ktransformers.bench.report import print_record
-from ktransformers.bench.work import ModelWork
+from benchmarks.fidelity.__main__ import add_fidelity
+from benchmarks.kernels import __main__ as bench_kernels
+from benchmarks.peers.work import ModelWork
+from ktransformers.bench.common.report import print_record
 from ktransformers.cli.bench import gpu as bench_gpu
-from ktransformers.cli.bench import kernels as bench_kernels
 from ktransformers.cli.bench.agents import add_agents
-from ktransformers.cli.bench.fidelity import add_fidelity
 from ktransformers.cli.bench.options import (
     SHAPE_NAMES,
     Kinds,
@@ -235,7 +235,7 @@ def _model(args: argparse.Namespace) -> int:
     if config.gguf_path is None and config.model_path is not None:
         raise ConfigError("name the GGUF file too: ktransformers bench model GGUF --model_path FOLDER")
     config = with_default_model(config)
-    from ktransformers.bench.model import bench_model
+    from benchmarks.model import bench_model
 
     return print_record("model", args.json, partial(bench_model, config, work, args.peer))
 
@@ -248,9 +248,9 @@ def _offline(args: argparse.Namespace) -> int:
     check_range("beside", args.beside, 0, 1 << 24)
     check_itl_ratio(args.max_itl_ratio)
     config = model_or_shape(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
-    from ktransformers.bench.offline import OfflineWork, bench_offline
-    from ktransformers.bench.offline_runs import DecodeCase
-    from ktransformers.bench.streams import StreamWork
+    from ktransformers.bench.offline.measure import OfflineWork, bench_offline
+    from ktransformers.bench.offline.runs import DecodeCase
+    from ktransformers.bench.offline.streams import StreamWork
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
     peers = tuple(dict.fromkeys(args.peer))
@@ -274,10 +274,10 @@ def _prediction(args: argparse.Namespace) -> int:
     if config.model_path is not None or config.gguf_path is not None:
         raise ConfigError("this measures --shapes with random weights; leave the model's path out")
     config = config.resolved(needs_model=False)  # before the slow imports
-    from ktransformers.bench.measuring import known_or_measured, measure_machine
-    from ktransformers.bench.offline_runs import DecodeCase
+    from ktransformers.bench.offline.runs import DecodeCase
     from ktransformers.bench.prediction import PredictionWork, bench_prediction
-    from ktransformers.bench.probe import FULL
+    from ktransformers.bench.probe.cpu import FULL
+    from ktransformers.bench.probe.measuring import known_or_measured, measure_machine
     from ktransformers.optimize.machine_speed import SpeedFile
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
@@ -293,7 +293,7 @@ def _serving(args: argparse.Namespace) -> int:
     check_threads(args)
     streams = numbers(args.concurrency, "concurrency", 4096)
     path = gguf_file(with_default_model(engine_config(args)))
-    from ktransformers.bench.serving import ServingWork, bench_serving
+    from ktransformers.bench.servers.serving import ServingWork, bench_serving
 
     threads = args.threads or usable_cores()
     work = ServingWork(path, streams, args.prompt_len, args.max_tokens, args.rounds, threads, args.backend_type)
@@ -305,8 +305,8 @@ def _speed(args: argparse.Namespace) -> int:
     check_between(args, concurrent=4096, max_tokens=1 << 20, port=65535)
     check_range("prompt_lens", min(args.prompt_lens), 1, 1 << 20)
     check_range("timeout", args.timeout, 0.001, 1 << 20)
-    from ktransformers.bench.client import Client
-    from ktransformers.bench.speed import SpeedWork, bench_speed
+    from ktransformers.bench.servers.client import Client
+    from ktransformers.bench.servers.speed import SpeedWork, bench_speed
 
     work = SpeedWork(
         client=Client(args.url or f"http://{args.host}:{args.port}", args.api_key, args.timeout),
@@ -327,7 +327,7 @@ def _soak(args: argparse.Namespace) -> int:
     check_range("seconds", args.seconds, 0, 1 << 24)
     check_range("kill_every", args.kill_every, 0, 1 << 24)
     path = gguf_file(with_default_model(engine_config(args)))
-    from ktransformers.bench.soak import SoakWork, bench_soak
+    from benchmarks.soak import SoakWork, bench_soak
 
     work = SoakWork(path, args.seconds, args.streams, args.kill_every)
     return print_record("soak", args.json, partial(bench_soak, work))
@@ -340,8 +340,8 @@ def _load(args: argparse.Namespace) -> int:
     config = replace(engine_config(args), cpu_infer=args.threads or usable_cores(), cache_lens=256)
     if config.gguf_path is not None or config.model_path is not None:
         config = config.resolved()
-    from ktransformers.bench.load import CACHE_STATES, LoadWork, bench_load
-    from ktransformers.bench.load_files import FileShape
+    from ktransformers.bench.loading.files import FileShape
+    from ktransformers.bench.loading.measure import CACHE_STATES, LoadWork, bench_load
 
     states = [state for state in CACHE_STATES if args.cache in (state, "both")]
     work = LoadWork(config, FileShape(args.layers), args.format, args.runs, states)
@@ -367,7 +367,7 @@ def _sampling(args: argparse.Namespace) -> int:
     check_between(args, vocab=1 << 24)
     check_range("seconds", args.seconds, 0, 3600)
     check_threads(args)
-    from ktransformers.bench.sampling import bench_sampling
+    from benchmarks.sampling import bench_sampling
 
     measure = partial(bench_sampling, args.vocab, args.threads or usable_cores(), args.seconds)
     return print_record("sampling", args.json, measure)
@@ -378,7 +378,7 @@ def _profiling(args: argparse.Namespace) -> int:
     check_between(args, layers=1 << 10, prompt_len=1 << 20)
     check_range("steps", args.steps, 2, 1 << 24)
     config = with_default_model(engine_config(args)).resolved()
-    from ktransformers.bench.profiling import ProfilingWork, bench_profiling
+    from benchmarks.profiling import ProfilingWork, bench_profiling
 
     work = ProfilingWork(config, args.synthetic, args.layers, args.steps, args.prompt_len)
     return print_record("profiling", args.json, partial(bench_profiling, work, partial(loading_bar, sys.stderr)))
@@ -387,6 +387,6 @@ def _profiling(args: argparse.Namespace) -> int:
 def _scheduler(args: argparse.Namespace) -> int:
     check_between(args, sequences=1 << 14)
     check_range("steps", args.steps, 2, 1 << 24)
-    from ktransformers.bench.scheduler import bench_scheduler
+    from benchmarks.scheduler import bench_scheduler
 
     return print_record("scheduler", args.json, partial(bench_scheduler, args.sequences, args.steps))

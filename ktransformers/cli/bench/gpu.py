@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from ktransformers.bench.report import print_record
+from ktransformers.bench.common.report import print_record
 from ktransformers.cli.bench.options import (
     Kinds,
     add_threads,
@@ -88,7 +88,7 @@ def _add_hand_over(kinds: Kinds) -> None:
 
 def _measure_attention(args: argparse.Namespace) -> int:
     set_up_logging("warning")
-    from ktransformers.bench.gpu.attention import bench_gpu_attention, tune_gpu_attention
+    from benchmarks.gpu.attention import bench_gpu_attention, tune_gpu_attention
 
     tune = partial(tune_gpu_attention, args.only)
     return print_record(
@@ -102,7 +102,7 @@ def _measure_latent(args: argparse.Namespace) -> int:
     only = numbers(args.only, "only") if args.only else []
     if only and (len(only) != 2 or only[0] > only[1]):
         raise ConfigError(f"--only must be ROWS,POSITIONS, no more rows than positions, got {args.only!r}")
-    from ktransformers.bench.gpu.latent import CASES, bench_gpu_latent, tune_gpu_latent
+    from benchmarks.gpu.latent import CASES, bench_gpu_latent, tune_gpu_latent
     from ktransformers.operators.attention.latent_expansion import LatentDims
 
     dims = LatentDims(args.heads, rank=512, nope=128, rope=64, v_dim=128)
@@ -114,7 +114,7 @@ def _measure_latent(args: argparse.Namespace) -> int:
 def _measure_linear(args: argparse.Namespace) -> int:
     set_up_logging("warning")
     names, tokens = chosen(args.only, "only", GPU_LINEARS), numbers(args.tokens, "tokens")
-    from ktransformers.bench.gpu.linear import COMPARED_TYPES, bench_gpu_linear
+    from benchmarks.gpu.linear import COMPARED_TYPES, bench_gpu_linear
 
     known = {qtype.name: qtype for qtype in COMPARED_TYPES}
     types = [known[name] for name in chosen(args.types.upper() or ",".join(known), "types", list(known))]
@@ -127,7 +127,7 @@ def _measure_prefill(args: argparse.Namespace) -> int:
     check_range("milliseconds", args.milliseconds, 0, 1 << 20)
     check_range("between_us", args.between_us, 0, 1 << 20)
     check_threads(args)
-    from ktransformers.bench.gpu.prefill import PrefillWork, bench_gpu_prefill
+    from benchmarks.gpu.prefill import PrefillWork, bench_gpu_prefill
 
     threads = args.threads or usable_cores()
     work = PrefillWork(shapes, tokens, threads, args.milliseconds, args.between_us, args.engine_copies)

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(file: SpeedFile, *, is_anew: bool) -> MachineSpeed:
     """What is going on is shown on a terminal, on the line that the next finding takes."""
-    from ktransformers.bench.measuring import known_or_measured
+    from ktransformers.bench.probe.measuring import known_or_measured
 
     is_shown = sys.stderr.isatty()
 

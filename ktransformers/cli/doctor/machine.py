@@ -110,7 +110,7 @@ def judge_swap(memory: Mapping[str, int]) -> list[Finding]:
 def ram_bandwidth(measure: Callable[[], Mapping[str, float]] | None = None) -> Iterable[Finding]:
     """Measured now; the best of all times is kept, and `plan` predicts with it."""
     if measure is None:
-        from ktransformers.bench.bandwidth import bandwidths
+        from ktransformers.bench.common.bandwidth import bandwidths
 
         rate = bandwidths(["cpu"], usable_cores(), is_anew=True).get("cpu")
     else:

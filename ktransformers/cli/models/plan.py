@@ -83,7 +83,7 @@ def plan_command(args: argparse.Namespace) -> int:
     _check_case(args)
     if args.nodes is not None:
         return nodes_command(config, args.synthetic, args.nodes, as_json=args.json)
-    from ktransformers.bench.bandwidth import bandwidths
+    from ktransformers.bench.common.bandwidth import bandwidths
     from ktransformers.engine.plan.outlook import look_ahead
     from ktransformers.optimize.machine_speed import SpeedFile
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tests.bench.http_server import Handler
+from tests.support.servers.fake_speed_server import Handler
 
 PATIENCE = 60.0
 """Seconds that an answer waits for a request that a test says must come; a deadline, not an expectation."""

@@ -13,12 +13,12 @@ import jsonschema
 import pytest
 
 from ktransformers.bench.agents import bench, host
-from ktransformers.bench.client import Client
-from ktransformers.bench.machine import describe_machine
+from ktransformers.bench.common.machine import describe_machine
+from ktransformers.bench.servers.client import Client
 from ktransformers.cli import main
 from ktransformers.config import EngineConfig, bundled_model
 from tests.bench.agents.fake_server import AgentsHandler
-from tests.bench.http_server import http_server
+from tests.support.servers.fake_speed_server import http_server
 
 DEMO = bundled_model("it comes with the package")
 TINY = ["--shape", "agents=2,shared=6,own=4,answer=3,turns=2,growth=2", "--seed", "1"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.bench.peers.llama_server import (
+from ktransformers.bench.agents.llama_server import (
     LlamaServer,
     LlamaServerWork,
     find_llama_server,

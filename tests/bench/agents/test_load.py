@@ -9,9 +9,9 @@ import pytest
 from ktransformers.bench.agents.load import Answer, Load, Turn, model_name
 from ktransformers.bench.agents.report import label, percentile, row_of, shown_row
 from ktransformers.bench.agents.shapes import WAVES, Group, Prompts, Wave, scaled
-from ktransformers.bench.client import RequestError
+from ktransformers.bench.servers.client import RequestError
 from tests.bench.agents.fake_server import AgentsHandler, waiting_handler
-from tests.bench.http_server import http_server
+from tests.support.servers.fake_speed_server import http_server
 
 PROMPTS = Prompts(1, vocab=1000)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QuantType
 
-from ktransformers.bench.load_files import FileFormat, FileShape, write_files
+from ktransformers.bench.loading.files import FileFormat, FileShape, write_files
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load import builder, stages
 from ktransformers.optimize import apply

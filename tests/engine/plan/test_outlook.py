@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.bench.bandwidth import BandwidthFile, bandwidths
+from ktransformers.bench.common.bandwidth import BandwidthFile, bandwidths
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware, plan_model
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.kernels`: a layer of routed experts on the CPU, beside other programs."""

@@ -1,0 +1,1 @@
+"""Other programs that are measured beside ours, each in a child process."""

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.roofline`: a picture of kernels against the limits of a machine."""

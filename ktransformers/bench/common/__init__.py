@@ -1,0 +1,1 @@
+"""What all measurements share: tables and records, the machine, clocks, random weights."""

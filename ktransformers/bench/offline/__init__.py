@@ -1,0 +1,1 @@
+"""A model through the engine, without a server."""

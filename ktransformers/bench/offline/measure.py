@@ -1,0 +1,299 @@
+"""Prefill and decode of a model on this machine through the engine of balance_serve, without a server.
+
+The weights are a model's, or random ones in a published shape, so that no model's files are needed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.peers.base import PeerProcess, is_missing
+from benchmarks.peers.llama_model import llama_model_peer
+from benchmarks.peers.work import ModelWork
+from ktransformers.bench.common.machine import (
+    machine_facts,
+    ram_peak,
+    reset_ram_peak,
+    reset_vram_peak,
+    shown_machine,
+    vram_peak,
+)
+from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_needed
+from ktransformers.bench.offline.streams import StreamWork, slots_of_stream, stream_beside_prompt
+from ktransformers.config import EngineConfig
+from ktransformers.core import Progress
+from ktransformers.engine.load.builder import PagedEngine, build_paged_engine, plan_model
+from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.errors import ConfigError
+from ktransformers.models.synthetic_shapes import find_shape
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.optimize.plan import Plan
+from ktransformers.system.cores import usable_cores
+from ktransformers.weights.gguf.file import open_gguf
+
+__all__ = ["OfflineWork", "bench_offline", "fitting_layers"]
+
+PAGE_SIZE = 64
+SPARE_BYTES = 2 << 30
+"""RAM left for activations when the number of layers is chosen by what fits."""
+
+_PEER_ROUNDS = 2
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_COLUMNS = (
+    Column("phase", 7, title=" "),
+    Column("tokens", 6),
+    Column("tokens_per_s", 9, ".1f", "tokens/s"),
+    Column("ms_per_step", 9, ".2f", "ms/step"),
+    Column("gb_s", 7, ".1f", "GB/s"),
+    Column("distinct_experts", 8, ".1f", "experts"),
+    Column("even_experts", 8, ".1f", "if even"),
+)
+_HOT_COLUMN = Column("hot_percent", 7, ".1f", "% hot")
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineWork:
+    """Prompts of `prefills` tokens; `batches` sequences that decode as `case` says; least seconds per figure.
+
+    synthetic: random weights in this shape instead of the config's model, with `layers` of its layers; None: as many as
+    fit into memory. peers: of "llama.cpp", measured in turns with ours on the same GGUF file, everything on the GPU but
+    the routed experts that our plan leaves to the CPU. routing: how tokens of a synthetic model choose experts.
+    stream: what is measured of one beside a prompt.
+    """
+
+    config: EngineConfig
+    prefills: list[int]
+    batches: list[int]
+    case: DecodeCase
+    seconds: float
+    synthetic: str | None = None
+    layers: int | None = None
+    peers: tuple[str, ...] = ()
+    routing: str = "even"
+    stream: StreamWork | None = None
+
+
+def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManager[Progress | None]]) -> Record:
+    """Load, measure and print a table. Returns the record. loading: shows progress while it is open."""
+    if work.peers and work.config.gguf_path is None:
+        raise ConfigError("--peer reads a GGUF file: name one as MODEL, and leave --synthetic out")
+    opened = _open(work)
+    prefills = _within_context(opened, work.prefills, work.case)
+    stream = _stream_within(opened.facts.context_len, work.stream)
+    work = replace(work, prefills=prefills, stream=stream)
+    num_slots = slots_needed(prefills, work.batches, work.case, PAGE_SIZE)
+    if stream is not None:
+        num_slots = max(num_slots, slots_of_stream(stream, PAGE_SIZE))
+    config = _with_cache(opened.config, num_slots)
+    opened = replace(opened, config=config)
+    if work.synthetic is not None and work.layers is None:
+        opened = _cut_to_fit(work.synthetic, opened, work.routing)
+    with loading() as progress:
+        engine, report = _load(opened, max(*work.batches, 1 if stream is None else 2), progress)
+    _print_report(report)
+    report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
+    report["settings"] |= {"routing": work.routing, "hot_experts": config.hot_experts}
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        peers = _start_peers(engine, opened, work, stack)
+        runs = OfflineRuns(engine, work.seconds)
+        rows, memory = _measure(engine, runs, work, peers)
+        share = runs.quarter_share()
+        beside = None if stream is None else _measure_stream(engine, stream)
+    return {**report, "memory": memory, "rows": rows, "quarter_share": share, "stream": beside}
+
+
+def _stream_within(context: int | None, work: StreamWork | None) -> StreamWork | None:
+    """The stream and the prompt beside it, if the model's context holds each; a line says so if not."""
+    if work is None or context is None or max(work.most_tokens, work.prompt_len + 1) <= context:
+        return work
+    print(
+        f"a stream beside a prompt of {work.prompt_len} tokens is left out: the model's context is {context} tokens; "
+        "--beside chooses a shorter prompt"
+    )
+    return None
+
+
+def _measure_stream(engine: PagedEngine, work: StreamWork) -> Record:
+    figure = stream_beside_prompt(engine, work)
+    limit = f"at most x {work.max_itl_ratio:g} wanted" if work.max_itl_ratio else "no limit"
+    print(
+        f"a stream's time between tokens: alone {figure.alone_ms:.2f} ms (worst {figure.alone_worst_ms:.2f}), beside a "
+        f"prompt of {work.prompt_len} tokens {figure.beside_ms:.2f} ms (worst {figure.beside_worst_ms:.2f}): "
+        f"x {figure.ratio:.2f} (worst x {figure.worst_ratio:.2f}; {limit}); {figure.chunk:.0f} tokens of the prompt a "
+        f"step, its first token after {figure.first_token_ms:.0f} ms"
+    )
+    return asdict(figure)
+
+
+def _beside(row: Row, peers: Sequence[PeerProcess]) -> Row:
+    """The row with what the peers do, the better of two rounds: their first one warms up."""
+    for peer in peers:
+        answers = [peer.ask(f"{row['phase']} {row['tokens']}") for _ in range(_PEER_ROUNDS)]
+        rate = max((one for one in answers if one is not None), default=None)
+        row |= {peer.name: rate, f"ours / {peer.name}": row["tokens_per_s"] / rate if rate else None}
+    return row
+
+
+def _with_cache(config: EngineConfig, num_slots: int) -> EngineConfig:
+    if config.cache_lens and config.cache_lens < num_slots:
+        raise ConfigError(
+            f"--cache_lens {config.cache_lens} is too small: these figures need {num_slots}; leave it out, or ask for "
+            "less with --prefill, --decode, --prompt_len, --max_new_tokens and --beside"
+        )
+    return replace(config, cache_lens=config.cache_lens or num_slots)
+
+
+def _open(work: OfflineWork) -> OpenedModel:
+    """The model's files, or random weights in a shape, all its layers when `layers` does not say."""
+    if work.synthetic is None:
+        return open_model(work.config)
+    return open_synthetic(work.config, find_shape(work.synthetic).config(work.layers), work.routing)
+
+
+def _cut_to_fit(name: str, opened: OpenedModel, routing: str) -> OpenedModel:
+    """The shape called `name`, opened whole, with as many layers as fit into memory."""
+    shape = find_shape(name)
+    count = fitting_layers(plan_model(opened.config, opened))
+    print(f"{shape.name}: {count} of {shape.num_layers} layers fit into memory; --layers N chooses another number")
+    return opened if count == shape.num_layers else open_synthetic(opened.config, shape.config(count), routing)
+
+
+def fitting_layers(plan: Plan) -> int:
+    """How many of the plan's layers, from the first on, fit into the machine with all that is no layer; at least 1.
+
+    On the CPU there must be room for one more, which is made before it is re-laid, and SPARE_BYTES.
+    """
+    layers: dict[int, dict[str, int]] = {}
+    for entry in plan.entries:
+        found = _LAYER.search(entry.key)
+        if found is not None:
+            _add(layers.setdefault(int(found[1]), {}), entry.nbytes)
+    for nbytes in plan.extra_bytes.values():  # the cache: a share of each layer
+        for layer in layers.values():
+            _add(layer, {device: count // len(layers) for device, count in nbytes.items()})
+    held = dict(plan.total_bytes)
+    for layer in layers.values():
+        _add(held, {device: -count for device, count in layer.items()})
+    held["cpu"] = held.get("cpu", 0) + SPARE_BYTES + max((layer.get("cpu", 0) for layer in layers.values()), default=0)
+    count = 0
+    for index in sorted(layers):
+        _add(held, layers[index])
+        if any(nbytes > plan.capacity.get(device, 0) for device, nbytes in held.items()):
+            break
+        count += 1
+    return max(count, 1)
+
+
+def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:
+    for device, nbytes in more.items():
+        sums[device] = sums.get(device, 0) + nbytes
+
+
+def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) -> list[int]:
+    """The prompts that the model's context holds; the others are named on the console."""
+    context = opened.facts.context_len
+    if context is None:
+        return prefills
+    if case.prompt_len + case.steps > context:
+        raise ConfigError(
+            f"--prompt_len {case.prompt_len} and --max_new_tokens {case.steps} together are beyond the model's "
+            f"context of {context} tokens"
+        )
+    left_out = [count for count in prefills if count > context]
+    if left_out:
+        print(f"prefill of {', '.join(map(str, left_out))} tokens is left out: the model's context is {context} tokens")
+    return [count for count in prefills if count <= context]
+
+
+def _load(opened: OpenedModel, max_batch_size: int, progress: Progress | None) -> tuple[PagedEngine, Record]:
+    """The engine, and what is known of machine, model and loading."""
+    began = time.perf_counter()
+    engine = build_paged_engine(
+        opened.config,
+        page_size=PAGE_SIZE,
+        max_batch_size=max_batch_size,
+        progress=progress,
+        opened=opened,
+    )
+    seconds, peak = time.perf_counter() - began, ram_peak()
+    return engine, {
+        "machine": machine_facts(engine.pool),
+        "model": {
+            "description": engine.model.description,
+            "layers": opened.facts.num_layers,
+            "rules": Path(engine.plan.rule_file).name,
+            "weight_bytes": {device: nbytes for device, nbytes in engine.plan.weight_bytes.items() if nbytes},
+        },
+        "settings": {"chunk_size": engine.config.chunk_size, "cache_lens": engine.config.cache_lens},
+        "load": {"seconds": seconds, "ram_peak_gb": peak / 1e9},
+    }
+
+
+def _print_report(report: Record) -> None:
+    machine, model, load = report["machine"], report["model"], report["load"]
+    gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or "no GPU"
+    weights = ", ".join(f"{nbytes / 1e9:.2f} GB on {device}" for device, nbytes in model["weight_bytes"].items())
+    print(
+        f"{shown_machine(machine)}; {gpus}\n{model['description']}, {model['layers']} layers; weights {weights}; "
+        f"loaded in {load['seconds']:.1f} s, RAM peak {load['ram_peak_gb']:.2f} GB"
+    )
+
+
+def cpu_expert_layers(plan: Plan) -> list[int] | None:
+    """Layers whose routed experts lie in RAM, of a plan that has something on a GPU; None for the CPU alone."""
+    if all(device == "cpu" for device, nbytes in plan.total_bytes.items() if nbytes):
+        return None
+    experts = [entry for entry in plan.entries if isinstance(plan.operators.get(entry.key), KTransformersExperts)]
+    in_ram = [entry for entry in experts if entry.nbytes.get("cpu", 0) > entry.total_bytes // 2]
+    return sorted(int(found[1]) for entry in in_ram if (found := _LAYER.search(entry.key)) is not None)
+
+
+def _start_peers(engine: PagedEngine, opened: OpenedModel, work: OfflineWork, stack: ExitStack) -> list[PeerProcess]:
+    """Closed by `stack`."""
+    path = opened.config.gguf_path
+    if not work.peers or path is None or is_missing("llama.cpp", "llama_cpp", "llama-cpp-python"):
+        return []
+    sizes = ModelWork(work.prefills, work.batches, work.case.steps, work.case.prompt_len)
+    threads = opened.config.cpu_infer or usable_cores()
+    file = open_gguf(path).files[0].path
+    peer = llama_model_peer(file, threads, engine.model.vocab_size, sizes, cpu_expert_layers(engine.plan))
+    stack.callback(peer.close)
+    return [peer]
+
+
+def _measure(
+    engine: PagedEngine, runs: OfflineRuns, work: OfflineWork, peers: Sequence[PeerProcess]
+) -> tuple[list[Row], dict[str, float | None]]:
+    """Every figure, printed as it comes, and the peaks of memory meanwhile."""
+    reset_ram_peak()
+    reset_vram_peak()
+    print(f"prompts in chunks of {engine.config.chunk_size} tokens; decode after {work.case.prompt_len} tokens")
+    columns = [(Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in peers]
+    hot = [_HOT_COLUMN] if engine.hot.gpus else []
+    table = Table([*_COLUMNS, *hot, *(one for pair in columns for one in pair)])
+    for count in work.prefills:
+        table.add(_beside(asdict(runs.prefill(count)), peers))
+    for batch in work.batches:
+        table.add(_beside(asdict(runs.decode(batch, work.case)), peers))
+    share = runs.quarter_share()
+    if share is not None:
+        print(f"the most used quarter of each layer's experts had {100 * share:.0f} % of the picks of decode")
+    if engine.hot.gpus:
+        print(f"hot experts: {engine.hot.describe()}")
+    ram, vram = ram_peak(), vram_peak()
+    print(f"RAM peak {ram / 1e9:.2f} GB", end="")
+    print("" if vram is None else f", VRAM peak {vram.reserved / 1e9:.2f} GB")
+    memory: dict[str, float | None] = {"ram_peak_gb": ram / 1e9, "vram_peak_gb": None}
+    if vram is not None:
+        memory["vram_peak_gb"] = vram.reserved / 1e9
+        memory["vram_allocated_peak_gb"] = vram.allocated / 1e9
+        memory["vram_device_used_gb"] = vram.device_used / 1e9
+    return table.rows, memory

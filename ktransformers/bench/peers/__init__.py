@@ -1,1 +1,0 @@
-"""Other programs that are measured in the same run, each in a child process that answers questions."""

@@ -1,0 +1,1 @@
+"""What predictions need of a machine, measured in seconds: `doctor` and `plan` use it."""

@@ -1,0 +1,1 @@
+"""Servers that run or are started, and a client that measures them."""
