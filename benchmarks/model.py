@@ -11,28 +11,47 @@ It is the limit of decoding; that of prefill is arithmetic.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from benchmarks.command import benchmark_parser
 from benchmarks.peers.base import PeerProcess, is_missing
 from benchmarks.peers.llama_model import llama_model_peer
 from benchmarks.peers.work import ModelWork
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Table
+from ktransformers.bench.common.report import Column, Record, Table, print_record
+from ktransformers.bench.servers.weights import Weights, shown_weights, weights_of
+from ktransformers.cli import run_command
+from ktransformers.cli.bench.options import (
+    add_gguf_path,
+    add_threads,
+    check_between,
+    check_threads,
+    numbers,
+)
+from ktransformers.cli.parsing.options import (
+    engine_config,
+    set_up_logging,
+    with_default_model,
+)
+from ktransformers.cli.parsing.parser import user_path
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.system.cores import usable_cores
-from ktransformers.weights.gguf.file import GGUFModel, open_gguf
+from ktransformers.weights.gguf.file import open_gguf
 
-__all__ = ["Weights", "bench_model", "shown_weights", "weights_of"]
+__all__ = ["bench_model", "main"]
 
 PAGE_SIZE = 64
 _COLUMNS = (
@@ -44,36 +63,6 @@ _COLUMNS = (
     Column("share", 9, ".0%", "of bound"),
 )
 _PEERS = {"llama.cpp": ("llama_cpp", "llama-cpp-python", llama_model_peer)}
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Bytes in the file: of what every step reads, and of one expert of one layer."""
-
-    dense: int
-    expert: int
-    expert_layers: int
-    vocab_size: int
-
-    def per_step(self, touched: float) -> float:
-        """Bytes that a step reads whose layers touch as many experts in the mean."""
-        return self.dense + self.expert_layers * touched * self.expert
-
-
-def weights_of(model: GGUFModel) -> Weights:
-    """From the headers. The embedding table is read row by row and does not count, unless it is the output's too."""
-    dense = expert = 0
-    layers = set()
-    for name, tensor in model.tensors.items():
-        if "_exps." in name:
-            layers.add(name.split(".")[1])
-            expert += tensor.nbytes // tensor.shape[0]
-        elif name != "token_embd.weight" or "output.weight" not in model.tensors:
-            dense += tensor.nbytes
-    embedding = model.info("token_embd.weight")
-    if embedding is None:
-        raise ConfigError("the file has no token_embd.weight; pass a GGUF file of a whole model")
-    return Weights(dense, expert // max(len(layers), 1), len(layers), embedding.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +230,39 @@ def _rounds(
     return best_of(figures), theirs
 
 
-def shown_weights(weights: Weights) -> str:
-    """What a decode step reads, for people."""
-    text = f"a step reads {weights.dense / 1e6:.1f} MB of dense weights"
-    if weights.expert_layers:
-        text += f" and {weights.expert / 1e6:.3f} MB per touched expert in {weights.expert_layers} layers"
-    return text
+def _model(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, steps=1 << 20, context=1 << 20, repeats=1000)
+    check_threads(args)
+    work = ModelWork(
+        prefill=numbers(args.prefill, "prefill"),
+        batches=numbers(args.batches, "batches"),
+        steps=args.steps,
+        context=args.context,
+        repeats=args.repeats,
+    )
+    config = replace(engine_config(args), cpu_infer=args.threads)
+    if config.gguf_path is None and config.model_path is not None:
+        raise ConfigError("name the GGUF file too: python -m benchmarks.model GGUF --model_path FOLDER")
+    config = with_default_model(config)
+    return print_record("model", args.json, partial(bench_model, config, work, args.peer))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "A whole model on the CPU: tokens/s of prefill and decode, beside what the read bandwidth allows."
+    parser, model = benchmark_parser("model", text, _model)
+    add_gguf_path(parser, model)
+    model.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
+    add_threads(model)
+    model.add_argument("--prefill", default="128,256,512,2048", help="prompt lengths (%(default)s)")
+    model.add_argument("--batches", default="1,4", help="sequences that decode together (%(default)s)")
+    model.add_argument("--steps", type=int, default=32, help="decode steps (%(default)s)")
+    model.add_argument("--context", type=int, default=64, help="tokens before the first decode step (%(default)s)")
+    model.add_argument("--repeats", type=int, default=2, help="rounds per figure, the best counts (%(default)s)")
+    model.add_argument("--peer", action="append", choices=list(_PEERS), default=[], help="measure it too")
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

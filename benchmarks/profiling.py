@@ -6,17 +6,36 @@ must be equal. Hooks are put on and records are taken between steps: what is mea
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
+from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
+from ktransformers.cli import run_command
+from ktransformers.cli.bench.options import (
+    SHAPE_NAMES,
+    check_between,
+    check_range,
+)
+from ktransformers.cli.loading import loading_bar
+from ktransformers.cli.parsing.options import (
+    add_logging_flag,
+    add_model_argument,
+    add_model_flags,
+    engine_config,
+    set_up_logging,
+    with_default_model,
+)
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.load.builder import Engine, build_engine
@@ -25,7 +44,7 @@ from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.profiling.messages import GpuRecord, encode_messages
 
-__all__ = ["ProfilingWork", "bench_profiling"]
+__all__ = ["ProfilingWork", "bench_profiling", "main"]
 
 _COLUMNS = (
     Column("model", 34),
@@ -137,3 +156,31 @@ def _noise(seconds: Sequence[float]) -> float:
 def _size(gpus: GpuRecord | None) -> int:
     """Bytes of what GPUs did in a step, as it is sent."""
     return 0 if gpus is None else len(encode_messages([gpus]))
+
+
+def _profiling(args: argparse.Namespace) -> int:
+    set_up_logging(args.log_level)
+    check_between(args, layers=1 << 10, prompt_len=1 << 20)
+    check_range("steps", args.steps, 2, 1 << 24)
+    config = with_default_model(engine_config(args)).resolved()
+    work = ProfilingWork(config, args.synthetic, args.layers, args.steps, args.prompt_len)
+    return print_record("profiling", args.json, partial(bench_profiling, work, partial(loading_bar, sys.stderr)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "What recording costs a decode step: with and without, in turns, of a model (the bundled one without MODEL) "
+    text += "and of random weights in a shape."
+    parser, group = benchmark_parser("profiling", text, _profiling)
+    add_model_argument(parser)
+    group.add_argument("--synthetic", metavar="SHAPE", default=SHAPE_NAMES[0], help=f"{', '.join(SHAPE_NAMES)}")
+    group.add_argument("--layers", type=int, default=4, help="layers of SHAPE (%(default)s)")
+    group.add_argument("--steps", type=int, default=200, help="decode steps of each way (%(default)s)")
+    group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before them (%(default)s)")
+    add_model_flags(parser)
+    add_logging_flag(group)
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -143,7 +143,7 @@ def headline(runs: Iterable[Run]) -> str:
     (decode, decode_peer), (prefill, prefill_peer) = hybrid.rates["decode", 1], hybrid.rates["prefill", 2048]
     if decode_peer is None or prefill_peer is None:
         raise ValueError(
-            f"the newest run of {HEADLINE_GPU} lacks llama.cpp: ktransformers bench offline --peer llama.cpp"
+            f"the newest run of {HEADLINE_GPU} lacks llama.cpp: python -m benchmarks.offline --peer llama.cpp"
         )
     return (
         f"**Run Mixture-of-Experts models that do not fit into your GPU:** {MODELS[hybrid.model][0]}'s shape in Q4_K_M "
@@ -159,12 +159,12 @@ def _range(values: list[float]) -> str:
 
 
 def kernels_text(record: Record) -> str:
-    """Our time over kt-kernel's, of a record of `bench kernels`. Raises ValueError when that peer was not measured."""
+    """Our time over kt-kernel's, of a record of benchmarks.kernels. Raises ValueError without that peer's figures."""
     shape = record["shape"]
     rows = [row for row in record["rows"] if row["type"] == "q4_k_m"]
     if not rows or not all(row["peer_us"].get("kt-kernel") and row.get("peer_format_us") for row in rows):
         flags = "--types q4_k_m,q8_0 --peer kt-kernel --peer_format amx_int4"
-        raise ValueError(f"the newest run of {KERNELS} lacks kt-kernel's figures: ktransformers bench kernels {flags}")
+        raise ValueError(f"the newest run of {KERNELS} lacks kt-kernel's figures: python -m benchmarks.kernels {flags}")
 
     def ratios(time: Callable[[Record], float], low: int, high: int) -> str:
         return _range([row["us"] / time(row) for row in rows if low <= row["tokens"] <= high])

@@ -10,19 +10,34 @@ logits once from memory; one row, and here often 16, come from a cache instead.
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
 import torch
 
+from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
 from ktransformers.bench.common.timing import best_time, torch_threads
+from ktransformers.cli import run_command
+from ktransformers.cli.bench.options import (
+    add_threads,
+    check_between,
+    check_range,
+    check_threads,
+)
+from ktransformers.cli.parsing.options import (
+    set_up_logging,
+)
 from ktransformers.core import SamplingParams
 from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.system.cores import usable_cores
 
-__all__ = ["bench_sampling"]
+__all__ = ["bench_sampling", "main"]
 
 _COLUMNS = (
     Column("logits", 7),
@@ -92,3 +107,26 @@ def bench_sampling(vocab: int, threads: int, seconds: float) -> Record:
     finally:
         pool.close()
     return {"machine": machine, "vocab": vocab, "rows": table.rows}
+
+
+def _sampling(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, vocab=1 << 24)
+    check_range("seconds", args.seconds, 0, 3600)
+    check_threads(args)
+    measure = partial(bench_sampling, args.vocab, args.threads or usable_cores(), args.seconds)
+    return print_record("sampling", args.json, measure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "What choosing a token costs, beside what transformers' processors take in torch."
+    parser, group = benchmark_parser("sampling", text, _sampling)
+    group.add_argument("--vocab", type=int, default=151_936, help="logits of a row (%(default)s)")
+    group.add_argument("--seconds", type=float, default=1.0, help="per figure (%(default)s)")
+    add_threads(group, 1)
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

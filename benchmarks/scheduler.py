@@ -7,22 +7,32 @@ and a new prompt takes its place. The first tokens of prompts are shared, so tha
 
 from __future__ import annotations
 
+import argparse
 import platform
 import random
 import statistics
+import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 import msgspec
 
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from benchmarks.command import benchmark_parser
+from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
+from ktransformers.cli import run_command
+from ktransformers.cli.bench.options import (
+    check_between,
+    check_range,
+)
 from ktransformers.config import cpu_name
 from ktransformers.core import SamplingParams
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RowResult
 from ktransformers.scheduler.scheduler import Scheduler
 
-__all__ = ["bench_scheduler"]
+__all__ = ["bench_scheduler", "main"]
 
 _COLUMNS = (
     Column("load", 7),
@@ -103,3 +113,22 @@ def _step_times(load: _Load, num_steps: int, is_mixed: bool) -> tuple[list[float
         own.append(seconds * 1e6)
         wire.append(encode_seconds * 1e6)
     return own, wire
+
+
+def _scheduler(args: argparse.Namespace) -> int:
+    check_between(args, sequences=1 << 14)
+    check_range("steps", args.steps, 2, 1 << 24)
+    return print_record("scheduler", args.json, partial(bench_scheduler, args.sequences, args.steps))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "What planning a step costs with many sequences, without a model."
+    parser, group = benchmark_parser("scheduler", text, _scheduler)
+    group.add_argument("--sequences", type=int, default=64, help="that decode (%(default)s)")
+    group.add_argument("--steps", type=int, default=1000, help="per figure (%(default)s)")
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,23 +7,39 @@ still held then, and requests that failed, make it fail. Linux only: it reads /p
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from ktransformers.bench.common.report import Column, Record, Table
+from benchmarks.command import benchmark_parser
+from ktransformers.bench.common.report import Column, Record, Table, print_record
 from ktransformers.bench.servers.client import Client, RequestError
 from ktransformers.bench.servers.process import ServerProcess
+from ktransformers.cli import run_command
+from ktransformers.cli.bench.options import (
+    add_gguf_path,
+    check_between,
+    check_range,
+    gguf_file,
+)
+from ktransformers.cli.parsing.options import (
+    engine_config,
+    set_up_logging,
+    with_default_model,
+)
 from ktransformers.config import cpu_name
 from ktransformers.system.cores import usable_cores
 
-__all__ = ["SoakWork", "bench_soak"]
+__all__ = ["SoakWork", "bench_soak", "main"]
 
 CHILDREN = ("scheduler", "engine")
 _HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -206,3 +222,30 @@ def _settle(server: ServerProcess) -> dict[str, float]:
         time.sleep(0.1)
         figures = server.metrics()
     return figures
+
+
+def _soak(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, streams=4096)
+    check_range("seconds", args.seconds, 0, 1 << 24)
+    check_range("kill_every", args.kill_every, 0, 1 << 24)
+    path = gguf_file(with_default_model(engine_config(args)))
+    work = SoakWork(path, args.seconds, args.streams, args.kill_every)
+    return print_record("soak", args.json, partial(bench_soak, work))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "Starts a server, keeps it busy with mixed requests, some of which leave, and says what memory, descriptors "
+    text += "and requests are left. Exit code 1: something is still held, or a request failed."
+    parser, group = benchmark_parser("soak", text, _soak)
+    add_gguf_path(parser, group)
+    group.add_argument("--seconds", type=float, default=600.0, help="how long (%(default)s)")
+    group.add_argument("--streams", type=int, default=32, help="requests at a time (%(default)s)")
+    text = "seconds between two kills of the engine; 0: never (%(default)s)"
+    group.add_argument("--kill_every", type=float, default=0.0, help=text)
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

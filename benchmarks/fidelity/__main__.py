@@ -1,22 +1,26 @@
-"""The command line of `ktransformers bench fidelity`: of keys and values in fewer bits, and of quantized weights."""
+"""The command line of `python -m benchmarks.fidelity`: of keys and values in fewer bits, and of quantized weights."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.command import benchmark_parser
+from benchmarks.fidelity.kv import FidelityWork, bench_fidelity
+from benchmarks.fidelity.weights import WeightWork, bench_weight_fidelity
 from ktransformers.bench.common.report import print_record
+from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import (
     SHAPE_NAMES,
-    Kinds,
     add_gguf_path,
     add_threads,
     check_range,
     check_threads,
     chosen,
-    kind,
     model_or_shape,
 )
 from ktransformers.cli.models.quantize import TYPES
@@ -25,38 +29,12 @@ from ktransformers.cli.parsing.parser import add_toggle, user_path
 from ktransformers.config import ATTENTION_PRODUCTS, CPU_ACTIVATIONS, KV_TYPES, EngineConfig
 from ktransformers.errors import ConfigError
 
-__all__ = ["add_fidelity"]
+__all__ = ["main"]
 
 _GIVEN = "given"
 _NUM_TEXTS = 2
 _TEXTS = ("random", "own")
 _DEFAULT_KV_TYPES = "bf16,int8,fp8"
-
-
-def add_fidelity(kinds: Kinds) -> None:
-    """Register the command."""
-    text = "What keys and values in fewer bits change, or with --types what products with quantized weights do: "
-    text += "Kullback-Leibler divergence of next-token probabilities from those of fp32, in nats. Without a model, the "
-    text += "bundled one."
-    parser, group = kind(kinds, "fidelity", "keys and values, or weights, in fewer bits, against fp32", text, _fidelity)
-    add_gguf_path(parser, group)
-    group.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
-    group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
-    group.add_argument("--layers", type=int, help="layers of SHAPE; default: all")
-    group.add_argument("--kv_types", help=f"of {', '.join(KV_TYPES)} ({_DEFAULT_KV_TYPES})")
-    text = "kv: multiply queries with keys in bf16 on the CPU, of int8 or fp8 in prefill on GPUs (bf16)"
-    group.add_argument("--attention_products", choices=ATTENTION_PRODUCTS, help=text)
-    text = f"quantize the model to each of these instead, and compute on the CPU: {', '.join(TYPES)}; "
-    group.add_argument("--types", help=f"{text}{_GIVEN}: the GGUF file as it is")
-    text = "with --types: what activations are rounded to (int8)"
-    group.add_argument("--cpu_activations", choices=CPU_ACTIVATIONS, help=text)
-    group.add_argument("--peer", choices=("llama.cpp",), help="with --types: measure it too, on the same files")
-    group.add_argument("--texts", type=int, help=f"with --types: how many texts ({_NUM_TEXTS})")
-    text = "with --types: texts of random tokens, or that the model writes, which differ much more (random). Without "
-    group.add_argument("--text", choices=_TEXTS, help=f"{text}--types the model writes it")
-    group.add_argument("--tokens", type=int, default=1024, help="of a text (%(default)s)")
-    add_threads(group)
-    add_toggle(group, "use_cuda", default=False, help="measure modules on GPUs where rules say cuda (off)")
 
 
 def _fidelity(args: argparse.Namespace) -> int:
@@ -78,8 +56,6 @@ def _fidelity(args: argparse.Namespace) -> int:
             f"--attention_products {products} of {coded[0]} is of GPUs: add --use_cuda, or --kv_types bf16"
         )
     config = replace(config, attention_products=products)
-    from benchmarks.fidelity.kv import FidelityWork, bench_fidelity
-
     work = FidelityWork(config, kv_types, args.tokens, args.synthetic, args.layers)
     return print_record("fidelity", args.json, partial(bench_fidelity, work))
 
@@ -99,8 +75,6 @@ def _weights(args: argparse.Namespace) -> int:
     config = replace(model_or_shape(args), cpu_infer=args.threads, cpu_activations=activations).resolved()
     if _GIVEN in types and (config.gguf_path is None or not config.gguf_path.is_file()):
         raise ConfigError(f"--types {_GIVEN} needs a GGUF file; name it as MODEL or with --gguf_path")
-    from benchmarks.fidelity.weights import WeightWork, bench_weight_fidelity
-
     is_own, has_peer = args.text == "own", args.peer is not None
     work = WeightWork(config, types, partial(_quantize, config), args.tokens, num_texts, is_own, has_peer)
     return print_record("fidelity", args.json, partial(bench_weight_fidelity, work))
@@ -113,3 +87,34 @@ def _quantize(config: EngineConfig, mixture: str, out: Path) -> None:
     model = config.gguf_path or config.model_path
     assert model is not None, "resolved"
     quantize_model(Task(model, out, mixture, num_threads=config.cpu_infer), LineProgress)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "What keys and values in fewer bits change, or with --types what products with quantized weights do: "
+    text += "Kullback-Leibler divergence of next-token probabilities from those of fp32, in nats. Without a model, the "
+    text += "bundled one."
+    parser, group = benchmark_parser("fidelity", text, _fidelity)
+    add_gguf_path(parser, group)
+    group.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
+    group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
+    group.add_argument("--layers", type=int, help="layers of SHAPE; default: all")
+    group.add_argument("--kv_types", help=f"of {', '.join(KV_TYPES)} ({_DEFAULT_KV_TYPES})")
+    text = "kv: multiply queries with keys in bf16 on the CPU, of int8 or fp8 in prefill on GPUs (bf16)"
+    group.add_argument("--attention_products", choices=ATTENTION_PRODUCTS, help=text)
+    text = f"quantize the model to each of these instead, and compute on the CPU: {', '.join(TYPES)}; "
+    group.add_argument("--types", help=f"{text}{_GIVEN}: the GGUF file as it is")
+    text = "with --types: what activations are rounded to (int8)"
+    group.add_argument("--cpu_activations", choices=CPU_ACTIVATIONS, help=text)
+    group.add_argument("--peer", choices=("llama.cpp",), help="with --types: measure it too, on the same files")
+    group.add_argument("--texts", type=int, help=f"with --types: how many texts ({_NUM_TEXTS})")
+    text = "with --types: texts of random tokens, or that the model writes, which differ much more (random). Without "
+    group.add_argument("--text", choices=_TEXTS, help=f"{text}--types the model writes it")
+    group.add_argument("--tokens", type=int, default=1024, help="of a text (%(default)s)")
+    add_threads(group)
+    add_toggle(group, "use_cuda", default=False, help="measure modules on GPUs where rules say cuda (off)")
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,16 +11,27 @@ relative to the largest value: both round to bf16 in between.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from benchmarks.command import benchmark_parser
+from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error, shown_gpu
+from ktransformers.cli import run_command
+from ktransformers.cli.bench.options import (
+    check_between,
+    numbers,
+)
+from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.core import Phase
+from ktransformers.errors import ConfigError
 from ktransformers.kernels import flashinfer
 from ktransformers.kernels.triton.attention.expanded import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
 from ktransformers.kernels.triton.attention.mla import mla_attention
@@ -29,7 +40,7 @@ from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES,
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.context import ForwardContext
 
-__all__ = ["bench_gpu_latent", "tune_gpu_latent"]
+__all__ = ["bench_gpu_latent", "main", "tune_gpu_latent"]
 
 PAGE = 64
 CASES = ((64, 8192), (128, 8192), (256, 8192), (512, 8192), (512, 512), (2048, 2048), (4096, 4096), (4096, 32768))
@@ -237,3 +248,30 @@ def _tile_rate(case: Case, tile: ExpandedTile) -> float:
 def _budget_us(case: Case, nbytes: int) -> float:
     step = case.expanded_step(nbytes)
     return case.gpu.median_us(lambda: case.layer.attend(case.q, step), 5)
+
+
+def _measure_latent(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, heads=1024)
+    only = numbers(args.only, "only") if args.only else []
+    if only and (len(only) != 2 or only[0] > only[1]):
+        raise ConfigError(f"--only must be ROWS,POSITIONS, no more rows than positions, got {args.only!r}")
+
+    dims = LatentDims(args.heads, rank=512, nope=128, rope=64, v_dim=128)
+    cases = [(only[0], only[1])] if only else CASES
+    measure = partial(tune_gpu_latent, dims) if args.tune else partial(bench_gpu_latent, dims, cases)
+    return print_record("gpu_latent", args.json, measure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "Latent attention of prefill steps on a GPU, absorbed, expanded and FlashInfer's: microseconds a layer."
+    parser, group = benchmark_parser("gpu.latent", text, _measure_latent)
+    group.add_argument("--heads", type=int, default=128, help="of DeepSeek-V3's sizes (%(default)s)")
+    group.add_argument("--only", default="", metavar="ROWS,POSITIONS", help="one case")
+    group.add_argument("--tune", "--sweep", action="store_true", help="try other tiles and workspaces instead")
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

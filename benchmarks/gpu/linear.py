@@ -8,7 +8,9 @@ results. For experts the mean number of distinct experts per call is printed: it
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,18 +19,26 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from benchmarks.command import benchmark_parser
+from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
 from ktransformers.bench.gpu.device import BF16, Gpu, shown_gpu
+from ktransformers.bench.gpu.random_matrices import random_bytes, random_matrices, random_weights
+from ktransformers.cli import run_command
+from ktransformers.cli.bench.options import (
+    chosen,
+    numbers,
+)
+from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.kernels.triton.experts.align import moe_align
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.kernels.triton.linear.linear import Workspace, linear
-from ktransformers.kernels.triton.quant.relay import GPU_TYPES, TILE_TYPES, GpuLayout, layout_nbytes, relay
+from ktransformers.kernels.triton.quant.relay import GPU_TYPES, TILE_TYPES, GpuLayout, relay
 from ktransformers.kernels.types import OwnType, QuantType, WeightType, row_bytes
 from ktransformers.operators.linear.matrix import gpu_layout
 
-__all__ = ["COMPARED_TYPES", "bench_gpu_linear", "random_matrices", "random_weights"]
+__all__ = ["COMPARED_TYPES", "bench_gpu_linear", "main"]
 
 _COLUMNS = (
     Column("kernel", 7),
@@ -100,31 +110,6 @@ class _Work:
         }
 
 
-def _random_bytes(gpu: Gpu, count: int) -> Tensor:
-    """Bits that are small numbers in every format."""
-    return torch.randint(0, 32, (count,), dtype=torch.uint8, device=gpu.device)
-
-
-def _random_matrix(gpu: Gpu, qtype: WeightType, rows: int, cols: int, count: int = 1) -> Tensor:
-    """uint8 [bytes of `count` matrices] as they rest on a GPU; in tiles any bits: codes lie all over their tables."""
-    layout = gpu_layout(qtype, rows, cols)
-    nbytes = count * layout_nbytes(qtype, rows, cols, layout)
-    if layout == GpuLayout.TILES:
-        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=gpu.device)
-    return _random_bytes(gpu, nbytes)
-
-
-def random_weights(gpu: Gpu, qtype: WeightType, rows: int, cols: int) -> list[Tensor]:
-    """Copies of a matrix [rows, cols] as it rests on a GPU, more of them than the L2 cache holds."""
-    size = layout_nbytes(qtype, rows, cols, gpu_layout(qtype, rows, cols))
-    return [_random_matrix(gpu, qtype, rows, cols) for _ in range(gpu.copies(size))]
-
-
-def random_matrices(gpu: Gpu, qtype: WeightType, rows: int, cols: int, count: int) -> Tensor:
-    """uint8 [count, bytes of one]: matrices [rows, cols] as they rest on a GPU."""
-    return _random_matrix(gpu, qtype, rows, cols, count).view(count, -1)
-
-
 def _linear_works(
     gpu: Gpu, name: str, qtype: WeightType, shape: tuple[int, int], tokens: Sequence[int]
 ) -> Iterator[_Work]:
@@ -149,7 +134,7 @@ def fp8_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """FP8 with block scales."""
     for name, n, k in _FP8S:
         size = n * k + 4 * -(-n // 128) * -(-k // 128)
-        weights = [_random_bytes(gpu, size) for _ in range(gpu.copies(size))]
+        weights = [random_bytes(gpu, size) for _ in range(gpu.copies(size))]
         for count in tokens:
             x, out = gpu.randn(count, k), torch.empty(count, n, dtype=BF16, device=gpu.device)
             space = Workspace.allocate(gpu.device, count)
@@ -238,7 +223,7 @@ def align_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
 def relay_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """From a file's layout to the GPU's, whatever the tokens."""
     for qtype in (Q4, Q6):
-        raw = _random_bytes(gpu, 16 * 2048 * row_bytes(qtype, 768)).view(16, -1)
+        raw = random_bytes(gpu, 16 * 2048 * row_bytes(qtype, 768)).view(16, -1)
         calls = [partial(relay, raw, qtype, 2048, 768)]
         yield _Work("relay", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
 
@@ -275,3 +260,27 @@ def bench_gpu_linear(
                 row["of_q4_k"] = None if math.isnan(ratio) else ratio
             table.add(row)
     return {"machine": facts, "rows": table.rows}
+
+
+def _measure_linear(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    names, tokens = chosen(args.only, "only", list(_WORKS)), numbers(args.tokens, "tokens")
+    known = {qtype.name: qtype for qtype in COMPARED_TYPES}
+    types = [known[name] for name in chosen(args.types.upper() or ",".join(known), "types", list(known))]
+    return print_record("gpu_linear", args.json, partial(bench_gpu_linear, names, tokens, types=types))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "Products with quantized weights on a GPU, in the shapes of several models: microseconds, GB/s, TFLOP/s."
+    parser, group = benchmark_parser("gpu.linear", text, _measure_linear)
+    text = "some of these (%(default)s)"
+    group.add_argument("--only", default=",".join(_WORKS), metavar="NAMES", help=text)
+    text = "of weights that `types` measures, beside Q4_K where that comes first (all that are read)"
+    group.add_argument("--types", default="", metavar="NAMES", help=text)
+    group.add_argument("--tokens", default="1,2,4,8,16,64,512,2048", help="token counts (%(default)s)")
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,18 +8,31 @@ CPU's.
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig
 
+from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
 from ktransformers.bench.gpu.device import require_gpu
+from ktransformers.cli import run_command
+from ktransformers.cli.bench.options import (
+    add_threads,
+    check_range,
+    check_threads,
+    chosen,
+    numbers,
+)
+from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.engine.step.prefill import PrefillStream, PrefillTools, cuda_tools, open_prefill
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
@@ -30,10 +43,11 @@ from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.staging import HostExperts, StagingSize
 from ktransformers.operators.experts.streamed import PrefillShape
 from ktransformers.operators.linear.packed import pack_experts
+from ktransformers.system.cores import usable_cores
 from ktransformers.weights.source import ExpertsLayout
 from ktransformers.weights.synthetic import SyntheticSource
 
-__all__ = ["SHAPES", "PrefillWork", "bench_gpu_prefill"]
+__all__ = ["SHAPES", "PrefillWork", "bench_gpu_prefill", "main"]
 
 _CLOCK = 1.7e9  # cycles a second, about
 _COLUMNS = (
@@ -226,3 +240,34 @@ def _shown_rates(stream: PrefillStream) -> Row:
         "cpu": found.cpu.seconds,
         "shared_cpu": found.shared_cpu.seconds,
     }
+
+
+def _measure_prefill(args: argparse.Namespace) -> int:
+    set_up_logging("info")
+    shapes, tokens = chosen(args.shapes, "shapes", list(SHAPES)), numbers(args.tokens, "tokens")
+    check_range("milliseconds", args.milliseconds, 0, 1 << 20)
+    check_range("between_us", args.between_us, 0, 1 << 20)
+    check_threads(args)
+    threads = args.threads or usable_cores()
+    work = PrefillWork(shapes, tokens, threads, args.milliseconds, args.between_us, args.engine_copies)
+    return print_record("gpu_prefill", args.json, partial(bench_gpu_prefill, work))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "Routed experts of a layer in prefill, in milliseconds: on the CPU alone, all copied to the GPU, and shared "
+    text += "between the two as the engine does it, beside what its rates predict."
+    parser, group = benchmark_parser("gpu.prefill", text, _measure_prefill)
+    shapes = ",".join(SHAPES)
+    group.add_argument("--shapes", default=shapes, help="some of these (%(default)s)")
+    group.add_argument("--tokens", default="32,64,128,256,512,1024,2048,4096,8192", help="token counts")
+    group.add_argument("--milliseconds", type=float, default=300.0, help="per figure (%(default)s)")
+    text = "microseconds that the GPU is busy between two layers, as with attention (%(default)s)"
+    group.add_argument("--between_us", type=float, default=0.0, help=text)
+    group.add_argument("--engine_copies", action="store_true", help="hidden states pass by copy engines, not kernels")
+    add_threads(group)
+    return run_command(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,153 +1,39 @@
-"""The command lines of `ktransformers bench kernels` and `bench roofline`, which measure a layer of routed experts."""
+"""The command line of `python -m benchmarks.kernels`."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
+from benchmarks.command import benchmark_parser
+from benchmarks.kernels.measure import bench_kernels
+from benchmarks.kernels.options import add_work_flags, kernel_work
 from ktransformers.bench.common.report import print_record
-from ktransformers.cli.bench.options import (
-    Kinds,
-    add_threads,
-    check_between,
-    check_range,
-    check_threads,
-    chosen,
-    kind,
-    numbers,
-)
+from ktransformers.cli import run_command
 from ktransformers.cli.parsing.options import set_up_logging
-from ktransformers.cli.parsing.parser import check_place, user_path
-from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS
-from ktransformers.errors import CapacityError, ConfigError
-from ktransformers.system.cores import usable_cores
-from ktransformers.system.file_kinds import size_of
+from ktransformers.config import CPU_ACTIVATIONS
 
-if TYPE_CHECKING:
-    from benchmarks.kernels.measure import KernelWork
-
-__all__ = ["add_parsers"]
-
-PEERS = ("kt-kernel", "llama.cpp")
-FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
-TYPES = (
-    *("q4_k_m", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
-    *("iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s", "tq1_0", "tq2_0", "q1_0", "mxfp4", "nvfp4"),
-    *("fp8", "bf16", "i4_32_bf16", "i4_128_f16_z", "i8_128_bf16", "f8_128_bf16", "mxfp8", "nvfp4_f32"),
-)
-_MEASURED = {
-    "types": "q4_k_m,q8_0",
-    "tokens": "1,4,16,64,256,1024",
-    "experts": 128,
-    "top_k": 8,
-    "hidden": 2048,
-    "width": 768,
-    "layers": 3,
-    "seconds": 0.5,
-    "peer": [],
-    "peer_format": "",
-    "cpu_prefill": CPU_PREFILLS[0],
-    "threads": 0,
-}
-"""Defaults of what says how to measure."""
-
-
-def add_parsers(kinds: Kinds) -> None:
-    """Register the commands."""
-    text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
-    parser, kernels = kind(kinds, "kernels", "routed experts on the CPU", text, _kernels)
-    _add_work(parser, kernels)
-    text = "int16: measure products with activations of 16 bits as well (%(default)s)"
-    kernels.add_argument("--cpu_activations", choices=CPU_ACTIVATIONS, default=CPU_ACTIVATIONS[0], help=text)
-    text = "A picture of the routed experts, and the peers', against the bandwidth and the products that this machine "
-    text += "does at best; with a GPU, its products as well in a second part."
-    parser, roofline = kind(kinds, "roofline", "a picture of kernels against limits", text, _roofline)
-    text = "the SVG to write (%(default)s)"
-    roofline.add_argument("-o", "--output", type=user_path, default=Path("roofline.svg"), help=text)
-    text = "draw the last records of `bench roofline`, `kernels` or `gpu_linear` in this file instead of measuring; "
-    text += "repeatable"
-    roofline.add_argument("--from", dest="files", type=user_path, action="append", metavar="FILE.jsonl", help=text)
-    _add_work(parser, roofline)
-
-
-def _add_work(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    add_threads(group)
-    group.add_argument("--types", help=f"of {', '.join(TYPES)} (%(default)s)")
-    group.add_argument("--tokens", help="token counts (%(default)s)")
-    group.add_argument("--experts", type=int, help="experts of a layer (%(default)s)")
-    group.add_argument("--experts_per_token", "--top_k", dest="top_k", type=int, help="experts per token (%(default)s)")
-    group.add_argument("--hidden", type=int, help="hidden size (%(default)s)")
-    group.add_argument("--width", type=int, help="intermediate size of an expert (%(default)s)")
-    group.add_argument("--layers", type=int, help="layers in turn, so that caches stay cold (%(default)s)")
-    group.add_argument("--seconds", type=float, help="per figure (%(default)s)")
-    group.add_argument("--peer", action="append", choices=PEERS, help="measure it too; repeatable")
-    group.add_argument("--peer_format", choices=FORMATS, help="kt-kernel's own format to measure as well")
-    text = "bf16: measure products of bf16 as well, and the errors of both (%(default)s)"
-    group.add_argument("--cpu_prefill", choices=CPU_PREFILLS, help=text)
-    parser.set_defaults(**_MEASURED)
-
-
-def _check_memory(nbytes: int) -> None:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > memory:
-        raise CapacityError(
-            f"these weights take at least {size_of(nbytes)}, the machine has {size_of(memory)}; choose "
-            "fewer --experts or --layers, or a smaller --hidden or --width"
-        )
-
-
-def _work(args: argparse.Namespace, has_all_peaks: bool = False) -> KernelWork:
-    types = chosen(args.types.lower(), "types", TYPES)
-    check_between(args, experts=4096, hidden=1 << 16, width=1 << 16, layers=1024)
-    check_range("experts_per_token", args.top_k, 1, 4096)
-    if args.top_k > args.experts:
-        raise ConfigError(f"--experts_per_token {args.top_k} is more than --experts {args.experts}")
-    if args.hidden % 256 or args.width % 256:
-        raise ConfigError("--hidden and --width must be multiples of 256, the block of the K-quants")
-    check_range("seconds", args.seconds, 0, 3600)
-    check_threads(args)
-    _check_memory(3 * args.experts * args.hidden * args.width * args.layers // 2)  # half a byte each is the least
-    from benchmarks.kernels.measure import KernelWork, Shape
-
-    return KernelWork(
-        shape=Shape(args.experts, args.top_k, args.hidden, args.width, args.layers),
-        types=types,
-        tokens=numbers(args.tokens, "tokens"),
-        threads=args.threads or usable_cores(),
-        seconds=args.seconds,
-        peers=args.peer,
-        peer_format=args.peer_format,
-        cpu_prefill=args.cpu_prefill,
-        has_all_peaks=has_all_peaks,
-    )
+__all__ = ["main"]
 
 
 def _kernels(args: argparse.Namespace) -> int:
     set_up_logging("warning")
-    work = replace(_work(args), cpu_activations=args.cpu_activations)
-    from benchmarks.kernels.measure import bench_kernels
-
+    work = replace(kernel_work(args), cpu_activations=args.cpu_activations)
     return print_record("kernels", args.json, partial(bench_kernels, work))
 
 
-def _roofline(args: argparse.Namespace) -> int:
-    set_up_logging("warning")
-    check_place(args.output)
-    if args.files:
-        given = [name for name, default in _MEASURED.items() if getattr(args, name) != default]
-        if given:
-            raise ConfigError(f"--from draws what was measured: leave --{given[0]} out")
-        from benchmarks.roofline.draw import draw_recorded
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code."""
+    text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
+    parser, group = benchmark_parser("kernels", text, _kernels)
+    add_work_flags(parser, group)
+    text = "int16: measure products with activations of 16 bits as well (%(default)s)"
+    group.add_argument("--cpu_activations", choices=CPU_ACTIVATIONS, default=CPU_ACTIVATIONS[0], help=text)
+    return run_command(parser, argv)
 
-        return print_record("roofline", args.json, partial(draw_recorded, args.files, args.output))
-    from benchmarks.roofline.picture import MAX_TYPES
 
-    work = _work(args, has_all_peaks=True)
-    check_range("types", len(set(work.types)) + bool(work.peer_format), 1, MAX_TYPES)  # before minutes of measuring
-    from benchmarks.roofline.draw import bench_roofline
-
-    return print_record("roofline", args.json, partial(bench_roofline, work, args.output))
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,11 +14,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 __all__ = ["PeerProcess", "answer_questions", "is_missing"]
 
 UNKNOWN = "-"
 _PR_SET_PDEATHSIG = 1
+_ROOT = str(Path(__file__).parents[2])
+"""Where a child finds this package, from whatever folder the benchmark is run."""
 
 
 def is_missing(peer: str, package: str, pip_name: str) -> bool:
@@ -38,7 +41,9 @@ class PeerProcess:
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None):
         self.name, pipe = name, subprocess.PIPE
-        self._child = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, text=True, env=environment)
+        variables = dict(os.environ if environment is None else environment)
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, variables.get("PYTHONPATH"))))
+        self._child = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, text=True, env=variables)
         self._is_dead = False
         self._ask("ready")
         self._signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""What `ktransformers bench model` measures: shared by us and by the peer's process. Imports nothing heavy."""
+"""What benchmarks.model measures: shared by us and by the peer's process. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench roofline`: measures the routed experts, and a GPU's products where there is one, and draws them.
+"""benchmarks.roofline: measures the routed experts, and a GPU's products where there is one, and draws them.
 
 The picture has them, and the peers', against the bandwidth and the products that the same run measured. Records of
 earlier runs are drawn without measuring.
@@ -24,7 +24,7 @@ __all__ = ["bench_roofline", "draw_recorded"]
 
 
 def bench_roofline(work: KernelWork, picture: Path) -> Record:
-    """Measure, print tables, write the SVG. The record is that of `bench kernels`, with the GPU's and all points."""
+    """Measure, print tables, write the SVG. The record is that of benchmarks.kernels, with the GPU's and all points."""
     cpu = bench_kernels(work)
     return _drawn(cpu, _measured_gpu(work.tokens), picture)
 

@@ -2,8 +2,8 @@
 
 x is operations per byte of the weights that a call touches (a multiplication and an addition are two), y the
 operations a second. Bytes that are read at the measured bandwidth are a slope there, products in registers are levels;
-no kernel is above both (Williams, Waterman, Patterson: Roofline, 2009). Points come from records of `bench kernels`,
-`bench gpu_linear` and `bench roofline`. Knows nothing of pixels.
+no kernel is above both (Williams, Waterman, Patterson: Roofline, 2009). Points come from records of benchmarks.kernels,
+benchmarks.gpu.linear and benchmarks.roofline. Knows nothing of pixels.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _with_time(point: Point, us: float) -> Point:
 
 
 def _cpu_points(row: Row, weights: int) -> Iterable[tuple[str, str, Point]]:
-    """Of a row of `bench kernels`: ours first. weights: of an expert."""
+    """Of a row of benchmarks.kernels: ours first. weights: of an expert."""
     name, ours = row["type"], Point(row["tokens"], row["us"], 1e3 * row["tflop_s"] / row["gb_s"], row["tflop_s"])
     yield OURS, name, ours
     if row.get("bf16_us"):
@@ -120,7 +120,7 @@ def _cpu_points(row: Row, weights: int) -> Iterable[tuple[str, str, Point]]:
 
 
 def cpu_panel(record: Record) -> Panel:
-    """Of a record of `bench kernels`. kt-kernel's own format, measured again after each type, is one series."""
+    """Of a record of benchmarks.kernels. kt-kernel's own format, measured again after each type, is one series."""
     machine, shape = record["machine"], record["shape"]
     roofs = [Roof(f"{name} products", machine[key]) for name, key in _PEAKS if machine.get(key)]
     weights = 3 * shape["hidden"] * shape["width"]
@@ -139,7 +139,7 @@ def cpu_panel(record: Record) -> Panel:
 
 
 def gpu_panel(record: Record) -> Panel:
-    """Of a record of `bench gpu_linear`: experts, and one matrix. A printed line says how many rows are not drawn."""
+    """Of a record of benchmarks.gpu.linear: experts, and one matrix. A line says how many rows are not drawn."""
     machine, rows = record["machine"], record["rows"]
     drawn = [row for row in rows if row["kernel"] == "moe" or (row["kernel"], row["shape"]) == ("linear", _GPU_LINEAR)]
     if len(drawn) < len(rows):
@@ -168,7 +168,7 @@ def panels_of(cpu: Record | None, gpu: Record | None) -> list[Panel]:
     except (KeyError, TypeError, ZeroDivisionError) as error:
         text = "a record lacks what the picture needs"
         raise ConfigError(
-            f"{text} ({type(error).__name__}: {error}); measure again: ktransformers bench roofline"
+            f"{text} ({type(error).__name__}: {error}); measure again: python -m benchmarks.roofline"
         ) from error
     return [panel for panel in found if panel.series]
 
@@ -193,7 +193,7 @@ def records_in(paths: Sequence[Path]) -> tuple[Record | None, Record | None]:
                 cpu, gpu = record, record.get("gpu") or gpu
     if cpu is None and gpu is None:
         names = ", ".join(map(str, paths))
-        raise ConfigError(f"{names}: no record of `bench roofline`, `bench kernels` or `bench gpu_linear` in it")
+        raise ConfigError(f"{names}: no record of benchmarks.roofline, kernels or gpu.linear in it")
     return cpu, gpu
 
 

@@ -1,7 +1,7 @@
 """What a machine was measured to do, in plain types, and the file that remembers it.
 
-Knows neither torch nor models: `bench/probe/cpu.py` measures, `optimize/predict.py` predicts from it, the server reads the
-file and never measures. Times are in seconds, rates per second.
+Knows neither torch nor models: `bench/probe/cpu.py` measures, `optimize/predict.py` predicts from it, the server reads
+the file and never measures. Times are in seconds, rates per second.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe_host() -> dict[str, Any]:
-    """bench.common.machine.describe_machine of a child process; CPU and cores alone, with one logged line, when that fails."""
+    """bench.common.machine.describe_machine in a child process; if it fails, CPU and cores, and one logged line."""
     child = subprocess.run(spawn_code(__name__), capture_output=True, text=True, check=False)
     if child.returncode:
         reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]

@@ -12,15 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 
-from ktransformers.bench.common.machine import machine_facts, shown_machine
 from ktransformers.bench.common.random_weights import random_raw
-from ktransformers.bench.common.report import Column, Record, Row, Table
-from ktransformers.bench.gpu.device import require_gpu
+from ktransformers.bench.common.report import Row
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.expert_counts import ExpertCounts
@@ -29,19 +26,7 @@ from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExper
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType
 from ktransformers.operators.linear.packed import pack_experts
 
-__all__ = ["SHAPES", "HandOverWork", "bench_gpu_hand_over", "measure_hand_over"]
-
-TARGET = 20.0  # microseconds
-_COLUMNS = (
-    Column("shape", 10),
-    Column("tokens", 6),
-    Column("method", 6),
-    Column("copies", 6),
-    Column("experts", 7, ".1f"),
-    Column("added_us", 9, ".2f", "added us"),
-    Column("forward_us", 10, ".2f", "forward us"),
-    Column("hand_over_us", 12, ".2f", "hand-over us"),
-)
+__all__ = ["SHAPES", "HandOverCase", "HandOverWork", "make_kernel", "measure_hand_over"]
 
 
 @dataclass(frozen=True)
@@ -171,7 +156,9 @@ def _time_replays(replay: Callable[[], None], milliseconds: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class HandOverCase:
+    """One way of handing over: a shape of SHAPES, a number of tokens, a method, copies by kernels or by engines."""
+
     shape: str
     tokens: int
     method: HandOver
@@ -217,23 +204,5 @@ def measure_hand_over(pool: WorkerPool, work: HandOverWork) -> float:
     method = HandOver.HOST if reason else HandOver.MEMORY
     shape, tokens = work.shapes[0], work.tokens[0]
     kernels = [make_kernel(SHAPES[shape], pool) for _ in range(SHAPES[shape].copies)]
-    microseconds: float = _Case(shape, tokens, method, True).row(kernels, pool, work)["hand_over_us"]
+    microseconds: float = HandOverCase(shape, tokens, method, True).row(kernels, pool, work)["hand_over_us"]
     return max(1e-6 * microseconds, 0.0)
-
-
-def bench_gpu_hand_over(work: HandOverWork) -> Record:
-    """Print a table, a line per shape, number of tokens and way of handing over."""
-    require_gpu()
-    with closing(WorkerPool(work.threads)) as pool:
-        machine, reason = machine_facts(pool), CudaDriver("cuda").memory_operations()
-        print(f"{shown_machine(machine)}; {torch.cuda.get_device_name()}, memory operations: {reason or 'yes'}")
-        methods = [HandOver.HOST] if reason else [HandOver.MEMORY, HandOver.HOST]
-        table = Table(_COLUMNS)
-        for name in work.shapes:
-            kernels = [make_kernel(SHAPES[name], pool) for _ in range(SHAPES[name].copies)]
-            for tokens, method, uses_kernels in product(work.tokens, methods, (True, False)):
-                table.add(_Case(name, tokens, method, uses_kernels).row(kernels, pool, work))
-    least = min(work.tokens)
-    best = min(row["hand_over_us"] for row in table.rows if row["tokens"] == least)
-    print(f"best at {least} tokens: {best:.2f} us, target {TARGET}")
-    return {"machine": machine, "layers": work.layers, "memory_operations": reason, "rows": table.rows}

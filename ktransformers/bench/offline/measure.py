@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from benchmarks.peers.base import PeerProcess, is_missing
-from benchmarks.peers.llama_model import llama_model_peer
-from benchmarks.peers.work import ModelWork
 from ktransformers.bench.common.machine import (
     machine_facts,
     ram_peak,
@@ -32,18 +30,17 @@ from ktransformers.engine.load.builder import PagedEngine, build_paged_engine, p
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
-from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
-from ktransformers.system.cores import usable_cores
-from ktransformers.weights.gguf.file import open_gguf
 
-__all__ = ["OfflineWork", "bench_offline", "fitting_layers"]
+__all__ = ["OfflineWork", "Peer", "StartPeers", "bench_offline", "fitting_layers", "layer_of"]
 
 PAGE_SIZE = 64
 SPARE_BYTES = 2 << 30
 """RAM left for activations when the number of layers is chosen by what fits."""
 
-_PEER_ROUNDS = 2
+
+PEER_ROUNDS = 2
+"""The better one counts: the first one warms up."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _COLUMNS = (
@@ -63,8 +60,7 @@ class OfflineWork:
     """Prompts of `prefills` tokens; `batches` sequences that decode as `case` says; least seconds per figure.
 
     synthetic: random weights in this shape instead of the config's model, with `layers` of its layers; None: as many as
-    fit into memory. peers: of "llama.cpp", measured in turns with ours on the same GGUF file, everything on the GPU but
-    the routed experts that our plan leaves to the CPU. routing: how tokens of a synthetic model choose experts.
+    fit into memory. routing: how tokens of a synthetic model choose experts.
     stream: what is measured of one beside a prompt.
     """
 
@@ -75,15 +71,35 @@ class OfflineWork:
     seconds: float
     synthetic: str | None = None
     layers: int | None = None
-    peers: tuple[str, ...] = ()
     routing: str = "even"
     stream: StreamWork | None = None
 
 
-def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManager[Progress | None]]) -> Record:
-    """Load, measure and print a table. Returns the record. loading: shows progress while it is open."""
-    if work.peers and work.config.gguf_path is None:
-        raise ConfigError("--peer reads a GGUF file: name one as MODEL, and leave --synthetic out")
+class Peer(Protocol):
+    """Another program with the same model, whose figures stand beside ours."""
+
+    name: str
+
+    def ask(self, question: str) -> float | None:
+        """Tokens per second of "prefill TOKENS" or "decode SEQUENCES"; None where it has no figure."""
+
+    def close(self) -> None:
+        """Ends the program."""
+
+
+StartPeers = Callable[[PagedEngine, OfflineWork], Sequence[Peer]]
+"""Starts the programs to compare with, once the engine is loaded and the work is cut to what the model holds."""
+
+
+def bench_offline(
+    work: OfflineWork,
+    loading: Callable[[], AbstractContextManager[Progress | None]],
+    start_peers: StartPeers = lambda engine, work: (),
+) -> Record:
+    """Load, measure and print a table. Returns the record.
+
+    loading: shows progress while it is open. start_peers: programs that are measured in turns with ours, and closed.
+    """
     opened = _open(work)
     prefills = _within_context(opened, work.prefills, work.case)
     stream = _stream_within(opened.facts.context_len, work.stream)
@@ -102,7 +118,9 @@ def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManage
     report["settings"] |= {"routing": work.routing, "hot_experts": config.hot_experts}
     with ExitStack() as stack:
         stack.callback(engine.close)
-        peers = _start_peers(engine, opened, work, stack)
+        peers = start_peers(engine, work)
+        for peer in peers:
+            stack.callback(peer.close)
         runs = OfflineRuns(engine, work.seconds)
         rows, memory = _measure(engine, runs, work, peers)
         share = runs.quarter_share()
@@ -133,10 +151,10 @@ def _measure_stream(engine: PagedEngine, work: StreamWork) -> Record:
     return asdict(figure)
 
 
-def _beside(row: Row, peers: Sequence[PeerProcess]) -> Row:
+def _beside(row: Row, peers: Sequence[Peer]) -> Row:
     """The row with what the peers do, the better of two rounds: their first one warms up."""
     for peer in peers:
-        answers = [peer.ask(f"{row['phase']} {row['tokens']}") for _ in range(_PEER_ROUNDS)]
+        answers = [peer.ask(f"{row['phase']} {row['tokens']}") for _ in range(PEER_ROUNDS)]
         rate = max((one for one in answers if one is not None), default=None)
         row |= {peer.name: rate, f"ours / {peer.name}": row["tokens_per_s"] / rate if rate else None}
     return row
@@ -173,16 +191,16 @@ def fitting_layers(plan: Plan) -> int:
     """
     layers: dict[int, dict[str, int]] = {}
     for entry in plan.entries:
-        found = _LAYER.search(entry.key)
-        if found is not None:
-            _add(layers.setdefault(int(found[1]), {}), entry.nbytes)
+        layer = layer_of(entry.key)
+        if layer is not None:
+            _add(layers.setdefault(layer, {}), entry.nbytes)
     for nbytes in plan.extra_bytes.values():  # the cache: a share of each layer
-        for layer in layers.values():
-            _add(layer, {device: count // len(layers) for device, count in nbytes.items()})
+        for held_by in layers.values():
+            _add(held_by, {device: count // len(layers) for device, count in nbytes.items()})
     held = dict(plan.total_bytes)
-    for layer in layers.values():
-        _add(held, {device: -count for device, count in layer.items()})
-    held["cpu"] = held.get("cpu", 0) + SPARE_BYTES + max((layer.get("cpu", 0) for layer in layers.values()), default=0)
+    for held_by in layers.values():
+        _add(held, {device: -count for device, count in held_by.items()})
+    held["cpu"] = held.get("cpu", 0) + SPARE_BYTES + max((one.get("cpu", 0) for one in layers.values()), default=0)
     count = 0
     for index in sorted(layers):
         _add(held, layers[index])
@@ -190,6 +208,12 @@ def fitting_layers(plan: Plan) -> int:
             break
         count += 1
     return max(count, 1)
+
+
+def layer_of(key: str) -> int | None:
+    """The number of the layer that a module called `key` belongs to; None for what is in no layer."""
+    found = _LAYER.search(key)
+    return None if found is None else int(found[1])
 
 
 def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:
@@ -247,30 +271,8 @@ def _print_report(report: Record) -> None:
     )
 
 
-def cpu_expert_layers(plan: Plan) -> list[int] | None:
-    """Layers whose routed experts lie in RAM, of a plan that has something on a GPU; None for the CPU alone."""
-    if all(device == "cpu" for device, nbytes in plan.total_bytes.items() if nbytes):
-        return None
-    experts = [entry for entry in plan.entries if isinstance(plan.operators.get(entry.key), KTransformersExperts)]
-    in_ram = [entry for entry in experts if entry.nbytes.get("cpu", 0) > entry.total_bytes // 2]
-    return sorted(int(found[1]) for entry in in_ram if (found := _LAYER.search(entry.key)) is not None)
-
-
-def _start_peers(engine: PagedEngine, opened: OpenedModel, work: OfflineWork, stack: ExitStack) -> list[PeerProcess]:
-    """Closed by `stack`."""
-    path = opened.config.gguf_path
-    if not work.peers or path is None or is_missing("llama.cpp", "llama_cpp", "llama-cpp-python"):
-        return []
-    sizes = ModelWork(work.prefills, work.batches, work.case.steps, work.case.prompt_len)
-    threads = opened.config.cpu_infer or usable_cores()
-    file = open_gguf(path).files[0].path
-    peer = llama_model_peer(file, threads, engine.model.vocab_size, sizes, cpu_expert_layers(engine.plan))
-    stack.callback(peer.close)
-    return [peer]
-
-
 def _measure(
-    engine: PagedEngine, runs: OfflineRuns, work: OfflineWork, peers: Sequence[PeerProcess]
+    engine: PagedEngine, runs: OfflineRuns, work: OfflineWork, peers: Sequence[Peer]
 ) -> tuple[list[Row], dict[str, float | None]]:
     """Every figure, printed as it comes, and the peaks of memory meanwhile."""
     reset_ram_peak()

@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu.attention import MODELS, Case, Model, Step
-from benchmarks.gpu.linear import random_matrices, random_weights
 from ktransformers.bench.common.bandwidth import measure_gpu
+from ktransformers.bench.gpu.attention_case import MODELS, Case, Model, Step
 from ktransformers.bench.gpu.device import BF16, Gpu
 from ktransformers.bench.gpu.hand_over import HandOverWork, measure_hand_over
+from ktransformers.bench.gpu.random_matrices import random_matrices, random_weights
 from ktransformers.bench.probe.steps import gpu_step_costs
 from ktransformers.config import EngineConfig
 from ktransformers.engine.step.step_sizes import GRAPH_ROWS

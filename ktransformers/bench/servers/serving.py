@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.model import Weights, shown_weights, weights_of
 from ktransformers.bench.common.machine import measured_machine, shown_machine
 from ktransformers.bench.common.report import Column, Record, Row, Table
 from ktransformers.bench.servers.client import RequestError
 from ktransformers.bench.servers.process import ServerProcess
+from ktransformers.bench.servers.weights import Weights, shown_weights, weights_of
 from ktransformers.weights.gguf.file import open_gguf
 
 __all__ = ["ServingWork", "bench_serving"]

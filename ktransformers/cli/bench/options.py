@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ktransformers.cli.parsing.options import add_model_argument, engine_config, positive_numbers, with_default_model
-from ktransformers.cli.parsing.parser import user_path
+from ktransformers.cli.parsing.parser import ArgumentParser, user_path
 from ktransformers.config import EngineConfig, why_crowded
 from ktransformers.config import check_threads as check_number_of_threads
 from ktransformers.errors import ConfigError
@@ -25,6 +25,7 @@ __all__ = [
     "chosen",
     "gguf_file",
     "kind",
+    "measuring_group",
     "model_or_shape",
     "numbers",
 ]
@@ -36,7 +37,7 @@ SHAPE_NAMES = (
     *("qwen3.6-35b-a3b", "qwen3-coder-next", "qwen3-32b"),
 )
 
-Kinds: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Kinds: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"
 
 
 def kind(
@@ -44,11 +45,18 @@ def kind(
 ) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
     """The parser of `bench NAME`, and the group of its own flags."""
     parser = kinds.add_parser(name, help=help, description=text)
+    return parser, measuring_group(parser, run)
+
+
+def measuring_group(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
+) -> argparse._ArgumentGroup:
+    """The group of a measurement's own flags in `parser`, which is made to call `run`."""
     parser.set_defaults(run=run)
     group = parser.add_argument_group("measuring")
     text = "only the JSON record on standard output; the table on standard error"
     group.add_argument("--json", action="store_true", help=text)
-    return parser, group
+    return group
 
 
 def add_threads(group: argparse._ActionsContainer, default: int = 0) -> None:

@@ -129,6 +129,8 @@ class ArgumentParser(argparse.ArgumentParser):
         self._origin: str | None = None  # of the value that is parsed now, when it is not the command line
         self.elsewhere: Mapping[str, str] = {}
         """Names of other commands' flags, and one of the commands that have them. Known below build_parser only."""
+        self.moved: Mapping[str, str] = {}
+        """Names of former commands below this one, each with a line that says where it is now."""
         if has_settings:
             text = "YAML file of flags; KTRANSFORMERS_<FLAG> and the command line win over it"
             self.add_argument("--config", type=user_path, metavar="FILE", help=text)
@@ -414,6 +416,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            if value in self.moved:
+                raise argparse.ArgumentError(None, self.moved[value])
             near = difflib.get_close_matches(value, action.choices, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(action.choices)}"
             if not near and Path(value).exists() and "chat" in action.choices:
