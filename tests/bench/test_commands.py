@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import runpy
-import sys
-from collections.abc import Sequence
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import soak
-from benchmarks.fidelity.kv import divergences
 from ktransformers.bench.common.report import Column, Table
 from ktransformers.bench.loading.files import FileFormat, FileShape, write_files
 from ktransformers.bench.servers import serving
-from ktransformers.bench.servers.client import Client, RequestError
+from ktransformers.bench.servers.client import RequestError
 from ktransformers.bench.servers.process import ServerProcess
 from ktransformers.cli import main
+from ktransformers.cli.bench.moved import MOVED
 from ktransformers.errors import EngineError
 from ktransformers.kernels.cpu import limits
-from tests.support.servers.fake_speed_server import http_server
+from tests.support.servers.fake_speed_server import FakeServerProcess, http_server
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_FILE = FileShape(layers=1, hidden=256, experts=8, width=256, heads=2, vocab=512, kv_heads=1)
@@ -36,22 +31,6 @@ def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     read, peak = limits.read_bandwidth, limits.int8_peak
     monkeypatch.setattr(limits, "read_bandwidth", partial(read, nbytes=1 << 20, repeats=1))
     monkeypatch.setattr(limits, "int8_peak", partial(peak, repeats=1))
-
-
-class FakeServerProcess(ServerProcess):
-    """In the place of a server that takes seconds to start: the flags it would get, and a client of the fake one."""
-
-    flags: Sequence[str] = ()
-
-    def __init__(self, client: Client) -> None:
-        self.client, self.pid, self.is_closed = client, os.getpid(), False
-
-    def started(self, flags: Sequence[str]) -> FakeServerProcess:
-        self.flags = flags
-        return self
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 def bench(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> tuple[str, dict[str, Any]]:
@@ -85,43 +64,6 @@ def test_operations(capsys: pytest.CaptureFixture[str]) -> None:
     _, record = bench(capsys, "operations", "--seconds", "0", "--size", "256", "--only", "rms_norm", "--threads", "2")
     assert [row["op"] for row in record["rows"]] == ["rms_norm T=1", "rms_norm T=256"]
     assert record["machine"]["threads"] == 2
-
-
-def test_fidelity(capsys: pytest.CaptureFixture[str]) -> None:
-    text, record = bench(capsys, "fidelity", "--kv_types", "fp32,bf16,int8", "--tokens", "40", "--threads", "1")
-    exact, *rounded = record["rows"]
-    assert exact == {"kv_type": "fp32", "bytes_per_token": 4096, "kl_mean": 0.0, "kl_max": 0.0, "same_choice": 1.0}
-    assert [(row["kv_type"], row["bytes_per_token"]) for row in rounded] == [("bf16", 2048), ("int8", 1088)]
-    assert all(0 < row["kl_mean"] <= row["kl_max"] < 0.1 for row in rounded)
-    assert record["num_tokens"] == 40
-    assert "KL, mean" in text
-    products = ("--kv_types", "bf16", "--attention_products", "kv", "--tokens", "40", "--threads", "1")
-    _, record = bench(capsys, "fidelity", *products)
-    (row,) = record["rows"]
-    assert row["kv_type"] == "bf16 products"
-    assert 0 < row["kl_mean"] <= row["kl_max"] < 0.1
-
-
-def test_divergences_are_those_of_torch() -> None:
-    generator = torch.Generator().manual_seed(1)
-    want, got = (torch.randn(70, 30, generator=generator) for _ in range(2))
-    logs = [torch.log_softmax(rows.double(), dim=-1) for rows in (want, got)]
-    oracle = torch.nn.functional.kl_div(logs[1], logs[0], reduction="none", log_target=True).sum(-1)
-    torch.testing.assert_close(divergences(want, got), oracle)
-
-
-def test_sampling(capsys: pytest.CaptureFixture[str]) -> None:
-    _, record = bench(capsys, "sampling", "--seconds", "0", "--vocab", "64")
-    assert len({(row["logits"], row["case"], row["rows"]) for row in record["rows"]}) == 2 * 6 * 2
-    rate = record["machine"]["read_bandwidth_gb_s"]
-    assert all(row["bound_ms"] == pytest.approx(row["rows"] * 256 / rate / 1e6) for row in record["rows"])
-
-
-def test_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
-    text, record = bench(capsys, "scheduler", "--sequences", "3", "--steps", "9")
-    loads = [(row["load"], row["page_size"]) for row in record["rows"]]
-    assert loads == [("decode", 16), ("mixed", 16), ("decode", 256), ("mixed", 256)]
-    assert "3 sequences, 9 steps" in text
 
 
 @pytest.mark.every(3)
@@ -164,25 +106,6 @@ SERVER_FLAGS = ["--backend_type", "balance_serve", "--cpu_infer", "1", "--max_ba
 SERVER_FLAGS += ["--cache_lens", str(3 * (5 + 6 + 128))]
 
 
-@pytest.mark.parametrize("failing", [False, True])
-def test_soak(failing: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {role: {"rss_kib": 2048, "fds": 7} for role in ("api", "scheduler", "engine")}
-    with http_server(failing=failing) as (client, _):
-        server = FakeServerProcess(client)
-        monkeypatch.setattr(soak, "ServerProcess", server.started)
-        monkeypatch.setattr(soak, "usage", lambda pid: held)
-        args = ["--seconds", "0.2", "--streams", "2", "--kill_every", "0.1"]
-        text, record = bench(capsys, "soak", *args, code=int(failing))
-    assert server.is_closed
-    assert server.flags[-2:] == ["--max_engine_restarts", "1000"]
-    assert record["is_failed"] is failing
-    assert (record["failed"] > 0) is failing
-    assert (record["finished"] + record["left"] > 0) is not failing
-    assert ("failed: POST /v1/completions: 500 no more memory" in text) is failing
-    assert record["early"] == record["late"] == record["idle"] == held
-    assert "2.0 MiB    7 fds" in text
-
-
 def test_speed(capsys: pytest.CaptureFixture[str]) -> None:
     with http_server() as (client, bodies):
         url = f"http://{client.host}/v1"
@@ -218,19 +141,6 @@ def test_prompts_of_the_speed_script_differ_per_run(capsys: pytest.CaptureFixtur
     assert len(set(runs)) == 3
 
 
-def test_the_script_that_users_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    script = str(ROOT / "benchmarks" / "test_speed.py")
-    with http_server() as (client, bodies):
-        host, port = client.host.split(":")
-        words = ["--host", host, "--port", port, "--concurrent", "2", "--prompt-lens", "12", "--max_tokens", "3"]
-        monkeypatch.setattr(sys, "argv", [script, *words])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(script, run_name="__main__")
-    assert end.value.code == 0
-    assert len(bodies) == 2
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"][0]["prompt_tokens"] == 24
-
-
 def test_a_stream_that_breaks_off_is_an_error() -> None:
     with http_server() as (client, _):
         events = client.events("/v1/completions", {"max_tokens": 3})
@@ -249,13 +159,10 @@ def test_a_server_that_does_not_start_says_why() -> None:
     [
         (["operations", "--only", "linear,sine"], "--only sine is not one of linear, attention, delta_scan, rms_norm"),
         (["operations", "--size", "300"], "--size must be a multiple of 256"),
-        (["sampling", "--vocab", "0"], "--vocab must be at least 1"),
-        (["scheduler", "--steps", "1"], "--steps must be at least 2"),
         (["load", "--runs", "0"], "--runs must be at least 1"),
         (["load", "/no/such/model"], "/no/such/model"),
         (["serving", "--concurrency", "0"], "--concurrency must be positive numbers"),
         (["serving", "--max_tokens", "0"], "--max_tokens must be at least 1"),
-        (["soak", "--seconds", "nan"], "--seconds must be at least 0"),
         (["speed", "--concurrent", "0"], "--concurrent must be at least 1"),
         (["speed", "--prompt_lens", "8", "0"], "--prompt_lens must be at least 1"),
     ],
@@ -263,3 +170,20 @@ def test_a_server_that_does_not_start_says_why() -> None:
 def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_command_that_moved_says_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a module of benchmarks that can be run; the line has nothing else."""
+    assert len(MOVED) == 13
+    for name, line in MOVED.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", name, "--threads", "3"])
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", f"error: {line} (see ktransformers bench --help)\n")
+        path = ROOT / re.search(r"-m (benchmarks\.\S+)`", line)[1].replace(".", "/")  # type: ignore[index]
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+def test_a_peer_of_offline_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "offline", "--peer", "llama.cpp"]) == 2
+    assert "`python -m benchmarks.offline` in a clone" in capsys.readouterr().err

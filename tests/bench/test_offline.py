@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from ktransformers.bench.offline.measure import SPARE_BYTES, cpu_expert_layers, fitting_layers
+from ktransformers.bench.offline.measure import SPARE_BYTES, fitting_layers
 from ktransformers.cli import main
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Hardware, plan_model
+from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import limits
 from ktransformers.models import synthetic_shapes
 from ktransformers.models.synthetic_shapes import Shape
-from ktransformers.optimize.machine import Machine, detect_machine
+from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
-from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.models.tiny_models import tiny_config
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, VOCAB = 32, 2, 4, 256, 4096
@@ -48,19 +47,6 @@ def bench(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str
     out = capsys.readouterr().out
     text, _, last = out.rstrip("\n").rpartition("\n")
     return text, json.loads(last)
-
-
-def test_what_recording_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    """`bench profiling`, which has the same shapes: both ways of a step are timed, and compute the same."""
-    args = ["--synthetic", "tiny", "--layers", "1", "--steps", "4", "--prompt_len", "3", "--cpu_infer", "1"]
-    assert main(["bench", "profiling", "--log_level", "warning", *args]) == 0
-    record = json.loads(capsys.readouterr().out.rstrip("\n").rpartition("\n")[2])
-    assert [row["model"] for row in record["rows"]] == ["demo-Q4_K_M.gguf", "tiny, 1 layers"]
-    for row in record["rows"]:
-        assert row["is_equal"]
-        assert row["record_bytes"] > 0
-        assert row["ratio"] == pytest.approx(row["on_us"] / row["off_us"])
-    assert not record["is_failed"]
 
 
 def even(num_tokens: int) -> tuple[float, float]:
@@ -181,7 +167,6 @@ def test_a_model_of_files(capsys: pytest.CaptureFixture[str]) -> None:
         (["--synthetic", "gpt-5"], "--synthetic gpt-5 is not one of "),
         (["--synthetic", "tiny", "--layers", "5"], "--layers 5: tiny has 1 to 4 layers"),
         (["--synthetic", "tiny", "--layers", "0"], "--layers 0: tiny has 1 to 4 layers"),
-        (["--synthetic", "tiny", "--peer", "llama.cpp"], "--peer reads a GGUF file: name one"),
         (["--layers", "2"], "--layers cuts a --synthetic shape"),
         (["--synthetic", "tiny", "."], "--synthetic needs no model"),
         (["--synthetic", "tiny", "--model_path", "."], "--synthetic needs no model"),
@@ -226,22 +211,6 @@ def test_as_many_layers_as_fit() -> None:
         assert fitting_layers(tiny_plan(LAYERS, needed + LAYERS)) == layers
         assert fitting_layers(tiny_plan(LAYERS, needed - 1 - LAYERS)) == max(layers - 1, 1)
     assert fitting_layers(tiny_plan(LAYERS, 0)) == 1
-
-
-def test_the_peer_keeps_in_ram_what_we_do() -> None:
-    config = EngineConfig(cache_lens=1024, cpu_infer=1)
-    opened = open_synthetic(config, tiny(LAYERS))
-    assert cpu_expert_layers(plan_model(config, opened, Hardware(detect_machine(gpus=dict)))) is None
-    plan = plan_model(config, opened, fake_hardware())
-    experts = [entry for entry in plan.entries if entry.operator == "KTransformersExperts"]
-    on_cpu = [i for i, entry in enumerate(experts) if entry.nbytes.get("cpu")]
-    assert cpu_expert_layers(plan) == on_cpu
-    assert len(experts) == LAYERS
-    moved = replace(experts[0], nbytes={"cuda:0": experts[0].total_bytes})
-    entries = [moved if entry is experts[0] else entry for entry in plan.entries]
-    others = [replace(one, nbytes={"cpu": one.total_bytes}) for one in experts[1:]]
-    entries = [next((one for one in others if one.key == entry.key), entry) for entry in entries]
-    assert cpu_expert_layers(replace(plan, entries=entries)) == [1, 2, 3]
 
 
 def test_what_does_not_fit_is_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

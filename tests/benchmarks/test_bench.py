@@ -1,4 +1,4 @@
-"""`ktransformers bench`: its arguments, its output, and the protocol with peers, for which a fake child stands in."""
+"""benchmarks.kernels and benchmarks.model: flags, figures, and the protocol with peers, with a fake child for them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import numpy.typing as npt
 import pytest
 
 from benchmarks import model
+from benchmarks.kernels import __main__ as kernels_command
 from benchmarks.kernels import measure as kernels
-from benchmarks.model import Figure, Weights, best_of, weights_of
+from benchmarks.model import Figure, best_of
 from benchmarks.peers import llama
 from benchmarks.peers.base import PeerProcess, is_missing
 from benchmarks.peers.llama_library import library_folder
 from benchmarks.peers.work import ModelWork
-from ktransformers.cli import main
+from ktransformers.bench.servers.weights import Weights, weights_of
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import base
@@ -68,15 +69,24 @@ def last_json(out: str) -> dict[str, Any]:
         (["--experts", "4", "--top_k", "5"], "--experts_per_token 5 is more than --experts 4"),
         (["--hidden", "100"], "multiples of 256"),
         (["--layers", "0"], "--layers must be at least 1"),
+        (["--types", "q9"], "--types q9 is not one of"),
+        (["--tokens", "99999999999"], "--tokens must be at most"),
+        (["--threads", "5000"], "--threads 5000 is far beyond this machine's"),
     ],
 )
 def test_wrong_arguments_are_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", *flags]) == 2
+    assert kernels_command.main([*flags]) == 2
     assert message in capsys.readouterr().err
 
 
+def test_more_weights_than_memory_are_refused_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--experts", "4096", "--hidden", "65536", "--width", "65536", "--layers", "64"]
+    assert kernels_command.main(flags) == 1
+    assert "these weights take at least" in capsys.readouterr().err
+
+
 def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", *TINY, "--types", "q8_0", "--json"]) == 0
+    assert kernels_command.main([*TINY, "--types", "q8_0", "--json"]) == 0
     out, err = capsys.readouterr()
     assert [row["tokens"] for row in json.loads(out)["rows"]] == [1, 3]
     assert "us" in err
@@ -84,11 +94,11 @@ def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_an_unknown_peer_is_wrong_usage() -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "kernels", "--peer", "nobody"])
+        kernels_command.main(["--peer", "nobody"])
 
 
 def test_kernels_without_a_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", *TINY, "--types", "q4_k_m,bf16"]) == 0
+    assert kernels_command.main([*TINY, "--types", "q4_k_m,bf16"]) == 0
     record = last_json(capsys.readouterr().out)
     rows = record["rows"]
     assert [(row["type"], row["tokens"]) for row in rows] == [("q4_k_m", 1), ("q4_k_m", 3), ("bf16", 1), ("bf16", 3)]
@@ -101,7 +111,7 @@ def test_kernels_without_a_peer(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kernels_in_bf16(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cpu, base):
         monkeypatch.setattr(module, "active_isa", lambda: cpu.Isa.AVX512_BF16_EMULATED)
-    assert main(["bench", "kernels", *TINY, "--types", "q4_k_m,bf16", "--cpu_prefill", "bf16"]) == 0
+    assert kernels_command.main([*TINY, "--types", "q4_k_m,bf16", "--cpu_prefill", "bf16"]) == 0
     record = last_json(capsys.readouterr().out)
     assert all(row["bf16_us"] > 0 for row in record["rows"])
     assert record["machine"]["bf16_peak_tflop_s"] > 0
@@ -110,7 +120,7 @@ def test_kernels_in_bf16(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert 0 < unquantized["bf16"] == unquantized["int8"] < 0.01  # one way only
     monkeypatch.undo()
     monkeypatch.setenv("KTRANSFORMERS_ISA", "scalar")
-    assert main(["bench", "kernels", *TINY, "--types", "q8_0", "--cpu_prefill", "bf16"]) == 0
+    assert kernels_command.main([*TINY, "--types", "q8_0", "--cpu_prefill", "bf16"]) == 0
     out = capsys.readouterr().out
     assert "scalar has no products of bf16: both ways are the exact one" in out
     assert last_json(out)["machine"]["bf16_peak_tflop_s"] == 0
@@ -130,7 +140,7 @@ def test_kernels_with_peers(
     peers = {"llama.cpp": ("json", "json", start), "kt-kernel": ("no_such_package", "no-such-package", start)}
     monkeypatch.setattr(kernels, "_PEERS", peers)
     flags = ["--types", "q8_0", "--peer", "llama.cpp", "--peer", "kt-kernel"]
-    assert main(["bench", "kernels", *TINY, *flags]) == 0
+    assert kernels_command.main([*TINY, *flags]) == 0
     out = capsys.readouterr().out
     assert "peer kt-kernel is not installed (pip install no-such-package)" in out
     assert started == [({"experts": 4, "top_k": 2, "hidden": 256, "width": 256, "layers": 1}, 1, 0.001)]
@@ -269,12 +279,12 @@ TINY_MODEL += ["--repeats", "4"]  # of 4 layers: enough calls for the experts of
 def test_wrong_arguments_of_model_are_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "model", *flags]) == 2
+    assert model.main([*flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_model_without_a_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "model", *TINY_MODEL]) == 0
+    assert model.main([*TINY_MODEL]) == 0
     record = last_json(capsys.readouterr().out)
     rows = record["rows"]
     sizes = [("prefill", 5), ("prefill", 70), ("decode", 1), ("decode", 3)]
@@ -295,7 +305,7 @@ def test_model_with_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         return fake_peer(tmp_path)
 
     monkeypatch.setattr(model, "_PEERS", {"llama.cpp": ("json", "json", start)})
-    assert main(["bench", "model", str(DEMO), *TINY_MODEL, "--peer", "llama.cpp"]) == 0
+    assert model.main([str(DEMO), *TINY_MODEL, "--peer", "llama.cpp"]) == 0
     work = ModelWork(prefill=[5, 70], batches=[1, 3], steps=7, context=4, repeats=4)
     assert started == [(DEMO, 1, 2560, work)]
     rows = last_json(capsys.readouterr().out)["rows"]
@@ -306,7 +316,7 @@ def test_a_missing_peer_of_model_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "_PEERS", {"llama.cpp": ("no_such_package", "no-such", None)})
-    assert main(["bench", "model", *TINY_MODEL, "--prefill", "5", "--batches", "1", "--peer", "llama.cpp"]) == 0
+    assert model.main([*TINY_MODEL, "--prefill", "5", "--batches", "1", "--peer", "llama.cpp"]) == 0
     out = capsys.readouterr().out
     assert "peer llama.cpp is not installed (pip install no-such): measured without it" in out
     assert all(row["peer_tokens_s"] == {} for row in last_json(out)["rows"])
@@ -314,7 +324,7 @@ def test_a_missing_peer_of_model_is_one_line(
 
 @pytest.mark.skipif(library_folder() is None, reason="llama-cpp-python is not installed")
 def test_model_beside_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "model", *TINY_MODEL, "--peer", "llama.cpp"]) == 0
+    assert model.main([*TINY_MODEL, "--peer", "llama.cpp"]) == 0
     assert all(row["peer_tokens_s"]["llama.cpp"] > 0 for row in last_json(capsys.readouterr().out)["rows"])
 
 

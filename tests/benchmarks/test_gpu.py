@@ -1,4 +1,4 @@
-"""`bench gpu_...`: what is measured, in Triton's interpreter on tiny shapes; the clock is made up."""
+"""benchmarks.gpu: what is measured, in Triton's interpreter on tiny shapes; the clock is made up."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import attention, latent, linear, prefill, rows
-from ktransformers.bench.gpu import hand_over
+from benchmarks.gpu import hand_over as hand_over_command
+from ktransformers.bench.gpu import attention_case, hand_over
 from ktransformers.bench.gpu.device import Gpu
-from ktransformers.cli import main
-from ktransformers.cli.bench import gpu as bench_gpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.attention.latent_expansion import LatentDims
@@ -88,7 +87,7 @@ def test_attention(
     model: attention.Model, step: attention.Step, tokens_seen: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oracle is the measurement's own fp32 torch; a wrong slot or window would be off by the result itself."""
-    monkeypatch.setattr(attention, "MAX_LEN", 128)
+    monkeypatch.setattr(attention_case, "MAX_LEN", 128)
     figure = attention.attention_figure(InterpretedGpu(), model, step, is_checked=True)
     assert figure["error"] < 0.02
     assert figure["gb_per_s"] == pytest.approx(nbytes / 2.0 / 1e3)
@@ -183,34 +182,37 @@ def test_hand_over_measures_experts() -> None:
     assert out.abs().max() > 0
 
 
-def test_names_of_the_command_line_are_those_that_are_measured() -> None:
-    assert set(bench_gpu.GPU_LINEARS) == set(linear._WORKS)
-    assert set(bench_gpu.GPU_SHAPES["gpu_prefill"]) == set(prefill.SHAPES)
-    assert set(bench_gpu.GPU_SHAPES["gpu_hand_over"]) == set(hand_over.SHAPES)
+MAINS = {
+    "attention": attention.main,
+    "latent": latent.main,
+    "linear": linear.main,
+    "prefill": prefill.main,
+    "hand_over": hand_over_command.main,
+}
 
 
-@pytest.mark.parametrize("kind", ["attention", "latent", "linear", "prefill", "hand_over"])
+@pytest.mark.parametrize("kind", MAINS)
 def test_without_a_gpu_it_is_refused(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", f"gpu_{kind}"]) == 2
+    assert MAINS[kind]([]) == 2
     assert capsys.readouterr().err == "error: this measures a GPU: there is no CUDA device\n"
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["gpu_latent", "--only", "5"], "--only must be ROWS,POSITIONS"),
-        (["gpu_latent", "--only", "5,4"], "no more rows than positions"),
-        (["gpu_linear", "--only", "moe,sine"], "--only sine is not one of linear, fp8, moe, types, align, relay"),
-        (["gpu_linear", "--types", "iq2_xxs,iq9"], "--types IQ9 is not one of Q4_K, "),
-        (["gpu_prefill", "--shapes", "llama"], "--shapes llama is not one of qwen3-30b, deepseek-v3"),
-        (["gpu_hand_over", "--layers", "0"], "--layers must be at least 1"),
+        (["latent", "--only", "5"], "--only must be ROWS,POSITIONS"),
+        (["latent", "--only", "5,4"], "no more rows than positions"),
+        (["linear", "--only", "moe,sine"], "--only sine is not one of linear, fp8, moe, types, align, relay"),
+        (["linear", "--types", "iq2_xxs,iq9"], "--types IQ9 is not one of Q4_K, "),
+        (["prefill", "--shapes", "llama"], "--shapes llama is not one of qwen3-30b, deepseek-v3"),
+        (["hand_over", "--layers", "0"], "--layers must be at least 1"),
     ],
 )
 def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *args]) == 2
+    assert MAINS[args[0]](args[1:]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -219,19 +221,19 @@ def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pyt
 @pytest.mark.parametrize(
     "args",
     [
-        ["gpu_attention", "--only", "qwen2-57b"],
-        ["gpu_attention", "--only", "rows"],
-        ["gpu_latent", "--only", "64,512"],
-        ["gpu_linear", "--only", "fp8,types,align,relay", "--types", "q4_k,iq2_xxs,iq3_s", "--tokens", "1"],
-        ["gpu_prefill", "--shapes", "qwen3-30b", "--tokens", "64", "--milliseconds", "0"],
-        ["gpu_hand_over", "--shapes", "empty", "--tokens", "1", "--layers", "4", "--checks", "4"],
+        ["attention", "--only", "qwen2-57b"],
+        ["attention", "--only", "rows"],
+        ["latent", "--only", "64,512"],
+        ["linear", "--only", "fp8,types,align,relay", "--types", "q4_k,iq2_xxs,iq3_s", "--tokens", "1"],
+        ["prefill", "--shapes", "qwen3-30b", "--tokens", "64", "--milliseconds", "0"],
+        ["hand_over", "--shapes", "empty", "--tokens", "1", "--layers", "4", "--checks", "4"],
     ],
 )
 def test_on_a_gpu(args: list[str]) -> None:
     """In a process of its own: torch's generators stay unusable after a capture that failed, as other tests have it."""
-    command = [sys.executable, "-m", "ktransformers", "bench", *args]
+    command = [sys.executable, "-m", f"benchmarks.gpu.{args[0]}", *args[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads(done.stdout.splitlines()[-1])
-    assert record["bench"] == args[0]
+    assert record["bench"] == f"gpu_{args[0]}"
     assert all(math.isfinite(value) for row in record["rows"] for value in row.values() if isinstance(value, float))

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import linear
-from benchmarks.kernels.__main__ import FORMATS
+from benchmarks.kernels.options import FORMATS
+from benchmarks.roofline.__main__ import main
 from benchmarks.roofline.picture import MAX_TYPES, Axis, Box, draw, text_box
 from benchmarks.roofline.points import Panel, Point, Roof, Series, cpu_panel, gpu_panel, records_in
-from ktransformers.cli import main
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import limits
 from ktransformers.kernels.triton.common import runtime
@@ -191,7 +191,7 @@ def test_too_many_types_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(ConfigError, match=f"at most {MAX_TYPES} types"):
         draw("", [Panel("", "read", 100.0, (Roof("int8", 20.0),), series)])
     types = "q2_k,q3_k,q4_k,q5_k,q6_k,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,iq4_xs,bf16"
-    assert main(["bench", "roofline", "-o", str(tmp_path / "a.svg"), *TINY, "--types", types]) == 2
+    assert main(["-o", str(tmp_path / "a.svg"), *TINY, "--types", types]) == 2
     assert "--types must be at most 12, got 13" in capsys.readouterr().err
 
 
@@ -211,7 +211,7 @@ def test_records_of_files(tmp_path: Path) -> None:
     [
         ("type us\n", "some.jsonl:1 is not JSON; record with --json"),
         ("[1]\n", "some.jsonl:1 is not a record"),
-        ('{"rows": [], "machine": {}}\n', "no record of `bench roofline`"),
+        ('{"rows": [], "machine": {}}\n', "no record of benchmarks.roofline"),
         (None, "cannot read"),
         (json.dumps(CPU | {"rows": [{"type": "q4_0"}]}), "a record lacks what the picture needs (KeyError: 'tokens')"),
     ],
@@ -222,12 +222,12 @@ def test_what_cannot_be_drawn_is_one_line(
     path = tmp_path / "some.jsonl"
     if text is not None:
         path.write_text(text)
-    assert main(["bench", "roofline", "--from", str(path), "-o", str(tmp_path / "a.svg")]) == 2
+    assert main(["--from", str(path), "-o", str(tmp_path / "a.svg")]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_from_takes_no_flags_of_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["bench", "roofline", "--from", str(written(tmp_path, CPU)), "-o", str(tmp_path / "a.svg")]
+    args = ["--from", str(written(tmp_path, CPU)), "-o", str(tmp_path / "a.svg")]
     assert main([*args, "--tokens", "4"]) == 2
     assert "leave --tokens out" in capsys.readouterr().err
     assert main(args) == 0
@@ -251,7 +251,7 @@ def test_measured_and_drawn_again(
     monkeypatch.setattr(linear, "_LINEARS", (("qwen3-30b qkv", 64, 256, (QuantType.Q8_0,)),))
     monkeypatch.setattr(linear, "_MOES", (("tiny", 4, 2, 256, 256, QuantType.Q8_0, QuantType.Q8_0),))
     picture = tmp_path / "a.svg"
-    assert main(["bench", "roofline", "-o", str(picture), *TINY, "--types", "q4_k_m"]) == 0
+    assert main(["-o", str(picture), *TINY, "--types", "q4_k_m"]) == 0
     record = last_json(capsys.readouterr().out)
     assert record["bench"] == "roofline"
     assert record["machine"]["fp32_peak_tflop_s"] > 0
@@ -262,7 +262,7 @@ def test_measured_and_drawn_again(
         (row["engine"], row["tokens"]) for row in record["points"]
     ]
     again = tmp_path / "again.svg"
-    assert main(["bench", "roofline", "-o", str(again), "--from", str(written(tmp_path, record)), "--json"]) == 0
+    assert main(["-o", str(again), "--from", str(written(tmp_path, record)), "--json"]) == 0
     assert again.read_text() == picture.read_text()
     assert last_json(capsys.readouterr().out)["points"] == record["points"]
 
@@ -271,7 +271,7 @@ def test_without_a_gpu_a_line_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "roofline", "-o", str(tmp_path / "a.svg"), *TINY, "--types", "q8_0"]) == 0
+    assert main(["-o", str(tmp_path / "a.svg"), *TINY, "--types", "q8_0"]) == 0
     out = capsys.readouterr().out
     assert "the CPU alone is drawn" in out
     assert last_json(out)["gpu"] is None

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.fidelity.__main__ import main
 from benchmarks.fidelity.weights import summary
-from ktransformers.cli import main
 
 
 def fidelity(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str, Any]]:
     """Text and record of one run."""
-    assert main(["bench", "fidelity", *args]) == 0
+    assert main([*args]) == 0
     text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
     record: dict[str, Any] = json.loads(last)
     return text, record
@@ -69,7 +69,7 @@ def test_fidelity_of_weights_beside_llama(capsys: pytest.CaptureFixture[str]) ->
 def test_fidelity_refuses_what_it_would_not_use(
     capsys: pytest.CaptureFixture[str], args: tuple[str, ...], wanted: str
 ) -> None:
-    assert main(["bench", "fidelity", *args]) != 0
+    assert main([*args]) != 0
     assert wanted in capsys.readouterr().err
 
 

@@ -87,7 +87,7 @@ def test_spellings(words: list[str], name: str, value: object) -> None:
     ("words", "message"),
     [
         (["serv"], "unknown command 'serv'; did you mean serve? (see ktransformers --help)"),
-        (["bench", "modle"], "unknown command 'modle'; did you mean model? (see ktransformers bench --help)"),
+        (["bench", "oflfine"], "unknown command 'oflfine'; did you mean offline? (see ktransformers bench --help)"),
         (["help", "plna"], "unknown command 'plna'; did you mean plan?"),
         (["frobnicate"], "unknown command 'frobnicate'; there are chat, run, serve, plan, pull"),
         (["/"], "unknown command '/'; to talk to a model: ktransformers chat /"),

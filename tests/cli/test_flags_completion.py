@@ -32,7 +32,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     asked = {
         "ktransformers ser": "serve",
-        "ktransformers bench mo": "model",
+        "ktransformers bench ser": "serving",
         "ktransformers serve --cache": "--cache_lens",
         "ktransformers serve --attention_backend f": "flashinfer",
         "ktransformers chat --gguf_path mod": "model.gguf",

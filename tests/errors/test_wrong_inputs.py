@@ -52,8 +52,7 @@ def _no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "ktransformers.engine.load.reference._from_safetensors",
         "ktransformers.engine.load.reference._filled",
         "ktransformers.server.balance.supervisor.Supervisor.start",
-        "benchmarks.kernels.measure.bench_kernels",
-        "benchmarks.model.machine_facts",
+        "ktransformers.bench.operations.machine_facts",
     ):
         monkeypatch.setattr(name, _would_load)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
@@ -196,7 +195,7 @@ RULES = [
 ]
 SERVE = "serve {}/good.gguf --port 0 "
 FLAGS = [
-    *rows("@", [("chta", "chta"), ("bench", "WHAT"), ("bench kernel", "kernel")], USAGE),
+    *rows("@", [("chta", "chta"), ("bench", "WHAT"), ("bench operation", "operation")], USAGE),
     Row("chat --modelpath x", "unknown argument --modelpath; did you mean --model_path?", USAGE),
     Row("main.py --prot 1", "unknown argument --prot; did you mean --port?", USAGE),
     Row("local_chat.py --prompt-fil x", "unknown argument --prompt_fil; did you mean --prompt_file?", USAGE),
@@ -204,16 +203,8 @@ FLAGS = [
     Row("chat --log_level loud", "--log_level: invalid choice: 'loud'", USAGE),
     Row("plan {}/good.gguf --attention_backend flash", "--attention_backend: invalid choice: 'flash'", USAGE),
     Row("doctor --cores 3", "unknown argument --cores", USAGE),
-    Row("bench kernels --experts 4096 --hidden 65536 --width 65536 --layers 64", "weights take at least | GiB", FAILS),
     Row("chat --cpu_quant q2_k", "--cpu_quant q2_k is not one of q8_0"),
     Row("chat --mode long_context", "--mode long_context is not supported"),
-    Row("bench kernels --types q9", "--types q9 is not one of"),
-    Row("bench kernels --hidden 100", "--hidden and --width must be multiples of 256"),
-    Row("bench kernels --top_k 9 --experts 8", "--experts_per_token 9 is more than --experts 8"),
-    Row("bench kernels --tokens 1,x", "--tokens must be positive numbers with commas between them, got '1,x'"),
-    Row("bench kernels --tokens 99999999999", "--tokens must be at most"),
-    Row("bench model --prefill 0", "--prefill must be positive numbers"),
-    Row("bench model --model_path {}/nothing", "name the GGUF file too"),
     Row("bench offline --synthetic nothing", "nothing"),
     Row("bench offline --layers 3", "--layers cuts a --synthetic shape"),
     Row("bench offline {}/good.gguf --decode ,", "--decode must be positive numbers"),
@@ -258,15 +249,15 @@ FLAGS = [
     *rows("main.py --port 0 --backend_type transformers --model_path {}/@", [("no_tokenizer", "holds no tokenizer")]),
     *rows("serve {}/@ --port 0", [*WEIGHT_FILES[:2], *FOLDERS[:2]], FAILS),
     *rows("local_chat.py --model_path {}/@", [MODELS[0], MODELS[-2]]),
-    *rows("bench model {}/@", WEIGHT_FILES[1:3], FAILS),
     *rows("bench offline {}/@", [*WEIGHT_FILES[1:3], FOLDERS[0]], FAILS),
     *rows("@", [("plan /dev/null", "/dev/null is a device"), ("chat --model_path /dev/null", "/dev/null is a device")]),
     *rows(
-        "@", [("serve /dev/null --port 0", "/dev/null is a device"), ("bench model /dev/null", "/dev/null is a device")]
+        "@",
+        [("serve /dev/null --port 0", "/dev/null is a device"), ("bench offline /dev/null", "/dev/null is a device")],
     ),
+    Row("bench operations --only sine", "--only sine is not one of"),
+    *rows("bench operations --threads @", [("5000", "--threads 5000 is far beyond this machine's | cores")]),
     *rows("chat --cpu_infer @", [("100000", "--cpu_infer 100000 is far beyond this machine's | cores")]),
-    *rows("bench kernels --threads @", [("5000", "--threads 5000 is far beyond this machine's | cores")]),
-    *rows("bench model --threads @", [("5000", "--threads 5000 is far beyond this machine's | cores")]),
 ]
 TABLE = [
     *FLAGS,
@@ -308,8 +299,7 @@ MODEL_OF = {
     ("chat",): ("--gguf_path", "{}/good.gguf"),
     ("serve",): ("{}/good.gguf", "--port", "0"),
     ("plan",): ("{}/good.gguf",),
-    ("bench", "kernels"): (),
-    ("bench", "model"): ("{}/good.gguf",),
+    ("bench", "operations"): (),
     ("bench", "offline"): ("{}/good.gguf",),
 }
 WRONG_FOR_BOTH = ("text", "", "nan", "-1")
@@ -379,7 +369,7 @@ def without_privileges() -> Iterator[None]:
         "serve {} --port 0",
         "plan {}",
         "bench offline {}",
-        "bench model {}/m.gguf",
+        "bench offline {}/m.gguf",
         "chat --gguf_path {}/m.gguf",
         "plan {}/m.gguf",
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ktransformers.cli.bench.command import SHAPE_NAMES
+from ktransformers.cli.bench.options import SHAPE_NAMES
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import SHAPES, find_shape

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ktransformers import __version__
 from ktransformers.kernels.extension import extension
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +40,35 @@ def test_nobody_is_told_to_install_the_other_distribution() -> None:
     for file in files:
         found = re.search(r"pip install [^`\n]*\bktransformers(?!-engine)\b(?!/)", file.read_text(encoding="utf-8"))
         assert not found, f"{file}: {found and found[0]}"
+
+
+@pytest.fixture(scope="module")
+def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a wheel holds, built without the extension, which is not looked at."""
+    pytest.importorskip("scikit_build_core")
+    folder = tmp_path_factory.mktemp("wheel")
+    code = "import sys, scikit_build_core.build as b; b.build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_the_wheel_has_no_more_than_the_package(wheel_files: list[str]) -> None:
+    """Benchmarks, tests and tools of developers stay in the repository."""
+    folders = {name.partition("/")[0] for name in wheel_files}
+    assert folders == {"ktransformers", f"ktransformers_engine-{__version__}.dist-info"}
+    names = {name for name in wheel_files if name.endswith(".py")}
+    tracked = subprocess.run(["git", "ls-files", "ktransformers"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert names >= {name for name in tracked.stdout.split() if name.endswith(".py") and (ROOT / name).exists()}
+    assert "ktransformers/bench/offline/measure.py" in names
+
+
+@pytest.mark.parametrize("words", ["from benchmarks", "import benchmarks"])
+def test_the_package_imports_no_benchmark(words: str) -> None:
+    """Lint says so too (importlinter), but not of imports within strings or of code that no module imports."""
+    using = [path for path in (ROOT / "ktransformers").rglob("*.py") if words in path.read_text(encoding="utf-8")]
+    assert using == []
 
 
 def test_ci_pins_the_triton_that_the_pinned_torch_asks_for() -> None:

@@ -61,7 +61,6 @@ def test_values_that_are_no_numbers(command: str, flag: str, capsys: pytest.Capt
         "chat /no/such/model.gguf",
         "serve /no/such/model.gguf",
         "plan /no/such/model.gguf",
-        "bench model /no/such/model.gguf",
         "bench offline /no/such/model.gguf",
         "quantize /no/such/model.gguf /tmp/out.gguf",
         "imatrix /no/such/model.gguf /no/such/text -o /tmp/out.gguf",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from ktransformers.bench.servers.client import Client
+from ktransformers.bench.servers.process import ServerProcess
 
 TEMPLATE_LEN = 4
 """Tokens of a chat without words; each word is a token more."""
@@ -86,3 +88,19 @@ def http_server(
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+class FakeServerProcess(ServerProcess):
+    """In the place of a server that takes seconds to start: the flags it would get, and a client of the fake one."""
+
+    flags: Sequence[str] = ()
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.pid, self.is_closed = client, os.getpid(), False
+
+    def started(self, flags: Sequence[str]) -> FakeServerProcess:
+        self.flags = flags
+        return self
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,129 @@
+"""Benchmarks on the smallest work that they take, in this process; servers are a fake one."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import sampling, scheduler, soak
+from benchmarks.fidelity import __main__ as fidelity
+from benchmarks.fidelity.kv import divergences
+from ktransformers.kernels.cpu import limits
+from tests.support.servers.fake_speed_server import FakeServerProcess, http_server
+
+ROOT = Path(__file__).resolve().parents[2]
+MAINS = {
+    "fidelity": fidelity.main,
+    "sampling": sampling.main,
+    "scheduler": scheduler.main,
+    "soak": soak.main,
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what the machine can do at best."""
+    read, peak = limits.read_bandwidth, limits.int8_peak
+    monkeypatch.setattr(limits, "read_bandwidth", partial(read, nbytes=1 << 20, repeats=1))
+    monkeypatch.setattr(limits, "int8_peak", partial(peak, repeats=1))
+
+
+def run(capsys: pytest.CaptureFixture[str], name: str, *args: str, code: int = 0) -> tuple[str, dict[str, Any]]:
+    """Text and record of one run of a benchmark."""
+    assert MAINS[name](args) == code
+    text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+    record: dict[str, Any] = json.loads(last)
+    assert record["bench"] == name
+    assert record["machine"]["cpu"]
+    return text, record
+
+
+def test_fidelity(capsys: pytest.CaptureFixture[str]) -> None:
+    text, record = run(capsys, "fidelity", "--kv_types", "fp32,bf16,int8", "--tokens", "40", "--threads", "1")
+    exact, *rounded = record["rows"]
+    assert exact == {"kv_type": "fp32", "bytes_per_token": 4096, "kl_mean": 0.0, "kl_max": 0.0, "same_choice": 1.0}
+    assert [(row["kv_type"], row["bytes_per_token"]) for row in rounded] == [("bf16", 2048), ("int8", 1088)]
+    assert all(0 < row["kl_mean"] <= row["kl_max"] < 0.1 for row in rounded)
+    assert record["num_tokens"] == 40
+    assert "KL, mean" in text
+    products = ("--kv_types", "bf16", "--attention_products", "kv", "--tokens", "40", "--threads", "1")
+    _, record = run(capsys, "fidelity", *products)
+    (row,) = record["rows"]
+    assert row["kv_type"] == "bf16 products"
+    assert 0 < row["kl_mean"] <= row["kl_max"] < 0.1
+
+
+def test_divergences_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    want, got = (torch.randn(70, 30, generator=generator) for _ in range(2))
+    logs = [torch.log_softmax(rows.double(), dim=-1) for rows in (want, got)]
+    oracle = torch.nn.functional.kl_div(logs[1], logs[0], reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(divergences(want, got), oracle)
+
+
+def test_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    _, record = run(capsys, "sampling", "--seconds", "0", "--vocab", "64")
+    assert len({(row["logits"], row["case"], row["rows"]) for row in record["rows"]}) == 2 * 6 * 2
+    rate = record["machine"]["read_bandwidth_gb_s"]
+    assert all(row["bound_ms"] == pytest.approx(row["rows"] * 256 / rate / 1e6) for row in record["rows"])
+
+
+def test_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
+    text, record = run(capsys, "scheduler", "--sequences", "3", "--steps", "9")
+    loads = [(row["load"], row["page_size"]) for row in record["rows"]]
+    assert loads == [("decode", 16), ("mixed", 16), ("decode", 256), ("mixed", 256)]
+    assert "3 sequences, 9 steps" in text
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_soak(failing: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {role: {"rss_kib": 2048, "fds": 7} for role in ("api", "scheduler", "engine")}
+    with http_server(failing=failing) as (client, _):
+        server = FakeServerProcess(client)
+        monkeypatch.setattr(soak, "ServerProcess", server.started)
+        monkeypatch.setattr(soak, "usage", lambda pid: held)
+        args = ["--seconds", "0.2", "--streams", "2", "--kill_every", "0.1"]
+        text, record = run(capsys, "soak", *args, code=int(failing))
+    assert server.is_closed
+    assert server.flags[-2:] == ["--max_engine_restarts", "1000"]
+    assert record["is_failed"] is failing
+    assert (record["failed"] > 0) is failing
+    assert (record["finished"] + record["left"] > 0) is not failing
+    assert ("failed: POST /v1/completions: 500 no more memory" in text) is failing
+    assert record["early"] == record["late"] == record["idle"] == held
+    assert "2.0 MiB    7 fds" in text
+
+
+def test_the_script_that_users_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(ROOT / "benchmarks" / "test_speed.py")
+    with http_server() as (client, bodies):
+        host, port = client.host.split(":")
+        words = ["--host", host, "--port", port, "--concurrent", "2", "--prompt-lens", "12", "--max_tokens", "3"]
+        monkeypatch.setattr(sys, "argv", [script, *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(script, run_name="__main__")
+    assert end.value.code == 0
+    assert len(bodies) == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"][0]["prompt_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("sampling", ["--vocab", "0"], "--vocab must be at least 1"),
+        ("scheduler", ["--steps", "1"], "--steps must be at least 2"),
+        ("soak", ["--seconds", "nan"], "--seconds must be at least 0"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    name: str, args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert MAINS[name](args) == 2
+    assert message in capsys.readouterr().err
