@@ -39,7 +39,7 @@ def last_row(name: str) -> Row:
 
 
 def cpu_series(run: Row, phase: str) -> list[Series]:
-    """Ours, llama.cpp and the memory's bound, from `bench model --peer llama.cpp`. Some sizes have no bound."""
+    """Ours, llama.cpp and the memory's bound, from `benchmarks.model --peer llama.cpp`. Some sizes have no bound."""
     rows = [row for row in run["rows"] if row["phase"] == phase]
     sizes = tuple(row["size"] for row in rows)
     bounded = [row for row in rows if row["bound_tokens_s"] is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from functools import partial
@@ -127,3 +128,23 @@ def test_wrong_arguments_are_one_line(
 ) -> None:
     assert MAINS[name](args) == 2
     assert message in capsys.readouterr().err
+
+
+def runnable() -> set[str]:
+    """Names behind `python -m benchmarks.`: modules with a main, and packages with `__main__.py`."""
+    root = ROOT / "benchmarks"
+    modules = {path for path in root.rglob("*.py") if "peers" not in path.parts and path.name != "test_speed.py"}
+    mains = {path for path in modules if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")}
+    return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__main__") for path in mains}
+
+
+def test_docs_name_the_benchmarks_that_there_are() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages if page.name != "CHANGELOG.md")
+    named = set(re.findall(r"python -m benchmarks\.([a-z_]+(?:\.[a-z_]+)?)", text))
+    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    there = runnable()
+    assert named <= there
+    assert {name for name in there if f"`{name}`" not in page and f"python -m benchmarks.{name}" not in page} == {
+        "readme"
+    }

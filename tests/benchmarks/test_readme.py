@@ -96,7 +96,7 @@ def test_kernels_beside_another_program() -> None:
     text = kernels_text({"shape": shape, "rows": rows}).replace("\n", " ")
     assert "4 experts of 256 x 512 in Q4_K_M takes 0.50 to 0.80 times" in text
     assert text.endswith(" 2.00 times; 0.25 to 0.40, and 0.10 times what it needs in its own amx_int4.")
-    with pytest.raises(ValueError, match="lacks kt-kernel's figures: python -m benchmarks.kernels --types"):
+    with pytest.raises(ValueError, match=r"lacks kt-kernel's figures: python -m benchmarks\.kernels --types"):
         kernels_text({"shape": shape, "rows": [rows[0] | {"peer_us": {}}]})
 
 

@@ -1,4 +1,4 @@
-"""`bench fidelity --types`: quantized weights beside fp32, on little work."""
+"""`benchmarks.fidelity --types`: quantized weights beside fp32, on little work."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Rates:
     """TFLOP/s of the kernels on an H100; only their ratios matter, so that they serve for other devices.
 
     absorbed, expanded: attention. dense: projections of rows. expansion: of positions, which also writes the results.
-    launch_us: what expanding a sequence costs however short it is. `bench gpu_latent` measures them.
+    launch_us: what expanding a sequence costs however short it is. `benchmarks.gpu.latent` measures them.
     """
 
     absorbed: float = 218.0

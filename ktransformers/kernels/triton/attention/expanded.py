@@ -139,7 +139,7 @@ def _expanded_kernel(
 def expanded_tile(num_rows: int, num_heads: int, dtype: torch.dtype, device: torch.device) -> ExpandedTile:
     """Sizes of a launch for so many rows and heads: 128 rows of a head, fewer where that leaves processors idle.
 
-    The fastest of those measured on an H100 (`bench gpu_latent --tune`), with as many stages as shared
+    The fastest of those measured on an H100 (`benchmarks.gpu.latent --tune`), with as many stages as shared
     memory has room for: 90, 131 and 213 KB for two, three and four (tests/support/triton_kernels/compile_launches.py).
     """
     if dtype.itemsize == 4:
