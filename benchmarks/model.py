@@ -27,7 +27,7 @@ from benchmarks.peers.base import PeerProcess, is_missing
 from benchmarks.peers.llama_model import llama_model_peer
 from benchmarks.peers.work import ModelWork
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, print_record
 from ktransformers.bench.servers.weights import Weights, shown_weights, weights_of
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import (
@@ -203,7 +203,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Reco
         columns = [
             (Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in children
         ]
-        table = Table([*_COLUMNS, *(one for pair in columns for one in pair)])
+        table = FigureTable([*_COLUMNS, *(one for pair in columns for one in pair)])
         ours = _Ours(engine, min(weights.vocab_size, engine.model.vocab_size))
         for phase, size in [*(("prefill", n) for n in work.prefill), *(("decode", n) for n in work.batches)]:
             figure, theirs = _rounds(ours, children, phase, size, work)

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import (
     SHAPE_NAMES,
@@ -83,7 +83,7 @@ def bench_profiling(work: ProfilingWork, loading: Callable[[], AbstractContextMa
         "" if path is None else path.name: lambda: open_model(config),
         f"{work.synthetic}, {work.layers} layers": lambda: open_synthetic(no_files, shape.config(work.layers)),
     }
-    table: Table | None = None
+    table: FigureTable | None = None
     machine: Record = {}
     for name, opener in openers.items():
         with loading() as progress:
@@ -93,7 +93,7 @@ def bench_profiling(work: ProfilingWork, loading: Callable[[], AbstractContextMa
             if table is None:
                 machine = machine_facts(engine.pool)
                 print(shown_machine(machine))
-                table = Table(_COLUMNS)
+                table = FigureTable(_COLUMNS)
             table.add({"model": name} | _measure(engine, work))
         finally:
             engine.close()

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.bench.common.timing import best_time, torch_threads
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import (
@@ -94,7 +94,7 @@ def bench_sampling(vocab: int, threads: int, seconds: float) -> Record:
     try:
         machine = machine_facts(pool)
         print(f"{shown_machine(machine)}; {vocab} logits a row")
-        table = Table(_COLUMNS)
+        table = FigureTable(_COLUMNS)
         with torch_threads(threads):
             for kind, name, num_rows in product(("peaked", "normal"), _CASES, (1, 16)):
                 logits, params = _make_logits(kind, num_rows, vocab), _CASES[name]

@@ -20,7 +20,7 @@ from itertools import product
 import msgspec
 
 from benchmarks.command import benchmark_parser
-from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import (
     check_between,
@@ -90,7 +90,7 @@ def bench_scheduler(num_sequences: int, num_steps: int) -> Record:
     """Print a table, a line per page size and load."""
     machine = {"cpu": cpu_name(), "python": platform.python_version()}
     print(f"{machine['cpu']}, Python {machine['python']}; {num_sequences} sequences, {num_steps} steps")
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     for page_size, load in product((16, 256), ("decode", "mixed")):
         own, wire = _step_times(_Load(num_sequences, page_size), num_steps, is_mixed=load == "mixed")
         row: Row = {"load": load, "page_size": page_size, "us_median": statistics.median(own)}

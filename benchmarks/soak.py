@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.command import benchmark_parser
-from ktransformers.bench.common.report import Column, Record, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, print_record
 from ktransformers.bench.servers.client import Client, RequestError
 from ktransformers.bench.servers.process import ServerProcess
 from ktransformers.cli import run_command
@@ -178,7 +178,7 @@ def bench_soak(work: SoakWork) -> Record:
         figures, idle = _settle(server), settled_usage(lambda: usage(server.pid))
     held = {name: figures[name] for name in _HELD}
     looks = (early, late, idle)
-    table = Table([Column("process", 10), *(Column(moment, 20) for moment in _MOMENTS)])
+    table = FigureTable([Column("process", 10), *(Column(moment, 20) for moment in _MOMENTS)])
     for role in idle:
         cells = (f"{look[role]['rss_kib'] / 1024:.1f} MiB {look[role]['fds']:>4} fds" for look in looks)
         table.add({"process": role} | dict(zip(_MOMENTS, cells, strict=True)))

@@ -28,7 +28,7 @@ __all__ = [
     "PastToken",
     "Phase",
     "Progress",
-    "Reasoning",
+    "ReasoningSpec",
     "SamplingParams",
     "TokenEvent",
     "TokenLogprobs",
@@ -194,7 +194,7 @@ def _as_json(value: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningSpec:
     """How an answer's reasoning is told from what follows it, for rules that are about one of them.
 
     end: a regular expression, what of its text ends it. closing: the text that is written to end it from outside; it
@@ -263,7 +263,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSpec | None = None
     n: int = 1
     structured_outputs: Any = None
     guided_decoding: Any = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ktransformers.bench.common.machine import describe_machine
-from ktransformers.bench.common.report import Column, Record, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import ATTENTION_PRODUCTS, EngineConfig
 from ktransformers.core import SamplingParams
@@ -70,7 +70,7 @@ def bench_fidelity(work: FidelityWork) -> Record:
         report: Record = {"machine": describe_machine(engine.runner.pool), "model": engine.description}
     finally:
         engine.close()
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     for kv_type in work.kv_types:
         has_products = kv_type in ("int8", "fp8") or (kv_type == "bf16" and not work.config.use_cuda)
         products = work.config.attention_products if has_products else ATTENTION_PRODUCTS[0]

@@ -21,7 +21,7 @@ from benchmarks.fidelity.kv import divergences, logits_of, own_text
 from benchmarks.peers.base import is_missing
 from benchmarks.peers.llama_logits import llama_logits
 from ktransformers.bench.common.machine import describe_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.config import CPU_ACTIVATIONS, EngineConfig
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.load.reference import build_reference_engine
@@ -91,7 +91,7 @@ def bench_weight_fidelity(work: WeightWork) -> Record:
     finally:
         engine.close()
     peer = (Column("peer_kl_median", 10, ".2e", "llama.cpp"), Column("ratio", 7, ".2f", "ours, x")) if has_peer else ()
-    table = Table((*_COLUMNS, *peer))
+    table = FigureTable((*_COLUMNS, *peer))
     with tempfile.TemporaryDirectory(prefix="ktransformers-fidelity-") as folder:
         for name in work.types:
             file = config.gguf_path if name == GIVEN else Path(folder) / f"{name}.gguf"

@@ -19,8 +19,8 @@ from itertools import product
 
 from benchmarks.command import benchmark_parser
 from benchmarks.gpu.rows import row_figures
-from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
-from ktransformers.bench.gpu.attention_case import MODELS, Case, Model, Step
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
+from ktransformers.bench.gpu.attention_case import MODELS, AttentionCase, AttentionModel, StepShape
 from ktransformers.bench.gpu.device import Gpu, shown_gpu
 from ktransformers.cli import run_command
 from ktransformers.cli.parsing.options import add_toggle, set_up_logging
@@ -44,24 +44,26 @@ _COLUMNS = (
 )
 
 
-_COMPARED = [MODELS[0], Model("heads of 64", 32, 4, 64, 64)]
+_COMPARED = [MODELS[0], AttentionModel("heads of 64", 32, 4, 64, 64)]
 _CODED = [replace(model, kv_type=kv_type, code_products=True) for model in _COMPARED for kv_type in ("int8", "fp8")]
 
 
-STEPS = [Step(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (4, 1, 1024), (16, 1, 1024))]
-STEPS += [Step(16, 1, 8192)]
-STEPS += [Step(*sizes) for sizes in ((1, 128, 128), (1, 512, 512), (1, 2048, 2048), (1, 2048, 16384), (4, 512, 4096))]
-PRODUCT_STEPS = [
-    Step(1, rows, length) for length in (2048, 8192, 32768) for rows in (512, 2048, 4096) if rows <= length
+STEPS = [StepShape(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (4, 1, 1024), (16, 1, 1024))]
+STEPS += [StepShape(16, 1, 8192)]
+STEPS += [
+    StepShape(*sizes) for sizes in ((1, 128, 128), (1, 512, 512), (1, 2048, 2048), (1, 2048, 16384), (4, 512, 4096))
 ]
-TUNED = [Step(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (16, 1, 1024), (1, 512, 512), (1, 2048, 4096))]
+PRODUCT_STEPS = [
+    StepShape(1, rows, length) for length in (2048, 8192, 32768) for rows in (512, 2048, 4096) if rows <= length
+]
+TUNED = [StepShape(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (16, 1, 1024), (1, 512, 512), (1, 2048, 4096))]
 
 
-def attention_figure(gpu: Gpu, model: Model, step: Step, is_checked: bool) -> Row:
+def attention_figure(gpu: Gpu, model: AttentionModel, step: StepShape, is_checked: bool) -> Row:
     """Time of a step, and its error where it is checked."""
     row_bytes = KV_DTYPES[model.kv_type].itemsize * model.kv_heads * (model.dim + model.dim_v)
     sets = min(gpu.copies(step.num_seqs * step.length * row_bytes), 64 if step.rows == 1 else 4)
-    case = Case(gpu, model, step, sets)
+    case = AttentionCase(gpu, model, step, sets)
     us = gpu.graph_us([partial(case.call, index) for index in range(sets)])
     return {
         "name": f"{model.shown} {'decode' if step.rows == 1 else 'prefill'}",
@@ -76,7 +78,7 @@ def attention_figure(gpu: Gpu, model: Model, step: Step, is_checked: bool) -> Ro
     }
 
 
-def _candidates(model: Model, is_decode: bool, default: launch.Tile) -> Iterator[launch.Tile]:
+def _candidates(model: AttentionModel, is_decode: bool, default: launch.Tile) -> Iterator[launch.Tile]:
     yield default
     sizes_m = (default.block_m,) if is_decode else (64,) if model.dim_v > 256 else (64, 128)
     for block_m, block_n, warps, stages in product(sizes_m, (32, 64, 128), (4, 8), (3, 5, 7)):
@@ -86,10 +88,10 @@ def _candidates(model: Model, is_decode: bool, default: launch.Tile) -> Iterator
         yield replace(default, min_chunk=256)
 
 
-def _tuned(gpu: Gpu, model: Model, step: Step) -> Row:
+def _tuned(gpu: Gpu, model: AttentionModel, step: StepShape) -> Row:
     """The times of the five fastest tiles and of the built-in one, printed too."""
     sets, is_decode = 4, step.rows == 1
-    case = Case(gpu, model, step, sets)
+    case = AttentionCase(gpu, model, step, sets)
     default = (launch.decode_tile if is_decode else launch.prefill_tile)(case.record(0))
     times = {}
     for tile in _candidates(model, is_decode, default):
@@ -113,9 +115,9 @@ def tune_gpu_attention(only: str, gpu: Gpu | None = None) -> Record:
     return {"machine": facts, "rows": [_tuned(gpu, model, step) for model, step in tried]}
 
 
-def compared_models() -> list[Model]:
+def compared_models() -> list[AttentionModel]:
     """For each shape and type of codes: without codes, with codes that are widened, and with products of codes."""
-    found = list[Model]()
+    found = list[AttentionModel]()
     for coded in _CODED:
         widened = replace(coded, code_products=False)
         found += [replace(widened, kv_type="bf16"), widened, coded]
@@ -128,7 +130,7 @@ def bench_gpu_attention(only: str, is_checked: bool, gpu: Gpu | None = None) -> 
     gpu = gpu or Gpu()
     facts, models = gpu.facts(), [model for model in MODELS if only in model.shown]
     print(shown_gpu(facts))
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     for model, step in product(models, STEPS):
         _add(table, attention_figure(gpu, model, step, is_checked), facts)
     for step, model in product(PRODUCT_STEPS, compared_models()) if only in "products" else ():
@@ -138,7 +140,7 @@ def bench_gpu_attention(only: str, is_checked: bool, gpu: Gpu | None = None) -> 
     return {"machine": facts, "rows": table.rows}
 
 
-def _add(table: Table, row: Row, facts: Row) -> None:
+def _add(table: FigureTable, row: Row, facts: Row) -> None:
     rate = row.get("gb_per_s")
     table.add(row | {"of_copy": None if rate is None else rate / facts["copy_gb_s"]})
 

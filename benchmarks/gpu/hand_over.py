@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, print_record
 from ktransformers.bench.gpu.device import require_gpu
 from ktransformers.bench.gpu.hand_over import SHAPES, HandOverCase, HandOverWork, make_kernel
 from ktransformers.cli import run_command
@@ -56,7 +56,7 @@ def bench_gpu_hand_over(work: HandOverWork) -> Record:
         machine, reason = machine_facts(pool), CudaDriver("cuda").memory_operations()
         print(f"{shown_machine(machine)}; {torch.cuda.get_device_name()}, memory operations: {reason or 'yes'}")
         methods = [HandOver.HOST] if reason else [HandOver.MEMORY, HandOver.HOST]
-        table = Table(_COLUMNS)
+        table = FigureTable(_COLUMNS)
         for name in work.shapes:
             kernels = [make_kernel(SHAPES[name], pool) for _ in range(SHAPES[name].copies)]
             for tokens, method, uses_kernels in product(work.tokens, methods, (True, False)):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import benchmark_parser
-from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error, shown_gpu
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import (
@@ -36,7 +36,13 @@ from ktransformers.kernels import flashinfer
 from ktransformers.kernels.triton.attention.expanded import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.common.runtime import triton
-from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES, Choice, LatentDims, Rates, StepRuns
+from ktransformers.operators.attention.latent_expansion import (
+    EXPANSION_NBYTES,
+    ExpansionPolicy,
+    LatentDims,
+    Rates,
+    StepRuns,
+)
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.context import ForwardContext
 
@@ -113,7 +119,7 @@ class Case:
 
     def expanded_step(self, nbytes: int) -> LatentStep:
         """The step in expanded form, in a workspace of nbytes."""
-        choice = Choice(self.dims, BF16, Rates(), is_forced=True, nbytes=nbytes)
+        choice = ExpansionPolicy(self.dims, BF16, Rates(), is_forced=True, nbytes=nbytes)
         expansion = StepRuns(self.context).expansion(choice, self.gpu.device)
         workspace = torch.empty(choice.room, dtype=BF16, device=self.gpu.device)
         return replace(self.step, expansion=expansion, workspace=workspace)
@@ -208,7 +214,7 @@ def bench_gpu_latent(dims: LatentDims, cases: Sequence[tuple[int, int]] = CASES,
     gpu = gpu or Gpu()
     facts, flash = gpu.facts(), _start_flashinfer(gpu)
     print(shown_gpu(facts))
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     with torch.inference_mode():
         for rows, length in cases:
             table.add(_row(Case(gpu, dims, rows, length), facts["matmul_tflop_s"] / 2e-6, flash))
@@ -223,7 +229,7 @@ def tune_gpu_latent(dims: LatentDims, gpu: Gpu | None = None) -> Record:
         cases = [Case(gpu, dims, rows, length) for rows, length in SWEPT]
         names = [f"{rows} of {length}" for rows, length in SWEPT]
         print(f"{shown_gpu(facts)}\nTFLOP/s of attention alone by tile (rows, positions, warps, stages)")
-        tiles = Table([Column("tile", 16), *(Column(name, 14, ".0f") for name in names)])
+        tiles = FigureTable([Column("tile", 16), *(Column(name, 14, ".0f") for name in names)])
         for tile in TILES:
             row: Row = {"tile": f"{tile.block_m} {tile.block_n} {tile.num_warps} {tile.num_stages}"}
             try:
@@ -232,7 +238,7 @@ def tune_gpu_latent(dims: LatentDims, gpu: Gpu | None = None) -> Record:
                 rates = []
             tiles.add(row | dict(zip(names, rates, strict=False)))
         print("microseconds of a layer by MiB of workspace")
-        budgets = Table([Column("MiB", 5), *(Column(name, 14, ".0f") for name in names)])
+        budgets = FigureTable([Column("MiB", 5), *(Column(name, 14, ".0f") for name in names)])
         for mib in (32, 64, 128, 256, 512):
             times = [_budget_us(case, mib << 20) for case in cases]
             budgets.add({"MiB": mib} | dict(zip(names, times, strict=True)))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import benchmark_parser
-from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.bench.gpu.device import BF16, Gpu, shown_gpu
 from ktransformers.bench.gpu.random_matrices import random_bytes, random_matrices, random_weights
 from ktransformers.cli import run_command
@@ -248,7 +248,7 @@ def bench_gpu_linear(
     gpu = gpu or Gpu()
     facts = gpu.facts()
     print(shown_gpu(facts))
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     us_of_q4 = dict[tuple[str, int], float]()
     for kernel in kernels:
         works = type_works(gpu, tokens, types) if kernel == "types" else _WORKS[kernel](gpu, tokens)

@@ -22,7 +22,7 @@ from transformers import Qwen3MoeConfig
 
 from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.machine import machine_facts, shown_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table, print_record
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.bench.gpu.device import require_gpu
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import (
@@ -220,7 +220,7 @@ def bench_gpu_prefill(work: PrefillWork) -> Record:
             )
             with closing(stream):
                 rates[name] = _shown_rates(stream)
-                table = Table(_COLUMNS)
+                table = FigureTable(_COLUMNS)
                 for tokens in work.tokens:
                     layers = Layers(stream, shape, tokens, device.torch_device)
                     layers.cycles = int(work.between_us * 1e-6 * _CLOCK)

@@ -20,7 +20,7 @@ from benchmarks.peers.kt_kernel import kt_kernel_peer
 from benchmarks.peers.llama import llama_peer
 from ktransformers.bench.common.machine import machine_facts, shown_machine
 from ktransformers.bench.common.random_weights import random_weight
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.bench.common.timing import mean_time
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, limits
 from ktransformers.kernels.types import (
@@ -220,7 +220,7 @@ def _rows(
         (Column(peer.name, 10, ".0f"), Column(f"{peer.name} / ours", 10, ".2f", "us, x ours")) for peer in children
     ]
     others = [_other_columns(way) for way in work.others]
-    table = Table([*_COLUMNS, *(one for pair in (*others, *peers) for one in pair)])
+    table = FigureTable([*_COLUMNS, *(one for pair in (*others, *peers) for one in pair)])
     errors: dict[str, dict[str, float]] = {}
     for name in work.types:
         ours = _Ours(work.shape, name, *pools)

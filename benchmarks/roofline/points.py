@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.errors import ConfigError
 
 __all__ = [
@@ -206,7 +206,7 @@ def _lines(path: Path) -> list[str]:
 
 def point_rows(panels: Sequence[Panel]) -> list[Row]:
     """Print a table of all points, each beside what memory and the highest level allow. Returns its rows."""
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     for panel in panels:
         for series in panel.series:
             for point in series.points:

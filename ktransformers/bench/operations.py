@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ktransformers.bench.common.machine import machine_facts, shown_machine
 from ktransformers.bench.common.random_weights import random_raw
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.bench.common.timing import best_time, torch_threads
 from ktransformers.kernels.cpu import NATIVE_TYPES, WorkerPool, attention, limits, linear, rms_norm
 from ktransformers.kernels.cpu.recurrent import delta_scan
@@ -39,7 +39,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OperationCase:
     """nbytes: that ours reads at least. flops: fp32 multiplications and additions, where they are the bound."""
 
     name: str
@@ -49,7 +49,7 @@ class Case:
     flops: int | None = None
 
 
-def _linear(pool: WorkerPool, size: int) -> Iterator[Case]:
+def _linear(pool: WorkerPool, size: int) -> Iterator[OperationCase]:
     """[T, size] x [size, size]^T for every type."""
     dense = torch.randn(size, size)
     for tokens in (1, 256):
@@ -57,10 +57,12 @@ def _linear(pool: WorkerPool, size: int) -> Iterator[Case]:
         for qtype in sorted(NATIVE_TYPES):
             weight = random_raw(qtype, size, size)
             ours = partial(linear, x, weight, pool)
-            yield Case(f"linear {qtype.name} T={tokens}", ours, partial(functional.linear, x, dense), weight.nbytes)
+            yield OperationCase(
+                f"linear {qtype.name} T={tokens}", ours, partial(functional.linear, x, dense), weight.nbytes
+            )
 
 
-def _attention(pool: WorkerPool, size: int) -> Iterator[Case]:
+def _attention(pool: WorkerPool, size: int) -> Iterator[OperationCase]:
     """GQA 32 / 4 heads of 128, and MLA 16 heads of 512 + 64 over one latent head; 2 * size positions at most.
 
     A token of a long text, the last chunk of a text, and whole texts. gqa_bf16: products of bf16, of a cache of bf16.
@@ -81,20 +83,20 @@ def _attention(pool: WorkerPool, size: int) -> Iterator[Case]:
             ours = partial(attention, q, cache, values, table, page, seqs, lens, 0.1, pool)
             nbytes = 4 * (cache.numel() + (values.numel() if name == "gqa" else 0))
             flops = 2 * int(lens.sum()) * heads * (dim_k + dim_v)
-            yield Case(f"attention {name} T={tokens} ctx={context}", ours, theirs, nbytes, flops)
+            yield OperationCase(f"attention {name} T={tokens} ctx={context}", ours, theirs, nbytes, flops)
             if name == "gqa":
                 kept = cache.bfloat16(), values.bfloat16()
                 ours = partial(attention, q, *kept, table, page, seqs, lens, 0.1, pool, bf16_products=True)
-                yield Case(f"attention gqa_bf16 T={tokens} ctx={context}", ours, theirs, nbytes // 2, flops)
+                yield OperationCase(f"attention gqa_bf16 T={tokens} ctx={context}", ours, theirs, nbytes // 2, flops)
 
 
-def _rms_norm(pool: WorkerPool, size: int) -> Iterator[Case]:
+def _rms_norm(pool: WorkerPool, size: int) -> Iterator[OperationCase]:
     """[T, size]."""
     weight = torch.randn(size)
     for tokens in (1, 256):
         x = torch.randn(tokens, size)
         theirs = partial(functional.rms_norm, x, (size,), weight, 1e-6)
-        yield Case(f"rms_norm T={tokens}", partial(rms_norm, x, weight, 1e-6, pool), theirs, 8 * x.numel())
+        yield OperationCase(f"rms_norm T={tokens}", partial(rms_norm, x, weight, 1e-6, pool), theirs, 8 * x.numel())
 
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -108,7 +110,7 @@ def _delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     return out
 
 
-def _delta_scan(pool: WorkerPool, size: int) -> Iterator[Case]:
+def _delta_scan(pool: WorkerPool, size: int) -> Iterator[OperationCase]:
     """Gated DeltaNet, size / 128 heads of 128 x 128. Bytes: of the state, read and written once."""
     heads = size // 128
     for tokens in (1, 64):
@@ -119,13 +121,13 @@ def _delta_scan(pool: WorkerPool, size: int) -> Iterator[Case]:
         step = StateStep(bounds, slot, slot, torch.full_like(lens, -1), lens)
         ours = partial(delta_scan, q, k / 12, v, decay, beta, states, step, None, 1.0, pool)
         theirs = partial(_delta_rule, q, k / 12, v, decay, beta, states[0].clone())
-        yield Case(f"delta_scan H={heads} T={tokens}", ours, theirs, 8 * states.numel())
+        yield OperationCase(f"delta_scan H={heads} T={tokens}", ours, theirs, 8 * states.numel())
 
 
 _CASES = {"linear": _linear, "attention": _attention, "delta_scan": _delta_scan, "rms_norm": _rms_norm}
 
 
-def _figures(case: Case, seconds: float, machine: Row) -> Row:
+def _figures(case: OperationCase, seconds: float, machine: Row) -> Row:
     took, torch_took = best_time(case.ours, seconds), best_time(case.theirs, seconds)
     rate = case.nbytes / took / 1e9
     work = None if case.flops is None else case.flops / took / 1e9
@@ -147,7 +149,7 @@ def bench_operations(names: Sequence[str], threads: int, seconds: float, size: i
     try:
         machine = machine_facts(pool) | {"fp32_peak_gflop_s": limits.fp32_peak(pool) / 1e9}
         print(f"{shown_machine(machine)}, {machine['fp32_peak_gflop_s']:.0f} GFLOP/s of fp32")
-        table = Table(_COLUMNS)
+        table = FigureTable(_COLUMNS)
         with torch.inference_mode(), torch_threads(threads):
             for case in (case for name in names for case in _CASES[name](pool, size)):
                 table.add(_figures(case, seconds, machine))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ktransformers.bench.common.machine import describe_machine
-from ktransformers.bench.common.report import Column, Record, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record
 from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_needed
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_paged_engine
@@ -80,7 +80,7 @@ def bench_prediction(work: PredictionWork, measured: Callable[[], MachineSpeed])
                     key = (shape, phase, tokens)
                     rates[key] = max(rates.get(key, 0.0), run.tokens_per_s(phase, tokens))
     assert speed is not None
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     for shape, (outlook, chunk_size) in outlooks.items():
         for one in predictions(outlook, speed, work, chunk_size):
             head = {"shape": shape, "layers": len(outlook.summary.load.layers)}

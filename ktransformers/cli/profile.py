@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ktransformers.cli.parsing.parser import check_place, user_path
 
 if TYPE_CHECKING:
-    from ktransformers.profiling.compare import Comparison, Row
+    from ktransformers.profiling.compare import ComparedFigure, Comparison
 
 __all__ = ["add_parser"]
 
@@ -139,7 +139,7 @@ def _print_table(found: Comparison) -> None:
         print("  ".join([f"{name:{widths[0]}}", *shown, mark]).rstrip())
 
 
-def _row(row: Row) -> tuple[str, ...]:
+def _row(row: ComparedFigure) -> tuple[str, ...]:
     from ktransformers.profiling.report.comparison import interval
     from ktransformers.profiling.report.pictures import number
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from ktransformers import errors
-from ktransformers.cluster.records import Ask, Began, Facts, Failed, Message, Order, Report, Told
+from ktransformers.cluster.records import Ask, Began, Facts, Message, Order, ReplicaReport, RequestFailed, Told
 from ktransformers.cluster.stats import ClusterFigures
 from ktransformers.core import FinishReason, GenerationStats, PastToken, Progress, TokenEvent
 from ktransformers.engine.model.card import ModelCard
@@ -64,7 +64,7 @@ class Replicas(ABC):
         """Of the model, as one replica has it. Waits until one is there."""
 
     @abstractmethod
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[ReplicaReport]:
         """Of all replicas that answer."""
 
     @abstractmethod
@@ -260,7 +260,7 @@ class ReplicaBackend(Backend):
                 self._sync(run)
             case Told():
                 run.hear(message)
-            case Failed(error, text, is_lost):
+            case RequestFailed(error, text, is_lost):
                 if is_lost:
                     raise ReplicaLostError(text)
                 raise _known_error(error, text)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ktransformers.cluster.affinity import block_keys
 from ktransformers.cluster.backend import ReplicaLostError, Replicas
-from ktransformers.cluster.records import Ask, Facts, Message, Order, Report, decode, encode
+from ktransformers.cluster.records import Ask, Facts, Message, Order, ReplicaReport, decode, encode
 from ktransformers.errors import EngineError, reason_of
 
 __all__ = ["ServeReplicas"]
@@ -67,8 +67,8 @@ class ServeReplicas(Replicas):
         return [result for result in results if not isinstance(result, BaseException)]
 
     @override
-    async def reports(self) -> list[Report]:
-        return [decode(data, Report) for data in await self._all("report")]
+    async def reports(self) -> list[ReplicaReport]:
+        return [decode(data, ReplicaReport) for data in await self._all("report")]
 
     @override
     async def tell(self, order: Order) -> None:

@@ -24,7 +24,19 @@ from ktransformers.core import (
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.balance.messages import decode, encode
 
-__all__ = ["Ask", "Began", "Event", "Facts", "Failed", "Message", "Order", "Report", "Told", "decode", "encode"]
+__all__ = [
+    "Ask",
+    "Began",
+    "Event",
+    "Facts",
+    "Message",
+    "Order",
+    "ReplicaReport",
+    "RequestFailed",
+    "Told",
+    "decode",
+    "encode",
+]
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +106,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     stats: GenerationStats
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     """The answer ends with an error: the name of a class in errors.py. is_lost: the replica cannot go on with any."""
 
     error: str
@@ -102,7 +114,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_lost: bool = False
 
 
-Message = Began | Told | Failed
+Message = Began | Told | RequestFailed
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -129,7 +141,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplicaReport:
     """A replica's figures of this moment. node: Ray's id of its machine, empty without one. pid: of its process there.
 
     pause: see Backend.

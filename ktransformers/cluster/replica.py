@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
-from ktransformers.cluster.records import Ask, Began, Event, Facts, Failed, Message, Order, Report, Told
+from ktransformers.cluster.records import Ask, Began, Event, Facts, Message, Order, ReplicaReport, RequestFailed, Told
 from ktransformers.core import TokenEvent
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import KTransformersError
@@ -82,7 +82,7 @@ class Replica:
                 yield Told([Event.of(event) for event in events], events[-1].stats)
             await filling
         except KTransformersError as error:
-            yield Failed(type(error).__name__, str(error), is_lost=not self._backend.is_ready)
+            yield RequestFailed(type(error).__name__, str(error), is_lost=not self._backend.is_ready)
         finally:
             filling.cancel()
             await asyncio.gather(filling, return_exceptions=True)
@@ -110,9 +110,9 @@ class Replica:
             max_running=self._backend.max_running,
         )
 
-    def report(self) -> Report:
+    def report(self) -> ReplicaReport:
         """Figures of this moment."""
-        return Report(self._name, self._backend.stats(), self._node, os.getpid(), self._backend.pause)
+        return ReplicaReport(self._name, self._backend.stats(), self._node, os.getpid(), self._backend.pause)
 
     async def close(self) -> None:
         """End what this object began; the backend is not its own."""

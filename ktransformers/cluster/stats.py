@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ktransformers.cluster.records import Report
+from ktransformers.cluster.records import ReplicaReport
 from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats, ReplicaFigures
@@ -77,16 +77,16 @@ class ClusterFigures:
     """What replicas have reported. num_taken_over: counted by the backend."""
 
     def __init__(self) -> None:
-        self._reports: dict[str, tuple[float, Report]] = {}
+        self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._gone = _NOTHING
         self.num_taken_over = 0
 
     @property
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[ReplicaReport]:
         """The last one of each replica that has spoken lately, by name."""
         return [report for _, (_, report) in sorted(self._reports.items())]
 
-    def hear(self, reports: Iterable[Report], now: float) -> None:
+    def hear(self, reports: Iterable[ReplicaReport], now: float) -> None:
         """now: seconds, on any clock."""
         for report in reports:
             self._reports[report.replica] = now, report

@@ -18,14 +18,14 @@ from gguf import GGUFValueType, GGUFWriter
 from ktransformers.kernels.types import QuantType, row_bytes
 from ktransformers.weights.gguf.file import DEFAULT_ALIGNMENT, GGUFFile
 
-__all__ = ["Entries", "Entry", "Layout", "Placed", "entries_of", "entry", "lay_out"]
+__all__ = ["Entries", "GGUFLayout", "MetadataValue", "Placed", "entries_of", "entry", "lay_out"]
 
 _ALIGNMENT = "general.alignment"
 _ARCHITECTURE = "general.architecture"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MetadataValue:
     """A value of the metadata and its type in the file; elements: the type of an array's elements."""
 
     value: Any
@@ -33,23 +33,23 @@ class Entry:
     elements: GGUFValueType | None = None
 
 
-Entries = dict[str, Entry]
+Entries = dict[str, MetadataValue]
 
 
-def entry(value: object) -> Entry:
+def entry(value: object) -> MetadataValue:
     """A value with the type that llama.cpp's converter gives it: whole numbers u32, others f32; lists by their first.
 
     Raises TypeError for other values.
     """
     if isinstance(value, list):
-        return Entry(value, GGUFValueType.ARRAY, entry(value[0]).kind if value else GGUFValueType.STRING)
+        return MetadataValue(value, GGUFValueType.ARRAY, entry(value[0]).kind if value else GGUFValueType.STRING)
     kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
     kind = GGUFValueType.STRING if isinstance(value, str) else kinds.get(type(value))
     if kind is None:
         raise TypeError(f"no GGUF type holds a {type(value).__name__}")
     if kind is GGUFValueType.UINT32 and value < 0:  # type: ignore[operator]
         kind = GGUFValueType.INT32
-    return Entry(value, kind)
+    return MetadataValue(value, kind)
 
 
 def entries_of(file: GGUFFile) -> Entries:
@@ -59,7 +59,7 @@ def entries_of(file: GGUFFile) -> Entries:
         kinds = [GGUFValueType(kind) for kind in file.value_types[key]]
         plain = value.tolist() if isinstance(value, np.ndarray) else value
         if plain != []:
-            found[key] = Entry(plain, kinds[0], kinds[1] if len(kinds) > 1 else None)
+            found[key] = MetadataValue(plain, kinds[0], kinds[1] if len(kinds) > 1 else None)
     return found
 
 
@@ -79,7 +79,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GGUFLayout:
     """A whole file: what comes first, padded to where the data begin, and its tensors in order. nbytes: of all."""
 
     header: bytes
@@ -87,7 +87,7 @@ class Layout:
     nbytes: int
 
 
-def lay_out(arch: str, entries: Mapping[str, Entry], tensors: Sequence[Placed]) -> Layout:
+def lay_out(arch: str, entries: Mapping[str, MetadataValue], tensors: Sequence[Placed]) -> GGUFLayout:
     """The file with these metadata and tensors, whose offsets are filled in."""
     header = _header(arch, entries, tensors)
     found = entries.get(_ALIGNMENT)
@@ -102,10 +102,10 @@ def lay_out(arch: str, entries: Mapping[str, Entry], tensors: Sequence[Placed]) 
     for tensor in tensors:
         placed.append(Placed(tensor.name, tensor.shape, tensor.qtype, at))
         at = aligned(at + tensor.nbytes)
-    return Layout(header, tuple(placed), at)
+    return GGUFLayout(header, tuple(placed), at)
 
 
-def _header(arch: str, entries: Mapping[str, Entry], tensors: Sequence[Placed]) -> bytes:
+def _header(arch: str, entries: Mapping[str, MetadataValue], tensors: Sequence[Placed]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="ktransformers-header-") as folder:
         path = Path(folder) / "header"
         writer = GGUFWriter(path, arch)

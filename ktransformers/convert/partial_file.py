@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ktransformers.convert.header import Layout, Placed
+from ktransformers.convert.header import GGUFLayout, Placed
 from ktransformers.core import format_bytes
 from ktransformers.errors import CapacityError
 
@@ -38,7 +38,7 @@ class PartialFile:
     source: what the tensors are made of, in words that differ where they would.
     """
 
-    def __init__(self, out: Path, layout: Layout, source: str):
+    def __init__(self, out: Path, layout: GGUFLayout, source: str):
         self.out, self.layout = out, layout
         self.path = out.with_name(out.name + ".partial")
         self.record = out.with_name(out.name + ".partial.done")

@@ -23,7 +23,7 @@ import torch
 
 from ktransformers import __version__
 from ktransformers.config import EngineConfig
-from ktransformers.convert.header import Entries, Layout, Placed, entries_of, entry, lay_out
+from ktransformers.convert.header import Entries, GGUFLayout, Placed, entries_of, entry, lay_out
 from ktransformers.convert.hf_tensors import hf_tensors
 from ktransformers.convert.imatrix import Imatrix
 from ktransformers.convert.mixtures import (
@@ -51,7 +51,7 @@ from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.gguf.names import is_of_other_parts
 from ktransformers.weights.loader import weight_format
 
-__all__ = ["Outcome", "Task", "quantize_model"]
+__all__ = ["QuantizeResult", "Task", "quantize_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class QuantizeResult:
     """What was written. types: bytes by type's name; num_weights: of all tensors."""
 
     nbytes: int
@@ -115,7 +115,7 @@ class _Input:
     check: Callable[[], None] = field(default=lambda: None)
 
 
-def quantize_model(task: Task, progress: MakeProgress) -> Outcome:
+def quantize_model(task: Task, progress: MakeProgress) -> QuantizeResult:
     """Write `task.out`. Raises ConfigError, WeightError, RuleError, or CapacityError when the disk is full."""
     start = time.monotonic()
     _check_out(task)
@@ -139,7 +139,7 @@ def quantize_model(task: Task, progress: MakeProgress) -> Outcome:
     for one in layout.tensors:
         types[one.qtype.name] += one.nbytes
     num_weights = sum(int(np.prod(one.shape, dtype=np.int64)) for one in layout.tensors)
-    return Outcome(layout.nbytes, num_weights, types, time.monotonic() - start)
+    return QuantizeResult(layout.nbytes, num_weights, types, time.monotonic() - start)
 
 
 def _check_out(task: Task) -> None:
@@ -238,7 +238,7 @@ def _vector(name: str, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
     return OutTensor(name, values.shape, "F32", lambda: [torch.from_numpy(values).reshape(1, -1)])
 
 
-def _layout(task: Task, given: _Input) -> Layout:
+def _layout(task: Task, given: _Input) -> GGUFLayout:
     shapes = {tensor.name: tensor.shape for tensor in given.tensors}
     shape = ModelShape(
         given.shape.num_layers, given.shape.num_experts, given.shape.queries_per_key, task.imatrix is not None
@@ -284,7 +284,7 @@ def _importance(task: Task, given: _Input) -> Importance:
     return found
 
 
-def _warn_of_quantized(given: _Input, layout: Layout) -> None:
+def _warn_of_quantized(given: _Input, layout: GGUFLayout) -> None:
     stored = {tensor.name: tensor.stored for tensor in given.tensors}
     again = [
         one.name for one in layout.tensors if stored[one.name] not in _FLOATS and stored[one.name] != one.qtype.name

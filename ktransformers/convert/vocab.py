@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from ktransformers.convert.header import Entries, Entry, entry
+from ktransformers.convert.header import Entries, MetadataValue, entry
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS
@@ -65,7 +65,7 @@ def vocab_metadata(backend: PreTrainedTokenizerFast, vocab_size: int) -> Entries
         made["tokenizer.ggml.scores"] = entry(scores)
     from gguf import GGUFValueType
 
-    made["tokenizer.ggml.token_type"] = Entry(types, GGUFValueType.ARRAY, GGUFValueType.INT32)
+    made["tokenizer.ggml.token_type"] = MetadataValue(types, GGUFValueType.ARRAY, GGUFValueType.INT32)
     if scores is None:
         made["tokenizer.ggml.merges"] = entry(merges)
     made |= {key: entry(value) for key, value in _special(backend, content).items()}

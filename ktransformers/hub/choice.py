@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ktransformers.core import format_bytes
 from ktransformers.hub.variants import Variant
 
-__all__ = ["Choice", "candidates", "choose"]
+__all__ = ["VariantChoice", "candidates", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class VariantChoice:
     """variant: None when none fits. refused: (variant, why it does not fit) of those that were better."""
 
     variant: Variant | None
@@ -32,7 +32,7 @@ def candidates(variants: Sequence[Variant], nbytes: Mapping[str, int]) -> list[V
 
 def choose(
     variants: Sequence[Variant], nbytes: Mapping[str, int], memory: int, misfit: Callable[[Variant], str | None]
-) -> Choice:
+) -> VariantChoice:
     """The first of `variants` that fits. memory: bytes free on all devices, which spares asking about larger files.
 
     misfit: why a variant does not fit, None when it does.
@@ -42,6 +42,6 @@ def choose(
         size = nbytes[variant.label]
         reason = f"{format_bytes(size)} of weights, {format_bytes(memory)} free" if size > memory else misfit(variant)
         if reason is None:
-            return Choice(variant, tuple(refused))
+            return VariantChoice(variant, tuple(refused))
         refused.append((variant, reason))
-    return Choice(None, tuple(refused))
+    return VariantChoice(None, tuple(refused))

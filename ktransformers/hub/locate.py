@@ -14,11 +14,11 @@ from pathlib import Path
 from ktransformers.errors import ConfigError
 from ktransformers.hub.names import ModelName, is_name, parse_name
 
-__all__ = ["ModelFiles", "locate_model", "locate_path", "title_of"]
+__all__ = ["LocatedModel", "locate_model", "locate_path", "title_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
+class LocatedModel:
     """model_path: the folder with config.json and tokenizer; gguf_path: a GGUF file, or a folder of weights.
 
     One of them is set, or both. The names are EngineConfig's.
@@ -28,14 +28,14 @@ class ModelFiles:
     gguf_path: Path | None = None
 
 
-def locate_model(model: str | os.PathLike[str]) -> ModelFiles:
+def locate_model(model: str | os.PathLike[str]) -> LocatedModel:
     """The files of `model`: a GGUF file, a folder of GGUF files, a folder with config.json and safetensors, or a name.
 
     Raises ConfigError for what does not exist, and for a name that means several models of the cache.
     """
     path = locate_path(model)
     has_config = path.is_dir() and (path / "config.json").is_file()
-    return ModelFiles(model_path=path) if has_config else ModelFiles(gguf_path=path)
+    return LocatedModel(model_path=path) if has_config else LocatedModel(gguf_path=path)
 
 
 def locate_path(text: str | os.PathLike[str], flag: str = "") -> Path:

@@ -24,7 +24,7 @@ __all__ = [
     "FlashInfer",
     "GqaShape",
     "LatentShape",
-    "Pages",
+    "PageTable",
     "Shape",
     "difference",
     "pages_of",
@@ -125,7 +125,7 @@ def workspace_nbytes(num_shapes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PageTable:
     """Where the keys of a step's sequences lie: compressed rows of page numbers, all int32 on the CPU.
 
     qo_indptr [S + 1]: first row of each sequence. kv_indptr [S + 1]: its first entry of indices. indices: pages of
@@ -148,7 +148,7 @@ def _indptr(counts: Tensor) -> Tensor:
     return torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
 
 
-def pages_of(seq_ids: Tensor, kv_lens: Tensor, block_table: Tensor, page_size: int) -> Pages:
+def pages_of(seq_ids: Tensor, kv_lens: Tensor, block_table: Tensor, page_size: int) -> PageTable:
     """The pages of a step whose tensors are on the CPU; its arguments as in `triton.attention`.
 
     Pages are cut into parts of at most 16 positions, since the static cache is one page of any size. Raises ValueError
@@ -168,7 +168,7 @@ def pages_of(seq_ids: Tensor, kv_lens: Tensor, block_table: Tensor, page_size: i
     nth = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1].long(), num_parts)
     pages = block_table[torch.repeat_interleave(owners, num_parts), nth * part // page_size]
     indices = pages * (page_size // part) + nth * part % page_size // part
-    return Pages(_indptr(counts), starts, indices.to(torch.int32), lens.to(torch.int32), part)
+    return PageTable(_indptr(counts), starts, indices.to(torch.int32), lens.to(torch.int32), part)
 
 
 class FlashInfer:
@@ -193,7 +193,7 @@ class FlashInfer:
             self._wrappers[shape] = made
         return made
 
-    def plan(self, shape: Shape, pages: Pages) -> None:
+    def plan(self, shape: Shape, pages: PageTable) -> None:
         """Prepare `run` of a step."""
         wrapper = self._wrapper(shape)
         self._page_sizes[shape] = pages.page_size

@@ -22,11 +22,11 @@ from transformers import (
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["SHAPES", "Shape", "find_shape", "small_config"]
+__all__ = ["SHAPES", "PublishedShape", "find_shape", "small_config"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PublishedShape:
     """A model by name. num_layers: of the whole model; make(n) is its config with the first n of them."""
 
     name: str
@@ -250,22 +250,22 @@ def _qwen3_32b(num_layers: int) -> PretrainedConfig:
     )
 
 
-SHAPES: Mapping[str, Shape] = {
+SHAPES: Mapping[str, PublishedShape] = {
     shape.name: shape
     for shape in (
-        Shape("qwen3-30b-a3b", 48, _qwen3_30b_a3b),
-        Shape("deepseek-v2-lite", 27, _deepseek_v2_lite),
-        Shape("deepseek-v3", 61, _deepseek_v3),
-        Shape("gpt-oss-20b", 24, partial(_gpt_oss, num_experts=32)),
-        Shape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
-        Shape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b),
-        Shape("qwen3-coder-next", 48, _qwen3_coder_next),
-        Shape("qwen3-32b", 64, _qwen3_32b),
+        PublishedShape("qwen3-30b-a3b", 48, _qwen3_30b_a3b),
+        PublishedShape("deepseek-v2-lite", 27, _deepseek_v2_lite),
+        PublishedShape("deepseek-v3", 61, _deepseek_v3),
+        PublishedShape("gpt-oss-20b", 24, partial(_gpt_oss, num_experts=32)),
+        PublishedShape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
+        PublishedShape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b),
+        PublishedShape("qwen3-coder-next", 48, _qwen3_coder_next),
+        PublishedShape("qwen3-32b", 64, _qwen3_32b),
     )
 }
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> PublishedShape:
     """The shape called `name`. Raises ConfigError that lists the names."""
     shape = SHAPES.get(name.lower())
     if shape is None:

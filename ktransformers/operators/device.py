@@ -30,7 +30,7 @@ __all__ = [
     "Beside",
     "Device",
     "Devices",
-    "Follower",
+    "StepFollower",
     "cuda_memory",
     "distinct",
     "give_back",
@@ -58,7 +58,7 @@ class Beside(Protocol):
         ...
 
 
-class Follower(Beside, Protocol):
+class StepFollower(Beside, Protocol):
     """A Beside that follows steps, whether they are replayed or not. Called by the thread that runs them."""
 
     def launched(self) -> None:
@@ -85,7 +85,7 @@ class Device:
     is_gpu: bool
     make_driver: Callable[[torch.device], StreamDriver] = CudaDriver
     besides: list[Beside] = field(default_factory=list, compare=False, repr=False)
-    followers: list[Follower] = field(default_factory=list, compare=False, repr=False)
+    followers: list[StepFollower] = field(default_factory=list, compare=False, repr=False)
     _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
     _usages: dict[int, ExpertUsage] = field(default_factory=dict, compare=False, repr=False)
 

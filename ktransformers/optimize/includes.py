@@ -18,7 +18,7 @@ from ktransformers.optimize.aliases import nearest
 from ktransformers.optimize.document import Item, read_yaml
 from ktransformers.system.shipped_rules import find_shipped_rules, is_shipped, shipped_names, shipped_path
 
-__all__ = ["Entry", "RuleFile", "read_entries"]
+__all__ = ["RuleEntry", "RuleFile", "read_entries"]
 
 MAX_INCLUDES = 100
 """Include entries of a file and of all that it includes: files that include each other twice double with each level."""
@@ -70,7 +70,7 @@ class RuleFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RuleEntry:
     """One rule as it is written. number: of the entry in its file, from 1; includes count."""
 
     item: Item
@@ -82,7 +82,7 @@ class Entry:
 class _Reader:
     """Collects entries. num_includes: entries of `include` so far."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[RuleEntry] = field(default_factory=list)
     num_includes: int = 0
 
     def read(self, document: Item | None, file: RuleFile) -> None:
@@ -94,7 +94,7 @@ class _Reader:
             if isinstance(item.value, dict) and _KEY in item.value:
                 self._include(item, file, number)
             else:
-                self.entries.append(Entry(item, file, number))
+                self.entries.append(RuleEntry(item, file, number))
 
     def _include(self, item: Item, file: RuleFile, number: int) -> None:
         assert isinstance(item.value, dict)
@@ -146,7 +146,7 @@ def _unknown(name: str, file: RuleFile) -> str:
     return message + (nearest(Path(name).name, shipped_names()) or f"; shipped are {', '.join(shipped_names())}")
 
 
-def read_entries(document: Item | None, file: RuleFile) -> list[Entry]:
+def read_entries(document: Item | None, file: RuleFile) -> list[RuleEntry]:
     """The rules of `document`, which was read from `file`, and of all that it includes, in the order that decides.
 
     Raises RuleError for a document that is no list, and for an include that names no file, a file that cannot be read

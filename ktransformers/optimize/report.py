@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ktransformers.optimize.plan import Plan, PlanEntry, format_bytes
 
-__all__ = ["Row", "fold_entries", "print_plan", "to_json"]
+__all__ = ["ReportRow", "fold_entries", "print_plan", "to_json"]
 
 PLAIN_WIDTH = 220  # columns when the output is not a terminal: rows must not be cut for `grep`
 
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(slots=True)
-class Row:
+class ReportRow:
     """Entries that go to the same place in the same way, whatever their types and bytes, as one line.
 
     layers is empty for a module on its own. types: how many entries have which quant_types.
@@ -35,7 +35,7 @@ class Row:
     types: Counter[tuple[str, ...]]
 
     @classmethod
-    def of(cls, entry: PlanEntry, layer: int | None = None) -> Row:
+    def of(cls, entry: PlanEntry, layer: int | None = None) -> ReportRow:
         """A row of one entry."""
         return cls(entry, [] if layer is None else [layer], [entry.total_bytes], Counter([entry.quant_types]))
 
@@ -73,20 +73,20 @@ class Row:
         return ("" if self.count == 1 else f"{self.count} x ") + format_bytes(self.nbytes[0])
 
 
-def fold_entries(entries: Iterable[PlanEntry]) -> list[Row]:
+def fold_entries(entries: Iterable[PlanEntry]) -> list[ReportRow]:
     """One Row per set of entries that differ in the first layer number of their names, types and bytes only, in tree
     order."""
-    rows: dict[tuple[object, ...], Row] = {}
+    rows: dict[tuple[object, ...], ReportRow] = {}
     for entry in entries:
         found = _LAYER.search(entry.key)
         if found is None:
-            rows[(entry.key,)] = Row.of(entry)
+            rows[(entry.key,)] = ReportRow.of(entry)
             continue
         group = (f"{entry.key[: found.start()]}*{entry.key[found.end() :]}", *_alike(entry))
         if group in rows:
             rows[group].add(entry, int(found.group()))
         else:
-            rows[group] = Row.of(entry, int(found.group()))
+            rows[group] = ReportRow.of(entry, int(found.group()))
     return list(rows.values())
 
 
@@ -121,7 +121,7 @@ def _ranges(numbers: list[int]) -> str:
 def print_plan(plan: Plan, console: Console, *, modules: bool = False) -> None:
     """Write the table of modules and the totals per device. modules: each on its own line, containers too."""
     entries = plan.entries if modules else [entry for entry in plan.entries if _is_telling(entry)]
-    rows = [Row.of(entry) for entry in entries] if modules else fold_entries(entries)
+    rows = [ReportRow.of(entry) for entry in entries] if modules else fold_entries(entries)
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
     console.print(Text(f"{plan.model_type}, rules {plan.rule_file}"))
@@ -134,7 +134,7 @@ def _is_telling(entry: PlanEntry) -> bool:
     return not entry.is_kept or bool(entry.nbytes) or bool(entry.note)
 
 
-def _module_table(rows: list[Row]) -> Table:
+def _module_table(rows: list[ReportRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("module", "operator", "device", "generate", "prefill", "type", "bytes", "rule", "note"):
         table.add_column(header, justify="right" if header in ("bytes", "rule") else "left", overflow="fold")

@@ -38,7 +38,7 @@ from ktransformers.optimize.aliases import (
     undriven_hardware,
 )
 from ktransformers.optimize.document import Item, parse_yaml, read_yaml
-from ktransformers.optimize.includes import Entry, RuleFile, read_entries
+from ktransformers.optimize.includes import RuleEntry, RuleFile, read_entries
 from ktransformers.optimize.patterns import NamePattern, SlowPattern
 
 __all__ = ["DEVICE_PATTERN", "Rule", "Rules", "load_rules", "parse_rules"]
@@ -219,7 +219,7 @@ def _op(name: object) -> str:
 class _RuleParser:
     """Checks one rule of a file; carries what its errors say about where they are."""
 
-    def __init__(self, entry: Entry, trust: bool):
+    def __init__(self, entry: RuleEntry, trust: bool):
         self.file, self.number, self.trust = entry.file, entry.number, trust
 
     def fail(self, message: str, line: int) -> RuleError:

@@ -22,7 +22,7 @@ from ktransformers.optimize.step_load import StepLoad, step_load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["EXTRA_PARTS", "PARTS", "ModelSize", "Part", "Summary", "parts_of", "size_of", "summarize"]
+__all__ = ["EXTRA_PARTS", "PARTS", "ModelSize", "Summary", "SummaryPart", "parts_of", "size_of", "summarize"]
 
 PARTS = ("experts", "attention", "dense and shared", "embeddings and head")
 """What weights are for, in the order in which they are shown. Routers and norms are with the dense parts."""
@@ -50,7 +50,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SummaryPart:
     """A part of the model on one device, or on GPUs, which are shown together. types: by bytes, the most first."""
 
     name: str
@@ -73,7 +73,7 @@ class Summary:
     context_len: int | None
     cache_tokens: int
     chunk_size: int
-    parts: tuple[Part, ...]
+    parts: tuple[SummaryPart, ...]
     reads: DecodeReads
     load: StepLoad
 
@@ -142,7 +142,7 @@ def size_of(
     )
 
 
-def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[Part, ...]:
+def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[SummaryPart, ...]:
     """Weights by what they are for and where they are, then what is beside them."""
     nbytes: Counter[tuple[str, str]] = Counter()
     types: dict[tuple[str, str], Counter[str]] = {}
@@ -162,7 +162,7 @@ def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[Part, ...]:
             total = sum(nbytes[name, device] for device in devices)
             kinds = sum((types.get((name, device), Counter()) for device in devices), Counter[str]())
             if total:
-                found.append(Part(name, devices, total, tuple(kind for kind, _ in kinds.most_common())))
+                found.append(SummaryPart(name, devices, total, tuple(kind for kind, _ in kinds.most_common())))
     return tuple(found)
 
 

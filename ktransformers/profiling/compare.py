@@ -17,7 +17,7 @@ from ktransformers.profiling.records import PARTS
 from ktransformers.profiling.summary import StepSums, latencies, step_sums
 from ktransformers.profiling.tables import Profile
 
-__all__ = ["Comparison", "Row", "compare", "differences", "median_ratio"]
+__all__ = ["ComparedFigure", "Comparison", "compare", "differences", "median_ratio"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -26,7 +26,7 @@ _LEAST = 5  # values, for an interval
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedFigure:
     """One figure. ratio: of medians, b over a; low, high: its 95 % interval. NaN where it is not known."""
 
     name: str
@@ -50,7 +50,7 @@ class Comparison:
     """rows: figures that at least one profile has. differences: why they may not be comparable."""
 
     differences: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedFigure, ...]
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
@@ -63,7 +63,7 @@ def compare(a: Profile, b: Profile) -> Comparison:
         if len(values_a) or len(values_b):
             ratio = median_ratio(values_a, values_b, rng)
             medians = (_median(values_a), _median(values_b))
-            rows.append(Row(name, unit, *medians, len(values_a), len(values_b), *ratio))
+            rows.append(ComparedFigure(name, unit, *medians, len(values_a), len(values_b), *ratio))
     return Comparison(differences(a, b), tuple(rows))
 
 

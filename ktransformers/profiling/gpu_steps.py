@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ktransformers.profiling.messages import GpuExperts, GpuRecord, GpuTimes
+from ktransformers.profiling.messages import GpuExpertCounts, GpuRecord, GpuTimes
 from ktransformers.profiling.oplog import ExpertsCall, Ops
 from ktransformers.profiling.records import OP, PARTS, Kind
 
@@ -49,7 +49,7 @@ def gpu_calls(record: GpuRecord) -> Iterator[ExpertsCall]:
         yield from _calls_of(one, record)
 
 
-def _calls_of(one: GpuExperts, record: GpuRecord) -> Iterator[ExpertsCall]:
+def _calls_of(one: GpuExpertCounts, record: GpuRecord) -> Iterator[ExpertsCall]:
     row_index = np.asarray(record.rows, np.int32)
     told = np.frombuffer(one.counts, "<i8").reshape(-1, one.num_experts) if one.counts else None
     for layer, top_k in one.layers.items():

@@ -17,7 +17,7 @@ __all__ = [
     "BridgeOptions",
     "DropsRecord",
     "Farewell",
-    "GpuExperts",
+    "GpuExpertCounts",
     "GpuRecord",
     "GpuTimes",
     "Message",
@@ -61,7 +61,7 @@ class GpuTimes(msgspec.Struct, frozen=True):
     times: bytes
 
 
-class GpuExperts(msgspec.Struct, frozen=True):
+class GpuExpertCounts(msgspec.Struct, frozen=True):
     """What one GPU's experts were chosen for in a step, L layers of the model.
 
     layers: experts of a token, K, of each layer that has any there. ids: int32 [L, rows, K] by K, of the record's rows.
@@ -82,7 +82,7 @@ class GpuRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ended_ns: int
     devices: Sequence[GpuTimes]
     rows: Sequence[int]
-    experts: Sequence[GpuExperts]
+    experts: Sequence[GpuExpertCounts]
     epoch: int = 0
     step_id: int = -1
 

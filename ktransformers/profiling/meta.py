@@ -11,7 +11,7 @@ from ktransformers.errors import ConfigError, reason_of
 from ktransformers.profiling.lines import check_version
 from ktransformers.profiling.records import SCHEMA
 
-__all__ = ["GpuInfo", "MachineInfo", "Meta", "ModelInfo", "read_meta"]
+__all__ = ["GpuInfo", "MachineInfo", "Meta", "ProfiledModel", "read_meta"]
 
 
 class GpuInfo(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class MachineInfo(msgspec.Struct, frozen=True):
     gpus: tuple[GpuInfo, ...] = ()
 
 
-class ModelInfo(msgspec.Struct, frozen=True):
+class ProfiledModel(msgspec.Struct, frozen=True):
     """What ran. expert_bytes: of one expert, per layer; 0 for a layer without experts."""
 
     name: str = ""
@@ -54,7 +54,7 @@ class Meta(msgspec.Struct, frozen=True):
     version: str = ""
     command: tuple[str, ...] = ()
     backend: str = ""
-    model: ModelInfo = ModelInfo()
+    model: ProfiledModel = ProfiledModel()
     machine: MachineInfo = MachineInfo()
     placement: dict[str, Any] = {}
     dropped: dict[str, int] = {}

@@ -26,14 +26,14 @@ from ktransformers.profiling.lines import integers, lines_of, parts_of_file
 from ktransformers.profiling.meta import Meta, read_meta
 from ktransformers.profiling.records import PARTS
 
-__all__ = ["Column", "Profile", "Table", "load"]
+__all__ = ["ColumnSpec", "Profile", "Table", "load"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Convert: TypeAlias = Callable[[list[Any]], Array]
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnSpec:
     """How one column comes from lines. type and default: of the field in the files, as msgspec decodes it."""
 
     field: str
@@ -45,7 +45,7 @@ class Column:
 class Table:
     """Rows of one kind of line. A column is [rows], or [rows, ...] where each row has several numbers."""
 
-    def __init__(self, files: Sequence[Path], columns: Mapping[str, Column]):
+    def __init__(self, files: Sequence[Path], columns: Mapping[str, ColumnSpec]):
         self._files = tuple(files)
         self._columns = dict(columns)
         self._kept: dict[str, Array] = {}
@@ -119,7 +119,7 @@ class ExpertTable(Table):
     """Rows (step, layer, expert, rows): how many tokens of a step each expert computed. Zeros have no row."""
 
     def __init__(self, files: Sequence[Path]):
-        texts = Column("experts", msgspec.Raw, _as_objects, msgspec.Raw(b"[]"))
+        texts = ColumnSpec("experts", msgspec.Raw, _as_objects, msgspec.Raw(b"[]"))
         super().__init__(files, dict.fromkeys(("step", "layer", "expert", "rows"), texts))
 
     def batches(self, *names: str, since_step: int | None = None) -> Iterator[dict[str, Array]]:
@@ -239,50 +239,50 @@ def _expert_ids(num_layers: int, top_k: int, num_experts: int) -> Convert:
     return convert
 
 
-def _step_columns(meta: Meta) -> dict[str, Column]:
-    ints = {name: Column(name, int, _as_ints, 0) for name in ("epoch", "rows", "prefill_rows", "sampled", "seqs")}
+def _step_columns(meta: Meta) -> dict[str, ColumnSpec]:
+    ints = {name: ColumnSpec(name, int, _as_ints, 0) for name in ("epoch", "rows", "prefill_rows", "sampled", "seqs")}
     cpu = {
-        f"cpu_{name}": Column("cpu", dict[str, float | None] | None, _key_of(name), None)
+        f"cpu_{name}": ColumnSpec("cpu", dict[str, float | None] | None, _key_of(name), None)
         for name in ("busy_us", "idle_us", "wait_us", "num_threads")
     }
     return {
-        "step": Column("step", int, _as_ints),
-        "t": Column("t", float, _as_floats),
-        "ms": Column("ms", float, _as_floats),
+        "step": ColumnSpec("step", int, _as_ints),
+        "t": ColumnSpec("t", float, _as_floats),
+        "ms": ColumnSpec("ms", float, _as_floats),
         **ints,
-        "waiting": Column("waiting", float | None, _as_floats, None),
+        "waiting": ColumnSpec("waiting", float | None, _as_floats, None),
         **cpu,
-        "parts_us": Column("parts_us", dict[str, float], _by_part, {}),
-        "bytes": Column("bytes", dict[str, float], _by_part, {}),
-        "gpu_us": Column("gpu_us", dict[str, float] | None, _by_part, None),
-        "layers_us": Column("layers_us", dict[str, list[float]], _by_part_and_layer(meta.model.num_layers), {}),
+        "parts_us": ColumnSpec("parts_us", dict[str, float], _by_part, {}),
+        "bytes": ColumnSpec("bytes", dict[str, float], _by_part, {}),
+        "gpu_us": ColumnSpec("gpu_us", dict[str, float] | None, _by_part, None),
+        "layers_us": ColumnSpec("layers_us", dict[str, list[float]], _by_part_and_layer(meta.model.num_layers), {}),
     }
 
 
-def _token_columns(meta: Meta) -> dict[str, Column]:
+def _token_columns(meta: Meta) -> dict[str, ColumnSpec]:
     model = meta.model
     ids = _expert_ids(model.num_layers, max(model.top_k, 1), model.num_experts)
     return {
-        "request": Column("request", str, _as_objects),
-        **{name: Column(name, int, _as_ints) for name in ("index", "position", "token", "step")},
-        **{name: Column(name, float | None, _as_floats, None) for name in ("t", "ms", "step_ms")},
-        "suspended_ms": Column("suspended_ms", float, _as_floats, 0.0),
-        "batch": Column("batch", int | None, _as_floats, None),
-        "layers_us": Column("layers_us", list[float] | None, _by_layer(model.num_layers), None),
-        "experts": Column("experts", msgspec.Raw, ids, msgspec.Raw(b"null")),
-        "experts_why": Column("experts_why", str | None, _as_objects, None),
+        "request": ColumnSpec("request", str, _as_objects),
+        **{name: ColumnSpec(name, int, _as_ints) for name in ("index", "position", "token", "step")},
+        **{name: ColumnSpec(name, float | None, _as_floats, None) for name in ("t", "ms", "step_ms")},
+        "suspended_ms": ColumnSpec("suspended_ms", float, _as_floats, 0.0),
+        "batch": ColumnSpec("batch", int | None, _as_floats, None),
+        "layers_us": ColumnSpec("layers_us", list[float] | None, _by_layer(model.num_layers), None),
+        "experts": ColumnSpec("experts", msgspec.Raw, ids, msgspec.Raw(b"null")),
+        "experts_why": ColumnSpec("experts_why", str | None, _as_objects, None),
     }
 
 
-def _request_columns() -> dict[str, Column]:
+def _request_columns() -> dict[str, ColumnSpec]:
     times = ("arrived", "admitted", "first_token", "ended")
     return {
-        "request": Column("request", str, _as_objects),
-        **{name: Column(name, float | None, _as_floats, None) for name in times},
-        **{name: Column(name, int, _as_ints, 0) for name in ("prompt_len", "cached_len", "completion_len")},
-        "finish_reason": Column("finish_reason", str | None, _as_objects, None),
-        "preemptions": Column("preemptions", int, _as_ints, 0),
-        "suspended": Column("suspended", list[tuple[float, float | None]], _as_objects, []),
+        "request": ColumnSpec("request", str, _as_objects),
+        **{name: ColumnSpec(name, float | None, _as_floats, None) for name in times},
+        **{name: ColumnSpec(name, int, _as_ints, 0) for name in ("prompt_len", "cached_len", "completion_len")},
+        "finish_reason": ColumnSpec("finish_reason", str | None, _as_objects, None),
+        "preemptions": ColumnSpec("preemptions", int, _as_ints, 0),
+        "suspended": ColumnSpec("suspended", list[tuple[float, float | None]], _as_objects, []),
     }
 
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from ktransformers.cache.pages import PagePool
 from ktransformers.cache.prefix_tree import PrefixTree
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.prefixes import Copy, Prefix, Start
+from ktransformers.scheduler.prefixes import Copy, Prefix, PrefixStart
 from ktransformers.scheduler.sequence import Run, Sequence
 from ktransformers.scheduler.snapshots import Snapshots
 from ktransformers.scheduler.tier_records import TierPlan
@@ -159,15 +159,15 @@ class PageTables:
         slots = self.snapshots.slots
         return Prefix(salt, seq.token_ids, pages, max_pages, slots.__contains__, slots.can_save)
 
-    def _start_of(self, prefix: Prefix) -> Start:
+    def _start_of(self, prefix: Prefix) -> PrefixStart:
         if self.tiers is not None:
             return self.tiers.choose(prefix)
         pages = list(prefix.pages)
         while pages and prefix.has_state is not None and not prefix.has_state(pages[-1]):
             pages.pop()
-        return Start(len(pages))
+        return PrefixStart(len(pages))
 
-    def _load(self, seq: Sequence, pages: list[int], start: Start, state_slot: int | None) -> None:
+    def _load(self, seq: Sequence, pages: list[int], start: PrefixStart, state_slot: int | None) -> None:
         """Add what a run begins with and the tree does not have: steps that read it come after the copy."""
         if self.tiers is None:
             return

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Copy", "Prefix", "Start"]
+__all__ = ["Copy", "Prefix", "PrefixStart"]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class PrefixStart:
     """Where a run begins. num_pages: of its prefix. keys: of those of them that are loaded, the last ones.
     state: key of the page whose state is loaded, None when it is in the cache or there are no states. declined: pages
     that are known, and computed because that is faster."""

@@ -24,7 +24,7 @@ import msgspec
 from ktransformers.cache.page_keys import page_key, root_key
 from ktransformers.cache.tiers import PAGE, STATE, DiskTier, HostTier, page_name, state_name
 from ktransformers.scheduler.config import TierConfig
-from ktransformers.scheduler.prefixes import Copy, Prefix, Start
+from ktransformers.scheduler.prefixes import Copy, Prefix, PrefixStart
 from ktransformers.scheduler.tier_rates import Option, TierRates
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
@@ -251,11 +251,11 @@ class Tiers:
 
     # A run begins.
 
-    def choose(self, prefix: Prefix, *, with_files: bool = False) -> Start:
+    def choose(self, prefix: Prefix, *, with_files: bool = False) -> PrefixStart:
         """Where a run should begin. with_files: what is in files counts too, though it takes a wait."""
         keys = self._known_keys(prefix, with_files)
         size, base = self.page_size, len(prefix.pages)
-        options, starts = [Option(0)], [Start(0)]
+        options, starts = [Option(0)], [PrefixStart(0)]
         bytes_of = [self._bytes(page_name(key)) for key in keys]
         sums = list(itertools.accumulate(bytes_of, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
         for end in range(base if prefix.has_state is None else 1, base + len(keys) + 1):
@@ -269,7 +269,7 @@ class Tiers:
                 more, state = self._bytes(name), key
                 loaded, read = loaded + more[0], read + more[1]
             options.append(Option(end * size, loaded, read))
-            starts.append(Start(end, keys[: max(end - base, 0)], state))
+            starts.append(PrefixStart(end, keys[: max(end - base, 0)], state))
         best = starts[self.rates.best(options)]
         return replace(best, declined=starts[-1].num_pages - best.num_pages)
 
@@ -335,7 +335,7 @@ class Tiers:
         self._todo.pinned.append(name)
         todo.append((host.slot(name), target))
 
-    def started(self, request_id: str, start: Start, page: int | None) -> None:
+    def started(self, request_id: str, start: PrefixStart, page: int | None) -> None:
         """A run began. page: the last one of its prefix."""
         held = self._held.get(request_id, _Held())
         from_files = sum(page_name(key) in held.fetched for key in start.keys)

@@ -24,11 +24,11 @@ from ktransformers.kernels.types import (
 )
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
-__all__ = ["CutSource", "Part", "column_unit"]
+__all__ = ["CutSource", "TensorSlice", "column_unit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """`count` of a tensor's indices along dimension `dim`, from `first` on. dim: 0 or the last one."""
 
     dim: int
@@ -52,7 +52,12 @@ class CutSource(WeightSource):
     """
 
     def __init__(
-        self, source: WeightSource, parts: Mapping[str, Part], zeros: Collection[str] = (), *, is_whole: bool = True
+        self,
+        source: WeightSource,
+        parts: Mapping[str, TensorSlice],
+        zeros: Collection[str] = (),
+        *,
+        is_whole: bool = True,
     ):
         self._source, self._parts, self._zeros = source, dict(parts), frozenset(zeros)
         self._is_whole = is_whole
@@ -116,7 +121,7 @@ class CutSource(WeightSource):
         return self._source.experts(key, layout, quantize_to)
 
 
-def _is_on_blocks(part: Part, whole: Sequence[int]) -> bool:
+def _is_on_blocks(part: TensorSlice, whole: Sequence[int]) -> bool:
     """Whether a part of a matrix begins and ends where blocks of FP8 do."""
     ends = part.first + part.count
     return part.first % FP8_BLOCK == 0 and (ends % FP8_BLOCK == 0 or ends == whole[part.dim])
@@ -131,7 +136,7 @@ def _nbytes(qtype: WeightType, shape: tuple[int, ...]) -> int:
     return rows * row_bytes(qtype, shape[-1])
 
 
-def _cut(whole: RawTensor, part: Part, name: str) -> RawTensor:
+def _cut(whole: RawTensor, part: TensorSlice, name: str) -> RawTensor:
     shape = part.shape(whole.shape)
     if part.dim < len(whole.shape) - 1:
         each = whole.rows // whole.shape[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.bench.common.report import Column, Table
+from ktransformers.bench.common.report import Column, FigureTable
 from ktransformers.bench.loading.files import FileFormat, FileShape, write_files
 from ktransformers.bench.servers import serving
 from ktransformers.bench.servers.client import RequestError
@@ -44,7 +44,7 @@ def bench(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> tupl
 
 
 def test_a_table_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table([Column("a", 5, ".1f", "first"), Column("b", 4), Column("c", 3, ".0%")])
+    table = FigureTable([Column("a", 5, ".1f", "first"), Column("b", 4), Column("c", 3, ".0%")])
     table.add({"a": 1.25, "b": None, "hidden": [1]}, c=0.5)
     table.add({"a": 10, "b": "x"})
     assert capsys.readouterr().out == "first    b   c\n  1.2    - 50%\n 10.0    x   -\n"

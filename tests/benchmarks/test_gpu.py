@@ -23,7 +23,9 @@ from ktransformers.operators.attention.latent_expansion import LatentDims
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 
-SHAPE = hand_over.Shape(experts=4, top_k=2, hidden=256, width=256, types=(QuantType.Q4_K, QuantType.Q6_K), copies=1)
+SHAPE = hand_over.ExpertsShape(
+    experts=4, top_k=2, hidden=256, width=256, types=(QuantType.Q4_K, QuantType.Q6_K), copies=1
+)
 
 
 class InterpretedGpu(Gpu):
@@ -60,31 +62,40 @@ class MadeUpGpu(InterpretedGpu):
 @pytest.mark.parametrize(
     ("model", "step", "tokens_seen", "nbytes"),
     [
-        (attention.Model("gqa", 4, 2, 32, 32), attention.Step(2, 1, 70), 140, 2 * 140 * 2 * 64),
-        (attention.Model("gqa", 4, 2, 32, 32), attention.Step(1, 3, 3), 6, 2 * 3 * 2 * 64),
+        (attention.AttentionModel("gqa", 4, 2, 32, 32), attention.StepShape(2, 1, 70), 140, 2 * 140 * 2 * 64),
+        (attention.AttentionModel("gqa", 4, 2, 32, 32), attention.StepShape(1, 3, 3), 6, 2 * 3 * 2 * 64),
         (
-            attention.Model("window", 4, 2, 32, 32, window=8, has_sinks=True),
-            attention.Step(1, 1, 70),
+            attention.AttentionModel("window", 4, 2, 32, 32, window=8, has_sinks=True),
+            attention.StepShape(1, 1, 70),
             8,
             2 * 8 * 2 * 64,
         ),
-        (attention.Model("codes", 4, 2, 32, 32, kv_type="int8"), attention.Step(2, 1, 70), 140, 140 * 2 * (64 + 8)),
         (
-            attention.Model("latents", 4, 1, 40, 32, is_latent=True, kv_type="fp8"),
-            attention.Step(1, 1, 70),
+            attention.AttentionModel("codes", 4, 2, 32, 32, kv_type="int8"),
+            attention.StepShape(2, 1, 70),
+            140,
+            140 * 2 * (64 + 8),
+        ),
+        (
+            attention.AttentionModel("latents", 4, 1, 40, 32, is_latent=True, kv_type="fp8"),
+            attention.StepShape(1, 1, 70),
             70,
             70 * (40 + 8),
         ),
         (
-            attention.Model("products", 4, 2, 32, 32, kv_type="int8", code_products=True),
-            attention.Step(1, 20, 20),
+            attention.AttentionModel("products", 4, 2, 32, 32, kv_type="int8", code_products=True),
+            attention.StepShape(1, 20, 20),
             210,
             20 * 2 * (64 + 8),
         ),
     ],
 )
 def test_attention(
-    model: attention.Model, step: attention.Step, tokens_seen: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
+    model: attention.AttentionModel,
+    step: attention.StepShape,
+    tokens_seen: int,
+    nbytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The oracle is the measurement's own fp32 torch; a wrong slot or window would be off by the result itself."""
     monkeypatch.setattr(attention_case, "MAX_LEN", 128)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ktransformers.cli.chat.commands import COMMANDS, bound_command, find_command
-from ktransformers.cli.chat.history import Conversation
-from ktransformers.cli.chat.input import Source, Turn
+from ktransformers.cli.chat.history import ChatHistory
+from ktransformers.cli.chat.input import TurnSource, UserTurn
 from ktransformers.cli.chat.loop import ChatLoop, ChatOptions
 from ktransformers.cli.chat.output import View, format_stats
 from ktransformers.cli.chat.settings import PARAMETERS, Settings
@@ -56,20 +56,20 @@ class Recorder(View):
         self.errors.append(text)
 
 
-class Script(Source):
+class Script(TurnSource):
     """Turns of a person at a terminal. None is Ctrl-C. says: the answer to every question."""
 
     def __init__(self) -> None:
         self.turns: list[str | None] = []
         self.prefilled, self.questions, self.says, self.records = "", [""], True, True
 
-    def read_turn(self) -> Turn | None:
+    def read_turn(self) -> UserTurn | None:
         if not self.turns:
             return None
         text = self.turns.pop(0)
         if text is None:
             raise KeyboardInterrupt
-        return Turn(text, is_literal="\n" in text)
+        return UserTurn(text, is_literal="\n" in text)
 
     def prefill(self, text: str) -> None:
         self.prefilled = text
@@ -433,9 +433,9 @@ def test_saving_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         with pytest.raises(ConfigError, match="No space left"):
-            Conversation("s").save(file)
+            ChatHistory("s").save(file)
     assert file.read_text() == "old"
-    Conversation("s").save(link)
+    ChatHistory("s").save(link)
     assert link.is_symlink()
     assert json.loads(file.read_text())[0]["content"] == "s"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -446,14 +446,14 @@ def test_saving_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monke
 def test_where_nothing_can_be_saved(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot save to "):
-        Conversation().save(tmp_path / name)
+        ChatHistory().save(tmp_path / name)
     assert files(tmp_path) == ["file"]
 
 
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="not a regular file"):
-        Conversation().save(tmp_path / "pipe")
+        ChatHistory().save(tmp_path / "pipe")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ktransformers.cli.chat.history import Conversation
-from ktransformers.cli.chat.input import Turn, lines_of, read_prompt_file, read_turn, typed_path
+from ktransformers.cli.chat.history import ChatHistory
+from ktransformers.cli.chat.input import UserTurn, lines_of, read_prompt_file, read_turn, typed_path
 from ktransformers.cli.chat.output import PlainView, format_stats, short_stats
 from ktransformers.cli.chat.terminal_view import MarkdownView, split_blocks
 from ktransformers.core import GenerationStats
 from ktransformers.errors import ConfigError
 
 
-def turns(text: str) -> list[Turn]:
+def turns(text: str) -> list[UserTurn]:
     read_line, found = lines_of(io.StringIO(text)), []
     while (turn := read_turn(read_line)) is not None:
         found.append(turn)
@@ -27,9 +27,9 @@ def turns(text: str) -> list[Turn]:
 
 
 def test_turns() -> None:
-    assert turns("a\r\n b \n\n") == [Turn("a"), Turn("b"), Turn("")]
-    assert turns('"""a"""\nb') == [Turn("a", True), Turn("b")]
-    assert turns('"""\n\na\n  b\n"""\n""""""\n') == [Turn("a\n  b", True), Turn("", True)]
+    assert turns("a\r\n b \n\n") == [UserTurn("a"), UserTurn("b"), UserTurn("")]
+    assert turns('"""a"""\nb') == [UserTurn("a", True), UserTurn("b")]
+    assert turns('"""\n\na\n  b\n"""\n""""""\n') == [UserTurn("a\n  b", True), UserTurn("", True)]
 
 
 def test_typed_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,11 +50,11 @@ def test_prompt_files(tmp_path: Path) -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    chat, file = Conversation("sys"), tmp_path / "c.json"
+    chat, file = ChatHistory("sys"), tmp_path / "c.json"
     chat.add_user("你好")
     chat.add_assistant("a", "because")
     chat.save(file)
-    other = Conversation()
+    other = ChatHistory()
     other.load(file)
     assert (other.system, other.turns) == ("sys", chat.turns)
     assert other.messages == chat.messages == json.loads(file.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 def test_loading_what_is_no_conversation_changes_nothing(tmp_path: Path, data: Any) -> None:
     file = tmp_path / "c.json"
     file.write_text(json.dumps(data))
-    chat = Conversation("s")
+    chat = ChatHistory("s")
     chat.add_user("kept")
     with pytest.raises(ConfigError, match=r"c\.json"):
         chat.load(file)
@@ -94,7 +94,7 @@ def test_loading_what_is_no_json(tmp_path: Path) -> None:
     for content in ("{", "[" * 100000):
         file.write_text(content)
         with pytest.raises(ConfigError, match="not JSON"):
-            Conversation().load(file)
+            ChatHistory().load(file)
 
 
 def test_blocks() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.cli.chat.commands import bound_command
-from ktransformers.cli.chat.input import NoSource, Turn
+from ktransformers.cli.chat.input import NoSource, UserTurn
 from ktransformers.cli.chat.loop import ChatLoop, ChatOptions
 from ktransformers.cli.chat.output import PlainView
 from ktransformers.config import EngineConfig
@@ -46,7 +46,7 @@ class Chat:
         """What was answered to these."""
         before = len(self.out.getvalue())
         for turn in turns:
-            self.loop.handle(Turn(turn))
+            self.loop.handle(UserTurn(turn))
         return self.out.getvalue()[before:]
 
     @property

@@ -19,7 +19,7 @@ from ktransformers.cli import build_parser
 from ktransformers.cli.chat import prompt_history
 from ktransformers.cli.chat.command import _terminal_source
 from ktransformers.cli.chat.completion import ChatCompleter
-from ktransformers.cli.chat.input import Turn
+from ktransformers.cli.chat.input import UserTurn
 from ktransformers.cli.chat.prompt_history import PromptHistory, open_history
 from ktransformers.cli.chat.settings import PARAMETERS
 from ktransformers.cli.chat.terminal import TerminalSource
@@ -42,7 +42,7 @@ class Desk:
         self._keyboard = keyboard
         self.source = TerminalSource(history or InMemoryHistory(), keyboard, DummyOutput())
 
-    def type(self, keys: str) -> Turn | None:
+    def type(self, keys: str) -> UserTurn | None:
         self._keyboard.send_text(keys)
         return self.source.read_turn()
 
@@ -60,48 +60,48 @@ def desk(keyboard: PipeInput) -> Desk:
 
 
 def test_lines_and_blocks(desk: Desk) -> None:
-    assert desk.type(" hello \r") == Turn("hello")
-    assert desk.type('"""first\rsecond"""\r') == Turn("first\nsecond", is_literal=True)
-    assert desk.type('""" one line """\r') == Turn(" one line ", is_literal=True)
-    assert desk.type(f"a{ALT_ENTER}b\r") == Turn("a\nb", is_literal=True)
-    assert desk.type("\x1b[200~x\ny\n\x1b[201~\r") == Turn("x\ny", is_literal=True)  # pasted
-    assert desk.type("\r") == Turn("")
+    assert desk.type(" hello \r") == UserTurn("hello")
+    assert desk.type('"""first\rsecond"""\r') == UserTurn("first\nsecond", is_literal=True)
+    assert desk.type('""" one line """\r') == UserTurn(" one line ", is_literal=True)
+    assert desk.type(f"a{ALT_ENTER}b\r") == UserTurn("a\nb", is_literal=True)
+    assert desk.type("\x1b[200~x\ny\n\x1b[201~\r") == UserTurn("x\ny", is_literal=True)  # pasted
+    assert desk.type("\r") == UserTurn("")
 
 
 def test_ctrl_c_clears_the_line(desk: Desk) -> None:
-    assert desk.type(f"nonsense{CTRL_C}hello\r") == Turn("hello")
-    assert desk.type(f'"""begun\rand more{CTRL_C}hello\r') == Turn("hello")
+    assert desk.type(f"nonsense{CTRL_C}hello\r") == UserTurn("hello")
+    assert desk.type(f'"""begun\rand more{CTRL_C}hello\r') == UserTurn("hello")
     with pytest.raises(KeyboardInterrupt):
         desk.type(CTRL_C)
-    assert desk.type("still here\r") == Turn("still here")
+    assert desk.type("still here\r") == UserTurn("still here")
 
 
 def test_ctrl_d_leaves_on_an_empty_line_only(desk: Desk) -> None:
-    assert desk.type(f"a{CTRL_D}b\r") == Turn("ab")
+    assert desk.type(f"a{CTRL_D}b\r") == UserTurn("ab")
     assert desk.type(CTRL_D) is None
 
 
 def test_a_prefilled_prompt(desk: Desk) -> None:
     desk.source.prefill("a question")
-    assert desk.type("!\r") == Turn("a question!")
-    assert desk.type("next\r") == Turn("next")
+    assert desk.type("!\r") == UserTurn("a question!")
+    assert desk.type("next\r") == UserTurn("next")
     desk.source.prefill("a question")
     with pytest.raises(KeyboardInterrupt):  # given up, unlike a line that was typed
         desk.type(CTRL_C)
-    assert desk.type(f"x{CTRL_C}next\r") == Turn("next")
+    assert desk.type(f"x{CTRL_C}next\r") == UserTurn("next")
 
 
 def test_confirmation(desk: Desk) -> None:
     assert [desk.confirms(keys) for keys in ("y\r", " YES \r")] == [True, True]
     assert [desk.confirms(keys) for keys in ("\r", "n\r", "yeah\r", CTRL_C, CTRL_D)] == [False] * 5
-    assert desk.type(f"{UP}\r") == Turn("")  # answers are not prompts
+    assert desk.type(f"{UP}\r") == UserTurn("")  # answers are not prompts
 
 
 def test_prompts_are_recalled(desk: Desk) -> None:
     desk.type("first\r")
     desk.type('"""a\rblock"""\r')
-    assert desk.type(f"{UP}\r") == Turn("a\nblock", is_literal=True)
-    assert desk.type(f"{CTRL_R}fir\r\r") == Turn("first")
+    assert desk.type(f"{UP}\r") == UserTurn("a\nblock", is_literal=True)
+    assert desk.type(f"{CTRL_R}fir\r\r") == UserTurn("first")
 
 
 # --- history over sessions -------------------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def test_history_outlives_a_session(keyboard: PipeInput, tmp_path: Path) -> None
     Desk(keyboard, open_history(file)).type("first\r")
     Desk(keyboard, open_history(file)).type('"""two\rlines"""\r')
     later = Desk(keyboard, open_history(file))
-    assert later.type(f"{UP}\r") == Turn("two\nlines", is_literal=True)
-    assert later.type(f"{UP}{UP}{UP}\r") == Turn("first")  # one of them to its first line
+    assert later.type(f"{UP}\r") == UserTurn("two\nlines", is_literal=True)
+    assert later.type(f"{UP}{UP}{UP}\r") == UserTurn("first")  # one of them to its first line
 
 
 def test_history_is_private(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_recording_can_stop(keyboard: PipeInput, tmp_path: Path) -> None:
     desk.type("kept\r")
     desk.source.record_history(False)
     desk.type("secret\r")
-    assert desk.type(f"{UP}\r") == Turn("secret")  # in this session
+    assert desk.type(f"{UP}\r") == UserTurn("secret")  # in this session
     desk.source.record_history(True)
     desk.type("again\r")
     assert recalled(path) == ["again", "kept"]
@@ -199,7 +199,7 @@ def test_when_prompts_are_kept(
     with create_app_session(input=keyboard, output=DummyOutput()):
         source = _terminal_source(build_parser().parse_args(["chat", *flags]))
         keyboard.send_text("hello\r")
-        assert source.read_turn() == Turn("hello")
+        assert source.read_turn() == UserTurn("hello")
     assert (own_state_folder / "prompts").exists() == keeps
     if keeps:
         assert recalled(own_state_folder / "prompts") == ["hello"]
@@ -272,6 +272,6 @@ def test_absolute_paths_beside_commands(here: Path) -> None:
 
 
 def test_tab_completes(desk: Desk, here: Path) -> None:
-    assert desk.type(f"/reg{TAB}\r") == Turn("/regen")
-    assert desk.type(f"/set par{TAB}temp{TAB}0.5\r") == Turn("/set parameter temperature 0.5")
-    assert desk.type(f"see @sr{TAB}{TAB} please\r") == Turn("see @src/x.c please")
+    assert desk.type(f"/reg{TAB}\r") == UserTurn("/regen")
+    assert desk.type(f"/set par{TAB}temp{TAB}0.5\r") == UserTurn("/set parameter temperature 0.5")
+    assert desk.type(f"see @sr{TAB}{TAB} please\r") == UserTurn("see @src/x.c please")

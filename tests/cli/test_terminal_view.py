@@ -26,7 +26,7 @@ from wcwidth import wcwidth
 
 from ktransformers.cli.chat.loop import ChatLoop, ChatOptions
 from ktransformers.cli.chat.output import PlainView, View
-from ktransformers.cli.chat.terminal_text import Highlighter, Layout, Sanitizer, Style, render
+from ktransformers.cli.chat.terminal_text import Highlighter, Sanitizer, Style, TextLayout, render
 from ktransformers.cli.chat.terminal_view import MarkdownView, TerminalView, palette_of
 from ktransformers.cli.loading import StatusLine
 from ktransformers.core import SamplingParams
@@ -174,7 +174,7 @@ def test_colors_keep_all_characters() -> None:
 
 def test_palettes() -> None:
     def raw(environ: dict[str, str]) -> str:
-        layout, highlighter = Layout(lambda: 80), Highlighter()
+        layout, highlighter = TextLayout(lambda: 80), Highlighter()
         return render(layout.feed(highlighter.feed("# a\n`b` c\n")), palette_of(environ))
 
     assert raw(XTERM) == "\x1b[1m# a\x1b[0m\n\x1b[36m`b` \x1b[0mc\n"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ktransformers.cluster.records import Report
+from ktransformers.cluster.records import ReplicaReport
 from ktransformers.cluster.stats import SILENT_SECONDS, ClusterFigures
 from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.balance.messages import EngineTotals
 
 
-def report(name: str, number: int) -> Report:
+def report(name: str, number: int) -> ReplicaReport:
     scheduler = SchedulerStats(
         num_running=number,
         num_waiting=1,
@@ -31,7 +31,7 @@ def report(name: str, number: int) -> Report:
         engine=EngineTotals(num_steps=number),
         experts={0: [number, 1]},
     )
-    return Report(name, stats)
+    return ReplicaReport(name, stats)
 
 
 def test_what_counts_from_the_start_outlives_its_replica() -> None:

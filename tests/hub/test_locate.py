@@ -11,7 +11,7 @@ import pytest
 from ktransformers.errors import ConfigError
 from ktransformers.hub.cache import cached_models, cached_repos, remove
 from ktransformers.hub.download import Downloader
-from ktransformers.hub.locate import ModelFiles, locate_model, locate_path, title_of
+from ktransformers.hub.locate import LocatedModel, locate_model, locate_path, title_of
 from ktransformers.hub.names import parse_name
 from ktransformers.hub.remote import list_repository
 from ktransformers.hub.variants import find_variants, select
@@ -32,18 +32,18 @@ def pull(text: str) -> Path:
 
 def test_names_of_what_is_in_the_cache(hub: HubServer) -> None:
     snapshot = pull("org/model-GGUF:Q4_K_M")
-    assert locate_model("org/model-GGUF") == ModelFiles(gguf_path=snapshot / SHARDS[0])
-    assert locate_model("https://huggingface.co/org/model-GGUF") == ModelFiles(gguf_path=snapshot / SHARDS[0])
-    assert locate_model("org/model-GGUF:q4_k_m") == ModelFiles(gguf_path=snapshot / SHARDS[0])
-    assert locate_model(f"org/model-GGUF/{SHARDS[1]}") == ModelFiles(gguf_path=snapshot / SHARDS[0])
+    assert locate_model("org/model-GGUF") == LocatedModel(gguf_path=snapshot / SHARDS[0])
+    assert locate_model("https://huggingface.co/org/model-GGUF") == LocatedModel(gguf_path=snapshot / SHARDS[0])
+    assert locate_model("org/model-GGUF:q4_k_m") == LocatedModel(gguf_path=snapshot / SHARDS[0])
+    assert locate_model(f"org/model-GGUF/{SHARDS[1]}") == LocatedModel(gguf_path=snapshot / SHARDS[0])
     # the path keeps its name, by which the shards are found, though it is a link
     assert (snapshot / SHARDS[0]).is_symlink()
     pull("org/model-GGUF:Q8_0")
     with pytest.raises(ConfigError, match=r"2 times; say which: org/model-GGUF:Q4_K_M, org/model-GGUF:Q8_0"):
         locate_model("org/model-GGUF")
-    assert locate_model("org/model-GGUF:Q8_0") == ModelFiles(gguf_path=snapshot / "model-Q8_0.gguf")
+    assert locate_model("org/model-GGUF:Q8_0") == LocatedModel(gguf_path=snapshot / "model-Q8_0.gguf")
     folder = pull("org/model")
-    assert locate_model("org/model") == ModelFiles(model_path=folder)
+    assert locate_model("org/model") == LocatedModel(model_path=folder)
     assert locate_path("org/model", "--model_path") == folder
     assert not (folder / "pytorch_model.bin").exists()
 
@@ -82,9 +82,9 @@ def test_a_path_that_exists_wins(hub: HubServer, tmp_path: Path, monkeypatch: py
     pull("org/model-GGUF:Q8_0")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model-GGUF").mkdir(parents=True)
-    assert locate_model("org/model-GGUF") == ModelFiles(gguf_path=Path("org/model-GGUF"))
+    assert locate_model("org/model-GGUF") == LocatedModel(gguf_path=Path("org/model-GGUF"))
     (tmp_path / "org" / "model-GGUF" / "config.json").touch()
-    assert locate_model("org/model-GGUF") == ModelFiles(model_path=Path("org/model-GGUF"))
+    assert locate_model("org/model-GGUF") == LocatedModel(model_path=Path("org/model-GGUF"))
 
 
 def test_a_mistyped_path_gets_the_nearest_name(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

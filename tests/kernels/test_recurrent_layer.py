@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ktransformers.kernels.cpu import WorkerPool, linear, pack, recurrent, rms_norm
-from ktransformers.kernels.cpu.layer import DeltaNet, LayerBuffers, Norm, Projection, RecurrentLayer
+from ktransformers.kernels.cpu.layer import DeltaNetWeights, LayerBuffers, Norm, Projection, RecurrentLayer
 from ktransformers.kernels.cpu.profile import PoolProfile
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import QuantType, StateStep
@@ -29,12 +29,12 @@ def step_of(counts, read, write, saves=()):
 
 
 @pytest.fixture(scope="module")
-def net() -> DeltaNet:
+def net() -> DeltaNetWeights:
     generator = torch.Generator().manual_seed(0)
     channels = 2 * KEY_HEADS * KEY + HEADS * VALUE
     taps = torch.randn(channels, WIDTH, generator=generator)
     rate, bias, weight = (torch.rand(n, generator=generator) for n in (HEADS, HEADS, VALUE))
-    return DeltaNet(KEY_HEADS, HEADS, KEY, VALUE, taps, -rate, bias, Norm(weight, 1e-6))
+    return DeltaNetWeights(KEY_HEADS, HEADS, KEY, VALUE, taps, -rate, bias, Norm(weight, 1e-6))
 
 
 def states_of(net):

@@ -9,7 +9,7 @@ import pytest
 from ktransformers.cache.paged import LayerShape
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.decode_bound import DecodeReads, LayerReads
-from ktransformers.optimize.summary import ModelSize, Part, Summary, summarize
+from ktransformers.optimize.summary import ModelSize, Summary, SummaryPart, summarize
 from tests.support.engines.fake_operators import EXPERTS_RULE, meta_model, plan_with
 
 # qwen3_moe with 2 layers: hidden 64, 4 heads and 2 KV heads of 32, 8 experts, 4 used, 96 wide, 160 words
@@ -65,12 +65,12 @@ def test_top_k_may_differ_between_layers() -> None:
 def test_parts_and_bits() -> None:
     summary = summary_of()
     assert summary.parts == (
-        Part("experts", ("cpu",), 2 * 4 * EXPERTS, ("F32",)),
-        Part("attention", ("cpu",), 2 * 4 * ATTENTION, ("F32",)),
-        Part("dense and shared", ("cpu",), 4 * (2 * ROUTER_AND_NORMS + LAST_NORM), ("F32",)),
-        Part("embeddings and head", ("cpu",), 2 * 4 * TABLE, ("F32",)),
-        Part("cache", ("cpu",), 4096),
-        Part("work space", ("cpu",), 5),
+        SummaryPart("experts", ("cpu",), 2 * 4 * EXPERTS, ("F32",)),
+        SummaryPart("attention", ("cpu",), 2 * 4 * ATTENTION, ("F32",)),
+        SummaryPart("dense and shared", ("cpu",), 4 * (2 * ROUTER_AND_NORMS + LAST_NORM), ("F32",)),
+        SummaryPart("embeddings and head", ("cpu",), 2 * 4 * TABLE, ("F32",)),
+        SummaryPart("cache", ("cpu",), 4096),
+        SummaryPart("work space", ("cpu",), 5),
     )
     assert summary.bits_per_weight == 32
     assert summary.context_len == 512

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli.chat.history import Conversation
+from ktransformers.cli.chat.history import ChatHistory
 from ktransformers.cli.chat.input import read_prompt_file
 from ktransformers.cli.parsing.settings import read_yaml
 from ktransformers.config import EngineConfig
@@ -30,7 +30,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "--api_key_file": lambda path: read_api_keys([], path),
     "--stage_key_file": read_secret,
     "--imatrix": read_imatrix,
-    "/load of messages": lambda path: Conversation().load(path),
+    "/load of messages": lambda path: ChatHistory().load(path),
     "/load of a session": open_session,
     "--gguf_path": lambda path: EngineConfig(gguf_path=path).resolved(),
 }

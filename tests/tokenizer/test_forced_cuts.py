@@ -9,7 +9,7 @@ import pytest
 from ktransformers.tokenizer.templates.calls import spelled
 from ktransformers.tokenizer.tools import TOOL_FORMATS, CallStarted, ParsedEvent, TextPiece
 from ktransformers.tokenizer.tools.shape_parser import ShapeParser
-from ktransformers.tokenizer.tools.shapes import Shape, shape_of
+from ktransformers.tokenizer.tools.shapes import CallShape, shape_of
 
 TOOLS: dict[str, Any] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -82,7 +82,7 @@ def test_a_tag_of_calls_alone_tells_enough(name: str, begun: str) -> None:
 
 def test_shapes_without_a_tag_hide_it_too() -> None:
     """A format that was found by rendering may have calls that begin with a bracket."""
-    shape = Shape(open="[", head='{"name": "NAME", "arguments": ', foot="}", sep=", ", close="]")
+    shape = CallShape(open="[", head='{"name": "NAME", "arguments": ', foot="}", sep=", ", close="]")
     parser = ShapeParser(shape, TOOLS)
     parser.expect_calls()
     assert text_of([*parser.feed('[{"name": "ge'), *parser.flush(is_cut=True)]) == ""

@@ -13,10 +13,10 @@ from functools import partial
 
 from ktransformers.bench.agents.host import describe_host
 from ktransformers.bench.agents.llama_server import LlamaServer, LlamaServerWork, llama_server_flags
-from ktransformers.bench.agents.load import Load, Turn, model_name
+from ktransformers.bench.agents.load import GroupTurn, Load, model_name
 from ktransformers.bench.agents.report import COLUMNS, row_of, shown_machine, shown_row
 from ktransformers.bench.agents.shapes import Prompts, Wave
-from ktransformers.bench.common.report import Record, Row, Table
+from ktransformers.bench.common.report import FigureTable, Record, Row
 from ktransformers.bench.servers.client import Client, RequestError
 from ktransformers.bench.servers.process import ServerProcess
 from ktransformers.config import EngineConfig
@@ -140,7 +140,7 @@ def bench_agents(work: AgentsWork) -> Record:
 
 
 def _run(server: str, load: Load, waves: Sequence[Wave]) -> list[Row]:
-    table = Table(COLUMNS)
+    table = FigureTable(COLUMNS)
     for wave in waves:
         for turn in load.run(wave):
             row = row_of(server, wave, turn)
@@ -149,7 +149,7 @@ def _run(server: str, load: Load, waves: Sequence[Wave]) -> list[Row]:
     return table.rows
 
 
-def _show_errors(turn: Turn) -> None:
+def _show_errors(turn: GroupTurn) -> None:
     """A line for each of the first different errors."""
     texts = dict.fromkeys(answer.error for answer in turn.answers if answer.error)
     for text in list(texts)[:_SHOWN_ERRORS]:

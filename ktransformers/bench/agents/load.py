@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktransformers.bench.agents.shapes import Group, Prompt, Prompts, Wave
+from ktransformers.bench.agents.shapes import AgentGroup, Prompt, Prompts, Wave
 from ktransformers.bench.servers.client import Client, RequestError
 
-__all__ = ["Answer", "Load", "Turn", "model_name"]
+__all__ = ["GroupTurn", "Load", "TimedAnswer", "model_name"]
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """What one request gave. Times are in seconds on the clock of time.perf_counter.
 
     token_times: when each event with a token came; several tokens in one event count once, and the event that ends an
@@ -48,12 +48,12 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class GroupTurn:
     """The answers of one group's turn, numbered from 1, and the seconds from its first request to its last answer."""
 
-    group: Group
+    group: AgentGroup
     number: int
-    answers: Sequence[Answer]
+    answers: Sequence[TimedAnswer]
     seconds: float
 
 
@@ -83,7 +83,7 @@ class _Progress:
             self._has_begun = self._is_over = True
             self._changed.notify_all()
 
-    def wait_for(self, group: Group) -> None:
+    def wait_for(self, group: AgentGroup) -> None:
         """Return when `group` is to be sent."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_begun)
@@ -98,7 +98,7 @@ class Load:
     def __init__(self, client: Client, model: str, prompts: Prompts) -> None:
         self._client, self._model, self._prompts = client, model, prompts
 
-    def run(self, wave: Wave) -> list[Turn]:
+    def run(self, wave: Wave) -> list[GroupTurn]:
         """The turns of the wave by group. Failed requests are answers with an error."""
         progress = _Progress()
         prompts = [[self._prompts.of(wave, group, turn + 1) for turn in range(group.turns)] for group in wave.groups]
@@ -110,8 +110,8 @@ class Load:
             return [turn for task in tasks for turn in task.result()]
 
     def _run_group(
-        self, group: Group, prompts: Sequence[Sequence[Prompt]], progress: _Progress, is_first: bool
-    ) -> list[Turn]:
+        self, group: AgentGroup, prompts: Sequence[Sequence[Prompt]], progress: _Progress, is_first: bool
+    ) -> list[GroupTurn]:
         watched = progress if is_first else None
         if is_first:
             progress.begin()
@@ -123,13 +123,13 @@ class Load:
                 for number, of_turn in enumerate(prompts, 1):
                     began = time.perf_counter()
                     answers = list(threads.map(lambda prompt: self._ask(prompt, group.answer, watched), of_turn))
-                    turns.append(Turn(group, number, answers, time.perf_counter() - began))
+                    turns.append(GroupTurn(group, number, answers, time.perf_counter() - began))
         finally:
             if is_first:
                 progress.end()
         return turns
 
-    def _ask(self, prompt: Prompt, answer_len: int, progress: _Progress | None) -> Answer:
+    def _ask(self, prompt: Prompt, answer_len: int, progress: _Progress | None) -> TimedAnswer:
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -140,14 +140,14 @@ class Load:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        answer = Answer(time.perf_counter())
+        answer = TimedAnswer(time.perf_counter())
         try:
             self._read(body, answer, progress)
         except (RequestError, LookupError, TypeError, AttributeError) as error:  # all but the first: no such JSON
             answer.error = str(error) if isinstance(error, RequestError) else f"an event of the stream: {error!r}"
         return answer
 
-    def _read(self, body: dict[str, Any], answer: Answer, progress: _Progress | None) -> None:
+    def _read(self, body: dict[str, Any], answer: TimedAnswer, progress: _Progress | None) -> None:
         usage: dict[str, Any] = {}
         ended_at = 0.0
         for event in self._client.events("/v1/completions", body):

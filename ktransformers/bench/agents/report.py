@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ktransformers.bench.agents.load import Answer, Turn
+from ktransformers.bench.agents.load import GroupTurn, TimedAnswer
 from ktransformers.bench.agents.shapes import Wave
 from ktransformers.bench.common.report import Column, Row
 
@@ -26,7 +26,7 @@ COLUMNS = (
 )
 
 
-def row_of(server: str, wave: Wave, turn: Turn) -> Row:
+def row_of(server: str, wave: Wave, turn: GroupTurn) -> Row:
     """The figures of one turn, in JSON types; None where there is nothing to measure.
 
     Lengths and tokens/s are sums over all answers without an error. Tokens/s are over the whole turn's seconds; of a
@@ -58,7 +58,7 @@ def row_of(server: str, wave: Wave, turn: Turn) -> Row:
     }
 
 
-def _cached(answers: Sequence[Answer]) -> int | None:
+def _cached(answers: Sequence[TimedAnswer]) -> int | None:
     """Cached tokens of all prompts. None when no answer says so; vLLM leaves out those that had none."""
     said = [answer.cached_len for answer in answers if answer.cached_len is not None]
     return sum(said) if said else None

@@ -18,7 +18,7 @@ from ktransformers.errors import ConfigError
 __all__ = [
     "WARM_UP",
     "WAVES",
-    "Group",
+    "AgentGroup",
     "Prompt",
     "Prompts",
     "Wave",
@@ -46,7 +46,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AgentGroup:
     """Requests of `agents` agents that are sent together, once a turn, each turn after all answers of the one before.
 
     Lengths are in tokens: `shared`, `own` and `growth` of the prompt (see above), `answer` of each answer. A group that
@@ -74,7 +74,7 @@ class Wave:
     """Groups that are on their way at the same time, called `name` in `--waves` and in the figures."""
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[AgentGroup, ...]
 
     @property
     def at_once(self) -> int:
@@ -88,7 +88,7 @@ class Wave:
 
 
 def _one_group(name: str, agents: int, **more: int) -> Wave:
-    return Wave(name, (Group("", agents, **more),))
+    return Wave(name, (AgentGroup("", agents, **more),))
 
 
 WARM_UP = _one_group("warm_up", 1, own=300, answer=16)
@@ -100,8 +100,14 @@ WAVES = (
     _one_group("cached", 1, shared=6000, own=2192),
     _one_group("shared", 8, shared=6000, own=2192, turns=2, growth=264),
     _one_group("own", 8, own=8192),
-    Wave("beside", (Group("stream", 1, own=64, answer=300), Group("prompt", 1, own=8192, answer=8, after_tokens=32))),
-    Wave("behind", (Group("prompts", 6, own=8192, answer=32), Group("chat", 1, own=9, answer=16, after_seconds=1.0))),
+    Wave(
+        "beside",
+        (AgentGroup("stream", 1, own=64, answer=300), AgentGroup("prompt", 1, own=8192, answer=8, after_tokens=32)),
+    ),
+    Wave(
+        "behind",
+        (AgentGroup("prompts", 6, own=8192, answer=32), AgentGroup("chat", 1, own=9, answer=16, after_seconds=1.0)),
+    ),
     _one_group("many", 32, shared=6000, own=1000, answer=32),
 )
 """The load without options, in the order in which it is sent."""
@@ -151,7 +157,7 @@ def parse_shape(text: str, number: int = 1) -> Wave:
         given[key] = int(value)
     if given.get("turns", 1) > 1:
         given.setdefault("growth", given.get("own") or _SLOT_ROUNDING)
-    group = Group("", **{"agents": 1} | given)
+    group = AgentGroup("", **{"agents": 1} | given)
     if not group.prompt_len(1):
         raise ConfigError(f"--shape {text}: its prompts are empty; give shared= or own= tokens")
     return Wave(name, (group,))
@@ -187,7 +193,7 @@ class Prompts:
         self._seed, self._is_text = seed, is_text
         self._range = range(len(_WORDS)) if is_text else range(min(_FIRST_ID, vocab // 2), vocab)
 
-    def of(self, wave: Wave, group: Group, turn: int) -> list[Prompt]:
+    def of(self, wave: Wave, group: AgentGroup, turn: int) -> list[Prompt]:
         """One prompt for each agent of the group, for turn 1, 2, ..."""
         shared = self._drawn("shared", group.shared)
         own_len = group.prompt_len(turn) - group.shared

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Column", "Record", "Row", "Table", "print_record"]
+__all__ = ["Column", "FigureTable", "Record", "Row", "print_record"]
 
 Row = dict[str, Any]
 """One figure, in JSON types."""
@@ -35,7 +35,7 @@ class Column:
         return f"{'-' if value is None else format(value, self.spec):>{self.width}}"
 
 
-class Table:
+class FigureTable:
     """Prints its head at once, and each row as it is added. rows: all of them."""
 
     def __init__(self, columns: Sequence[Column]) -> None:

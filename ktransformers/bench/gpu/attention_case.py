@@ -18,7 +18,7 @@ from ktransformers.kernels.triton.attention.launch import workspace_numel
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.paged import attention
 
-__all__ = ["MAX_LEN", "MODELS", "Case", "Model", "Step"]
+__all__ = ["MAX_LEN", "MODELS", "AttentionCase", "AttentionModel", "StepShape"]
 
 PAGE = 64
 
@@ -27,7 +27,7 @@ MAX_LEN = 32768
 
 
 @dataclass(frozen=True)
-class Model:
+class AttentionModel:
     """Attention of one model; rank > 0 for latent attention (dim is then rank + rope)."""
 
     name: str
@@ -48,13 +48,13 @@ class Model:
 
 
 _PLAIN = [
-    Model("qwen3-30b-a3b", 32, 4, 128, 128),
-    Model("glm-4.5-air", 96, 8, 128, 128),
-    Model("qwen2-57b-a14b", 28, 4, 128, 128),
-    Model("gpt-oss-20b", 64, 8, 64, 64, window=128, has_sinks=True),
-    Model("gemma-like", 16, 8, 256, 256),
-    Model("deepseek-v2-lite", 16, 1, 576, 512, is_latent=True),
-    Model("deepseek-v3", 128, 1, 576, 512, is_latent=True),
+    AttentionModel("qwen3-30b-a3b", 32, 4, 128, 128),
+    AttentionModel("glm-4.5-air", 96, 8, 128, 128),
+    AttentionModel("qwen2-57b-a14b", 28, 4, 128, 128),
+    AttentionModel("gpt-oss-20b", 64, 8, 64, 64, window=128, has_sinks=True),
+    AttentionModel("gemma-like", 16, 8, 256, 256),
+    AttentionModel("deepseek-v2-lite", 16, 1, 576, 512, is_latent=True),
+    AttentionModel("deepseek-v3", 128, 1, 576, 512, is_latent=True),
 ]
 
 
@@ -62,7 +62,7 @@ MODELS = _PLAIN + [replace(model, kv_type=kv_type) for kv_type in ("int8", "fp8"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepShape:
     """`num_seqs` sequences whose last `rows` positions, up to `length`, are the rows of a step."""
 
     num_seqs: int
@@ -71,7 +71,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class AttentionCache:
     """A cache as --kv_type has it: keys, values [slots, kv_heads, dim], and the scales of codes."""
 
     keys: Tensor
@@ -79,7 +79,7 @@ class Kept:
     scales: KvScales
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, model: Model) -> Kept:
+    def of(cls, keys: Tensor, values: Tensor, model: AttentionModel) -> AttentionCache:
         """What is kept of bf16 ones."""
         dtype = KV_DTYPES[model.kv_type]
         if dtype == BF16:
@@ -102,10 +102,10 @@ class Kept:
         return keys * parts, self.values[slots].float() * v_scales[slots]
 
 
-class Case:
+class AttentionCase:
     """`sets` caches with a step's sequences in them."""
 
-    def __init__(self, gpu: Gpu, model: Model, step: Step, sets: int):
+    def __init__(self, gpu: Gpu, model: AttentionModel, step: StepShape, sets: int):
         num_seqs, rows, length = step.num_seqs, step.rows, step.length
         self.gpu, self.model, self.num_seqs, self.rows, self.length = gpu, model, num_seqs, rows, length
         device = gpu.device
@@ -121,7 +121,7 @@ class Case:
         for _ in range(sets):
             keys = gpu.randn(*shape, model.dim)
             values = keys[..., : model.dim_v] if model.is_latent else gpu.randn(*shape, model.dim_v)
-            self.caches.append(Kept.of(keys, values, model))
+            self.caches.append(AttentionCache.of(keys, values, model))
         total = num_seqs * rows
         self.q = gpu.randn(total, model.heads, model.dim)
         self.out = torch.empty(total, model.heads, model.dim_v, device=device, dtype=BF16)
@@ -147,10 +147,10 @@ class Case:
             workspace=workspace, scales=kept.scales, code_products=model.code_products,
         )  # fmt: skip
 
-    def record(self, index: int) -> launch.Call:
+    def record(self, index: int) -> launch.AttentionLaunch:
         """The same as arguments of a launch."""
         kept = self.caches[index]
-        return launch.Call(
+        return launch.AttentionLaunch(
             self.q, kept.keys, kept.values, self.table, PAGE, self.seq_ids, self.kv_lens, self.scale, self.out,
             self.model.window, self.sinks, is_shared=self.model.is_latent, scales=kept.scales,
             code_products=self.model.code_products,

@@ -30,7 +30,7 @@ __all__ = ["SHAPES", "HandOverCase", "HandOverWork", "make_kernel", "measure_han
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExpertsShape:
     """E experts, K per token, H hidden, I intermediate; `copies` layers hold weights of their own, the others share."""
 
     experts: int
@@ -42,8 +42,8 @@ class Shape:
 
 
 SHAPES = {
-    "empty": Shape(1, 1, 2048, 16, (QuantType.F32, QuantType.F32), 1),
-    "qwen3-30b": Shape(128, 8, 2048, 768, (QuantType.Q4_K, QuantType.Q6_K), 4),
+    "empty": ExpertsShape(1, 1, 2048, 16, (QuantType.F32, QuantType.F32), 1),
+    "qwen3-30b": ExpertsShape(128, 8, 2048, 768, (QuantType.Q4_K, QuantType.Q6_K), 4),
 }
 
 
@@ -59,7 +59,7 @@ class HandOverWork:
     milliseconds: float = 300.0
 
 
-def make_kernel(shape: Shape, pool: WorkerPool) -> MoeKernel:
+def make_kernel(shape: ExpertsShape, pool: WorkerPool) -> MoeKernel:
     """A layer of experts with random weights, re-laid where they can be."""
 
     def some(qtype: QuantType, rows: int, cols: int) -> list[ExpertWeight]:
@@ -71,10 +71,10 @@ def make_kernel(shape: Shape, pool: WorkerPool) -> MoeKernel:
     return MoeKernel(weights, ActivationSpec(), pool)
 
 
-class Step:
+class ExpertsStep:
     """`layers` layers on static tensors, as a CUDA graph; without `experts` only the kernels between them."""
 
-    def __init__(self, shape: Shape, tokens: int, layers: int, experts: StreamedExperts | None = None):
+    def __init__(self, shape: ExpertsShape, tokens: int, layers: int, experts: StreamedExperts | None = None):
         cuda: Any = torch.cuda
         self.experts = experts
         self.hidden = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
@@ -116,7 +116,7 @@ class Step:
         self.graph.replay()
 
 
-def _check(step: Step, kernels: list[MoeKernel], rounds: int) -> None:
+def _check(step: ExpertsStep, kernels: list[MoeKernel], rounds: int) -> None:
     """Replays with other inputs and numbers of tokens against the kernel itself. Raises KernelError for another bit."""
     rows, experts = step.hidden.shape[0], kernels[0].num_experts
     for number in range(rounds):
@@ -172,9 +172,9 @@ class HandOverCase:
         with closing(StreamedExperts(pool, dims, driver, self.method)) as experts:
             for kernel in kernels:
                 experts.add_layer(kernel)
-            step = Step(shape, self.tokens, work.layers, experts)
+            step = ExpertsStep(shape, self.tokens, work.layers, experts)
             _check(step, kernels, work.checks)
-            bare = _time_replays(Step(shape, self.tokens, work.layers).replay, work.milliseconds)
+            bare = _time_replays(ExpertsStep(shape, self.tokens, work.layers).replay, work.milliseconds)
             full = _time_replays(step.replay, work.milliseconds)
             counts = ExpertCounts()
             for kernel in kernels:

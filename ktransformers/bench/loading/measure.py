@@ -38,7 +38,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ktransformers.bench.common.machine import measured_machine, ram_now, ram_peak, reset_ram_peak, shown_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.bench.loading.files import FileFormat, FileShape, write_files
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load import builder
@@ -257,7 +257,7 @@ def _measure(named: Path, work: LoadWork) -> Record:
     threads, nbytes = config.cpu_infer, sum(path.stat().st_size for path in paths)
     machine = measured_machine(threads)
     print(f"{shown_machine(machine)}; {named.name}, {nbytes / 1e9:.2f} GB")
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     for state in work.states:
         for number in range(1, work.runs + 1):
             _settle(paths, state)

@@ -21,7 +21,7 @@ from ktransformers.bench.common.machine import (
     shown_machine,
     vram_peak,
 )
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_needed
 from ktransformers.bench.offline.streams import StreamWork, slots_of_stream, stream_beside_prompt
 from ktransformers.config import EngineConfig
@@ -32,7 +32,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["OfflineWork", "Peer", "StartPeers", "bench_offline", "fitting_layers", "layer_of"]
+__all__ = ["OfflineWork", "PeerProgram", "StartPeers", "bench_offline", "fitting_layers", "layer_of"]
 
 PAGE_SIZE = 64
 SPARE_BYTES = 2 << 30
@@ -75,7 +75,7 @@ class OfflineWork:
     stream: StreamWork | None = None
 
 
-class Peer(Protocol):
+class PeerProgram(Protocol):
     """Another program with the same model, whose figures stand beside ours."""
 
     name: str
@@ -87,7 +87,7 @@ class Peer(Protocol):
         """Ends the program."""
 
 
-StartPeers = Callable[[PagedEngine, OfflineWork], Sequence[Peer]]
+StartPeers = Callable[[PagedEngine, OfflineWork], Sequence[PeerProgram]]
 """Starts the programs to compare with, once the engine is loaded and the work is cut to what the model holds."""
 
 
@@ -151,7 +151,7 @@ def _measure_stream(engine: PagedEngine, work: StreamWork) -> Record:
     return asdict(figure)
 
 
-def _beside(row: Row, peers: Sequence[Peer]) -> Row:
+def _beside(row: Row, peers: Sequence[PeerProgram]) -> Row:
     """The row with what the peers do, the better of two rounds: their first one warms up."""
     for peer in peers:
         answers = [peer.ask(f"{row['phase']} {row['tokens']}") for _ in range(PEER_ROUNDS)]
@@ -272,7 +272,7 @@ def _print_report(report: Record) -> None:
 
 
 def _measure(
-    engine: PagedEngine, runs: OfflineRuns, work: OfflineWork, peers: Sequence[Peer]
+    engine: PagedEngine, runs: OfflineRuns, work: OfflineWork, peers: Sequence[PeerProgram]
 ) -> tuple[list[Row], dict[str, float | None]]:
     """Every figure, printed as it comes, and the peaks of memory meanwhile."""
     reset_ram_peak()
@@ -280,7 +280,7 @@ def _measure(
     print(f"prompts in chunks of {engine.config.chunk_size} tokens; decode after {work.case.prompt_len} tokens")
     columns = [(Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in peers]
     hot = [_HOT_COLUMN] if engine.hot.gpus else []
-    table = Table([*_COLUMNS, *hot, *(one for pair in columns for one in pair)])
+    table = FigureTable([*_COLUMNS, *hot, *(one for pair in columns for one in pair)])
     for count in work.prefills:
         table.add(_beside(asdict(runs.prefill(count)), peers))
     for batch in work.batches:

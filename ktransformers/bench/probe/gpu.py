@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from ktransformers.bench.common.bandwidth import measure_gpu
-from ktransformers.bench.gpu.attention_case import MODELS, Case, Model, Step
+from ktransformers.bench.gpu.attention_case import MODELS, AttentionCase, AttentionModel, StepShape
 from ktransformers.bench.gpu.device import BF16, Gpu
 from ktransformers.bench.gpu.hand_over import HandOverWork, measure_hand_over
 from ktransformers.bench.gpu.random_matrices import random_matrices, random_weights
@@ -163,15 +163,15 @@ def _attention_curve(gpu: Gpu, kind: str, launch: float) -> Curve:
     model = next(one for one in MODELS if one.name == _MODELS[kind])
     points = {}
     for batch in _DECODES:
-        few, many = (_attention_seconds(gpu, model, Step(batch, 1, length)) for length in _LENGTHS)
+        few, many = (_attention_seconds(gpu, model, StepShape(batch, 1, length)) for length in _LENGTHS)
         points[batch] = max(many - few, 0.0) / (batch * (_LENGTHS[1] - _LENGTHS[0]))
     for rows in () if model.is_latent else _PROMPTS:
-        seconds = _attention_seconds(gpu, model, Step(1, rows, rows)) - launch
+        seconds = _attention_seconds(gpu, model, StepShape(1, rows, rows)) - launch
         points[rows] = max(seconds, 0.0) / (rows * (rows + 1) / 2)
     width = model.heads * (model.dim + model.dim_v)
     return Curve(tuple(map(float, points)), tuple(seconds / width for seconds in points.values()))
 
 
-def _attention_seconds(gpu: Gpu, model: Model, step: Step) -> float:
-    case = Case(gpu, model, step, _SETS)
+def _attention_seconds(gpu: Gpu, model: AttentionModel, step: StepShape) -> float:
+    case = AttentionCase(gpu, model, step, _SETS)
     return 1e-6 * gpu.graph_us([partial(case.call, index) for index in range(_SETS)])

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ktransformers.bench.common.machine import measured_machine, shown_machine
-from ktransformers.bench.common.report import Column, Record, Row, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.bench.servers.client import RequestError
 from ktransformers.bench.servers.process import ServerProcess
 from ktransformers.bench.servers.weights import Weights, shown_weights, weights_of
@@ -87,7 +87,7 @@ def bench_serving(work: ServingWork) -> Record:
     server = ServerProcess(work.flags())
     try:
         _run(server, 1, replace(work, rounds=1, max_tokens=8), weights)  # warm-up
-        table = Table(_COLUMNS)
+        table = FigureTable(_COLUMNS)
         for concurrency in work.concurrency:
             row = _run(server, concurrency, work, weights)
             touched = row["experts_touched"] or 0.0

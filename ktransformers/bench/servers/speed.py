@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ktransformers.bench.common.report import Column, Record, Table
+from ktransformers.bench.common.report import Column, FigureTable, Record
 from ktransformers.bench.servers.client import Client, RequestError
 from ktransformers.config import cpu_name
 from ktransformers.system.cores import usable_cores
@@ -73,7 +73,7 @@ class SpeedWork:
 
 
 @dataclass(slots=True)
-class Answer:
+class SpeedAnswer:
     """What one request gave. Times in seconds."""
 
     prompt_len: int = 0
@@ -119,7 +119,7 @@ class _Server:
         except (RequestError, LookupError, TypeError, ValueError):
             return None
 
-    def chat(self, messages: Messages) -> Answer:
+    def chat(self, messages: Messages) -> SpeedAnswer:
         """Ask and time the answer; a failure is the answer's error."""
         body = {
             "messages": messages,
@@ -130,14 +130,14 @@ class _Server:
             "return_speed": True,
             "max_tokens": self._work.max_tokens,
         }
-        answer, began = Answer(), time.perf_counter()
+        answer, began = SpeedAnswer(), time.perf_counter()
         try:
             self._read(body, answer, began)
         except (RequestError, LookupError, TypeError) as error:
             answer.error = str(error) or repr(error)
         return answer
 
-    def _read(self, body: Any, answer: Answer, began: float) -> None:
+    def _read(self, body: Any, answer: SpeedAnswer, began: float) -> None:
         usage: dict[str, Any] = {}
         for chunk in self._client.events("/v1/chat/completions", body):
             usage = chunk.get("usage") or usage
@@ -188,13 +188,13 @@ def _prompt(server: _Server, length: int, seed: int) -> list[str]:
     return words
 
 
-def _run_concurrent(server: _Server, prompts: Sequence[Sequence[str]]) -> list[Answer]:
+def _run_concurrent(server: _Server, prompts: Sequence[Sequence[str]]) -> list[SpeedAnswer]:
     """All prompts at once."""
     with ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(lambda words: server.chat(_question(words)), prompts))
 
 
-def _run_conversation(server: _Server) -> list[Answer]:
+def _run_conversation(server: _Server) -> list[SpeedAnswer]:
     """The turns one after the other, each with all before it."""
     messages: Messages = []
     answers = []
@@ -207,11 +207,11 @@ def _run_conversation(server: _Server) -> list[Answer]:
     return answers
 
 
-def _shown(title: str, answers: list[Answer], seconds: float) -> Record:
+def _shown(title: str, answers: list[SpeedAnswer], seconds: float) -> Record:
     """Print a table; returns its figures."""
     good = [answer for answer in answers if not answer.error]
     print(f"\n{title}")
-    table = Table(_COLUMNS)
+    table = FigureTable(_COLUMNS)
     for number, one in enumerate(answers):
         if one.error:
             print(f"{number:>4} failed: {one.error}")

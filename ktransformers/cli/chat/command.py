@@ -37,7 +37,7 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 
 if TYPE_CHECKING:
-    from ktransformers.cli.chat.input import Source, Turn
+    from ktransformers.cli.chat.input import TurnSource, UserTurn
     from ktransformers.cli.chat.output import View
     from ktransformers.config import EngineConfig
     from ktransformers.engine.load.builder import Engine
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     target = _profile_target(args)
     from ktransformers.cli.chat.terminal_keys import muted_keys
 
-    first_turns: list[Turn] = []
+    first_turns: list[UserTurn] = []
     in_fd = sys.stdin.fileno() if _is_interactive(args) else -1
     with muted_keys(in_fd) if in_fd >= 0 else nullcontext():  # what is typed meanwhile is for the first prompt
         engine = _load(args, config, build, first_turns)
@@ -160,18 +160,20 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
         engine.close()
 
 
-def _load(args: argparse.Namespace, config: EngineConfig, build: BuildEngine | None, first_turns: list[Turn]) -> Engine:
+def _load(
+    args: argparse.Namespace, config: EngineConfig, build: BuildEngine | None, first_turns: list[UserTurn]
+) -> Engine:
     """The model, with something to see meanwhile. Adds --prompt_file to the first turns, and checks flags, before."""
     from ktransformers.cli.loading import early_line, loading_bar
 
     name = _model_name(config)
     with early_line(sys.stderr, f"loading {name} ..."):  # what takes seconds to import, before anything else
         importlib.import_module("ktransformers.engine.api.llm" if build else "ktransformers.engine.load.builder")
-    from ktransformers.cli.chat.input import Turn, read_prompt_file
+    from ktransformers.cli.chat.input import UserTurn, read_prompt_file
     from ktransformers.engine.api.llm import default_sampling_params
 
     if args.prompt_file is not None:
-        first_turns.append(Turn(read_prompt_file(args.prompt_file), is_literal=True, has_attachments=False))
+        first_turns.append(UserTurn(read_prompt_file(args.prompt_file), is_literal=True, has_attachments=False))
     # What can be wrong with the flags shows before the model loads, not minutes later.
     sampling_params(args, default_sampling_params({}, args.max_new_tokens))
     if build is None:
@@ -232,7 +234,7 @@ def _terminal_view(is_markdown: bool) -> View:
     return MarkdownView(Console(file=sys.stdout), in_fd)
 
 
-def _terminal_source(args: argparse.Namespace) -> Source:
+def _terminal_source(args: argparse.Namespace) -> TurnSource:
     from prompt_toolkit.history import InMemoryHistory
 
     from ktransformers.cli.chat.prompt_history import open_history
@@ -242,9 +244,9 @@ def _terminal_source(args: argparse.Namespace) -> Source:
     return TerminalSource(open_history(user_state_dir() / "prompts") if keeps else InMemoryHistory())
 
 
-def _script(args: argparse.Namespace, first_turns: list[Turn]) -> tuple[View, Source]:
+def _script(args: argparse.Namespace, first_turns: list[UserTurn]) -> tuple[View, TurnSource]:
     """How a chat without a person at both ends reads and writes. Adds --prompt to the first turns."""
-    from ktransformers.cli.chat.input import DocumentSource, LineSource, NoSource, Turn, read_document
+    from ktransformers.cli.chat.input import DocumentSource, LineSource, NoSource, UserTurn, read_document
     from ktransformers.cli.chat.output import PlainView
 
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -256,7 +258,7 @@ def _script(args: argparse.Namespace, first_turns: list[Turn]) -> tuple[View, So
         is_piped = sys.stdin is not None and not sys.stdin.isatty()
         document = read_document(sys.stdin) if is_piped else ""
         view = _terminal_view(args.markdown) if _is_terminal(sys.stdout) else PlainView(sys.stdout, sys.stderr)
-        first_turns.append(Turn(prompt, is_literal=True, document=document))
+        first_turns.append(UserTurn(prompt, is_literal=True, document=document))
         return view, NoSource()
     plain = PlainView(sys.stdout, sys.stderr)
     if sys.stdin is None:

@@ -12,14 +12,14 @@ from typing import Any
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.system.user_files import read_named
 
-__all__ = ["Conversation"]
+__all__ = ["ChatHistory"]
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TEXT_KEYS = frozenset({"role", "content", "reasoning_content", "name", "tool_call_id"})
 _MAX_BYTES = 64 * 2**20
 
 
-class Conversation:
+class ChatHistory:
     """system: the system prompt, or None. turns: messages as chat templates take them, without the system prompt."""
 
     def __init__(self, system: str | None = None):

@@ -21,8 +21,8 @@ __all__ = [
     "LineSource",
     "NoSource",
     "ReadLine",
-    "Source",
-    "Turn",
+    "TurnSource",
+    "UserTurn",
     "is_open_block",
     "lines_of",
     "quoted",
@@ -43,7 +43,7 @@ ReadLine = Callable[[bool], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class UserTurn:
     """What the user said.
 
     is_literal: a block or several lines, which are never a command or a path.
@@ -57,13 +57,13 @@ class Turn:
     document: str = ""
 
 
-class Source(ABC):
+class TurnSource(ABC):
     """Where turns come from. has_commands: whether more turns, and commands among them, can follow an answer."""
 
     has_commands = True
 
     @abstractmethod
-    def read_turn(self) -> Turn | None:
+    def read_turn(self) -> UserTurn | None:
         """The next turn; None at the end. Raises KeyboardInterrupt, and ConfigError for input that is no turn."""
 
     def prefill(self, text: str) -> None:
@@ -79,18 +79,18 @@ class Source(ABC):
         raise ConfigError("only prompts that are typed at a terminal are written to a history")
 
 
-class LineSource(Source):
+class LineSource(TurnSource):
     """One turn a line; `\"\"\"` blocks have several."""
 
     def __init__(self, stream: TextIO):
         self._read_line = lines_of(stream)
 
-    def read_turn(self) -> Turn | None:
+    def read_turn(self) -> UserTurn | None:
         """See Source."""
         return read_turn(self._read_line)
 
 
-class DocumentSource(Source):
+class DocumentSource(TurnSource):
     """A whole stream as one turn. Nothing in it is a command, a path or an attachment.
 
     is_needed: whether an empty one deserves a line, because then there is no prompt at all.
@@ -102,22 +102,22 @@ class DocumentSource(Source):
         self._stream: TextIO | None = stream
         self._is_needed = is_needed
 
-    def read_turn(self) -> Turn | None:
+    def read_turn(self) -> UserTurn | None:
         """See Source."""
         if self._stream is None:
             return None
         text, self._stream = read_document(self._stream), None
         if not text and self._is_needed:
             _log.warning("standard input is empty, so there is no prompt")
-        return Turn(text, is_literal=True, has_attachments=False) if text else None
+        return UserTurn(text, is_literal=True, has_attachments=False) if text else None
 
 
-class NoSource(Source):
+class NoSource(TurnSource):
     """Nothing follows the first turns."""
 
     has_commands = False
 
-    def read_turn(self) -> Turn | None:
+    def read_turn(self) -> UserTurn | None:
         """See Source."""
         return None
 
@@ -141,19 +141,19 @@ def quoted(text: str) -> str:
     return f"{_QUOTES}{text}{_QUOTES}"
 
 
-def read_turn(read_line: ReadLine) -> Turn | None:
+def read_turn(read_line: ReadLine) -> UserTurn | None:
     """The next turn, or None at the end. A block opens with `\"\"\"`, ends with `\"\"\"` or with the input."""
     text = read_line(False)
     if text is None:
         return None
     if not text.lstrip().startswith(_QUOTES):
-        return Turn(text.strip(), is_literal="\n" in text.strip())
+        return UserTurn(text.strip(), is_literal="\n" in text.strip())
     while is_open_block(text):
         line = read_line(True)
         if line is None:
-            return Turn(text.lstrip()[len(_QUOTES) :].strip("\n"), is_literal=True)
+            return UserTurn(text.lstrip()[len(_QUOTES) :].strip("\n"), is_literal=True)
         text += "\n" + line
-    return Turn(text.strip()[len(_QUOTES) : -len(_QUOTES)].strip("\n"), is_literal=True)
+    return UserTurn(text.strip()[len(_QUOTES) : -len(_QUOTES)].strip("\n"), is_literal=True)
 
 
 def lines_of(stream: TextIO) -> ReadLine:

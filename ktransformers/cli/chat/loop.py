@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from ktransformers.cli.chat.attachments import attach_files, with_document
-from ktransformers.cli.chat.history import Conversation
-from ktransformers.cli.chat.input import Source, Turn, quoted, read_prompt_file, typed_path
+from ktransformers.cli.chat.history import ChatHistory
+from ktransformers.cli.chat.input import TurnSource, UserTurn, quoted, read_prompt_file, typed_path
 from ktransformers.cli.chat.output import View, format_stats
 from ktransformers.cli.chat.settings import Settings
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, format_bytes
@@ -70,9 +70,9 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 class ChatLoop:
     """One chat with one model. Raises ConfigError when the model cannot chat as the options ask."""
 
-    def __init__(self, llm: LLM, view: View, source: Source, options: ChatOptions):
+    def __init__(self, llm: LLM, view: View, source: TurnSource, options: ChatOptions):
         self.llm, self.view, self.source, self._options = llm, view, source, options
-        self.conversation = Conversation(options.system)
+        self.conversation = ChatHistory(options.system)
         self.is_finished = False
         self._num_errors = 0
         self._answers: list[GenerationStats] = []
@@ -100,7 +100,7 @@ class ChatLoop:
         """Whether a person sits at a terminal."""
         return self._options.is_interactive
 
-    def run(self, first_turns: Iterable[Turn] = ()) -> int:
+    def run(self, first_turns: Iterable[UserTurn] = ()) -> int:
         """Chat until the input ends. Returns the exit code, 1 when a script's turn failed.
 
         Raises KeyboardInterrupt when a script is interrupted.
@@ -119,7 +119,7 @@ class ChatLoop:
                 self.view.note(self._what_ctrl_c_did())
         return 1 if self._num_errors and not self.is_interactive else 0
 
-    def _next_turn(self) -> Turn | None:
+    def _next_turn(self) -> UserTurn | None:
         try:
             return self.source.read_turn()
         except CapacityError as error:  # only of documents, after which nothing comes
@@ -130,7 +130,7 @@ class ChatLoop:
         was_editing, self._is_editing = self._is_editing, False
         return _NOT_EDITED if was_editing else "Ctrl-D or /bye leaves"
 
-    def handle(self, turn: Turn) -> None:
+    def handle(self, turn: UserTurn) -> None:
         """Run a command, or answer a prompt. Errors are shown and counted."""
         text = turn.text.encode("utf-8", "replace").decode()  # terminals can deliver lone surrogates
         is_edited, self._is_editing = self._is_editing, False

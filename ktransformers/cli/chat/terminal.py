@@ -14,7 +14,7 @@ from prompt_toolkit.output import Output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from ktransformers.cli.chat.completion import ChatCompleter
-from ktransformers.cli.chat.input import Source, Turn, is_open_block, read_turn
+from ktransformers.cli.chat.input import TurnSource, UserTurn, is_open_block, read_turn
 from ktransformers.cli.chat.prompt_history import PromptHistory
 from ktransformers.cli.chat.terminal_keys import drop_keys
 from ktransformers.errors import ConfigError
@@ -24,7 +24,7 @@ __all__ = ["TerminalSource"]
 _PLACEHOLDER = "Send a message (/help for commands)"
 
 
-class TerminalSource(Source):
+class TerminalSource(TurnSource):
     """Turns that are typed. Pasted lines come as one turn. history: what the arrow keys recall.
 
     Ctrl-Z stops the program as a shell's job; `fg` brings the prompt back as it was.
@@ -51,7 +51,7 @@ class TerminalSource(Source):
             output=screen,
         )
 
-    def read_turn(self) -> Turn | None:
+    def read_turn(self) -> UserTurn | None:
         """See Source."""
         try:
             return read_turn(self._read)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from wcwidth import wcwidth
 
-__all__ = ["Cell", "Highlighter", "Layout", "Palette", "Sanitizer", "Style", "render"]
+__all__ = ["Cell", "Highlighter", "Palette", "Sanitizer", "Style", "TextLayout", "render"]
 
 _TAB = 8
 _ZWJ, _EMOJI_PRESENTATION = "\u200d", "\ufe0f"
@@ -218,7 +218,7 @@ def _is_skin_tone(char: str) -> bool:
     return "\U0001f3fb" <= char <= "\U0001f3ff"
 
 
-class Layout:
+class TextLayout:
     """Of one answer. Breaks prose into rows. width: asked for with each piece, so that a window can change its size.
 
     A word is held back until it is complete: until a space, a wide character or the line's end follows, or until it is

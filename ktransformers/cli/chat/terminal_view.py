@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ktransformers.cli.chat.output import View, short_stats
 from ktransformers.cli.chat.terminal_keys import muted_keys
-from ktransformers.cli.chat.terminal_text import Cell, Highlighter, Layout, Palette, Sanitizer, Style, render
+from ktransformers.cli.chat.terminal_text import Cell, Highlighter, Palette, Sanitizer, Style, TextLayout, render
 from ktransformers.cli.loading import StatusLine
 from ktransformers.core import GenerationStats
 
@@ -54,7 +54,7 @@ class _Writer:
 
     def __init__(self, out: TextIO, width: Callable[[], int], palette: Palette, style: Style | None):
         self._out, self._palette, self._style = out, palette, style
-        self._sanitizer, self._highlighter, self._layout = Sanitizer(), Highlighter(), Layout(width)
+        self._sanitizer, self._highlighter, self._layout = Sanitizer(), Highlighter(), TextLayout(width)
         self._tail = ""  # the last characters, of which those that are line ends count
 
     def write(self, text: str) -> None:

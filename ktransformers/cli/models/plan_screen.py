@@ -13,7 +13,7 @@ from ktransformers.engine.plan.outlook import Outlook
 from ktransformers.engine.plan.remedies import Remedies, Remedy, needed_bits, shortfall
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.predict import Expected, Prediction
-from ktransformers.optimize.summary import Part, Summary
+from ktransformers.optimize.summary import Summary, SummaryPart
 
 __all__ = ["screen", "summary_json", "verdict"]
 
@@ -208,7 +208,7 @@ def _gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
 
 
-def _part_lines(parts: Iterable[Part]) -> list[str]:
+def _part_lines(parts: Iterable[SummaryPart]) -> list[str]:
     lines = [f"{'part':<20}{'where':<12}{'size':>10}  types"]
     for part in parts:
         line = f"{part.name:<20}{shown_devices(part.devices):<12}{shown_size(part.nbytes):>10}  {_types(part.types)}"

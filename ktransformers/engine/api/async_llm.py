@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, Question
-from ktransformers.engine.api.home import Home, return_memory
+from ktransformers.engine.api.home import OwnerProcess, return_memory
 from ktransformers.engine.api.llm import describe_batches, load_batches, prompt_reader
-from ktransformers.engine.api.llm_options import EngineOptions, LLMOptions, llm_options
+from ktransformers.engine.api.llm_options import EngineKeywords, LLMOptions, llm_options
 from ktransformers.engine.sequence.keywords import SamplingKeywords, samples_of, split_keywords
 from ktransformers.engine.sequence.outputs import (
     Conversation,
@@ -124,13 +124,13 @@ class AsyncLLM:
         *,
         model_path: str | os.PathLike[str] | None = None,
         progress: Callable[..., None] | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Unpack[EngineKeywords],
     ):
         """See LLM. Checks the keywords and loads nothing yet. progress is called on another thread."""
         check_callable("progress", progress)
         self._options: LLMOptions | None = llm_options(model, gguf_path, model_path, options)
         self._progress = progress
-        self._starting, self._home = asyncio.Lock(), Home()
+        self._starting, self._home = asyncio.Lock(), OwnerProcess()
 
     @classmethod
     def from_engine(cls, engine: PagedEngine, max_batch_size: int = 16) -> AsyncLLM:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ktransformers.core import AnswerEnd, FinishReason, SamplingParams, TokenEvent
-from ktransformers.engine.api.home import Home
+from ktransformers.engine.api.home import OwnerProcess
 from ktransformers.engine.sampling.constraints import check_rules
 from ktransformers.engine.sequence.assembler import AnswerAssembler
 from ktransformers.engine.sequence.generate import BegunAnswer
@@ -145,7 +145,7 @@ class BatchLoop:
         progress: Callable[..., None] | None = None,
         profile: ProfileTarget | None = None,
     ):
-        self.home = Home()
+        self.home = OwnerProcess()
         self._profile_target = profile
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._readers: dict[str, _Reader] = {}

@@ -8,10 +8,10 @@ import sys
 
 from ktransformers.errors import EngineError
 
-__all__ = ["Home", "return_memory"]
+__all__ = ["OwnerProcess", "return_memory"]
 
 
-class Home:
+class OwnerProcess:
     """Remembers the process that loaded a model. Whatever waits for the model's threads asks `require` first."""
 
     __slots__ = ("_pid",)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from ktransformers.cache.page_folder import private_folder
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, Question
-from ktransformers.engine.api.home import Home, return_memory
-from ktransformers.engine.api.llm_options import EngineOptions, LLMOptions, llm_options
+from ktransformers.engine.api.home import OwnerProcess, return_memory
+from ktransformers.engine.api.llm_options import EngineKeywords, LLMOptions, llm_options
 from ktransformers.engine.sequence.keywords import SamplingKeywords, samples_of, split_keywords
 from ktransformers.engine.sequence.outputs import (
     Conversation,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
-    "EngineOptions",
+    "EngineKeywords",
     "Prompt",
     "RequestOutput",
     "default_sampling_params",
@@ -90,7 +90,7 @@ class LLM:
         *,
         model_path: str | os.PathLike[str] | None = None,
         progress: Callable[..., None] | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Unpack[EngineKeywords],
     ):
         """model: a GGUF file, a folder, or the hub id of a model that is on this machine; None is the bundled model.
 
@@ -127,7 +127,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, batches.close)
 
     def _take_single(self, engine: Engine, store: StaticStore | None) -> None:
-        self._engine, self._home = engine, Home()
+        self._engine, self._home = engine, OwnerProcess()
         defaults = default_sampling_params(engine.generation_defaults, engine.config.max_new_tokens)
         self._reader = PromptReader(engine.tokenizer, defaults)
         self._session = Session.of(engine, store)

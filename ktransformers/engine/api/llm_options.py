@@ -15,15 +15,15 @@ from typing import Any, TypedDict, get_type_hints
 from ktransformers.config import EngineConfig, bundled_model
 from ktransformers.engine.api.option_types import check_types
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.hub.locate import ModelFiles, locate_model
+from ktransformers.hub.locate import LocatedModel, locate_model
 from ktransformers.profiling.capture import MAX_BYTES, ProfileLimits, ProfileTarget
 
-__all__ = ["EngineOptions", "LLMOptions", "llm_options"]
+__all__ = ["EngineKeywords", "LLMOptions", "llm_options"]
 
 PathLike = str | os.PathLike[str]
 
 
-class EngineOptions(TypedDict, total=False):
+class EngineKeywords(TypedDict, total=False):
     """The fields of EngineConfig besides the two paths to the model, then those of vLLM's LLM.
 
     cache_lens: tokens of keys and values, of all prompts together. max_batch_size: prompts answered at once.
@@ -126,12 +126,12 @@ def llm_options(
     model: PathLike | None, gguf_path: PathLike | None, model_path: PathLike | None, options: Mapping[str, Any]
 ) -> LLMOptions:
     """The keywords, checked. Raises ConfigError, for an unknown one with the nearest that exists."""
-    known = EngineOptions.__annotations__
+    known = EngineKeywords.__annotations__
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, (*known, "model", "gguf_path", "model_path", "progress"), n=1)
             raise ConfigError(f"LLM has no keyword {name}" + (f"; did you mean {near[0]}?" if near else ""))
-    check_types(options, get_type_hints(EngineOptions))
+    check_types(options, get_type_hints(EngineKeywords))
     own = _translated(options)
     kept = {name: own.pop(name) for name in ("max_batch_size", "page_size", "seed") if name in own}
     target = _profile_target(own.pop("profile", None), own.pop("profile_max_bytes", MAX_BYTES))
@@ -168,7 +168,7 @@ def _translated(options: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _files(model: PathLike | None, gguf_path: PathLike | None, model_path: PathLike | None) -> ModelFiles:
+def _files(model: PathLike | None, gguf_path: PathLike | None, model_path: PathLike | None) -> LocatedModel:
     for name, value in (("model", model), ("gguf_path", gguf_path), ("model_path", model_path)):
         if value is not None and not isinstance(value, str | os.PathLike):
             raise ConfigError(f"{name} must be a path or a name, got {value!r}")
@@ -178,7 +178,7 @@ def _files(model: PathLike | None, gguf_path: PathLike | None, model_path: PathL
         return locate_model(model)
     folder = model if model_path is None else model_path  # LLM("folder", "weights.gguf")
     if folder is None and gguf_path is None:
-        return ModelFiles(gguf_path=bundled_model('name one, as in LLM("model.gguf")'))
-    return ModelFiles(
+        return LocatedModel(gguf_path=bundled_model('name one, as in LLM("model.gguf")'))
+    return LocatedModel(
         model_path=None if folder is None else Path(folder), gguf_path=None if gguf_path is None else Path(gguf_path)
     )

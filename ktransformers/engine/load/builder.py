@@ -13,7 +13,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
-from ktransformers.engine.load.loaded import Engine, LoadedModel, PagedEngine, Part
+from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart, PagedEngine
 from ktransformers.engine.load.stages import (
     CapturedModel,
     arrange_model,
@@ -46,8 +46,8 @@ __all__ = [
     "Engine",
     "Hardware",
     "LoadedModel",
+    "LoadedPart",
     "PagedEngine",
-    "Part",
     "build_engine",
     "build_follower",
     "build_paged_engine",
@@ -151,11 +151,11 @@ def _mend(ranks: Ranks, runner: ModelRunner) -> None:
     runner.mended()
 
 
-def build_follower(opened: OpenedModel, follower: Follower, hardware: Hardware, cache_plan: SharedPages) -> Part:
+def build_follower(opened: OpenedModel, follower: Follower, hardware: Hardware, cache_plan: SharedPages) -> LoadedPart:
     """One process's part of a model that is cut. Errors as `build_engine`."""
     built = _build(opened, cache_plan, hardware, None, None, follower)
     runner = ModelRunner(built.forward, built.decode, hand_over=follower.hand_over())
-    return Part(runner, built.cache, built.forward.pool)
+    return LoadedPart(runner, built.cache, built.forward.pool)
 
 
 def _build(

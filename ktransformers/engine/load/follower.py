@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ktransformers.engine.load.builder import Part, build_follower
+from ktransformers.engine.load.builder import LoadedPart, build_follower
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.engine.parallel.ranks.messages import (
     Begin,
@@ -86,7 +86,7 @@ def _open(start: Start) -> OpenedModel:
     return open_synthetic(start.config, AutoConfig.for_model(**values), start.made.routing)
 
 
-def _build(start: Start, follower: Follower) -> Part:
+def _build(start: Start, follower: Follower) -> LoadedPart:
     module, _, name = start.hardware.partition(":")
     detect: Any = reduce(getattr, name.split("."), importlib.import_module(module))
     hardware: Hardware = detect(start.config)

@@ -21,7 +21,7 @@ from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.config import TierConfig
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["Engine", "LoadedModel", "PagedEngine", "Part"]
+__all__ = ["Engine", "LoadedModel", "LoadedPart", "PagedEngine"]
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class PagedEngine(LoadedModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadedPart:
     """What a process that follows a leader computes steps with."""
 
     runner: ModelRunner

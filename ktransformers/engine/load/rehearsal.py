@@ -16,7 +16,7 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.sampling.reduced import BEST_TOKEN
-from ktransformers.engine.step.context import PREFILL_ROWS, StateSlots, state_step
+from ktransformers.engine.step.context import PREFILL_ROWS, StepStateSlots, state_step
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import decode_batch_sizes
 from ktransformers.engine.step.forward import ForwardPass
@@ -105,7 +105,7 @@ def _context(cache: PagedCache, pool: WorkerPool, step: _Step) -> tuple[torch.Te
     first = (step.pages * cache.page_size - counts).clamp_min(0) if step.is_far else torch.zeros_like(counts)
     positions = (first[seq_ids] + nth).clamp_max(step.pages * cache.page_size - 1)
     kv_lens = (positions + 1).to(torch.int32)
-    states = [StateSlots(-1, seq % max(cache.num_states, 1)) for seq in range(step.seqs)]
+    states = [StepStateSlots(-1, seq % max(cache.num_states, 1)) for seq in range(step.seqs)]
     return positions, ForwardContext(
         cache=cache,
         pool=pool,

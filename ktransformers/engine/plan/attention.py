@@ -23,7 +23,7 @@ from ktransformers.kernels import flashinfer
 from ktransformers.kernels.flashinfer import FlashInfer, Shape
 from ktransformers.operators.attention.flash import FlashLayer, FlashSteps
 from ktransformers.operators.attention.gqa import KAttention
-from ktransformers.operators.attention.latent_expansion import Choice
+from ktransformers.operators.attention.latent_expansion import ExpansionPolicy
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.base import Operator
 from ktransformers.operators.device import Device, use
@@ -187,7 +187,7 @@ def _say(num_layers: int, num_asked: int, reasons: list[str]) -> None:
         )
 
 
-def _say_expansion(choices: list[Choice | None]) -> None:
+def _say_expansion(choices: list[ExpansionPolicy | None]) -> None:
     for choice in set(choices):
         least = None if choice is None else choice.least_rows(_SAID_LEN)
         if least is None:

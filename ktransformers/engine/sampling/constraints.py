@@ -17,7 +17,7 @@ import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 
-from ktransformers.core import Constraint, Reasoning, SamplingParams
+from ktransformers.core import Constraint, ReasoningSpec, SamplingParams
 from ktransformers.errors import ConfigError
 from ktransformers.system.cores import usable_cores
 from ktransformers.tokenizer.grammars import Grammars, Matcher, Words, pack_ids
@@ -76,7 +76,7 @@ class AnswerMask:
         self._grammars, self._ignores_eos, self._min_tokens = grammars, params.ignore_eos, params.min_tokens
         self._num_committed = 0
         self._constraint: Constraint | None = params.constraint
-        self._reasoning: Reasoning | None = params.reasoning
+        self._reasoning: ReasoningSpec | None = params.reasoning
         self._place = _Place.CONTENT
         if params.reasoning is not None:
             self._place = _Place.REASONING if params.reasoning.is_open else _Place.OPENING

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypedDict
 
-from ktransformers.core import Constraint, Pooling, Reasoning, SamplingParams
+from ktransformers.core import Constraint, Pooling, ReasoningSpec, SamplingParams
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.tokenizer.template_variables import template_variables
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ class SamplingKeywords(TypedDict, total=False):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     constraint: Constraint | Mapping[str, Any] | None
-    reasoning: Reasoning | None
+    reasoning: ReasoningSpec | None
     n: int
     structured_outputs: Any
     guided_decoding: Any

@@ -22,7 +22,7 @@ from ktransformers.engine.sequence.generate import BegunAnswer
 from ktransformers.engine.sequence.outputs import RequestOutput
 from ktransformers.engine.sequence.prompts import ids_of, shown
 from ktransformers.engine.sequence.session_file import SessionFile, SessionHeader, open_session, write_session
-from ktransformers.engine.sequence.session_store import Kept
+from ktransformers.engine.sequence.session_store import StoredSession
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.scheduler.limits import Limits
 
@@ -101,7 +101,7 @@ def write_saved(
     path: Path,
     identity: ModelIdentity,
     session: BegunAnswer | Sequence[int],
-    kept: Kept,
+    kept: StoredSession,
     messages: list[dict[str, Any]] | None,
 ) -> SavedSession:
     """Write a session with what is kept of its first tokens. Raises SessionFileError."""

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ktransformers.engine.sequence.session_file import mapped_tensors, state_name
-from ktransformers.engine.sequence.session_store import Kept, PageStore, States, put_rows
+from ktransformers.engine.sequence.session_store import PageStore, States, StoredSession, put_rows
 from ktransformers.scheduler.prefixes import Copy
 
 __all__ = ["Visit", "take_pages"]
@@ -36,7 +36,7 @@ class Visit(Protocol):
         ...
 
 
-def take_pages(visit: Visit, token_ids: Sequence[int], path: Path) -> Kept:
+def take_pages(visit: Visit, token_ids: Sequence[int], path: Path) -> StoredSession:
     """What pages and the tiers below them keep of the longest prefix of these tokens, for a session at `path`.
 
     Raises SessionFileError when the disk there has no room, and what `visit` raises.
@@ -56,7 +56,7 @@ def take_pages(visit: Visit, token_ids: Sequence[int], path: Path) -> Kept:
     for length, state in states.items():
         if length <= num_tokens:
             tensors |= {state_name(length, name): tensor for name, tensor in state.items()}
-    return Kept(num_tokens, tuple(sorted(length for length in states if length <= num_tokens)), tensors)
+    return StoredSession(num_tokens, tuple(sorted(length for length in states if length <= num_tokens)), tensors)
 
 
 def _fill(visit: Visit, token_ids: Sequence[int], room: Mapping[str, torch.Tensor]) -> int:

@@ -21,7 +21,7 @@ from ktransformers.engine.step.tiered import TieredCache
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.prefixes import Copy
 
-__all__ = ["Kept", "PageStore", "States", "StaticStore", "put_rows"]
+__all__ = ["PageStore", "States", "StaticStore", "StoredSession", "put_rows"]
 
 PIECE_BYTES = 64 << 20
 """Of host memory that are copied between two steps, and of files that are read until the next look at what there is."""
@@ -35,7 +35,7 @@ States = dict[int, Mapping[str, torch.Tensor] | Copy]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredSession:
     """Of the first cached_len tokens of a sequence: tensors as in a SessionFile, on the CPU."""
 
     cached_len: int
@@ -54,7 +54,7 @@ class StaticStore:
         """Of the model, see Identified.whole. Raises WeightError."""
         return self.identified.whole()
 
-    def take(self, num_tokens: int) -> Kept:
+    def take(self, num_tokens: int) -> StoredSession:
         """Of the first num_tokens positions. Views of the cache, where that is on the CPU."""
         cache, num_tokens = self._runner.cache, min(num_tokens, self._runner.written_len)
         slots = {length: slot for length, slot in self._runner.state_slots().items() if length <= num_tokens}
@@ -200,12 +200,14 @@ def put_rows(room: Mapping[str, torch.Tensor], first: int, rows: Mapping[str, to
         room[name][first : first + len(tensor)].copy_(tensor)
 
 
-def _kept(cache: PagedCache, num_tokens: int, tensors: dict[str, torch.Tensor], slots: Mapping[int, int]) -> Kept:
+def _kept(
+    cache: PagedCache, num_tokens: int, tensors: dict[str, torch.Tensor], slots: Mapping[int, int]
+) -> StoredSession:
     """With the states in `slots`, by length."""
     lengths = tuple(sorted(slots)[-MOST_STATES:])
     for name, tensor in {} if cache.states is None else cache.states.tensors().items():
         tensors |= {state_name(length, name): tensor[slots[length]].cpu() for length in lengths}
-    return Kept(num_tokens, lengths, tensors)
+    return StoredSession(num_tokens, lengths, tensors)
 
 
 def _put_states(cache: PagedCache, file: SessionFile, slots: Mapping[int, int]) -> None:

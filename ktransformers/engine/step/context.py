@@ -16,14 +16,14 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.scheduler.records import Row
 
-__all__ = ["PREFILL_ROWS", "StateSlots", "paged_context", "state_step", "static_context"]
+__all__ = ["PREFILL_ROWS", "StepStateSlots", "paged_context", "state_step", "static_context"]
 
 PREFILL_ROWS = 4
 """A step with more rows than this is a prefill step: operators may then use their prefill implementation."""
 
 
 @dataclass(frozen=True, slots=True)
-class StateSlots:
+class StepStateSlots:
     """Of one sequence in a step, see scheduler.records.Row: read -1 begins with zeros; saves: (row, slot)."""
 
     read: int
@@ -32,7 +32,7 @@ class StateSlots:
 
 
 def static_context(
-    cache: StaticCache, pool: WorkerPool, start: int, num_rows: int, states: StateSlots | None = None
+    cache: StaticCache, pool: WorkerPool, start: int, num_rows: int, states: StepStateSlots | None = None
 ) -> ForwardContext:
     """Context of `num_rows` tokens at positions start, start + 1, ... of the cache's one sequence.
 
@@ -40,7 +40,7 @@ def static_context(
     """
     positions = torch.arange(start, start + num_rows)
     kv_lens = (positions + 1).to(torch.int32)
-    states = states or StateSlots(0 if start else -1, 0)
+    states = states or StepStateSlots(0 if start else -1, 0)
     return ForwardContext(
         cache=cache,
         pool=pool,
@@ -75,7 +75,7 @@ def paged_context(
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
     slots = table[seq_ids, positions // size].astype(np.int64) * size + positions % size
     kv_lens = torch.from_numpy((positions + 1).astype(np.int32))
-    states = [StateSlots(row.read_slot, row.write_slot, row.saves) for row in rows]
+    states = [StepStateSlots(row.read_slot, row.write_slot, row.saves) for row in rows]
     context = ForwardContext(
         cache=cache,
         pool=pool,
@@ -91,7 +91,7 @@ def paged_context(
 
 
 def state_step(
-    cache: PagedCache, states: Sequence[StateSlots], counts: npt.NDArray[np.int64], kv_lens: torch.Tensor
+    cache: PagedCache, states: Sequence[StepStateSlots], counts: npt.NDArray[np.int64], kv_lens: torch.Tensor
 ) -> StateStep | None:
     """For sequences with so many rows each; None where no layer is recurrent.
 

@@ -27,7 +27,7 @@ from ktransformers.engine.step.forward import ForwardPass, StepInputs
 from ktransformers.engine.step.graphs import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.logits_fetch import LogitsFetch
-from ktransformers.operators.attention.latent_expansion import Choice, StepRuns
+from ktransformers.operators.attention.latent_expansion import ExpansionPolicy, StepRuns
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.usage import KEPT_ROWS
@@ -76,7 +76,7 @@ class DecodeSteps:
         backend: GraphBackend | None,
         progress: Callable[[int, int], None] | None = None,
         mixed: Sequence[StepSize] = (),
-        choices: Sequence[Choice] = (),
+        choices: Sequence[ExpansionPolicy] = (),
     ) -> None:
         layout = forward.layout
         assert layout is not None, "steps on the CPU are not padded"

@@ -20,7 +20,7 @@ from ktransformers.engine.step.graphs import StepMarks
 from ktransformers.operators.device import Device
 from ktransformers.operators.marks import Label
 from ktransformers.operators.usage import KEPT_ROWS, ExpertUsage
-from ktransformers.profiling.messages import GpuExperts, GpuRecord, GpuTimes
+from ktransformers.profiling.messages import GpuExpertCounts, GpuRecord, GpuTimes
 
 __all__ = ["GpuProfile"]
 
@@ -129,7 +129,7 @@ class GpuProfile(StepMarks):
         number = int(device.name.rpartition(":")[2])
         return GpuTimes(number, labels, device.make_marks().times() if labels else b"")
 
-    def _experts(self, num_rows: int) -> list[GpuExperts]:
+    def _experts(self, num_rows: int) -> list[GpuExpertCounts]:
         found = []
         usages = self._usages()
         # Every row is told of small steps, which say by themselves how often an expert was chosen.
@@ -137,7 +137,7 @@ class GpuProfile(StepMarks):
         for usage, before in zip(usages, befores, strict=False):
             made = b"" if before is None else (usage.counts - before).numpy().tobytes()
             ids = {top_k: ids.numpy().tobytes() for top_k, ids in usage.ids().items()}
-            found.append(GpuExperts(usage.counts.shape[1], usage.layers, ids, made))
+            found.append(GpuExpertCounts(usage.counts.shape[1], usage.layers, ids, made))
         return found
 
     def _usages(self) -> list[ExpertUsage]:

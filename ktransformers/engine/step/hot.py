@@ -25,7 +25,7 @@ from ktransformers.engine.step.prefill import PrefillTools
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import PinnedRanges
-from ktransformers.operators.device import Device, Follower
+from ktransformers.operators.device import Device, StepFollower
 from ktransformers.operators.experts.hot import HotLayer, HotPool, kind_of
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import PrefillRates
@@ -108,7 +108,7 @@ class _Pool:
 
 
 @dataclass(slots=True)
-class HotGpu(Follower):
+class HotGpu(StepFollower):
     """The pools of one GPU. pinned: what nobody else has pinned."""
 
     pools: Sequence[_Pool]

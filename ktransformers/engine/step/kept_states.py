@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from ktransformers.core import SNAPSHOT_ALIGN
-from ktransformers.engine.step.context import StateSlots
+from ktransformers.engine.step.context import StepStateSlots
 from ktransformers.errors import ConfigError
 
 __all__ = ["KeptStates"]
@@ -40,7 +40,7 @@ class KeptStates:
             return shared
         return max((length for length in self._kept if length <= shared), default=0)
 
-    def begin(self, start: int, num_rows: int) -> StateSlots:
+    def begin(self, start: int, num_rows: int) -> StepStateSlots:
         """A step of so many rows from position `start` on. Raises ConfigError where there is no state to begin from."""
         if start == self._len:
             read = 0 if start else -1
@@ -57,7 +57,7 @@ class KeptStates:
             self._drop(length)
         self._saves = self._planned(start, num_rows, read)
         self._len = None
-        return StateSlots(read, 0, [(length - start - 1, slot) for length, slot in self._saves.items()])
+        return StepStateSlots(read, 0, [(length - start - 1, slot) for length, slot in self._saves.items()])
 
     def end(self, length: int) -> None:
         """The step is over; the sequence is so long now."""

@@ -17,7 +17,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.base import Operator
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.device import Device, Follower, distinct
+from ktransformers.operators.device import Device, StepFollower, distinct
 from ktransformers.operators.recognize.embedding import recognize_input_scale
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.plan import Plan
@@ -100,7 +100,7 @@ class StepLayout:
             follower.finished(num_rows)
 
     @property
-    def followers(self) -> list[Follower]:
+    def followers(self) -> list[StepFollower]:
         """What follows steps on all devices."""
         return [follower for device in self.devices for follower in device.followers]
 

@@ -17,7 +17,7 @@ from ktransformers.engine.step.prefill import PrefillStream
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.latent_expansion import Choice
+from ktransformers.operators.attention.latent_expansion import ExpansionPolicy
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -36,7 +36,7 @@ def largest_graph(rows: Sequence[int], chunk_size: int) -> int:
     return min(max(rows, default=0), chunk_size)
 
 
-def choices_of(plan: Plan) -> tuple[Choice, ...]:
+def choices_of(plan: Plan) -> tuple[ExpansionPolicy, ...]:
     """How the latent attention of a loaded model chooses the sequences whose keys it expands: each choice once."""
     found = (op.prefill_choice for op in plan.operators.values() if isinstance(op, KMLAAttention))
     return tuple(dict.fromkeys(choice for choice in found if choice is not None))

@@ -27,7 +27,7 @@ __all__ = [
     "AttentionLayer",
     "AttentionStep",
     "CheckedCache",
-    "DeltaNet",
+    "DeltaNetWeights",
     "GatedMlp",
     "LayerBuffers",
     "LayerKv",
@@ -230,7 +230,7 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class DeltaNetWeights:
     """Sizes and small weights of a Gated DeltaNet.
 
     conv_weight: fp32 [C, W], C = 2 Hk K + H V channels of q, k and v. rate: fp32 [H], -exp(A_log). dt_bias: fp32 [H].
@@ -276,7 +276,9 @@ class RecurrentLayer:
     (qkv, z, b, a) (Qwen3.5). Raises ValueError when shapes do not fit, or a projection has a bias.
     """
 
-    def __init__(self, norm: Norm, projections: tuple[Projection, ...], o: Projection, net: DeltaNet, layer: int = -1):
+    def __init__(
+        self, norm: Norm, projections: tuple[Projection, ...], o: Projection, net: DeltaNetWeights, layer: int = -1
+    ):
         self.hidden_size = o.weight.shape[0]
         if net.num_heads % net.num_key_heads:
             raise ValueError(f"{net.num_heads} value heads cannot share {net.num_key_heads} key heads")

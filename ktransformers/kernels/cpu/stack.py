@@ -27,13 +27,13 @@ from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import StateStep
 from ktransformers.kernels.untraced import untraced
 
-__all__ = ["LayerStack"]
+__all__ = ["NativeLayerStack"]
 
 _NO_STATES = (0, 0, 0, 0, 0, 0, 0)
 _NO_ROWS = (0, 0, 0, 0, 0, 0)
 
 
-class LayerStack:
+class NativeLayerStack:
     """layers: (attention or delta net, feed-forward) of each. `bind` before the first step.
 
     Raises ValueError for layers that do not fit together.

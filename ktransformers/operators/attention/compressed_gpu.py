@@ -15,7 +15,14 @@ from torch import nn
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.triton.attention.choose import choose_positions
-from ktransformers.kernels.triton.attention.compressed import Entries, Pages, attended, keep_values, make_entries, turn
+from ktransformers.kernels.triton.attention.compressed import (
+    CompressedPages,
+    Entries,
+    attended,
+    keep_values,
+    make_entries,
+    turn,
+)
 from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, expand
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.operators.attention.rope import KRotaryEmbedding
@@ -82,7 +89,9 @@ class Choosing:
     head_scale: float
     num_heads: int
 
-    def choose(self, query: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, pages: Pages) -> torch.Tensor:
+    def choose(
+        self, query: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, pages: CompressedPages
+    ) -> torch.Tensor:
         """The entries that rows see, int32 [T, K] in ascending order, as numbers of runs of `rate` slots.
 
         query: [T, heads, D], rotated, in the type of cached [slots, columns]. weights: fp32 [T, heads]. An entry lies
@@ -116,7 +125,7 @@ class Attending:
     sinks: torch.Tensor
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, pages: Pages, chosen: torch.Tensor | None
+        self, query: torch.Tensor, keys: torch.Tensor, pages: CompressedPages, chosen: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, H, D] of rotated queries [T, H, D] over keys [slots, 1, units D]."""
         rows, _, dim = query.shape
@@ -125,7 +134,7 @@ class Attending:
         step = max(_MAX_LISTED // width, 1)
         for first in range(0, rows, step):
             some = slice(first, first + step)
-            here = Pages(pages.block_table, pages.page_size, pages.seq_ids[some], pages.kv_lens[some])
+            here = CompressedPages(pages.block_table, pages.page_size, pages.seq_ids[some], pages.kv_lens[some])
             which = None if chosen is None else chosen[some]
             table, counts = attended(here, self.window, self.units, width, rate=self.rate, most=self.most, chosen=which)
             seqs = torch.arange(len(counts), dtype=torch.int32, device=counts.device)
@@ -216,7 +225,7 @@ class GpuCompressed:
         1, columns], to which what the rows leave is written."""
         use(keys.device)
         spec, slots = self._spec, context.slot_mapping
-        pages = Pages(context.block_table, context.page_size, context.seq_ids, context.kv_lens)
+        pages = CompressedPages(context.block_table, context.page_size, context.seq_ids, context.kv_lens)
         compressed, key = self._narrow(x)
         residual = self._inner.q_a_norm(compressed[None])[0]
         made = self._values(x) if self._values is not None else []

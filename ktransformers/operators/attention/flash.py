@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ktransformers.core import Phase
-from ktransformers.kernels.flashinfer import FlashInfer, Pages, Shape, pages_of
+from ktransformers.kernels.flashinfer import FlashInfer, PageTable, Shape, pages_of
 from ktransformers.operators.context import ForwardContext
 
 __all__ = ["Attend", "FlashLayer", "FlashSteps"]
@@ -27,7 +27,7 @@ class FlashSteps:
     def __init__(self, kernels: FlashInfer):
         self.kernels = kernels
         self._step: Tensor | None = None  # of the step that was planned last; each has tensors of its own
-        self._pages: Pages | None = None
+        self._pages: PageTable | None = None
         self._planned: set[Shape] = set()
 
     def plan(self, shape: Shape, context: ForwardContext) -> None:

@@ -30,9 +30,9 @@ from ktransformers.operators.context import ForwardContext
 __all__ = [
     "EXPANSION_NBYTES",
     "WORKSPACE_ALIGN",
-    "Batch",
-    "Choice",
+    "ExpandedBatch",
     "Expansion",
+    "ExpansionPolicy",
     "LatentDims",
     "Rates",
     "StepRuns",
@@ -103,7 +103,7 @@ def is_worth_expanding(dims: LatentDims, num_rows: int, length: int, rates: Rate
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpansionPolicy:
     """How a layer chooses. is_forced: all sequences with more than one row, if they fit. nbytes: of the workspace."""
 
     dims: LatentDims
@@ -138,7 +138,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ExpandedBatch:
     """Sequences that are expanded side by side, `num_heads` heads at a time.
 
     slots: cache slots of their positions, int64 on the device, or a slice where they follow one another. tiles: see
@@ -156,7 +156,7 @@ class Batch:
 class Expansion:
     """A step whose sequences are expanded, but for `rest`: rows, a slice or int64 on the device, that stay absorbed."""
 
-    batches: tuple[Batch, ...]
+    batches: tuple[ExpandedBatch, ...]
     rest: slice | torch.Tensor | None
 
 
@@ -182,10 +182,10 @@ class StepRuns:
         self._table, self._page_size = context.block_table, context.page_size
         self.num_rows = len(context.seq_ids)
         self.runs = _runs_of(context.seq_ids, context.kv_lens)
-        self._made: dict[tuple[Choice, torch.device], Expansion | None] = {}
+        self._made: dict[tuple[ExpansionPolicy, torch.device], Expansion | None] = {}
 
     @staticmethod
-    def expansion_of(context: ForwardContext, choice: Choice, device: torch.device) -> Expansion | None:
+    def expansion_of(context: ForwardContext, choice: ExpansionPolicy, device: torch.device) -> Expansion | None:
         """What is expanded in the step of `context`, as the model was given it; None: nothing.
 
         Steps that CUDA graphs replay have contexts with nothing on the CPU: they are chosen where nothing is expanded.
@@ -195,19 +195,19 @@ class StepRuns:
         return context.derived("runs", context.block_table, lambda _: StepRuns(context)).expansion(choice, device)
 
     @staticmethod
-    def is_expanded(context: ForwardContext, choices: Iterable[Choice]) -> bool:
+    def is_expanded(context: ForwardContext, choices: Iterable[ExpansionPolicy]) -> bool:
         """Whether some sequence of a step is expanded by one of `choices`. context: with tensors on the CPU."""
         runs = _runs_of(context.seq_ids, context.kv_lens)
         return any(choice.expands(run.num_rows, run.length) for choice in choices for run in runs)
 
-    def expansion(self, choice: Choice, device: torch.device) -> Expansion | None:
+    def expansion(self, choice: ExpansionPolicy, device: torch.device) -> Expansion | None:
         """What is expanded by `choice`; None: nothing."""
         key = (choice, device)
         if key not in self._made:
             self._made[key] = self._make(choice, device)
         return self._made[key]
 
-    def _make(self, choice: Choice, device: torch.device) -> Expansion | None:
+    def _make(self, choice: ExpansionPolicy, device: torch.device) -> Expansion | None:
         chosen = [run for run in self.runs if choice.expands(run.num_rows, run.length)]
         if not chosen:
             return None
@@ -215,7 +215,7 @@ class StepRuns:
         batches = tuple(self._batch([chosen[i] for i in group], choice, device) for group in numbers)
         return Expansion(batches, self._rest(chosen, device))
 
-    def _batch(self, runs: list[_Run], choice: Choice, device: torch.device) -> Batch:
+    def _batch(self, runs: list[_Run], choice: ExpansionPolicy, device: torch.device) -> ExpandedBatch:
         num_positions, num_rows = sum(run.length for run in runs), sum(run.num_rows for run in runs)
         num_heads = choice.dims.heads_at_once(num_positions, choice.room)
         tile = expanded_tile(num_rows, num_heads, choice.dtype, device)
@@ -226,7 +226,7 @@ class StepRuns:
         slots = torch.cat([self._slots(run) for run in runs])
         first = int(slots[0])
         is_plain = bool((slots == torch.arange(first, first + num_positions)).all())
-        return Batch(
+        return ExpandedBatch(
             num_positions,
             num_heads,
             slice(first, first + num_positions) if is_plain else slots.to(device),

@@ -20,7 +20,7 @@ from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.rope import latent_to_cache
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.flash import Attend
-from ktransformers.operators.attention.latent_expansion import WORKSPACE_ALIGN, Batch, Expansion
+from ktransformers.operators.attention.latent_expansion import WORKSPACE_ALIGN, ExpandedBatch, Expansion
 from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
@@ -183,7 +183,7 @@ class GpuLatent:
         return out
 
     def _attend_batch(
-        self, q: torch.Tensor, q_rot: torch.Tensor, step: LatentStep, batch: Batch, out: torch.Tensor
+        self, q: torch.Tensor, q_rot: torch.Tensor, step: LatentStep, batch: ExpandedBatch, out: torch.Tensor
     ) -> None:
         """The rows of a batch of sequences: some heads' keys and values at a time are expanded, then attended to."""
         assert step.workspace is not None, "an expansion comes with its workspace"

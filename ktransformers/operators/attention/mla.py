@@ -34,7 +34,7 @@ from ktransformers.kernels.untraced import untraced
 from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.indexer import KIndexer
-from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
+from ktransformers.operators.attention.latent_expansion import ExpansionPolicy, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.attention.latent_spec import LatentSpec
 from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_projections
@@ -110,7 +110,7 @@ class KMLAAttention(WrapperOperator):
         self._is_native: bool | None = None  # on the CPU, once it has run
         self.absorb_for_prefill = absorb_for_prefill
         self._flash: FlashLayer | None = None
-        self._choice: Choice | None = None
+        self._choice: ExpansionPolicy | None = None
         if absorb_for_prefill is False and not self.device.is_gpu:
             _say_absorbed()
         if self.device.is_gpu:
@@ -138,7 +138,7 @@ class KMLAAttention(WrapperOperator):
             return None
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
-    def expansion_choice(self, flash: FlashLayer | None = None) -> Choice | None:
+    def expansion_choice(self, flash: FlashLayer | None = None) -> ExpansionPolicy | None:
         """How prefill steps would choose between the two forms on a site with `flash`; None where all are absorbed."""
         is_bound = flash is not None and flash.is_required
         if (
@@ -152,10 +152,10 @@ class KMLAAttention(WrapperOperator):
             return None
         rates = Rates() if flash is None else Rates().with_flashinfer()
         dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
-        return Choice(dims, self.device.dtype, rates, is_forced=self.absorb_for_prefill is False)
+        return ExpansionPolicy(dims, self.device.dtype, rates, is_forced=self.absorb_for_prefill is False)
 
     @property
-    def prefill_choice(self) -> Choice | None:
+    def prefill_choice(self) -> ExpansionPolicy | None:
         """How its prefill steps choose, once it is settled."""
         return self._choice
 

@@ -25,7 +25,7 @@ from ktransformers.kernels.cpu.latent import LatentLayer, LatentParts
 from ktransformers.kernels.cpu.layer import (
     AttentionLayer,
     AttentionStep,
-    DeltaNet,
+    DeltaNetWeights,
     GatedMlp,
     LayerBuffers,
     LayerKv,
@@ -176,7 +176,7 @@ def _delta_net(layer: nn.Module, operator: KGatedDeltaNet) -> RecurrentLayer:
     names = ("qkvz", "ba") if operator.is_interleaved else ("qkv", "z", "b", "a")
     output = inner.out_proj
     is_tiled = isinstance(output, TiledInput) and (output.key_heads, output.run) == (operator.k_heads, operator.v_dim)
-    net = DeltaNet(
+    net = DeltaNetWeights(
         operator.k_heads,
         operator.v_heads,
         operator.k_dim,

@@ -20,7 +20,7 @@ from typing_extensions import override
 from ktransformers.cache.paged import LayerShape
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.layer import LayerKv, RecurrentLayer
-from ktransformers.kernels.cpu.stack import LayerStack
+from ktransformers.kernels.cpu.stack import NativeLayerStack
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.layers.cpu import FusedLayer
@@ -50,7 +50,9 @@ class NativeStack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._pool, self._memory_between = layers[0].pool, layers[0].memory
         parts = [(layer.attention, layer.feed_forward) for layer in layers]
-        self._native = LayerStack([(mixer, block) for mixer, block in parts if mixer is not None and block is not None])
+        self._native = NativeLayerStack(
+            [(mixer, block) for mixer, block in parts if mixer is not None and block is not None]
+        )
         self._indices = [layer.layer_idx for layer in layers]
         self._mixers = [mixer for mixer, _ in parts]
         self._attending = [layer for layer in layers if not isinstance(layer.attention, RecurrentLayer)][:1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ktransformers.profiling.compare import Comparison, Row
+from ktransformers.profiling.compare import ComparedFigure, Comparison
 from ktransformers.profiling.report.page import clean, facts, render, script_of_plotly
 from ktransformers.profiling.report.pictures import Picture, axis, number, numbers
 from ktransformers.profiling.tables import Profile
@@ -55,10 +55,10 @@ def _reach(value: float) -> float:
     return 0.0 if math.isnan(value) else max(0.0, value)
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: ComparedFigure) -> str:
     return "yes" if row.is_sure else "" if math.isnan(row.low) else "not for sure"
 
 
-def interval(row: Row) -> str:
+def interval(row: ComparedFigure) -> str:
     """As people write it; a dash where there is none."""
     return "–" if math.isnan(row.low) else f"{number(row.low)} to {number(row.high)}"

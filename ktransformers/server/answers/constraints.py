@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktransformers.core import Constraint, ConstraintKind, Reasoning
+from ktransformers.core import Constraint, ConstraintKind, ReasoningSpec
 from ktransformers.errors import ConfigError, FieldError
 from ktransformers.server.http.fields import schema_place
 from ktransformers.tokenizer import Tokenizer
@@ -173,7 +173,7 @@ def beside_tools(tokenizer: Tokenizer, constraint: Constraint) -> Constraint:
 
 def reasoning_of(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], max_tokens: int | None = None, *, is_inside: bool = False
-) -> Reasoning | None:
+) -> ReasoningSpec | None:
     """How the reasoning of an answer to this prompt is told; None when there will be none.
 
     max_tokens: how long it may get. is_inside: the prompt ends in the middle of it.
@@ -181,17 +181,17 @@ def reasoning_of(
     if not tokenizer.has_vocabulary:
         return None
     if _is_harmony(tokenizer):
-        return Reasoning(_HARMONY_END, _HARMONY_CLOSING, is_open=True, max_tokens=max_tokens)
+        return ReasoningSpec(_HARMONY_END, _HARMONY_CLOSING, is_open=True, max_tokens=max_tokens)
     tags = tokenizer.reasoning_tags
     if tags is None:
         return None
     if is_inside or tokenizer.opens_reasoning(prompt_ids):
-        return Reasoning(re.escape(tags[1]), tags[1], is_open=True, drops_breaks=True, max_tokens=max_tokens)
+        return ReasoningSpec(re.escape(tags[1]), tags[1], is_open=True, drops_breaks=True, max_tokens=max_tokens)
     end = tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
     opening = tokenizer.encode(tags[0], add_special_tokens=False)
     if end.rstrip().endswith(tags[1]) or not opening or opening[0] not in tokenizer.added_ids:
         return None  # the prompt has closed it; or no token tells that it begins
-    return Reasoning(re.escape(tags[1]), tags[1], open_id=opening[0], drops_breaks=True, max_tokens=max_tokens)
+    return ReasoningSpec(re.escape(tags[1]), tags[1], open_id=opening[0], drops_breaks=True, max_tokens=max_tokens)
 
 
 def has_own_thoughts(tokenizer: Tokenizer) -> bool:

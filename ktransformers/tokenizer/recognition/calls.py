@@ -18,7 +18,7 @@ from ktransformers.tokenizer.tools.base import ToolParser
 from ktransformers.tokenizer.tools.events import ArgumentsPiece, CallStarted, TextPiece
 from ktransformers.tokenizer.tools.formats import ToolFormat
 from ktransformers.tokenizer.tools.shape_parser import ShapeParser, tags_of
-from ktransformers.tokenizer.tools.shapes import Shape, Spelling
+from ktransformers.tokenizer.tools.shapes import CallShape, Spelling
 
 __all__ = ["LEARNED", "recognize_calls"]
 
@@ -86,7 +86,7 @@ def _frame(probe: Probe) -> Callable[[str], bool]:
     return is_frame
 
 
-def _tags(splitter: Splitter, shape: Shape) -> tuple[str, ...]:
+def _tags(splitter: Splitter, shape: CallShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*tags_of(shape), *(tag for text in shape.texts for tag in splitter.tags(text))]))
 
 
@@ -131,7 +131,7 @@ def _reads(parser: ToolParser, text: str, calls: Sequence[Call], is_frame: Calla
         return False
 
 
-def _learn(probe: Probe) -> Shape | None:
+def _learn(probe: Probe) -> CallShape | None:
     """The shape of calls with arguments as JSON, between tags, or as keywords; None when it is none of these."""
     for one in _regions(probe, [_FIRST]):
         for two in [*_regions(probe, [_FIRST, _SECOND]), None]:
@@ -147,7 +147,7 @@ class _Learner:
     def __init__(self, splitter: Splitter, one: _Region, two: _Region | None):
         self._splitter, self._one, self._two = splitter, one, two
 
-    def shape(self) -> Shape | None:
+    def shape(self) -> CallShape | None:
         """What both tell."""
         for read in (self._json, self._keywords, self._tagged):
             shape = read()
@@ -166,7 +166,7 @@ class _Learner:
             return before, "", after
         return before, self._two.text[found[0].end() : found[1].start()], after
 
-    def _framed(self, before: str, between: str, after: str, **more: Any) -> Shape | None:
+    def _framed(self, before: str, between: str, after: str, **more: Any) -> CallShape | None:
         """The shape around arguments. before: with the first call's name in it; between: with the second one's."""
         split = self._splitter.split
         head, middle = _holes(before, _FIRST.name), _holes(between, _SECOND.name)
@@ -177,7 +177,7 @@ class _Learner:
             begin = _last_head(head)
             if "NAME" in head[:begin]:
                 return None
-            return Shape(open=head[:begin], head=head[begin:], foot=after, sep=None, number=_number(before), **more)
+            return CallShape(open=head[:begin], head=head[begin:], foot=after, sep=None, number=_number(before), **more)
         if "NAME" not in middle:
             return None
         shared = shared_end(split(head), split(middle))
@@ -187,7 +187,7 @@ class _Learner:
         own = own.lstrip()
         rest = middle[: len(middle) - len(own)]
         foot = "".join(split(rest)[: shared_start(split(rest), split(after))])
-        return Shape(
+        return CallShape(
             open=head[: len(head) - len(own)].lstrip(),
             head=own,
             foot=foot.rstrip() if foot.strip() else foot,
@@ -197,18 +197,18 @@ class _Learner:
             **more,
         )
 
-    def _json(self) -> Shape | None:
+    def _json(self) -> CallShape | None:
         parts = self._parts(_OBJECT)
         return None if parts is None else self._framed(*parts)
 
-    def _keywords(self) -> Shape | None:
+    def _keywords(self) -> CallShape | None:
         value = r"""(?:"[^"]*"|'[^']*')"""
         found = self._parts(re.compile(rf"qzkeya\s*=\s*{value}\s*,\s*qzkeyb\s*=\s*{value}"))
         if found is None or not found[0].endswith("(") or not found[2].startswith(")"):
             return None
         return self._framed(*found, spelling=Spelling.PYTHON)
 
-    def _tagged(self) -> Shape | None:
+    def _tagged(self) -> CallShape | None:
         """Each parameter between tags; both have the same, so what is between two values tells where they begin."""
         found = self._parts(re.compile("qzkeya.*?qzvalue[ac].*?qzkeyb.*?qzvalue[bd]", re.DOTALL))
         inner = re.search("qzkeya(.*?)qzvaluea(.*?)qzkeyb(.*?)qzvalueb", self._one.text, re.DOTALL)
@@ -257,7 +257,7 @@ def _last_head(head: str) -> int:
     return 0 if not head[:line].strip() else line
 
 
-def _with_kinds(probe: Probe, shape: Shape) -> Shape:
+def _with_kinds(probe: Probe, shape: CallShape) -> CallShape:
     """The same with KIND, where the text in front of a value says its type."""
     if shape.spelling is not Spelling.TAGS or '"' not in shape.parameter[0].partition("KEY")[2]:
         return shape

@@ -11,9 +11,9 @@ from ktransformers.tokenizer.schemas.nodes import (
     AnyLeaf,
     ArrayLeaf,
     Leaf,
-    Node,
     ObjectLeaf,
     ScalarLeaf,
+    SchemaNode,
     ValuesLeaf,
     leaves,
     type_of,
@@ -25,7 +25,9 @@ __all__ = ["are_nodes_apart"]
 _MAX_DEPTH = 4
 
 
-def are_nodes_apart(nodes: Sequence[Node], has: Sequence[bool], one: int, other: int, depth: int = _MAX_DEPTH) -> bool:
+def are_nodes_apart(
+    nodes: Sequence[SchemaNode], has: Sequence[bool], one: int, other: int, depth: int = _MAX_DEPTH
+) -> bool:
     """True only where it is certain. has: which nodes have values."""
     if not has[one] or not has[other]:
         return True
@@ -35,7 +37,7 @@ def are_nodes_apart(nodes: Sequence[Node], has: Sequence[bool], one: int, other:
     return len(pairs) <= 400 and all(_are_apart(nodes, has, first, second, depth) for first, second in pairs)
 
 
-def _are_apart(nodes: Sequence[Node], has: Sequence[bool], one: Leaf, other: Leaf, depth: int) -> bool:
+def _are_apart(nodes: Sequence[SchemaNode], has: Sequence[bool], one: Leaf, other: Leaf, depth: int) -> bool:
     if isinstance(one, AnyLeaf) or isinstance(other, AnyLeaf):
         return False
     if isinstance(other, ValuesLeaf):
@@ -61,7 +63,7 @@ def _are_apart(nodes: Sequence[Node], has: Sequence[bool], one: Leaf, other: Lea
 
 
 def _tells_apart(
-    nodes: Sequence[Node], has: Sequence[bool], name: str, one: ObjectLeaf, other: ObjectLeaf, depth: int
+    nodes: Sequence[SchemaNode], has: Sequence[bool], name: str, one: ObjectLeaf, other: ObjectLeaf, depth: int
 ) -> bool:
     """Whether a property that `one` must have cannot be in `other`, or not like that."""
     if name not in other.properties:

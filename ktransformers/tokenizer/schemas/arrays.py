@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from ktransformers.tokenizer.schemas.expand import is_free
 from ktransformers.tokenizer.schemas.nodes import ArrayLeaf
-from ktransformers.tokenizer.schemas.references import Part
-from ktransformers.tokenizer.schemas.report import Report, refuse
+from ktransformers.tokenizer.schemas.references import SubSchema
+from ktransformers.tokenizer.schemas.report import WideningReport, refuse
 from ktransformers.tokenizer.schemas.scalars import count_of
 
 __all__ = ["MAX_ITEMS", "merged_array"]
@@ -20,12 +20,12 @@ MAX_ITEMS = 2000
 class _Items(NamedTuple):
     """What one part says: of the first items, and of those behind; None: nothing."""
 
-    prefix: list[Part]
-    others: Part | None
+    prefix: list[SubSchema]
+    others: SubSchema | None
 
 
 def merged_array(
-    parts: Sequence[Part], report: Report, child: Callable[[Sequence[Part]], int]
+    parts: Sequence[SubSchema], report: WideningReport, child: Callable[[Sequence[SubSchema]], int]
 ) -> ArrayLeaf | tuple[str, str]:
     """The leaf; or what keyword, and where, leaves none. child: the node of all these parts."""
     said = [_items(part) for part in parts]
@@ -42,7 +42,7 @@ def merged_array(
     return _counted(leaf, parts, report)
 
 
-def _items(part: Part) -> _Items:
+def _items(part: SubSchema) -> _Items:
     items, prefix = part.get("items"), part.get("prefixItems")
     keyword, others = "prefixItems", items
     if isinstance(items, list):  # up to draft 2019-09
@@ -56,7 +56,7 @@ def _items(part: Part) -> _Items:
     )
 
 
-def _unevaluated(part: Part, parts: Sequence[Part], report: Report) -> list[_Items]:
+def _unevaluated(part: SubSchema, parts: Sequence[SubSchema], report: WideningReport) -> list[_Items]:
     """`unevaluatedItems`: of items that neither the part nor any schema in it, at its place, is about."""
     wanted = part.get("unevaluatedItems")
     if wanted is None or is_free(wanted):
@@ -73,7 +73,7 @@ def _unevaluated(part: Part, parts: Sequence[Part], report: Report) -> list[_Ite
     return [_Items([one.beside(True) for one in longest], part.below(wanted, "unevaluatedItems"))]
 
 
-def _counted(leaf: ArrayLeaf, parts: Sequence[Part], report: Report) -> ArrayLeaf | tuple[str, str]:
+def _counted(leaf: ArrayLeaf, parts: Sequence[SubSchema], report: WideningReport) -> ArrayLeaf | tuple[str, str]:
     where = parts[0].at
     for part in parts:
         least, most = count_of(part, "minItems") or 0, count_of(part, "maxItems")
@@ -97,7 +97,7 @@ def _counted(leaf: ArrayLeaf, parts: Sequence[Part], report: Report) -> ArrayLea
     return leaf
 
 
-def _contained(part: Part, report: Report) -> int:
+def _contained(part: SubSchema, report: WideningReport) -> int:
     """How many items a part's `contains` asks for at least."""
     least, most = count_of(part, "minContains"), count_of(part, "maxContains")
     least = 1 if least is None else least

@@ -19,16 +19,16 @@ from ktransformers.tokenizer.schemas.nodes import (
     AnyLeaf,
     ArrayLeaf,
     Leaf,
-    Node,
     ObjectLeaf,
     ScalarLeaf,
+    SchemaNode,
     ValuesLeaf,
     leaves,
     type_of,
 )
 from ktransformers.tokenizer.schemas.objects import MAX_OPTIONAL, merged_object
-from ktransformers.tokenizer.schemas.references import Document, Part
-from ktransformers.tokenizer.schemas.report import Report, SchemaError, Widened, refuse
+from ktransformers.tokenizer.schemas.references import Document, SubSchema
+from ktransformers.tokenizer.schemas.report import SchemaError, Widened, WideningReport, refuse
 from ktransformers.tokenizer.schemas.scalars import number_bounds, string_bounds, values_of
 
 __all__ = ["Core", "core_schema"]
@@ -91,14 +91,14 @@ class _Builder:
     def __init__(self, root: Any, is_object: bool):
         if isinstance(root, dict) and "x-guidance" in root:
             refuse("#", "x-guidance", "how a schema is followed is not the request's to say")
-        self._report = Report()
+        self._report = WideningReport()
         self._document = Document(root)
         self._expander = Expander(self._document, self._report)
-        self._nodes: list[Node] = []
-        self._parts: list[list[Part]] = []  # of each node
+        self._nodes: list[SchemaNode] = []
+        self._parts: list[list[SubSchema]] = []  # of each node
         self._known: dict[tuple[int | bool, ...], int] = {}
         self._only_one: list[tuple[str, list[int]]] = []  # nodes of which exactly one may hold
-        self._root = self._child([Part(root, "#"), *([Part({"type": "object"}, "#")] if is_object else [])])
+        self._root = self._child([SubSchema(root, "#"), *([SubSchema({"type": "object"}, "#")] if is_object else [])])
 
     def core(self) -> Core:
         done = 0
@@ -125,9 +125,9 @@ class _Builder:
         made = written(nodes, has, self._root)
         return Core(json.dumps(made, ensure_ascii=False), self._report.widened)
 
-    def _child(self, parts: Sequence[Part]) -> int:
+    def _child(self, parts: Sequence[SubSchema]) -> int:
         """The number of the node of all these, filled later."""
-        found: dict[int | bool, Part] = {}
+        found: dict[int | bool, SubSchema] = {}
         for part in parts:
             one = self._expander.followed(part)
             if not is_free(one.schema):
@@ -138,7 +138,7 @@ class _Builder:
                 refuse("#", "schema", f"it has more than {_MAX_NODES} parts")
             self._known[key] = len(self._nodes)
             first = next(iter(found.values()), parts[0] if parts else None)
-            self._nodes.append(Node("#" if first is None else first.at))
+            self._nodes.append(SchemaNode("#" if first is None else first.at))
             self._parts.append(list(found.values()))
         return self._known[key]
 
@@ -165,13 +165,13 @@ class _Builder:
             if part.get("oneOf") is not None:
                 self._note_only_one(part)
 
-    def _note_only_one(self, part: Part) -> None:
+    def _note_only_one(self, part: SubSchema) -> None:
         """Of a `oneOf` beside other keywords, whose options are narrower with them."""
         base = {key: value for key, value in part.schema.items() if key != "oneOf"}
-        beside = Part(base, part.at)
+        beside = SubSchema(base, part.at)
         self._only_one.append((part.at, [self._child([beside, one]) for one in parts_of(part, "oneOf")]))
 
-    def _add_leaves(self, node: Node, parts: list[Part]) -> None:
+    def _add_leaves(self, node: SchemaNode, parts: list[SubSchema]) -> None:
         """What a value is that fits all these, their references and alternatives left aside."""
         kinds = set(TYPES)
         for part in parts:
@@ -202,7 +202,7 @@ class _Builder:
             else:
                 node.options.append(made)
 
-    def _leaf(self, kind: str, parts: list[Part]) -> Leaf | tuple[str, str]:
+    def _leaf(self, kind: str, parts: list[SubSchema]) -> Leaf | tuple[str, str]:
         """The leaf of a type; or what keyword, and where, leaves none."""
         match kind:
             case "string":
@@ -293,7 +293,7 @@ class _Builder:
             leaf.most = count
 
 
-def _order(parts: Sequence[Part]) -> list[str]:
+def _order(parts: Sequence[SubSchema]) -> list[str]:
     """Types in the order in which they are said."""
     for part in parts:
         given = part.get("type")

@@ -7,14 +7,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ktransformers.tokenizer.schemas.emptiness import children
-from ktransformers.tokenizer.schemas.nodes import AnyLeaf, ArrayLeaf, Leaf, Node, ObjectLeaf, ScalarLeaf, ValuesLeaf
+from ktransformers.tokenizer.schemas.nodes import (
+    AnyLeaf,
+    ArrayLeaf,
+    Leaf,
+    ObjectLeaf,
+    ScalarLeaf,
+    SchemaNode,
+    ValuesLeaf,
+)
 
 __all__ = ["reachable", "written"]
 
 _MAX_DEPTH = 12
 
 
-def reachable(nodes: Sequence[Node], root: int) -> Counter[int]:
+def reachable(nodes: Sequence[SchemaNode], root: int) -> Counter[int]:
     """How often each node is used by those that the root leads to."""
     used, waiting = Counter({root: 1}), [root]
     while waiting:
@@ -27,7 +35,7 @@ def reachable(nodes: Sequence[Node], root: int) -> Counter[int]:
 
 
 class _Writer:
-    def __init__(self, nodes: Sequence[Node], has: Sequence[bool], root: int):
+    def __init__(self, nodes: Sequence[SchemaNode], has: Sequence[bool], root: int):
         self._nodes, self._has, self._root = nodes, has, root
         self._used = reachable(nodes, root)
         self._names: dict[int, str] = {}
@@ -132,6 +140,6 @@ def _is_among(value: Any, values: Sequence[Any]) -> bool:
     return any(type(value) is type(one) and value == one for one in values)
 
 
-def written(nodes: Sequence[Node], has: Sequence[bool], root: int) -> Mapping[str, Any]:
+def written(nodes: Sequence[SchemaNode], has: Sequence[bool], root: int) -> Mapping[str, Any]:
     """The core schema of a node that has values."""
     return _Writer(nodes, has, root).write()

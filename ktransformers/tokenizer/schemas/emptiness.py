@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ktransformers.tokenizer.schemas.nodes import ArrayLeaf, Leaf, Node, ObjectLeaf, ValuesLeaf
+from ktransformers.tokenizer.schemas.nodes import ArrayLeaf, Leaf, ObjectLeaf, SchemaNode, ValuesLeaf
 from ktransformers.tokenizer.schemas.report import refuse
 
 __all__ = ["check_depth", "check_ends", "children", "pruned"]
@@ -34,7 +34,7 @@ def children(leaf: Leaf) -> Iterator[int]:
         yield leaf.others
 
 
-def _fixpoint(nodes: Sequence[Node], start: bool) -> list[bool]:
+def _fixpoint(nodes: Sequence[SchemaNode], start: bool) -> list[bool]:
     """Which nodes have values. start: whether those that need themselves count as having some."""
     found = [start] * len(nodes)
     users: list[list[int]] = [[] for _ in nodes]
@@ -60,7 +60,7 @@ def _has(option: Leaf | int, found: Sequence[bool]) -> bool:
     return all(found[other] for other in needed(option))
 
 
-def pruned(nodes: Sequence[Node]) -> list[bool]:
+def pruned(nodes: Sequence[SchemaNode]) -> list[bool]:
     """Which nodes have values; options without any are taken out of the others."""
     has = _fixpoint(nodes, True)
     for node in nodes:
@@ -83,7 +83,7 @@ def _shorten(leaf: ArrayLeaf, has: Sequence[bool]) -> None:
         leaf.most = first
 
 
-def check_ends(nodes: Sequence[Node], has: Sequence[bool], root: int, named: Callable[[int], str]) -> None:
+def check_ends(nodes: Sequence[SchemaNode], has: Sequence[bool], root: int, named: Callable[[int], str]) -> None:
     """Raises SchemaError for a node that has values and each of them another of the same: there is no finite one."""
     for cycle in _in_place_cycles(nodes):
         refuse(named(cycle), "$ref", "it leads back to itself")
@@ -100,7 +100,7 @@ def check_ends(nodes: Sequence[Node], has: Sequence[bool], root: int, named: Cal
                     waiting.append(other)
 
 
-def check_depth(nodes: Sequence[Node], root: int) -> None:
+def check_depth(nodes: Sequence[SchemaNode], root: int) -> None:
     """Raises SchemaError for nodes that lie too deep within each other for a reader that goes down on its stack."""
     seen, path = {root}, [iter(_all_children(nodes[root]))]
     while path:
@@ -114,11 +114,11 @@ def check_depth(nodes: Sequence[Node], root: int) -> None:
             refuse(nodes[other].at, "schema", f"schemas lie more than {_MAX_DEPTH} levels within each other")
 
 
-def _all_children(node: Node) -> list[int]:
+def _all_children(node: SchemaNode) -> list[int]:
     return [one for option in node.options for one in ((option,) if isinstance(option, int) else children(option))]
 
 
-def _in_place_cycles(nodes: Sequence[Node]) -> Iterator[int]:
+def _in_place_cycles(nodes: Sequence[SchemaNode]) -> Iterator[int]:
     """Nodes that stand for themselves."""
     state = [0] * len(nodes)  # 1: being looked at; 2: done
     for start in range(len(nodes)):

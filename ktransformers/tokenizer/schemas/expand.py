@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ktransformers.tokenizer.schemas.nodes import TYPES
-from ktransformers.tokenizer.schemas.references import Document, Part
-from ktransformers.tokenizer.schemas.report import Report, refuse
+from ktransformers.tokenizer.schemas.references import Document, SubSchema
+from ktransformers.tokenizer.schemas.report import WideningReport, refuse
 
 __all__ = ["NARROWING", "REFERENCES", "Expander", "in_order", "is_free", "parts_of", "types_of"]
 
@@ -34,7 +34,7 @@ _MAX_PRODUCTS = 64
 _MAX_OPTIONS = 4096
 _MAX_DEPTH = 100
 
-Alternatives = list[list[Part]]
+Alternatives = list[list[SubSchema]]
 
 
 def is_free(schema: Any) -> bool:
@@ -44,7 +44,7 @@ def is_free(schema: Any) -> bool:
     return schema is True
 
 
-def parts_of(part: Part, keyword: str, *, is_option: bool = False) -> list[Part]:
+def parts_of(part: SubSchema, keyword: str, *, is_option: bool = False) -> list[SubSchema]:
     """The schemas in a list for the same value. Raises SchemaError for what is no list of them."""
     options = part.get(keyword)
     if not isinstance(options, list) or not options:
@@ -52,7 +52,7 @@ def parts_of(part: Part, keyword: str, *, is_option: bool = False) -> list[Part]
     return [part.beside(one, keyword, number, is_option=is_option) for number, one in enumerate(options)]
 
 
-def types_of(part: Part, report: Report) -> frozenset[str] | None:
+def types_of(part: SubSchema, report: WideningReport) -> frozenset[str] | None:
     """The types that a part allows; None: any. Words of other programs are widened."""
     given = part.get("type")
     if given is None:
@@ -72,10 +72,10 @@ def types_of(part: Part, report: Report) -> frozenset[str] | None:
 class Expander:
     """Over one document."""
 
-    def __init__(self, document: Document, report: Report):
+    def __init__(self, document: Document, report: WideningReport):
         self._document, self._report = document, report
 
-    def followed(self, part: Part) -> Part:
+    def followed(self, part: SubSchema) -> SubSchema:
         """Where a schema that is nothing but a reference leads in the end."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(part.schema, dict):
@@ -89,7 +89,7 @@ class Expander:
             part = found
         return refuse(part.at, "$ref", "it leads too far")
 
-    def expand(self, part: Part, depth: int = 0) -> Alternatives:
+    def expand(self, part: SubSchema, depth: int = 0) -> Alternatives:
         """One list for each way that a value may be; none where nothing fits."""
         if isinstance(part.schema, bool):
             return [[]] if part.schema else []
@@ -103,7 +103,7 @@ class Expander:
             made = self._both(made, more, part.at, keyword)
         return made
 
-    def expand_all(self, parts: Sequence[Part]) -> Alternatives:
+    def expand_all(self, parts: Sequence[SubSchema]) -> Alternatives:
         """The same of several schemas that hold at once."""
         made: Alternatives = [[]]
         for part in parts:
@@ -118,7 +118,7 @@ class Expander:
             return made
         return [[*one, *other] for one in made for other in more]
 
-    def _beside(self, part: Part) -> Iterator[tuple[str, list[Part]]]:
+    def _beside(self, part: SubSchema) -> Iterator[tuple[str, list[SubSchema]]]:
         """What holds beside a schema, each with its alternatives."""
         for keyword in REFERENCES:
             if part.get(keyword) is not None:
@@ -136,7 +136,7 @@ class Expander:
             if part.get(keyword) is not None:
                 yield from self._dependencies(part, keyword)
 
-    def _reference(self, part: Part, keyword: str) -> Iterator[tuple[str, list[Part]]]:
+    def _reference(self, part: SubSchema, keyword: str) -> Iterator[tuple[str, list[SubSchema]]]:
         if keyword == "$dynamicRef" and not self._document.is_static(part):
             self._report.widen(part.at, keyword)
             return
@@ -145,7 +145,7 @@ class Expander:
             refuse(part.at, keyword, "it leads back to itself")
         yield keyword, [found]
 
-    def _conditions(self, part: Part) -> Iterator[tuple[str, list[Part]]]:
+    def _conditions(self, part: SubSchema) -> Iterator[tuple[str, list[SubSchema]]]:
         condition, then, otherwise = part.get("if"), part.get("then"), part.get("else")
         if condition is None:
             return
@@ -157,7 +157,7 @@ class Expander:
         elif not (then is None or is_free(then)) or not (otherwise is None or is_free(otherwise)):
             self._report.widen(part.at, "if")
 
-    def _negation(self, part: Part) -> Iterator[tuple[str, list[Part]]]:
+    def _negation(self, part: SubSchema) -> Iterator[tuple[str, list[SubSchema]]]:
         """`not`, where it can be said without: of everything, of types, of properties that must be there."""
         refused = part.get("not")
         if refused is None:
@@ -182,7 +182,7 @@ class Expander:
             return
         self._report.widen(part.at, "not")
 
-    def _dependencies(self, part: Part, keyword: str) -> Iterator[tuple[str, list[Part]]]:
+    def _dependencies(self, part: SubSchema, keyword: str) -> Iterator[tuple[str, list[SubSchema]]]:
         """What follows from properties that are there in any case."""
         found = part.get(keyword)
         if not isinstance(found, dict):
@@ -211,6 +211,6 @@ def _is_never(schema: Any) -> bool:
     return schema is False
 
 
-def in_order(parts: Sequence[Part]) -> list[Part]:
+def in_order(parts: Sequence[SubSchema]) -> list[SubSchema]:
     """Each schema once."""
     return list({id(part.schema): part for part in reversed(parts)}.values())[::-1]

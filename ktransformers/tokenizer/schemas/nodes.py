@@ -14,9 +14,9 @@ __all__ = [
     "AnyLeaf",
     "ArrayLeaf",
     "Leaf",
-    "Node",
     "ObjectLeaf",
     "ScalarLeaf",
+    "SchemaNode",
     "ValuesLeaf",
     "leaves",
     "type_of",
@@ -78,7 +78,7 @@ Leaf = AnyLeaf | ScalarLeaf | ValuesLeaf | ArrayLeaf | ObjectLeaf
 
 
 @dataclass(slots=True)
-class Node:
+class SchemaNode:
     """options: what a value may be: leaves, and numbers of nodes that say the same of it.
 
     at: where it is said. why: what keyword left no options, if one did, and where. cause: a node without values that
@@ -91,7 +91,7 @@ class Node:
     cause: int | None = None
 
 
-def leaves(nodes: Sequence[Node], number: int) -> Iterator[Leaf]:
+def leaves(nodes: Sequence[SchemaNode], number: int) -> Iterator[Leaf]:
     """All of a node, those of nodes that it stands for included. No node stands for itself."""
     for option in nodes[number].options:
         if isinstance(option, int):

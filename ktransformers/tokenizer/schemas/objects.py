@@ -9,8 +9,8 @@ from typing import Any
 from ktransformers.tokenizer.schemas.expand import NARROWING, Expander, is_free
 from ktransformers.tokenizer.schemas.nodes import ObjectLeaf
 from ktransformers.tokenizer.schemas.patterns import are_apart, followed, is_plain, matches, without_assertions
-from ktransformers.tokenizer.schemas.references import Part
-from ktransformers.tokenizer.schemas.report import Report, refuse
+from ktransformers.tokenizer.schemas.references import SubSchema
+from ktransformers.tokenizer.schemas.report import WideningReport, refuse
 from ktransformers.tokenizer.schemas.scalars import count_of
 
 __all__ = ["MAX_OPTIONAL", "merged_object"]
@@ -27,12 +27,12 @@ class _Names:
     """What one part says of names. others: of those that it does not name; None: nothing."""
 
     at: str
-    properties: dict[str, Part] = field(default_factory=dict)
-    patterns: dict[str, Part] = field(default_factory=dict)
-    others: Part | None = None
+    properties: dict[str, SubSchema] = field(default_factory=dict)
+    patterns: dict[str, SubSchema] = field(default_factory=dict)
+    others: SubSchema | None = None
 
 
-def _object(part: Part, keyword: str) -> Mapping[str, Any]:
+def _object(part: SubSchema, keyword: str) -> Mapping[str, Any]:
     value = part.get(keyword)
     if value is None:
         return {}
@@ -42,7 +42,7 @@ def _object(part: Part, keyword: str) -> Mapping[str, Any]:
 
 
 def merged_object(
-    parts: Sequence[Part], expander: Expander, report: Report, child: Callable[[Sequence[Part]], int]
+    parts: Sequence[SubSchema], expander: Expander, report: WideningReport, child: Callable[[Sequence[SubSchema]], int]
 ) -> ObjectLeaf | tuple[str, str]:
     """The leaf; or what keyword, and where, leaves none. child: the node of all these parts."""
     return _Merger(parts, expander, report, child).leaf()
@@ -50,7 +50,11 @@ def merged_object(
 
 class _Merger:
     def __init__(
-        self, parts: Sequence[Part], expander: Expander, report: Report, child: Callable[[Sequence[Part]], int]
+        self,
+        parts: Sequence[SubSchema],
+        expander: Expander,
+        report: WideningReport,
+        child: Callable[[Sequence[SubSchema]], int],
     ):
         self._parts, self._expander, self._report, self._child = parts, expander, report, child
         self._said: list[_Names] = []
@@ -76,7 +80,7 @@ class _Merger:
     def _at(self, keyword: str) -> str:
         return next((part.at for part in self._parts if part.get(keyword) is not None), self._parts[0].at)
 
-    def _names(self, part: Part) -> list[_Names]:
+    def _names(self, part: SubSchema) -> list[_Names]:
         properties = _object(part, "properties")
         patterns = {self._followed(part, pattern): one for pattern, one in _object(part, "patternProperties").items()}
         others = part.get("additionalProperties")
@@ -94,7 +98,7 @@ class _Merger:
             made.others = part.below(others, "additionalProperties")
         return [made]
 
-    def _followed(self, part: Part, pattern: str) -> str | None:
+    def _followed(self, part: SubSchema, pattern: str) -> str | None:
         tried = pattern if is_plain(pattern) else without_assertions(pattern)
         if tried != pattern:
             self._report.widen(part.at, "patternProperties")
@@ -103,7 +107,7 @@ class _Merger:
         self._report.widen(part.at, "patternProperties")
         return None
 
-    def _allowed_names(self, part: Part) -> list[_Names]:
+    def _allowed_names(self, part: SubSchema) -> list[_Names]:
         """`propertyNames`, as what other keywords say."""
         if part.get("propertyNames") is None:
             return []
@@ -130,7 +134,7 @@ class _Merger:
             self._report.widen(part.at, "propertyNames")
         return [_Names(part.at, {}, {pattern: free}, none_else)] if pattern is not None and is_followed else []
 
-    def _unevaluated(self, part: Part) -> list[_Names]:
+    def _unevaluated(self, part: SubSchema) -> list[_Names]:
         """`unevaluatedProperties`: of names that neither the part nor any schema in it, at its place, is about."""
         if part.get("unevaluatedProperties") is None or is_free(part.schema["unevaluatedProperties"]):
             return []
@@ -164,7 +168,7 @@ class _Merger:
             found.update(dict.fromkeys(names))
         return list(found)
 
-    def _of_name(self, name: str) -> list[Part]:
+    def _of_name(self, name: str) -> list[SubSchema]:
         """All that a property's value has to fit."""
         found = []
         for said in self._said:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urljoin
 
 from ktransformers.tokenizer.schemas.report import refuse, step
 
-__all__ = ["Document", "Part"]
+__all__ = ["Document", "SubSchema"]
 
 _MAPS = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies", "dependentRequired")
@@ -23,7 +23,7 @@ _VALUES = frozenset(("enum", "const", "default", "examples", "example"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SubSchema:
     """A schema within the document. chain: those that it holds at the same place as, from the outermost on, by id.
 
     is_option: it, or one of the chain, is one of several that may hold.
@@ -43,14 +43,14 @@ class Part:
         """Whether more schemas may hold at its place than those that its alternatives name."""
         return any(self.get(key) is not None for key in ("if", "dependentSchemas", "dependencies", "$dynamicRef"))
 
-    def below(self, schema: Any, *names: str | int) -> Part:
+    def below(self, schema: Any, *names: str | int) -> SubSchema:
         """A schema for a value within this one's."""
-        return Part(schema, "/".join((self.at, *(step(str(name)) for name in names))))
+        return SubSchema(schema, "/".join((self.at, *(step(str(name)) for name in names))))
 
-    def beside(self, schema: Any, *names: str | int, is_option: bool = False) -> Part:
+    def beside(self, schema: Any, *names: str | int, is_option: bool = False) -> SubSchema:
         """A schema for the same value."""
         at = "/".join((self.at, *(step(str(name)) for name in names)))
-        return Part(schema, at, (*self.chain, id(self.schema)), self.is_option or is_option)
+        return SubSchema(schema, at, (*self.chain, id(self.schema)), self.is_option or is_option)
 
 
 class Document:
@@ -100,7 +100,7 @@ class Document:
                     self._dynamic.setdefault(anchor, []).append(schema)
         return base
 
-    def follow(self, part: Part, keyword: str) -> Part:
+    def follow(self, part: SubSchema, keyword: str) -> SubSchema:
         """What this reference leads to. Raises SchemaError for one that leads nowhere, or out of the document."""
         name = part.schema[keyword]
         if not isinstance(name, str):
@@ -118,10 +118,10 @@ class Document:
                 return part.beside(found, keyword) if found is True or found is False else self._at_home(part, found)
         return refuse(part.at, keyword, f"{name[:100]!r} leads nowhere")
 
-    def _at_home(self, part: Part, found: Any) -> Part:
-        return Part(found, self._places.get(id(found), part.at), (*part.chain, id(part.schema)), part.is_option)
+    def _at_home(self, part: SubSchema, found: Any) -> SubSchema:
+        return SubSchema(found, self._places.get(id(found), part.at), (*part.chain, id(part.schema)), part.is_option)
 
-    def is_static(self, part: Part) -> bool:
+    def is_static(self, part: SubSchema) -> bool:
         """Whether a $dynamicRef can lead to one place only."""
         anchor = str(part.schema["$dynamicRef"]).rpartition("#")[2]
         return len(self._dynamic.get(anchor, ())) <= 1

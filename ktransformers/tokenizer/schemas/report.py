@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["Report", "SchemaError", "Widened", "refuse", "step"]
+__all__ = ["SchemaError", "Widened", "WideningReport", "refuse", "step"]
 
 _MAX_NAMED = 100
 
@@ -31,7 +31,7 @@ class SchemaError(ConfigError):
 
 
 @dataclass(slots=True)
-class Report:
+class WideningReport:
     """What was widened so far, in order, each once."""
 
     _found: dict[Widened, None] = field(default_factory=dict)

@@ -11,8 +11,8 @@ from typing import Any
 
 from ktransformers.tokenizer.schemas.nodes import type_of
 from ktransformers.tokenizer.schemas.patterns import MAX_PATTERN, followed, is_plain, matches, without_assertions
-from ktransformers.tokenizer.schemas.references import Part
-from ktransformers.tokenizer.schemas.report import Report, refuse
+from ktransformers.tokenizer.schemas.references import SubSchema
+from ktransformers.tokenizer.schemas.report import WideningReport, refuse
 
 __all__ = ["FORMATS", "count_of", "is_number", "number_bounds", "string_bounds", "values_of"]
 
@@ -30,7 +30,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def count_of(part: Part, keyword: str) -> int | None:
+def count_of(part: SubSchema, keyword: str) -> int | None:
     """A number of characters, items or properties. Raises SchemaError for what is none."""
     value = part.get(keyword)
     if value is None:
@@ -43,7 +43,7 @@ def count_of(part: Part, keyword: str) -> int | None:
     return None if keyword.startswith("max") else refuse(part.at, keyword, "no answer gets so long")
 
 
-def string_bounds(parts: Sequence[Part], report: Report) -> dict[str, Any] | tuple[str, str]:
+def string_bounds(parts: Sequence[SubSchema], report: WideningReport) -> dict[str, Any] | tuple[str, str]:
     """Keywords of a string; or what keyword, and where, leaves none."""
     bounds: dict[str, Any] = {}
     where: dict[str, str] = {}
@@ -63,7 +63,7 @@ def string_bounds(parts: Sequence[Part], report: Report) -> dict[str, Any] | tup
     return _kept("string", bounds, where, patterns, report)
 
 
-def _add_format(part: Part, bounds: dict[str, Any], where: dict[str, str], report: Report) -> None:
+def _add_format(part: SubSchema, bounds: dict[str, Any], where: dict[str, str], report: WideningReport) -> None:
     name = part.get("format")
     if not isinstance(name, str) or name not in FORMATS:
         return
@@ -72,7 +72,7 @@ def _add_format(part: Part, bounds: dict[str, Any], where: dict[str, str], repor
     where.setdefault("format", part.at)
 
 
-def _pattern(part: Part, report: Report) -> str | None:
+def _pattern(part: SubSchema, report: WideningReport) -> str | None:
     """The part's pattern, as far as it can be followed by itself."""
     pattern = part.get("pattern")
     if pattern is None:
@@ -90,7 +90,7 @@ def _pattern(part: Part, report: Report) -> str | None:
 
 
 def _kept(
-    kind: str, bounds: dict[str, Any], where: dict[str, str], patterns: dict[str, str], report: Report
+    kind: str, bounds: dict[str, Any], where: dict[str, str], patterns: dict[str, str], report: WideningReport
 ) -> dict[str, Any] | tuple[str, str]:
     """As many of these as can be followed together."""
     said: list[tuple[str, Any, str]] = [(key, value, where[key]) for key, value in bounds.items()]
@@ -129,7 +129,7 @@ def _joined(said: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
     return made
 
 
-def number_bounds(kind: str, parts: Sequence[Part], report: Report) -> dict[str, Any] | tuple[str, str]:
+def number_bounds(kind: str, parts: Sequence[SubSchema], report: WideningReport) -> dict[str, Any] | tuple[str, str]:
     """Keywords of a number; or what keyword, and where, leaves none."""
     bounds: dict[str, Any] = {}
     where: dict[str, str] = {}
@@ -166,7 +166,7 @@ def _digits(number: float) -> int:
     return int("".join(map(str, Decimal(repr(number)).as_tuple().digits)).rstrip("0") or "0")
 
 
-def _limits(part: Part) -> list[tuple[str, Any]]:
+def _limits(part: SubSchema) -> list[tuple[str, Any]]:
     """The bounds of a part. In drafts up to 4 a truth value says whether a bound is left out itself."""
     found = []
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -183,7 +183,7 @@ def _limits(part: Part) -> list[tuple[str, Any]]:
     return found
 
 
-def values_of(parts: Sequence[Part], report: Report) -> list[Any] | None:
+def values_of(parts: Sequence[SubSchema], report: WideningReport) -> list[Any] | None:
     """The values that all parts allow, by enum and const, as far as they fit the rest; None: any."""
     found: list[Any] | None = None
     for part in parts:
@@ -215,7 +215,7 @@ _OF_OBJECTS = (
 )
 
 
-def _fits(value: Any, part: Part, report: Report) -> bool:
+def _fits(value: Any, part: SubSchema, report: WideningReport) -> bool:
     """Whether a value is what the part's other keywords say, as far as they are about what it is itself."""
     kind = type_of(value)
     if kind == "string":
@@ -232,7 +232,7 @@ def _fits(value: Any, part: Part, report: Report) -> bool:
     return True
 
 
-def _is_within(value: Any, part: Part) -> bool:
+def _is_within(value: Any, part: SubSchema) -> bool:
     for key, bound in _limits(part):
         if not {
             "minimum": value >= bound,

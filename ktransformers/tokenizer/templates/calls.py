@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ktransformers.tokenizer.tools.shapes import Shape, Spelling
+from ktransformers.tokenizer.tools.shapes import CallShape, Spelling
 
 __all__ = ["SpellCalls", "name_of", "spelled", "with_arguments", "with_ids"]
 
@@ -140,7 +140,7 @@ def _mapping(arguments: Any) -> Mapping[str, Any]:
     return parsed if isinstance(parsed, Mapping) else {"arguments": parsed}
 
 
-def spelled(calls: Sequence[Mapping[str, Any]], shape: Shape | None) -> str:
+def spelled(calls: Sequence[Mapping[str, Any]], shape: CallShape | None) -> str:
     """The calls as text, in the shape that the model writes them; as JSON objects where that is not known."""
     if shape is None:
         return "\n".join(
@@ -155,17 +155,17 @@ def _arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(function.get("arguments") if isinstance(function, Mapping) else None)
 
 
-def _one(call: Mapping[str, Any], index: int, shape: Shape) -> str:
+def _one(call: Mapping[str, Any], index: int, shape: CallShape) -> str:
     arguments = _arguments(call)
     head = shape.head.replace(":#", f":{index}").replace("NAME", name_of(call))
     return head + _SPELL[shape.spelling](arguments, shape) + shape.foot
 
 
-def _json(arguments: Mapping[str, Any], shape: Shape) -> str:
+def _json(arguments: Mapping[str, Any], shape: CallShape) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _tags(arguments: Mapping[str, Any], shape: Shape) -> str:
+def _tags(arguments: Mapping[str, Any], shape: CallShape) -> str:
     before, behind = shape.parameter
     written = []
     for key, value in arguments.items():
@@ -183,11 +183,11 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "object")
 
 
-def _python(arguments: Mapping[str, Any], shape: Shape) -> str:
+def _python(arguments: Mapping[str, Any], shape: CallShape) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
-def _gemma(arguments: Any, shape: Shape) -> str:
+def _gemma(arguments: Any, shape: CallShape) -> str:
     if isinstance(arguments, Mapping):
         return "{" + ",".join(f"{key}:{_gemma(value, shape)}" for key, value in arguments.items()) + "}"
     if isinstance(arguments, list):
@@ -195,7 +195,7 @@ def _gemma(arguments: Any, shape: Shape) -> str:
     return f'<|"|>{arguments}<|"|>' if isinstance(arguments, str) else json.dumps(arguments)
 
 
-_SPELL: Mapping[Spelling, Callable[[Mapping[str, Any], Shape], str]] = {
+_SPELL: Mapping[Spelling, Callable[[Mapping[str, Any], CallShape], str]] = {
     Spelling.JSON: _json,
     Spelling.TAGS: _tags,
     Spelling.PYTHON: _python,

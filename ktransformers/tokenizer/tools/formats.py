@@ -26,7 +26,7 @@ from ktransformers.tokenizer.tools.families.muse import MuseGlimmerParser
 from ktransformers.tokenizer.tools.families.plain_json import PlainJsonParser
 from ktransformers.tokenizer.tools.families.qwen import QwenXmlParser
 from ktransformers.tokenizer.tools.shape_parser import ShapeParser, tags_of
-from ktransformers.tokenizer.tools.shapes import SHAPES, Shape
+from ktransformers.tokenizer.tools.shapes import SHAPES, CallShape
 
 __all__ = [
     "AUTO",
@@ -62,7 +62,7 @@ class ToolFormat:
     markers: tuple[tuple[str, ...], ...]
     tokens: tuple[str, ...]
     wrapper: tuple[str, str] | None = None
-    shape: Shape | None = None
+    shape: CallShape | None = None
     ends_reasoning: bool = False
     has_messages: bool = False
 

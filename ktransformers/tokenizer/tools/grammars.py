@@ -16,9 +16,9 @@ from ktransformers.tokenizer.schemas import Widened, core_schema
 from ktransformers.tokenizer.tools.base import NAME_LEN
 from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.json_text import escaped
-from ktransformers.tokenizer.tools.lark import ANY_TEXT, Rules, literal
+from ktransformers.tokenizer.tools.lark import ANY_TEXT, LarkRules, literal
 from ktransformers.tokenizer.tools.schema_parts import alternatives, members
-from ktransformers.tokenizer.tools.shapes import Shape, Spelling
+from ktransformers.tokenizer.tools.shapes import CallShape, Spelling
 from ktransformers.tokenizer.tools.spelled_values import GemmaValues, python_arguments
 from ktransformers.tokenizer.tools.tagged_values import TaggedValues
 
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[\w.\-]+")
 
 
 def tool_grammar(
-    shape: Shape,
+    shape: CallShape,
     tags: tuple[str, ...],
     tools: ToolSchemas,
     special: SpecialId,
@@ -50,11 +50,11 @@ def tool_grammar(
     tool's name, for what the format cannot spell.
     """
     ids = {tag: found for tag in tags if (found := special(tag)) is not None}
-    return _Writer(shape, tools, Rules(ids), {} if widened is None else widened).write(parallel, max_thoughts)
+    return _Writer(shape, tools, LarkRules(ids), {} if widened is None else widened).write(parallel, max_thoughts)
 
 
 class _Writer:
-    def __init__(self, shape: Shape, tools: ToolSchemas, rules: Rules, widened: WidenedOf):
+    def __init__(self, shape: CallShape, tools: ToolSchemas, rules: LarkRules, widened: WidenedOf):
         self._shape, self._tools, self._rules, self._widened = shape, tools, rules, widened
         self._now = ""  # the tool whose rules are being written
         is_tagged = shape.spelling is Spelling.TAGS

@@ -16,7 +16,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.schemas import JSON_OPTIONS
 from ktransformers.tokenizer.tools.schema_parts import Leaf
 
-__all__ = ["ANY_TEXT", "Rules", "literal", "regex", "text_of", "union"]
+__all__ = ["ANY_TEXT", "LarkRules", "literal", "regex", "text_of", "union"]
 
 ANY_TEXT = "/(.|\\n)*/"
 _MAX_RULES = 20_000
@@ -32,7 +32,7 @@ def regex(text: str) -> str:
     return re.sub(r"[\\/.*+?()\[\]{}|^$#&~-]", lambda found: "\\" + found[0], text).replace("\n", "\\n")
 
 
-class Rules:
+class LarkRules:
     """The rules so far. ids: of the tags that are special tokens; other tags are text."""
 
     def __init__(self, ids: Mapping[str, int]):

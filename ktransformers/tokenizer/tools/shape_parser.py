@@ -17,7 +17,7 @@ from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.json_text import JsonReader
 from ktransformers.tokenizer.tools.keyword_arguments import read_keywords
 from ktransformers.tokenizer.tools.parameters import ParameterParser, ParameterWriter, ValueTags
-from ktransformers.tokenizer.tools.shapes import Shape, Spelling
+from ktransformers.tokenizer.tools.shapes import CallShape, Spelling
 
 __all__ = ["ShapeParser", "tags_of"]
 
@@ -36,13 +36,13 @@ class _Tags:
     end: str
 
 
-def tags_of(shape: Shape) -> tuple[str, ...]:
+def tags_of(shape: CallShape) -> tuple[str, ...]:
     """The tags that show that calls begin; none for a shape whose calls begin with a bracket or with a tool's name."""
     tags = _tags(shape)
     return tuple(dict.fromkeys(tag for tag in (tags.section, tags.call) if tag))
 
 
-def _tags(shape: Shape) -> _Tags:
+def _tags(shape: CallShape) -> _Tags:
     before = _HOLES.split(shape.head)[0]
     if shape.json_keys or "{" in before:
         before = before.partition("{")[0]
@@ -54,7 +54,7 @@ def _tags(shape: Shape) -> _Tags:
 class ShapeParser(ParameterParser):
     """Reads one answer whose calls have this shape. tools: see ToolSchemas."""
 
-    def __init__(self, shape: Shape, tools: ToolSchemas | None = None):
+    def __init__(self, shape: CallShape, tools: ToolSchemas | None = None):
         self._shape, self._tags = shape, _tags(shape)
         self._is_list = shape.open.rstrip().endswith("[") or shape.head.lstrip().startswith("[")
         self._foot = shape.foot.strip()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-__all__ = ["NUMBER", "SHAPES", "Shape", "Spelling", "shape_of"]
+__all__ = ["NUMBER", "SHAPES", "CallShape", "Spelling", "shape_of"]
 
 NUMBER = "[0-9]{1,4}"
 """A regular expression for the numbers that some formats give their calls."""
@@ -26,7 +26,7 @@ class Spelling(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class CallShape:
     """How a format spells calls: first open, then calls parted by sep, then close.
 
     A call is head, its arguments, foot. In head NAME stands for the tool's name, # for a number or an id that `number`
@@ -61,8 +61,8 @@ class Shape:
         return (self.open, self.head, *self.parameter, self.foot, self.sep or "", self.close, *(self.around or ()))
 
 
-def _dsml(section: str) -> Shape:
-    return Shape(
+def _dsml(section: str) -> CallShape:
+    return CallShape(
         open=f"<｜DSML｜{section}>\n",
         head='<｜DSML｜invoke name="NAME">\n',
         spelling=Spelling.TAGS,
@@ -73,8 +73,8 @@ def _dsml(section: str) -> Shape:
     )
 
 
-_HERMES = Shape(head='<tool_call>\n{"name": "NAME", "arguments": ', foot="}\n</tool_call>")
-_DEEPSEEK_V3 = Shape(
+_HERMES = CallShape(head='<tool_call>\n{"name": "NAME", "arguments": ', foot="}\n</tool_call>")
+_DEEPSEEK_V3 = CallShape(
     open="<｜tool▁calls▁begin｜>",
     head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
     foot="\n```<｜tool▁call▁end｜>",
@@ -83,19 +83,19 @@ _DEEPSEEK_V3 = Shape(
 
 _MINIMAX = "]<]minimax[>["
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, CallShape] = {
     "hermes": _HERMES,
-    "ernie": Shape(head=_HERMES.head, foot=_HERMES.foot, sep="\n\n"),
-    "hunyuan": Shape(
+    "ernie": CallShape(head=_HERMES.head, foot=_HERMES.foot, sep="\n\n"),
+    "hunyuan": CallShape(
         open="<tool_calls>[",
         head='{"name": "NAME", "arguments": ',
         foot="}",
         sep=", ",
         close="]</tool_calls>",
     ),
-    "llama3_json": Shape(head='{"name": "NAME", "parameters": ', foot="}", sep="; "),
-    "mistral": Shape(head="[TOOL_CALLS]NAME[ARGS]", foot="", sep=""),
-    "mistral_list": Shape(
+    "llama3_json": CallShape(head='{"name": "NAME", "parameters": ', foot="}", sep="; "),
+    "mistral": CallShape(head="[TOOL_CALLS]NAME[ARGS]", foot="", sep=""),
+    "mistral_list": CallShape(
         open="[TOOL_CALLS] [",
         head='{"name": "NAME", "arguments": ',
         foot="}",
@@ -104,7 +104,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_r1": _DEEPSEEK_V3,
-    "deepseek_v31": Shape(
+    "deepseek_v31": CallShape(
         open="<｜tool▁calls▁begin｜>",
         head="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
         foot="<｜tool▁call▁end｜>",
@@ -113,39 +113,39 @@ SHAPES: dict[str, Shape] = {
     ),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
-    "kimi_k2": Shape(
+    "kimi_k2": CallShape(
         open="<|tool_calls_section_begin|>",
         head="<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>",
         foot="<|tool_call_end|>",
         sep="",
         close="<|tool_calls_section_end|>",
     ),
-    "harmony": Shape(
+    "harmony": CallShape(
         head="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
         foot="",
         sep=None,
         has_thoughts=True,
     ),
-    "qwen3_coder": Shape(
+    "qwen3_coder": CallShape(
         head="<tool_call>\n<function=NAME>\n",
         spelling=Spelling.TAGS,
         parameter=("<parameter=KEY>\n", "\n</parameter>\n"),
         foot="</function>\n</tool_call>",
     ),
-    "glm45": Shape(
+    "glm45": CallShape(
         head="<tool_call>NAME\n",
         spelling=Spelling.TAGS,
         parameter=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
         foot="</tool_call>",
     ),
-    "glm47": Shape(
+    "glm47": CallShape(
         head="<tool_call>NAME",
         spelling=Spelling.TAGS,
         parameter=("<arg_key>KEY</arg_key><arg_value>", "</arg_value>"),
         foot="</tool_call>",
         sep="",
     ),
-    "minimax_m2": Shape(
+    "minimax_m2": CallShape(
         open="<minimax:tool_call>\n",
         head='<invoke name="NAME">\n',
         spelling=Spelling.TAGS,
@@ -154,8 +154,8 @@ SHAPES: dict[str, Shape] = {
         sep="",
         close="</minimax:tool_call>",
     ),
-    "gemma4": Shape(head="<|tool_call>call:NAME", foot="<tool_call|>", sep="", spelling=Spelling.GEMMA),
-    "llama4_pythonic": Shape(
+    "gemma4": CallShape(head="<|tool_call>call:NAME", foot="<tool_call|>", sep="", spelling=Spelling.GEMMA),
+    "llama4_pythonic": CallShape(
         open="[",
         head="NAME(",
         foot=")",
@@ -164,7 +164,7 @@ SHAPES: dict[str, Shape] = {
         spelling=Spelling.PYTHON,
         around=("<|python_start|>", "<|python_end|>"),
     ),
-    "lfm2": Shape(
+    "lfm2": CallShape(
         open="<|tool_call_start|>[",
         head="NAME(",
         foot=")",
@@ -172,13 +172,13 @@ SHAPES: dict[str, Shape] = {
         close="]<|tool_call_end|>",
         spelling=Spelling.PYTHON,
     ),
-    "seed_oss": Shape(
+    "seed_oss": CallShape(
         head="<seed:tool_call>\n<function=NAME>\n",
         spelling=Spelling.TAGS,
         parameter=("<parameter=KEY>", "</parameter>\n"),
         foot="</function>\n</seed:tool_call>",
     ),
-    "hy_v3": Shape(
+    "hy_v3": CallShape(
         open="<tool_calls:opensource>\n",
         head="<tool_call:opensource>NAME<tool_sep:opensource>\n",
         spelling=Spelling.TAGS,
@@ -190,7 +190,7 @@ SHAPES: dict[str, Shape] = {
         sep="",
         close="</tool_calls:opensource>",
     ),
-    "solar_open": Shape(
+    "solar_open": CallShape(
         open="<|tool_calls|>",
         head="<|tool_call:begin|>#<|tool_call:name|>NAME<|tool_call:args|>",
         number="[A-Za-z0-9_-]{1,40}",
@@ -198,7 +198,7 @@ SHAPES: dict[str, Shape] = {
         sep="",
         close="<|calls|>",
     ),
-    "kimi_k3": Shape(
+    "kimi_k3": CallShape(
         open="<|open|>tools<|sep|>",
         head='<|open|>call tool="NAME" index="#"<|sep|>',
         spelling=Spelling.TAGS,
@@ -212,22 +212,22 @@ SHAPES: dict[str, Shape] = {
         close="<|close|>tools<|sep|>",
         around=("<|open|>response<|sep|><|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
-    "cohere": Shape(
+    "cohere": CallShape(
         open="<|START_ACTION|>[\n",
         head='    {"tool_call_id": "#", "tool_name": "NAME", "parameters": ',
         foot="}",
         sep=",\n",
         close="\n]<|END_ACTION|>",
     ),
-    "nemotron_v2": Shape(
+    "nemotron_v2": CallShape(
         open="<TOOLCALL>[", head='{"name": "NAME", "arguments": ', foot="}", sep=", ", close="]</TOOLCALL>"
     ),
-    "apertus": Shape(open="<|tools_prefix|>[", head='{"NAME": ', foot="}", sep=", ", close="]<|tools_suffix|>"),
-    "granite": Shape(open="<|tool_call|>[", head='{"name": "NAME", "arguments": ', foot="}", sep=", ", close="]"),
-    "minimax_m1": Shape(
+    "apertus": CallShape(open="<|tools_prefix|>[", head='{"NAME": ', foot="}", sep=", ", close="]<|tools_suffix|>"),
+    "granite": CallShape(open="<|tool_call|>[", head='{"name": "NAME", "arguments": ', foot="}", sep=", ", close="]"),
+    "minimax_m1": CallShape(
         open="<tool_calls>\n", head='{"name": "NAME", "arguments": ', foot="}", sep="\n", close="\n</tool_calls>"
     ),
-    "minimax_m3": Shape(
+    "minimax_m3": CallShape(
         open=f"{_MINIMAX}<tool_call>\n",
         head=f'{_MINIMAX}<invoke name="NAME">',
         spelling=Spelling.TAGS,
@@ -236,24 +236,24 @@ SHAPES: dict[str, Shape] = {
         sep="",
         close=f"{_MINIMAX}</tool_call>",
     ),
-    "functionary_v31": Shape(head="<function=NAME>", foot="</function>", sep=""),
-    "functionary_v32": Shape(head="NAME\n", foot="", sep=">>>"),
-    "functionary_v32_marked": Shape(open=">>>", head="NAME\n", foot="", sep=">>>"),
-    "muse_glimmer": Shape(
+    "functionary_v31": CallShape(head="<function=NAME>", foot="</function>", sep=""),
+    "functionary_v32": CallShape(head="NAME\n", foot="", sep=">>>"),
+    "functionary_v32_marked": CallShape(open=">>>", head="NAME\n", foot="", sep=">>>"),
+    "muse_glimmer": CallShape(
         head=' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">\n',
         spelling=Spelling.TAGS,
         parameter=('<atem:parameter name="KEY">', "</atem:parameter>\n"),
         foot="</atem:invoke>\n</atem:function_calls>",
         sep="<|eom|><|start|>assistant",
     ),
-    "json": Shape(head='{"name": "NAME", "arguments": ', foot="}", sep="\n"),
+    "json": CallShape(head='{"name": "NAME", "arguments": ', foot="}", sep="\n"),
 }
 """By the format's name; mistral_list, glm47 and functionary_v32_marked are other forms of the same parsers."""
 
 _ENDS_MARKED = re.compile(r"""add_generation_prompt(?:(?!endif).)*>>>['"]""", re.DOTALL)
 
 
-def shape_of(format_name: str, template: str) -> Shape:
+def shape_of(format_name: str, template: str) -> CallShape:
     """The shape of a format's calls, as this chat template writes them where the format has two."""
     if format_name == "mistral" and "[ARGS]" not in template:
         return SHAPES["mistral_list"]

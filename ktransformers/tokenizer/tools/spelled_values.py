@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ktransformers.errors import ConfigError
-from ktransformers.tokenizer.tools.lark import Rules, literal, text_of
+from ktransformers.tokenizer.tools.lark import LarkRules, literal, text_of
 from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives, members
 
 __all__ = ["GemmaValues", "Widen", "python_arguments"]
@@ -22,7 +22,7 @@ Widen = Callable[[str, str], None]
 """Told of what a grammar does not follow of a schema: where it stands, and the keyword."""
 
 
-def _listed(rules: Rules, rule: str, items: Sequence[tuple[str, bool]], sep: str) -> str:
+def _listed(rules: LarkRules, rule: str, items: Sequence[tuple[str, bool]], sep: str) -> str:
     """A rule for items in this order, each a rule and whether it must be there, with sep between those that are."""
     if len(items) > _MAX_PROPERTIES:
         raise ConfigError(f"an object has {len(items)} properties; at most {_MAX_PROPERTIES} can be followed here")
@@ -35,7 +35,7 @@ def _listed(rules: Rules, rule: str, items: Sequence[tuple[str, bool]], sep: str
     return rules.add(rule, " | ".join(begin or literal("") for begin in begins))
 
 
-def python_arguments(rules: Rules, rule: str, schema: Mapping[str, Any], root: Any, widen: Widen) -> str:
+def python_arguments(rules: LarkRules, rule: str, schema: Mapping[str, Any], root: Any, widen: Widen) -> str:
     """The rule of what stands between the parentheses. Values are literals that are JSON, but for Python's words."""
     items = []
     for number, member in enumerate(members(schema)):
@@ -53,7 +53,7 @@ def python_arguments(rules: Rules, rule: str, schema: Mapping[str, Any], root: A
 _PYTHON_WORDS = {"boolean": ("True", "False"), "null": ("None",)}
 
 
-def _python_value(rules: Rules, rule: str, schema: Any, root: Any) -> str:
+def _python_value(rules: LarkRules, rule: str, schema: Any, root: Any) -> str:
     leaves = alternatives(schema, root)
     words = [leaf for leaf in leaves if leaf.kind in _PYTHON_WORDS and leaf.values is None]
     others = [leaf.schema for leaf in leaves if leaf not in words]
@@ -66,7 +66,7 @@ def _python_value(rules: Rules, rule: str, schema: Any, root: Any) -> str:
 class GemmaValues:
     """Writes the rules of one tool's arguments: `{key:<|"|>text<|"|>,other:[1,true]}`. root: its core schema."""
 
-    def __init__(self, rules: Rules, prefix: str, root: Mapping[str, Any], widen: Widen):
+    def __init__(self, rules: LarkRules, prefix: str, root: Mapping[str, Any], widen: Widen):
         self._rules, self._prefix, self._root, self._widen = rules, prefix, root, widen
         self._at = "#"
         self._known: dict[int, str] = {}  # rules by parts of the root, which may refer to those they are in

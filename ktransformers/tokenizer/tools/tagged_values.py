@@ -14,9 +14,9 @@ from typing import Any
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.events import ToolSchemas
-from ktransformers.tokenizer.tools.lark import ANY_TEXT, Rules, regex, text_of, union
+from ktransformers.tokenizer.tools.lark import ANY_TEXT, LarkRules, regex, text_of, union
 from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives
-from ktransformers.tokenizer.tools.shapes import Shape
+from ktransformers.tokenizer.tools.shapes import CallShape
 from ktransformers.tokenizer.tools.spelled_values import Widen
 from ktransformers.tokenizer.tools.values import as_json, kinds_of
 
@@ -46,7 +46,7 @@ _PARTS = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
 class TaggedValues:
     """Writes the rules of parameters, as the shape spells them."""
 
-    def __init__(self, rules: Rules, tools: ToolSchemas, shape: Shape, widen: Widen):
+    def __init__(self, rules: LarkRules, tools: ToolSchemas, shape: CallShape, widen: Widen):
         self._rules, self._tools, self._kinds, self._widen = rules, tools, shape.kinds, widen
         self._head, self._after = shape.parameter
         self._says_kind = "KIND" in self._head

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ktransformers.bench.agents.load import Answer, Load, Turn, model_name
+from ktransformers.bench.agents.load import GroupTurn, Load, TimedAnswer, model_name
 from ktransformers.bench.agents.report import label, percentile, row_of, shown_row
-from ktransformers.bench.agents.shapes import WAVES, Group, Prompts, Wave, scaled
+from ktransformers.bench.agents.shapes import WAVES, AgentGroup, Prompts, Wave, scaled
 from ktransformers.bench.servers.client import RequestError
 from tests.bench.agents.fake_server import AgentsHandler, waiting_handler
 from tests.support.servers.fake_speed_server import http_server
@@ -21,7 +21,7 @@ def small(name: str) -> Wave:
 
 
 def test_a_request_is_what_servers_of_all_makers_take() -> None:
-    wave = Wave("a", (Group("", 1, own=5, answer=3),))
+    wave = Wave("a", (AgentGroup("", 1, own=5, answer=3),))
     with http_server(handler=AgentsHandler) as (client, bodies):
         assert model_name(client) == "demo"
         Load(client, "demo", PROMPTS).run(wave)
@@ -64,7 +64,10 @@ def test_a_prompt_comes_when_the_stream_has_its_tokens() -> None:
 
 
 def test_a_chat_comes_while_prompts_are_computed() -> None:
-    prompts, chat = Group("prompts", 2, own=4, answer=5), Group("chat", 1, own=1, answer=2, after_seconds=0.01)
+    prompts, chat = (
+        AgentGroup("prompts", 2, own=4, answer=5),
+        AgentGroup("chat", 1, own=1, answer=2, after_seconds=0.01),
+    )
     handler = waiting_handler(held_len=5, held_at=0, other_len=2)
     with http_server(handler=handler) as (client, _):
         turns = Load(client, "demo", PROMPTS).run(Wave("behind", (prompts, chat)))
@@ -74,9 +77,9 @@ def test_a_chat_comes_while_prompts_are_computed() -> None:
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_group_waits_no_longer_than_the_first_one_takes(failing: bool) -> None:
-    first = Group("first", 1, own=4, answer=2)
-    late = Group("late", 1, own=1, answer=1, after_seconds=100_000.0)
-    never = Group("never", 1, own=1, answer=1, after_tokens=100_000)
+    first = AgentGroup("first", 1, own=4, answer=2)
+    late = AgentGroup("late", 1, own=1, answer=1, after_seconds=100_000.0)
+    never = AgentGroup("never", 1, own=1, answer=1, after_tokens=100_000)
     with http_server(handler=AgentsHandler, failing=failing) as (client, _):
         turns = Load(client, "demo", PROMPTS).run(Wave("a", (first, late, never)))
     assert [bool(turn.answers[0].error) for turn in turns] == [failing] * 3
@@ -86,7 +89,7 @@ def test_errors_are_counted_and_leave_the_sums_alone() -> None:
     class Refusing(AgentsHandler):
         refused_len = 9
 
-    wave = Wave("a", (Group("long", 3, own=9, answer=4), Group("short", 2, own=6, answer=4)))
+    wave = Wave("a", (AgentGroup("long", 3, own=9, answer=4), AgentGroup("short", 2, own=6, answer=4)))
     with http_server(handler=Refusing) as (client, _):
         rows = [row_of("ours", wave, turn) for turn in Load(client, "demo", PROMPTS).run(wave)]
     assert [(row["requests"], row["errors"]) for row in rows] == [(3, 3), (2, 0)]
@@ -120,7 +123,7 @@ class OddUsage(AgentsHandler):
     ],
 )
 def test_answers_that_say_too_little_are_errors(handler: type[AgentsHandler], answer_len: int, message: str) -> None:
-    wave = Wave("a", (Group("", 1, own=3, answer=answer_len),))
+    wave = Wave("a", (AgentGroup("", 1, own=3, answer=answer_len),))
     with http_server(handler=handler) as (client, _):
         ((answer,),) = (turn.answers for turn in Load(client, "demo", PROMPTS).run(wave))
     assert answer.error.startswith(message)
@@ -135,7 +138,7 @@ class NoText(AgentsHandler):
 
 
 def test_an_answer_without_text_has_its_end_as_first_token() -> None:
-    wave = Wave("a", (Group("", 1, own=3, answer=16),))
+    wave = Wave("a", (AgentGroup("", 1, own=3, answer=16),))
     with http_server(handler=NoText) as (client, _):
         ((answer,),) = (turn.answers for turn in Load(client, "demo", PROMPTS).run(wave))
     assert (answer.error, answer.answer_len, len(answer.token_times), answer.gaps) == ("", 16, 1, [])
@@ -156,13 +159,13 @@ class FakeClient:
 
 
 def test_figures_of_known_times() -> None:
-    group = Group("", 2, own=10)
+    group = AgentGroup("", 2, own=10)
     answers = [
-        Answer(10.0, [11.0, 11.5, 13.5], prompt_len=10, cached_len=4, answer_len=3),
-        Answer(10.0, [14.0, 14.25], prompt_len=10, cached_len=None, answer_len=2),
-        Answer(10.0, error="refused"),
+        TimedAnswer(10.0, [11.0, 11.5, 13.5], prompt_len=10, cached_len=4, answer_len=3),
+        TimedAnswer(10.0, [14.0, 14.25], prompt_len=10, cached_len=None, answer_len=2),
+        TimedAnswer(10.0, error="refused"),
     ]
-    row = row_of("ours", Wave("a", (group,)), Turn(group, 1, answers, 8.0))
+    row = row_of("ours", Wave("a", (group,)), GroupTurn(group, 1, answers, 8.0))
     assert row == {
         "server": "ours",
         "wave": "a",
@@ -186,8 +189,8 @@ def test_figures_of_known_times() -> None:
 
 
 def test_cached_tokens_that_nobody_tells_are_unknown() -> None:
-    group = Group("", 1, own=10)
-    row = row_of("theirs", Wave("a", (group,)), Turn(group, 1, [Answer(0.0, [1.0], 10, None, 1)], 2.0))
+    group = AgentGroup("", 1, own=10)
+    row = row_of("theirs", Wave("a", (group,)), GroupTurn(group, 1, [TimedAnswer(0.0, [1.0], 10, None, 1)], 2.0))
     assert (row["cached_tokens"], row["prompt_tokens_per_s"], row["gap_median_ms"]) == (None, 5.0, None)
 
 

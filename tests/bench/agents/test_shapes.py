@@ -7,7 +7,7 @@ import pytest
 from ktransformers.bench.agents.shapes import (
     WARM_UP,
     WAVES,
-    Group,
+    AgentGroup,
     Prompts,
     Wave,
     choose_waves,
@@ -48,11 +48,11 @@ def test_requests_and_tokens_of_the_load() -> None:
 
 @pytest.mark.parametrize(("longest", "expected"), [(248, 256), (249, 512), (1, 256)])
 def test_slots_are_rounded_up(longest: int, expected: int) -> None:
-    assert slot_len([Wave("a", (Group("", 1, own=longest - 1, answer=1),))]) == expected
+    assert slot_len([Wave("a", (AgentGroup("", 1, own=longest - 1, answer=1),))]) == expected
 
 
 def test_prompts_share_what_they_should() -> None:
-    wave = Wave("a", (Group("", 3, shared=10, own=5, turns=2, growth=4),))
+    wave = Wave("a", (AgentGroup("", 3, shared=10, own=5, turns=2, growth=4),))
     (group,) = wave.groups
     prompts = Prompts(7, vocab=1000)
     first, second = prompts.of(wave, group, 1), prompts.of(wave, group, 2)
@@ -61,7 +61,7 @@ def test_prompts_share_what_they_should() -> None:
     assert all(later[:15] == earlier for earlier, later in zip(first, second, strict=True))
     assert len({tuple(one[:10]) for one in first}) == 1
     assert len({tuple(one[10:]) for one in first}) == 3
-    longer = Wave("b", (Group("", 1, shared=12),))
+    longer = Wave("b", (AgentGroup("", 1, shared=12),))
     assert prompts.of(longer, longer.groups[0], 1)[0][:10] == first[0][:10]
     assert all(256 <= token < 1000 for one in second for token in one)
 
@@ -77,7 +77,7 @@ def test_prompts_follow_from_the_seed_alone() -> None:
 
 
 def test_text_has_a_word_for_a_token() -> None:
-    wave = Wave("a", (Group("", 2, shared=3, own=4),))
+    wave = Wave("a", (AgentGroup("", 2, shared=3, own=4),))
     one, other = Prompts(1, 0, is_text=True).of(wave, wave.groups[0], 1)
     assert isinstance(one, str)
     assert isinstance(other, str)
@@ -102,17 +102,17 @@ def test_waves_are_chosen_in_their_order_and_warmed_up() -> None:
     assert choose_waves(["warm_up"], [], 1.0) == [WARM_UP]
     (warm_up, shape) = choose_waves(None, ["agents=4,own=100"], 0.5)
     assert warm_up.groups[0].own == 150
-    assert shape == Wave("shape1", (Group("", 4, own=50),))
+    assert shape == Wave("shape1", (AgentGroup("", 4, own=50),))
     names = [wave.name for wave in choose_waves(["many"], ["own=1", "own=1,name=mine", "own=1"], 1.0)]
     assert names == ["warm_up", "many", "shape1", "mine", "shape3"]
 
 
 def test_a_shape_of_ones_own() -> None:
     (group,) = parse_shape("agents=16,shared=4000,own=500,answer=64,turns=3").groups
-    assert group == Group("", 16, shared=4000, own=500, answer=64, turns=3, growth=500)
+    assert group == AgentGroup("", 16, shared=4000, own=500, answer=64, turns=3, growth=500)
     assert group.prompt_len(3) == 5500
     (group,) = parse_shape(" turns = 2 , shared=10,growth=0").groups
-    assert group == Group("", 1, shared=10, turns=2, growth=0)
+    assert group == AgentGroup("", 1, shared=10, turns=2, growth=0)
     assert parse_shape("shared=10,turns=2").groups[0].growth == 256
 
 

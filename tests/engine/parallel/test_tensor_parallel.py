@@ -19,7 +19,7 @@ from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.step.context import paged_context
 from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError, UnsupportedError
 from ktransformers.scheduler.records import StepPlan
-from ktransformers.weights.cut_source import CutSource, Part
+from ktransformers.weights.cut_source import CutSource, TensorSlice
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
@@ -149,7 +149,7 @@ def test_blocks_are_not_cut_apart() -> None:
     source = open_model(EngineConfig(gguf_path=DEMO_GGUF)).source
     name = "model.layers.0.self_attn.o_proj.weight"
     with pytest.raises(KTransformersError, match="is cut within blocks of"):
-        CutSource(source, {name: Part(1, 8, 40)}).tensor(name)
+        CutSource(source, {name: TensorSlice(1, 8, 40)}).tensor(name)
 
 
 def test_what_cannot_be_cut_is_said(tmp_path: Path) -> None:

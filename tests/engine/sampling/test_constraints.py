@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
-from ktransformers.core import Constraint, ConstraintKind, FinishReason, Reasoning, SamplingParams, TokenEvent
+from ktransformers.core import Constraint, ConstraintKind, FinishReason, ReasoningSpec, SamplingParams, TokenEvent
 from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.sampling.constraints import AnswerMask, mask_of
 from ktransformers.engine.sequence.session import Session
@@ -239,7 +239,7 @@ CLOSED = {"end": "</think>", "closing": "</think>", "drops_breaks": True}
 
 
 def test_a_constraint_begins_behind_the_reasoning(grammars: Grammars) -> None:
-    walk = Walk(grammars, constraint={"choice": ["7", "8"]}, reasoning=Reasoning(is_open=True, **CLOSED))
+    walk = Walk(grammars, constraint={"choice": ["7", "8"]}, reasoning=ReasoningSpec(is_open=True, **CLOSED))
     reasoning = walk.add("Well, ").texts()
     assert reasoning is not None
     assert len(reasoning) > 2000
@@ -250,7 +250,7 @@ def test_a_constraint_begins_behind_the_reasoning(grammars: Grammars) -> None:
 
 
 def test_an_answer_may_open_its_reasoning_or_not(grammars: Grammars) -> None:
-    rules = Reasoning(open_id=grammars.tokenizer.token_id("<think>"), **CLOSED)
+    rules = ReasoningSpec(open_id=grammars.tokenizer.token_id("<think>"), **CLOSED)
     params: dict[str, Any] = {"constraint": {"choice": ["7"]}, "reasoning": rules}
     assert Walk(grammars, **params).texts() == {"7", "<think>"}
     assert Walk(grammars, **params).add("7").texts() == {"<|im_end|>"}
@@ -261,7 +261,7 @@ def test_an_answer_may_open_its_reasoning_or_not(grammars: Grammars) -> None:
 
 
 def test_reasoning_that_is_too_long_is_ended(grammars: Grammars) -> None:
-    rules = Reasoning(is_open=True, max_tokens=2, **CLOSED)
+    rules = ReasoningSpec(is_open=True, max_tokens=2, **CLOSED)
     walk = Walk(grammars, reasoning=rules)
     assert walk.add("a").texts() is None
     assert walk.add("b").texts() == {"</think>"}
@@ -279,7 +279,7 @@ def test_reasoning_that_is_too_long_is_ended(grammars: Grammars) -> None:
 
 def test_harmony_ends_its_reasoning_with_the_header_of_another_channel(grammars: Grammars) -> None:
     end = r"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>"
-    rules = Reasoning(end, "<|channel|>final<|message|>", is_open=True)
+    rules = ReasoningSpec(end, "<|channel|>final<|message|>", is_open=True)
     for header in ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"):
         walk = Walk(grammars, constraint={"choice": ["7"]}, reasoning=rules)
         assert len(walk.add("<|channel|>analysis<|message|>So").texts() or ()) > 2000
@@ -327,7 +327,10 @@ def test_a_batch_of_both_kinds_survives_preemption_and_loss(engines: Engines) ->
         {"constraint": {"json_object": True}, "logprobs": 2, "repetition_penalty": 1.2},
         {"temperature": 0.0, "constraint": {"regex": "(ab|c)*d"}, "ignore_eos": True},
         {"temperature": 0.0},
-        {"reasoning": Reasoning("</think>", "</think>", is_open=True, max_tokens=7), "constraint": {"json": PERSON}},
+        {
+            "reasoning": ReasoningSpec("</think>", "</think>", is_open=True, max_tokens=7),
+            "constraint": {"json": PERSON},
+        },
     ]
     cases = [([5 + i] * (9 + i), SamplingParams(**{"seed": i, "max_tokens": 60, **one})) for i, one in enumerate(rules)]
     session = Session.of(engines.single)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import Pooling, Reasoning, SamplingParams, TokenEvent
+from ktransformers.core import Pooling, ReasoningSpec, SamplingParams, TokenEvent
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence.generate import Control
 from ktransformers.engine.sequence.session import Session
@@ -21,7 +21,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.9, "logprobs": 2},
     {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
     {"constraint": {"json": SCHEMA}},
-    {"reasoning": Reasoning("</think>", "</think>", is_open=True, max_tokens=5), "constraint": {"json": SCHEMA}},
+    {"reasoning": ReasoningSpec("</think>", "</think>", is_open=True, max_tokens=5), "constraint": {"json": SCHEMA}},
     {"temperature": 1.0, "stop": ("a",), "min_tokens": 6, "ignore_eos": True},
     {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1},
     {"temperature": 0.0, "pooling": Pooling.MEAN, "max_tokens": 1},

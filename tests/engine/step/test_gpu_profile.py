@@ -13,7 +13,7 @@ from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.operators.device import Device
 from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
-from ktransformers.profiling.messages import GpuExperts, GpuRecord, GpuTimes
+from ktransformers.profiling.messages import GpuExpertCounts, GpuRecord, GpuTimes
 from ktransformers.profiling.records import PARTS
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
@@ -122,7 +122,7 @@ def test_a_step_on_gpus_becomes_operations_and_routings() -> None:
             ),
         ],
         rows=[0, 1],
-        experts=[GpuExperts(4, {1: 2}, {2: ids.numpy().tobytes()}, b"")],
+        experts=[GpuExpertCounts(4, {1: 2}, {2: ids.numpy().tobytes()}, b"")],
     )
     timed = [
         (PARTS[op["part"]], op["layer"], op["device"], op["begin_ns"], op["duration_ns"]) for op in gpu_ops(record)

@@ -11,7 +11,7 @@ import torch
 from ktransformers.core import Phase
 from ktransformers.operators.attention.latent_expansion import (
     EXPANSION_NBYTES,
-    Choice,
+    ExpansionPolicy,
     LatentDims,
     Rates,
     StepRuns,
@@ -50,7 +50,7 @@ def context_of(sequences, page_size, device, phase=Phase.PREFILL):
 
 
 def forced(dims, dtype, nbytes=EXPANSION_NBYTES):
-    return Choice(dims, dtype, Rates(), is_forced=True, nbytes=nbytes)
+    return ExpansionPolicy(dims, dtype, Rates(), is_forced=True, nbytes=nbytes)
 
 
 def test_products_decide_when_rates_are_equal():

@@ -15,7 +15,7 @@ from torch import nn
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels.cpu.layer import LayerKv
-from ktransformers.kernels.cpu.stack import LayerStack
+from ktransformers.kernels.cpu.stack import NativeLayerStack
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers, watch_step
 from ktransformers.operators.layers.joined import Done
 from ktransformers.operators.layers.native_stack import MOST_ROWS, NativeStack, stack_cpu_layers
@@ -67,9 +67,9 @@ def test_caches_of_narrow_types_are_written_and_read_alike(family: str, kv_type:
 def test_one_kernel_call_computes_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = stacked_runner(tiny_model("qwen3_moe"))
     calls: list[int] = []
-    forward = LayerStack.forward
+    forward = NativeLayerStack.forward
     monkeypatch.setattr(
-        LayerStack, "forward", lambda self, x, *rest: (calls.append(len(x)), forward(self, x, *rest))[1]
+        NativeLayerStack, "forward", lambda self, x, *rest: (calls.append(len(x)), forward(self, x, *rest))[1]
     )
     monkeypatch.setattr(FusedLayer, "forward", None)
     runner.forward(random_ids(runner.vocab_size, 4), 0, [3])
@@ -122,8 +122,8 @@ def test_what_does_not_fit_is_refused() -> None:
     layers = [layer for runner in (llama, other) for layer in decoder_layers(runner.model)[:1]]
     parts = [(layer.attention, layer.feed_forward) for layer in layers]
     with pytest.raises(ValueError, match="no stack"):
-        LayerStack(parts)
-    stack = LayerStack(parts[:1])
+        NativeLayerStack(parts)
+    stack = NativeLayerStack(parts[:1])
     keys, values = llama.cache.layer(0)
     with pytest.raises(ValueError, match="keys"):
         stack.bind([LayerKv(keys[:, :, :-2].contiguous(), values)])

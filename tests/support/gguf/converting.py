@@ -10,7 +10,7 @@ from typing import Any, Self
 import gguf
 import numpy as np
 
-from ktransformers.convert.quantize_model import Outcome, Task, quantize_model
+from ktransformers.convert.quantize_model import QuantizeResult, Task, quantize_model
 
 __all__ = ["NoBar", "contents", "quantized", "tensors"]
 
@@ -32,7 +32,7 @@ class NoBar:
 
 def quantized(
     model: Path, out: Path, mixture: str = "f32", each: Callable[[int], None] = lambda nbytes: None, **more: Any
-) -> Outcome:
+) -> QuantizeResult:
     """Write `out`."""
     return quantize_model(Task(model, out, mixture, **more), lambda total, here: NoBar(each))
 

@@ -10,7 +10,7 @@ import msgspec
 from typing_extensions import override
 
 from ktransformers.cluster.backend import ReplicaLostError, Replicas
-from ktransformers.cluster.records import Ask, Facts, Message, Order, Report, Told, decode, encode
+from ktransformers.cluster.records import Ask, Facts, Message, Order, ReplicaReport, Told, decode, encode
 from ktransformers.cluster.replica import Replica
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
 
@@ -54,8 +54,8 @@ class FakeReplicas(Replicas):
         return decode(encode(self._replicas[0].facts()), Facts)
 
     @override
-    async def reports(self) -> list[Report]:
-        return [decode(encode(replica.report()), Report) for replica in self._replicas]
+    async def reports(self) -> list[ReplicaReport]:
+        return [decode(encode(replica.report()), ReplicaReport) for replica in self._replicas]
 
     @override
     async def tell(self, order: Order) -> None:

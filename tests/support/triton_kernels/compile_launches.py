@@ -20,7 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ktransformers.kernels.triton.attention.choose import choose_positions
-from ktransformers.kernels.triton.attention.compressed import Entries, Pages, attended, keep_values, make_entries, turn
+from ktransformers.kernels.triton.attention.compressed import (
+    CompressedPages,
+    Entries,
+    attended,
+    keep_values,
+    make_entries,
+    turn,
+)
 from ktransformers.kernels.triton.attention.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
 from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
@@ -272,7 +279,7 @@ def call_compressed(tokens, heads=64, dim=512, rotary=64, window=128):
     bf16, units = torch.bfloat16, 8
     cos, slots = torch.zeros(tokens, rotary // 2), torch.zeros(tokens, dtype=torch.int64)
     ids, cache = torch.zeros(tokens, dtype=torch.int32), torch.zeros(256, 1, units * dim, dtype=bf16)
-    pages = Pages(torch.zeros(2, 3, dtype=torch.int32), 64, ids, ids)
+    pages = CompressedPages(torch.zeros(2, 3, dtype=torch.int32), 64, ids, ids)
     q, norm = torch.zeros(tokens, heads, dim, dtype=bf16), torch.zeros(dim)
     turn(q, cos, cos, norm=(None, 1e-6))
     turn(q, cos, cos, is_back=True)

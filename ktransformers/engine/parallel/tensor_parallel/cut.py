@@ -31,7 +31,7 @@ from ktransformers.operators.layers.observed import layer_list
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import NormPlace, recognize_attention
 from ktransformers.operators.shares import Placeholder, RankGroup, Shares
-from ktransformers.weights.cut_source import CutSource, Part, column_unit
+from ktransformers.weights.cut_source import CutSource, TensorSlice, column_unit
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["cut_model"]
@@ -53,7 +53,7 @@ class _Cut:
     source: WeightSource
     rank: int
     size: int
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, TensorSlice] = field(default_factory=dict)
     zeros: set[str] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
     heads: dict[int, tuple[int, int]] = field(default_factory=dict)  # by layer: of queries, of keys
@@ -68,14 +68,14 @@ class _Cut:
         linear = parent.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         for leaf in ("weight", "bias"):
-            self.parts[f"{key}.{name}.{leaf}"] = Part(0, first, count)
+            self.parts[f"{key}.{name}.{leaf}"] = TensorSlice(0, first, count)
         setattr(parent, name, _linear(linear.in_features, count, linear.bias is not None))
 
     def columns(self, parent: nn.Module, key: str, name: str, first: int, count: int) -> None:
         """Keep these columns; the result is a share. The leader alone adds the bias."""
         linear = parent.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        self.parts[f"{key}.{name}.weight"] = Part(1, first, count)
+        self.parts[f"{key}.{name}.weight"] = TensorSlice(1, first, count)
         if self.rank and linear.bias is not None:
             self.zeros.add(f"{key}.{name}.bias")
         self.linears.add(f"{key}.{name}")
@@ -260,7 +260,7 @@ def _cut_latent(cut: _Cut, module: nn.Module, key: str) -> str | None:
     for name, each in ((query, spec.head_dim), ("kv_b_proj", spec.nope_dim + spec.v_dim)):
         cut.rows(module, key, name, first * each, count * each)
     for name in ("k_b_proj", "v_b_proj"):  # as some files have kv_b_proj
-        cut.parts[f"{key}.{name}.weight"] = Part(0, first, count)
+        cut.parts[f"{key}.{name}.weight"] = TensorSlice(0, first, count)
     cut.columns(module, key, "o_proj", first * spec.v_dim, count * spec.v_dim)
     if spec.has_sinks:
         _cut_sinks(cut, module, key, first, count)
@@ -271,7 +271,7 @@ def _cut_latent(cut: _Cut, module: nn.Module, key: str) -> str | None:
 
 
 def _cut_sinks(cut: _Cut, module: nn.Module, key: str, first: int, count: int) -> None:
-    cut.parts[f"{key}.sinks"] = Part(0, first, count)
+    cut.parts[f"{key}.sinks"] = TensorSlice(0, first, count)
     module.sinks = nn.Parameter(torch.empty(count, device="meta"), requires_grad=False)
 
 

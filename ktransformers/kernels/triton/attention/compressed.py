@@ -20,14 +20,14 @@ from ktransformers.kernels.triton.attention.rope import check_angles, check_ids,
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
 
-__all__ = ["Entries", "Pages", "attended", "keep_values", "make_entries", "turn"]
+__all__ = ["CompressedPages", "Entries", "attended", "keep_values", "make_entries", "turn"]
 
 _COPIED = 1024  # columns of a program
 _LISTED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class CompressedPages:
     """Where the positions of a step's sequences lie: block_table int32 [S, pages], seq_ids and kv_lens int32 [T]."""
 
     block_table: Tensor
@@ -256,7 +256,7 @@ def _entry_kernel(
     tl.store(target + 1, (odds * cos + evens * sin).to(element), mask=even < DIM)
 
 
-def make_entries(cache: Tensor, entries: Entries, slot_mapping: Tensor, pages: Pages) -> None:
+def make_entries(cache: Tensor, entries: Entries, slot_mapping: Tensor, pages: CompressedPages) -> None:
     """Write the entries that the rows of a step end, once their C and Z are in cache [slots, columns]; see the module.
 
     The entry of positions p - M + 1 .. p goes to the slot of row p. Raises TypeError or ValueError for tensors that do
@@ -313,7 +313,14 @@ def _attended_kernel(
 
 
 def attended(
-    pages: Pages, window: int, units: int, width: int, *, rate: int = 0, most: int = 0, chosen: Tensor | None = None
+    pages: CompressedPages,
+    window: int,
+    units: int,
+    width: int,
+    *,
+    rate: int = 0,
+    most: int = 0,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What T rows attend to: int32 [T, width] numbers of parts of the cache, and int32 [T], how many of them count.
 

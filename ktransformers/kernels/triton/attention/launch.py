@@ -31,7 +31,7 @@ from ktransformers.kernels.triton.common.runtime import (
 
 __all__ = [
     "DECODE_ROWS",
-    "Call",
+    "AttentionLaunch",
     "Tile",
     "check_call",
     "compute_type",
@@ -70,7 +70,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionLaunch:
     """One checked call of an attention entry."""
 
     q: Tensor
@@ -128,7 +128,7 @@ class Call:
         return (self.dim_k + (0 if self.is_shared else self.dim_v)) * self.element_bytes
 
 
-def check_call(call: Call) -> None:
+def check_call(call: AttentionLaunch) -> None:
     """Raises TypeError (dtype) or ValueError (shape, stride, device, range) that names the wrong argument."""
     _check_heads(call)
     _check_numbers(call)
@@ -148,7 +148,7 @@ def check_call(call: Call) -> None:
         raise ValueError(f"all tensors must be on q's device, {call.q.device}")
 
 
-def _check_heads(call: Call) -> None:
+def _check_heads(call: AttentionLaunch) -> None:
     q, k, v = call.q, call.k_cache, call.v_cache
     for name, tensor in (("q", q), ("out", call.out)) if call.has_codes else _float_tensors(call):
         if tensor.dtype not in _FLOATS:
@@ -171,7 +171,7 @@ def _check_heads(call: Call) -> None:
         raise ValueError(f"out must have shape {[*q.shape[:2], v.shape[2]]}, got {list(call.out.shape)}")
 
 
-def _check_code_products(call: Call) -> None:
+def _check_code_products(call: AttentionLaunch) -> None:
     if not call.code_products:
         return
     if not call.has_codes or call.is_shared:
@@ -184,11 +184,11 @@ def _check_code_products(call: Call) -> None:
         raise ValueError(f"scale {call.scale} must be above 0 with code_products")
 
 
-def _float_tensors(call: Call) -> tuple[tuple[str, Tensor], ...]:
+def _float_tensors(call: AttentionLaunch) -> tuple[tuple[str, Tensor], ...]:
     return ("q", call.q), ("k_cache", call.k_cache), ("v_cache", call.v_cache), ("out", call.out)
 
 
-def _check_numbers(call: Call) -> None:
+def _check_numbers(call: AttentionLaunch) -> None:
     q, table = call.q, call.block_table
     if table.dtype != torch.int32 or table.dim() != 2 or (table.numel() and table.stride(1) != 1):
         raise TypeError(f"block_table must be int32 [num_seqs, max_pages] with contiguous rows, got {table.dtype}")
@@ -256,7 +256,7 @@ def workspace_numel(
     return row * min(num_rows, max(1, WORKSPACE_NUMEL // row))
 
 
-def _constants(call: Call, code_products: bool = False) -> dict[str, Any]:
+def _constants(call: AttentionLaunch, code_products: bool = False) -> dict[str, Any]:
     dk0, dk1 = _parts(call.dim_k, _LEAST_CODES if code_products else 16)
     # Values from codes in a second part that is narrower than the first were wrong on an H200 with Triton 3.6 (parts of
     # 64 and 32, 64 and 16, 128 and 32 columns, tiles of 64 rows; 64 and 64 were not).
@@ -278,14 +278,14 @@ def compute_type(dtype: torch.dtype) -> Any:
     return tl.bfloat16 if dtype == torch.bfloat16 and not is_interpreted() else tl.float32
 
 
-def _strides(call: Call) -> tuple[int, ...]:
+def _strides(call: AttentionLaunch) -> tuple[int, ...]:
     q, k, v = call.q, call.k_cache, call.v_cache
     scales = [0 if of is None else of.stride(i) for of in call.scales for i in (0, 1)]
     caches = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
     return (q.stride(0), q.stride(1), *caches, *scales, call.block_table.stride(0))
 
 
-def _caches(call: Call, code_products: bool = False) -> tuple[Tensor, ...]:
+def _caches(call: AttentionLaunch, code_products: bool = False) -> tuple[Tensor, ...]:
     """Keys and values, then their scales; without, any tensor takes their places and is not read.
 
     Products of codes are given e4m3 as that, and other kernels its bits.
@@ -296,39 +296,39 @@ def _caches(call: Call, code_products: bool = False) -> tuple[Tensor, ...]:
     return *caches, *(caches[0] if of is None else of for of in call.scales)
 
 
-def _scales(call: Call) -> tuple[float, float]:
+def _scales(call: AttentionLaunch) -> tuple[float, float]:
     """What the kernel multiplies a dot product with, and the factor behind tanh; logits in units of log 2."""
     if call.softcap > 0:
         return call.scale / call.softcap, call.softcap * _LOG2E
     return call.scale * _LOG2E, 0.0
 
 
-def _is_wide(call: Call) -> bool:
+def _is_wide(call: AttentionLaunch) -> bool:
     """Whether fp32 keys of latent attention must be multiplied in the smallest tiles."""
     return call.element_bytes * call.dim_k > 1280
 
 
-def _is_aligned(call: Call) -> bool:
+def _is_aligned(call: AttentionLaunch) -> bool:
     """Whether rows of the cache begin where asynchronous copies of 4 bytes or more can."""
     size = call.k_cache.element_size()
     strides = [size * stride for cache in (call.k_cache, call.v_cache) for stride in (cache.stride(0), cache.stride(1))]
     return all(s % 4 == 0 for s in strides) and call.k_cache.data_ptr() % 16 == call.v_cache.data_ptr() % 16 == 0
 
 
-def _room(call: Call, block_m: int) -> int:
+def _room(call: AttentionLaunch, block_m: int) -> int:
     """Bytes of shared memory for keys and values beside block_m rows of queries."""
     most = min(shared_bytes(call.q.device) - _SPARE_BYTES, 204800)
     return most - block_m * call.dim_k * call.element_bytes
 
 
-def _rows(call: Call, block_m: int) -> int:
+def _rows(call: AttentionLaunch, block_m: int) -> int:
     """block_m rows, or fewer where they leave no room for the fewest positions."""
     while block_m > 16 and 3 * _LEAST_N * call.position_bytes > _room(call, block_m):
         block_m //= 2
     return block_m
 
 
-def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
+def _fit(call: AttentionLaunch, block_m: int, num_warps: int) -> Tile:
     """As many positions per step as leave room: three tiles of keys and values (two under way, one in use) and the
     queries take at most 200 KB of shared memory, or what the device has.
 
@@ -344,7 +344,7 @@ def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
     return Tile(block_m, block_n, num_warps, 7 if block_n * call.position_bytes <= 16384 else 5)
 
 
-def _fit_widened(call: Call, block_m: int, num_warps: int) -> Tile:
+def _fit_widened(call: AttentionLaunch, block_m: int, num_warps: int) -> Tile:
     """As `_fit`; of codes that are key and value at once fewer rows where keys leave room for the fewest positions.
 
     A program's sums take all registers but those that codes are widened in: with 64 rows of them they spill.
@@ -355,7 +355,7 @@ def _fit_widened(call: Call, block_m: int, num_warps: int) -> Tile:
     return tile
 
 
-def decode_tile(call: Call) -> Tile:
+def decode_tile(call: AttentionLaunch) -> Tile:
     """Tile of the split-KV kernel: the heads that share a KV head, up to 64. Codes are widened by more warps.
 
     Triton 3.9 keeps a tile of latents, which are keys and values both, in registers: sums of 32 rows take more warps,
@@ -368,14 +368,14 @@ def decode_tile(call: Call) -> Tile:
     return replace(tile, block_n=_LEAST_N) if is_widened and tile.block_m == 32 else tile
 
 
-def prefill_tile(call: Call) -> Tile:
+def prefill_tile(call: AttentionLaunch) -> Tile:
     """64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
     is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.element_bytes == 4
     block_m = 16 if _is_wide(call) else _rows(call, 64 if is_small else 128)
     return _fit_widened(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
 
 
-def _tile_constants(call: Call, tile: Tile) -> dict[str, int]:
+def _tile_constants(call: AttentionLaunch, tile: Tile) -> dict[str, int]:
     heads = min(call.group, tile.block_m)
     return {
         "HEADS": heads, "HEAD_BLOCKS": -(-call.group // heads), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
@@ -383,7 +383,7 @@ def _tile_constants(call: Call, tile: Tile) -> dict[str, int]:
     }  # fmt: skip
 
 
-def launch_decode(call: Call, workspace: Tensor | None, tile: Tile | None = None) -> None:
+def launch_decode(call: AttentionLaunch, workspace: Tensor | None, tile: Tile | None = None) -> None:
     """Split-KV attention and its reduction, for as many rows at a time as the workspace holds.
 
     workspace: fp32, contiguous, for one row at least; made with `workspace_numel` values when None. tile:
@@ -407,7 +407,7 @@ def launch_decode(call: Call, workspace: Tensor | None, tile: Tile | None = None
         _launch_splits(part, tile, splits, workspace.view(-1))
 
 
-def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> None:
+def _launch_splits(call: AttentionLaunch, tile: Tile, splits: int, workspace: Tensor) -> None:
     num_rows, num_heads = call.q.shape[:2]
     num_lse = num_rows * num_heads * splits
     parts, lse = workspace[: num_lse * call.dim_v], workspace[num_lse * call.dim_v :]
@@ -433,12 +433,12 @@ def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> No
     )  # fmt: skip
 
 
-def _is_foldable(call: Call, heads: int, programs: int) -> bool:
+def _is_foldable(call: AttentionLaunch, heads: int, programs: int) -> bool:
     """Whether one program can weigh the splits of a row's tile of heads in less time than a launch takes."""
     return call.counters is not None and heads * call.dim_v <= MAX_FOLDED and programs <= call.counters.numel()
 
 
-def launch_prefill(call: Call, tile: Tile | None = None) -> None:
+def launch_prefill(call: AttentionLaunch, tile: Tile | None = None) -> None:
     """Attention of tiles of rows. The rows of one sequence should lie side by side: each run of them is read apart.
 
     tile: `prefill_tile` when None.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.attention.launch import (
     DECODE_ROWS,
-    Call,
+    AttentionLaunch,
     check_call,
     launch_decode,
     launch_prefill,
@@ -49,7 +49,7 @@ def mla_attention(
     if cache.dim() != 3 or cache.shape[1] != 1:
         raise ValueError(f"cache must have shape [slots, 1, {q.shape[-1]}], got {list(cache.shape)}")
     result = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device) if out is None else out
-    call = Call(
+    call = AttentionLaunch(
         q, cache, cache[..., :rank], block_table, page_size, seq_ids, kv_lens, scale, result,
         window=window, sinks=sinks, softcap=float(softcap), is_shared=True, scales=(scales, None),
     )  # fmt: skip

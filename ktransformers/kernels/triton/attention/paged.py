@@ -8,7 +8,7 @@ from torch import Tensor
 from ktransformers.kernels.triton.attention.kv_codes import KvScales
 from ktransformers.kernels.triton.attention.launch import (
     DECODE_ROWS,
-    Call,
+    AttentionLaunch,
     check_call,
     launch_decode,
     launch_prefill,
@@ -56,7 +56,7 @@ def attention(
     Raises TypeError or ValueError for a wrong dtype, shape, stride or device.
     """
     result = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
-    call = Call(
+    call = AttentionLaunch(
         q, k_cache, v_cache, block_table, page_size, seq_ids, kv_lens, scale, result, window, sinks, float(softcap),
         counters=counters, is_chunked=is_chunked, scales=scales, code_products=code_products,
     )  # fmt: skip

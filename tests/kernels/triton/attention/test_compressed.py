@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.attention.compressed import Entries, Pages, attended, keep_values, make_entries, turn
+from ktransformers.kernels.triton.attention.compressed import (
+    CompressedPages,
+    Entries,
+    attended,
+    keep_values,
+    make_entries,
+    turn,
+)
 
 TOLERANCE = 1e-5  # of fp32, whose sums are of a hundred terms at most
 PAGE, SLOTS = 6, 60
@@ -48,12 +55,14 @@ def test_keys_go_to_their_slots_and_padding_goes_nowhere(device: torch.device) -
     torch.testing.assert_close(kept.cpu(), cache, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def places(device: torch.device, lens: list[int], seqs: list[int]) -> Pages:
+def places(device: torch.device, lens: list[int], seqs: list[int]) -> CompressedPages:
     table = torch.randperm(SLOTS // PAGE, generator=torch.Generator().manual_seed(3)).to(torch.int32).view(2, -1)
-    return Pages(table.to(device), PAGE, torch.tensor(seqs).int().to(device), torch.tensor(lens).int().to(device))
+    return CompressedPages(
+        table.to(device), PAGE, torch.tensor(seqs).int().to(device), torch.tensor(lens).int().to(device)
+    )
 
 
-def slot(pages: Pages, seq: int, position: int) -> int:
+def slot(pages: CompressedPages, seq: int, position: int) -> int:
     return int(pages.block_table[seq, position // PAGE]) * PAGE + position % PAGE
 
 
