@@ -31,8 +31,6 @@ LONG_FILES = {
 """Most lines of each. All are tests: to be parted when they are next worked on."""
 
 LARGE_FOLDERS = {
-    "csrc/ops": 42,  # one pair of files an operation; rooms as in kernels/triton are to come
-    "csrc/kernels": 32,  # a file for each format; one table of formats is to take the place of half of them
     "web/src": 32,  # the chat page: a file for each part of the view
 }
 """Most files of code of each."""

@@ -20,8 +20,8 @@ __all__ = [
     "NEVER",
     "STEP_COST",
     "AheadShare",
+    "CpuOverhead",
     "CpuRate",
-    "HandOver",
     "PrefillRates",
     "Split",
     "choose_split",
@@ -93,7 +93,7 @@ class PrefillRates:
             raise ValueError(f"no rates: copy {self.copy}, gpu_row {self.gpu_row}")
 
 
-class HandOver:
+class CpuOverhead:
     """What the CPU's part of a layer takes beside the products that CpuRate knows: learned while steps run.
 
     Rows are converted on their way to the CPU's kernels and back, and memory is shared with copies that no measurement
@@ -158,12 +158,12 @@ class Split:
 
 
 def choose_split(
-    counts: _Ints, rates: PrefillRates, there: Sequence[int] = (), ahead: float = 0.0, hand_over: float = 0.0
+    counts: _Ints, rates: PrefillRates, there: Sequence[int] = (), ahead: float = 0.0, overhead: float = 0.0
 ) -> Split:
     """The fastest split by the rates among those that give the GPU the experts with most rows.
 
     counts: int64 [E], rows of each expert. there: experts that are on the GPU, or on their way, which takes `ahead`
-    more seconds; they are used, or nothing is. hand_over: seconds that the CPU's part takes beside its products,
+    more seconds; they are used, or nothing is. overhead: seconds that the CPU's part takes beside its products,
     whatever its experts: rows to it and results back. So the choice is never slower, by the same rates, than copying
     every expert that has rows, or than leaving all to the CPU.
     """
@@ -176,10 +176,10 @@ def choose_split(
     steps = np.arange(len(left) + 1)
     copying = ahead + steps * rates.copy
     computing = rates.gpu_row * (counts[ready].sum() + np.concatenate(([0], np.cumsum(counts[left]))))
-    cpu_left = np.concatenate((np.cumsum(busy[left][::-1])[::-1] + hand_over, [0.0]))
+    cpu_left = np.concatenate((np.cumsum(busy[left][::-1])[::-1] + overhead, [0.0]))
     times = np.maximum(np.maximum(copying, computing), cpu_left)
     best = int(times.argmin())
-    alone = float(rates.cpu.of(counts).sum()) + hand_over
+    alone = float(rates.cpu.of(counts).sum()) + overhead
     if alone <= times[best]:
         return Split((), (), alone)
     return Split(tuple(there), tuple(sorted(left[:best].tolist())), float(times[best]))

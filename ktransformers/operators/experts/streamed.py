@@ -44,7 +44,7 @@ from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import (
     NEVER,
     AheadShare,
-    HandOver,
+    CpuOverhead,
     PrefillRates,
     Split,
     choose_split,
@@ -159,7 +159,7 @@ class ExpertPrefill:
         self._copies: CopyQueue = staging.copies
         self._layers: list[_Layer] = []
         self._ahead: tuple[int, list[Group]] = (-1, [])
-        self._hand_over, self._share = HandOver(), AheadShare()
+        self._overhead, self._share = CpuOverhead(), AheadShare()
         self._cpu_call: _CpuCall | None = None
         self._ids = driver.pinned((shape.max_rows, shape.top_k), torch.int32)
         self._tables = _Tables(shape.num_experts, driver, device.torch_device)
@@ -219,7 +219,7 @@ class ExpertPrefill:
         if split.on_gpu:  # the kernel counts the others, as a call if it is given any
             self._stats.add(self._layers[layer].layer, there.tolist(), calls=0 if is_for_cpu else 1)
         if not is_for_cpu:
-            self._hand_over.forget()
+            self._overhead.forget()
             return False
         kept = np.arange(self.shape.num_experts + 1, dtype=np.int32)
         kept[list(split.on_gpu)] = self.shape.num_experts
@@ -234,7 +234,7 @@ class ExpertPrefill:
         """What the CPU's last call took, if it was the last forward of all."""
         call, self._cpu_call = self._cpu_call, None
         if call is not None and self._cpu.num_forwards == call.forwards + 1:
-            self._hand_over.learn(call.rows, call.expected, self._cpu.busy_seconds - call.busy)
+            self._overhead.learn(call.rows, call.expected, self._cpu.busy_seconds - call.busy)
 
     def rehearse(self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
         """The launches of `submit` in a rehearsal (kernels.triton.common.compiling), without experts on their way."""
@@ -290,8 +290,8 @@ class ExpertPrefill:
         if groups:
             self._share.learn(coming == 0)
         results = self._cpu.shape.row_nbytes * rows * self.rates.copy / self._layers[0].host.expert_nbytes
-        hand_over = self._hand_over.seconds(rows) + results
-        return choose_split(counts, self.rates, there, coming * self.rates.copy, hand_over)
+        overhead = self._overhead.seconds(rows) + results
+        return choose_split(counts, self.rates, there, coming * self.rates.copy, overhead)
 
     def _compute(
         self,

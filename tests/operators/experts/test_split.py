@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ktransformers.operators.experts.split import (
     NEVER,
     AheadShare,
+    CpuOverhead,
     CpuRate,
-    HandOver,
     PrefillRates,
     choose_split,
     even_counts,
@@ -38,15 +38,15 @@ def rates(draw: st.DrawFn) -> PrefillRates:
     counts=st.lists(st.integers(0, 300), min_size=1, max_size=40),
     rates=rates(),
     ahead=st.floats(0.0, 1e-2),
-    hand_over=st.floats(0.0, 1e-2),
+    overhead=st.floats(0.0, 1e-2),
     data=st.data(),
 )
 def test_no_extreme_is_faster(
-    counts: list[int], rates: PrefillRates, ahead: float, hand_over: float, data: st.DataObject
+    counts: list[int], rates: PrefillRates, ahead: float, overhead: float, data: st.DataObject
 ) -> None:
     array = np.array(counts)
     there = data.draw(st.lists(st.integers(0, len(counts) - 1), unique=True, max_size=len(counts)))
-    split = choose_split(array, rates, there, ahead, hand_over)
+    split = choose_split(array, rates, there, ahead, overhead)
     on_gpu = set(split.on_gpu)
     assert len(on_gpu) == len(split.on_gpu)
     assert split.there in ((), tuple(there))
@@ -56,10 +56,10 @@ def test_no_extreme_is_faster(
     if on_gpu or split.there:
         copying = ahead + len(split.copied) * rates.copy
         computing = rates.gpu_row * sum(counts[e] for e in on_gpu)
-        cpu = float(rates.shared_cpu.of(array[rest]).sum()) + hand_over * bool(array[rest].any())
+        cpu = float(rates.shared_cpu.of(array[rest]).sum()) + overhead * bool(array[rest].any())
         assert split.seconds == pytest.approx(max(copying, computing, cpu))
     # Never slower than the extremes.
-    assert split.seconds <= (float(rates.cpu.of(array).sum()) + hand_over) * (1 + 1e-9)
+    assert split.seconds <= (float(rates.cpu.of(array).sum()) + overhead) * (1 + 1e-9)
     to_copy = sum(1 for e, n in enumerate(counts) if n and e not in there)
     everything = max(ahead + to_copy * rates.copy, rates.gpu_row * sum(counts))
     assert split.seconds <= everything * (1 + 1e-9)
@@ -78,12 +78,12 @@ def test_an_equal_share_when_both_are_equally_fast() -> None:
 def test_a_hand_over_that_costs_more_than_the_last_copies_leaves_nothing_to_the_cpu() -> None:
     flat = CpuRate((1,), (1e-4,))
     rates, counts = PrefillRates(1e-4, 0.0, flat, flat), np.ones(10, dtype=np.int64)
-    assert len(choose_split(counts, rates, hand_over=2e-4).copied) == 6  # 6 copies beside 4 experts and the hand-over
-    assert len(choose_split(counts, rates, hand_over=9.5e-4).copied) == 10
+    assert len(choose_split(counts, rates, overhead=2e-4).copied) == 6  # 6 copies beside 4 experts and the hand-over
+    assert len(choose_split(counts, rates, overhead=9.5e-4).copied) == 10
 
 
 def test_a_hand_over_is_learned_by_the_size_of_a_step() -> None:
-    learned = HandOver()
+    learned = CpuOverhead()
     assert learned.seconds(100) == 0.0
     learned.learn(4096, expected=1e-3, took=1e-3 + 4.096e-3)
     assert learned.seconds(4096) == pytest.approx(4.096e-3)
