@@ -30,7 +30,7 @@ from ktransformers.cluster.stages import Stages, actor_options, bundle
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import Service
 from ktransformers.system.logs import set_up_logging

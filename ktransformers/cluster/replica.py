@@ -13,8 +13,8 @@ from ktransformers.cluster.records import Ask, Began, Event, Facts, Message, Ord
 from ktransformers.core import TokenEvent
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import KTransformersError
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
 from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
 
 __all__ = ["Replica"]
 

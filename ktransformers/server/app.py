@@ -27,8 +27,8 @@ from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, Sam
 from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
 from ktransformers.server.telemetry.metrics import Metrics, Refusals
-from ktransformers.server.telemetry.recent import RecentRequests
 from ktransformers.server.telemetry.request_log import RequestLog
+from ktransformers.server.telemetry.status_window import RecentRequests
 from ktransformers.server.telemetry.traces import TraceSink
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ktransformers.errors import ConflictError, NotReadyError, QueueFullError, U
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.journal.journal import Journal
-from ktransformers.server.telemetry.tally import Tally
+from ktransformers.server.telemetry.request_metrics import Tally
 
 __all__ = ["KeptStream", "Ongoing", "OngoingRequests"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.server.answers.again import take_up
+from ktransformers.server.answers.replay import take_up
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig

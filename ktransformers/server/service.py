@@ -25,7 +25,7 @@ from ktransformers.server.http.json_limits import JsonLimits
 from ktransformers.server.http.workers import TextWorkers
 from ktransformers.server.ongoing import OngoingRequests
 from ktransformers.server.telemetry.metrics import Metrics
-from ktransformers.server.telemetry.recent import RecentRequests, SpeedMeter
+from ktransformers.server.telemetry.status_window import RecentRequests, SpeedMeter
 from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["ModelGroup", "Service", "note_altered", "note_unused", "service_of"]

@@ -14,8 +14,8 @@ from ktransformers.cli.serve.command import server_parser
 from ktransformers.cli.serve.models import models_file
 from ktransformers.cli.serve.models_file import read_models_file
 from ktransformers.errors import ConfigError
-from ktransformers.server.many import needs
-from ktransformers.server.many.needs import ModelNeeds, ToPlan
+from ktransformers.server.multi_model import needs
+from ktransformers.server.multi_model.needs import ModelNeeds, ToPlan
 from tests.support.models.demo import DEMO_GGUF
 
 ONE = f"models:\n  - name: a\n    gguf_path: {DEMO_GGUF}\n"

@@ -22,9 +22,9 @@ from ktransformers.errors import ConfigError
 from ktransformers.profiling.capture import ProfileLimits
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, GenerationRequest
-from ktransformers.server.backend.ktransformers import KTransformersBackend
+from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
+from ktransformers.server.backend.interfaces.transformers import TransformersBackend
 from ktransformers.server.backend.profiler import ProfileConfig
-from ktransformers.server.backend.transformers import TransformersBackend
 from ktransformers.server.config import ServerConfig
 from tests.support.checks.profiles import check_answers, check_nothing_lost, check_sums, read_profile
 from tests.support.engines.fake_runtime import FakeRuntime

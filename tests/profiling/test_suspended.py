@@ -19,7 +19,7 @@ from ktransformers.profiling.trace import write_trace
 from ktransformers.scheduler.profiled import RequestTracker
 from ktransformers.scheduler.records import RequestUpdate, SequenceStart, StepPlan
 from ktransformers.server.backend.base import Backend, GenerationRequest
-from ktransformers.server.backend.ktransformers import KTransformersBackend
+from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
 from ktransformers.server.backend.profiler import ProfileConfig
 from tests.support.checks.profiles import ReadProfile, check_sums, read_profile
 from tests.support.models.demo import DEMO_GGUF

@@ -12,7 +12,7 @@ from ktransformers.core import CAPTURING, FinishReason, GenerationStats, Samplin
 from ktransformers.server.backend.base import BackendStats, GenerationRequest
 from ktransformers.server.telemetry.activity import LoadingLog, LoadSummary, duration, farewell, watch_loading
 from ktransformers.server.telemetry.metrics import Counts, Metrics
-from ktransformers.server.telemetry.tally import Tally
+from ktransformers.server.telemetry.request_metrics import Tally
 from tests.support.servers.fake_backend import FakeBackend
 
 

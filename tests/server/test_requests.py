@@ -23,7 +23,7 @@ from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
-from ktransformers.server.backend.single import Loaded, SingleBackend
+from ktransformers.server.backend.interfaces.single import Loaded, SingleBackend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.run import _drain

@@ -21,7 +21,7 @@ from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import measured_gbps
 from ktransformers.server.telemetry.metrics import Counts
-from ktransformers.server.telemetry.recent import MAX_REQUESTS, PastRequest, RecentRequests, SpeedMeter
+from ktransformers.server.telemetry.status_window import MAX_REQUESTS, PastRequest, RecentRequests, SpeedMeter
 from tests.support.servers.fake_backend import FakeBackend
 
 SCHEDULER = SchedulerStats(

@@ -27,8 +27,8 @@ from ktransformers.errors import CapacityError, ConfigError, KTransformersError,
 if TYPE_CHECKING:
     from ktransformers.server.backend.base import Backend
     from ktransformers.server.config import ServerConfig
-    from ktransformers.server.many.needs import ModelNeeds, ToPlan
-    from ktransformers.server.many.serving import ModelToServe
+    from ktransformers.server.multi_model.needs import ModelNeeds, ToPlan
+    from ktransformers.server.multi_model.serving import ModelToServe
 
 __all__ = ["IDLE_SECONDS", "check_pool_flags", "models_file", "run_models"]
 
@@ -94,8 +94,8 @@ def run_models(args: argparse.Namespace, path: Path, parser: ArgumentParser) -> 
     config = server_config(general, EngineConfig())
     asked = [_asked(given, general, file, entry, parser) for entry in file.models]
     _check_folders(asked)
-    from ktransformers.server.many.needs import find_needs  # slow imports, behind what is wrong at first sight
-    from ktransformers.server.many.serving import serve_models
+    from ktransformers.server.multi_model.needs import find_needs  # slow imports, behind what is wrong at first sight
+    from ktransformers.server.multi_model.serving import serve_models
 
     _log.info("planning %d models", len(asked))
     needs = find_needs([_to_plan(one, general) for one in asked])
@@ -182,7 +182,7 @@ def _check_folders(asked: Sequence[_Asked]) -> None:
 
 def _to_plan(one: _Asked, general: argparse.Namespace) -> ToPlan:
     from ktransformers.server.balance.supervisor import SPARE_BYTES
-    from ktransformers.server.many.needs import ToPlan
+    from ktransformers.server.multi_model.needs import ToPlan
 
     config = one.config
     memory = 0 if general.memory is None else int(general.memory * 2**30)
@@ -210,9 +210,9 @@ def _memory(general: argparse.Namespace, file: ModelsFile, needs: Sequence[Model
 
 
 def _to_serve(one: _Asked, needs: ModelNeeds) -> ModelToServe:
-    from ktransformers.server.many.needs import pinned
-    from ktransformers.server.many.outline import outline_of
-    from ktransformers.server.many.serving import ModelToServe
+    from ktransformers.server.multi_model.needs import pinned
+    from ktransformers.server.multi_model.outline import outline_of
+    from ktransformers.server.multi_model.serving import ModelToServe
 
     config = pinned(one.config, needs)
     try:
@@ -233,10 +233,10 @@ def _to_serve(one: _Asked, needs: ModelNeeds) -> ModelToServe:
 
 def _kind(backend_type: str) -> type[Backend]:
     if backend_type == "balance_serve":
-        from ktransformers.server.backend.balance_serve import BalanceServeBackend
+        from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
 
         return BalanceServeBackend
-    from ktransformers.server.backend.ktransformers import KTransformersBackend
+    from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
 
     return KTransformersBackend
 

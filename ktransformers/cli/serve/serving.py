@@ -136,7 +136,7 @@ def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[]
     profile = _profile_config(args)
     if args.backend_type == "balance_serve":
         from ktransformers.cache.page_folder import private_folder
-        from ktransformers.server.backend.balance_serve import BalanceServeBackend
+        from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
         from ktransformers.server.balance.supervisor import BalanceConfig
 
         if config.kv_disk_path is not None:
@@ -156,9 +156,9 @@ def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[]
         )
         return lambda: BalanceServeBackend(balance, profile=profile)
     if args.backend_type == "transformers":
-        from ktransformers.server.backend.transformers import TransformersBackend
+        from ktransformers.server.backend.interfaces.transformers import TransformersBackend
 
         return lambda: TransformersBackend(config, profile)
-    from ktransformers.server.backend.ktransformers import KTransformersBackend
+    from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
 
     return lambda: KTransformersBackend(config, profile)

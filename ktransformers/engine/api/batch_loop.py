@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ktransformers.core import AnswerEnd, FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.api.home import OwnerProcess
 from ktransformers.engine.sampling.constraints import check_rules
-from ktransformers.engine.sequence.assembler import AnswerAssembler
 from ktransformers.engine.sequence.generate import BegunAnswer
+from ktransformers.engine.sequence.output_processor import AnswerAssembler
 from ktransformers.engine.sequence.profiled import LoopProfile
 from ktransformers.engine.sequence.saved_session import SavedSession, read_saved, write_saved
 from ktransformers.engine.sequence.session_fetch import take_pages

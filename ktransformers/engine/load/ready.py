@@ -10,10 +10,10 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.engine.load.rehearsal import Extent, rehearse
+from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import StepSize
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.graphs import GraphBackend
 from ktransformers.engine.step.step_sizes import choices_of
 from ktransformers.engine.verify.layer_kinds import layer_kinds
 from ktransformers.kernels.triton.common.compiling import compiles

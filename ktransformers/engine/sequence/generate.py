@@ -23,7 +23,7 @@ from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.sampling.constraints import check_rules, mask_of
 from ktransformers.engine.sampling.reduced import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
-from ktransformers.engine.sequence.assembler import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import AnswerAssembler
 from ktransformers.engine.sequence.profiled import AnswerProfile, ProfileSlot
 from ktransformers.engine.step.hidden import HiddenTap, Pooled
 from ktransformers.errors import ConfigError

@@ -16,6 +16,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.sampling.reduced import StepLogits
 from ktransformers.engine.step.context import PREFILL_ROWS
+from ktransformers.engine.step.cuda_graph_runner import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.step.decode_inputs import (
     DecodeInputs,
     InputMemory,
@@ -24,7 +25,6 @@ from ktransformers.engine.step.decode_inputs import (
     decode_batch_sizes,
 )
 from ktransformers.engine.step.forward import ForwardPass, StepInputs
-from ktransformers.engine.step.graphs import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.operators.attention.latent_expansion import ExpansionPolicy, StepRuns

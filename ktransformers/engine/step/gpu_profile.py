@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from ktransformers.engine.step.graphs import StepMarks
+from ktransformers.engine.step.cuda_graph_runner import StepMarks
 from ktransformers.operators.device import Device
 from ktransformers.operators.marks import Label
 from ktransformers.operators.usage import KEPT_ROWS, ExpertUsage

@@ -26,7 +26,7 @@ from ktransformers.server.http.api_paths import USE_KEY
 from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import unless_disconnected
 from ktransformers.server.telemetry.request_log import note_request
-from ktransformers.server.telemetry.tally import Tally
+from ktransformers.server.telemetry.request_metrics import Tally
 from ktransformers.server.telemetry.traces import Answering, Operation
 
 __all__ = ["Cut", "EmbeddingRequest", "Embeddings", "respond_embeddings", "shown_vector"]

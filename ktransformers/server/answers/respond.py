@@ -13,11 +13,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ktransformers.errors import KTransformersError
-from ktransformers.server.answers.again import AGAIN_KEY, Again, AskedBody, without_reader, write_down
 from ktransformers.server.answers.events import AnswerStep
-from ktransformers.server.answers.job import Job, prepare
-from ktransformers.server.answers.kept import attached, check_media_type, keep_seconds, keep_writing
+from ktransformers.server.answers.prepared_request import Job, prepare
+from ktransformers.server.answers.replay import AGAIN_KEY, Again, AskedBody, without_reader, write_down
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
+from ktransformers.server.answers.resumable import attached, check_media_type, keep_seconds, keep_writing
 from ktransformers.server.bodies import body_size
 from ktransformers.server.http.api_paths import SCOPE_KEY, USE_KEY
 from ktransformers.server.http.fields import note_dropped, note_ignored

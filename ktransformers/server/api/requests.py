@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ConfigError, ConflictError, NotReadyError
-from ktransformers.server.answers.kept import KEEP_HEADER, attached
+from ktransformers.server.answers.resumable import KEEP_HEADER, attached
 from ktransformers.server.http.api_paths import SCOPE_KEY
 from ktransformers.server.ongoing import Ongoing
 from ktransformers.server.responses import ApiResponse

@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.server.http.api_paths import PROBE_PATHS, is_of_page, plain_path
 from ktransformers.server.telemetry.metrics import Refusals
-from ktransformers.server.telemetry.recent import PastRequest, RecentRequests
-from ktransformers.server.telemetry.tally import Tally
+from ktransformers.server.telemetry.request_metrics import Tally
+from ktransformers.server.telemetry.status_window import PastRequest, RecentRequests
 from ktransformers.server.telemetry.traces import Answering, Outcome, TraceSink, span_of
 
 __all__ = [

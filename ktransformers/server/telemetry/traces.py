@@ -21,7 +21,7 @@ from typing import Protocol
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams
 from ktransformers.server.backend.timeline import Chunk, Timeline
-from ktransformers.server.telemetry.tally import Tally
+from ktransformers.server.telemetry.request_metrics import Tally
 
 __all__ = ["MAX_CHUNK_SPANS", "Answering", "Operation", "Outcome", "Span", "TraceSink", "operation_of", "span_of"]
 

@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
+from ktransformers.engine.step.cuda_graph_runner import CudaGraphs, DecodeGraphs
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs
-from ktransformers.engine.step.graphs import CudaGraphs, DecodeGraphs
 from ktransformers.errors import EngineError, KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.cuda import CudaDriver

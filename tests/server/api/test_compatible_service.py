@@ -16,7 +16,7 @@ from ktransformers.cli.serve.command import server_parser
 from ktransformers.cli.serve.serving import server_config
 from ktransformers.config import EngineConfig
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.ktransformers import KTransformersBackend
+from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
 from ktransformers.server.config import ServerConfig
 from tests.support.models.demo import DEMO_GGUF
 

@@ -25,7 +25,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import describe_model, open_model
-from ktransformers.server.backend.balance_serve import _model_info
+from ktransformers.server.backend.interfaces.balance_serve import _model_info
 from ktransformers.server.balance.messages import EngineFacts
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.servers.server_process import ServerProcess

@@ -20,7 +20,7 @@ from ktransformers.errors import (
 )
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import EventBuffer
-from ktransformers.server.backend.single import Loaded, SingleBackend
+from ktransformers.server.backend.interfaces.single import Loaded, SingleBackend
 from tests.support.engines.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
 
 VOCAB = byte_tokenizer().vocab_size

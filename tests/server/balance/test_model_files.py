@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.errors import EngineError, WeightError
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
 from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS
 from ktransformers.weights.digests import files as digests

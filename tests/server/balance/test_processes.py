@@ -28,7 +28,7 @@ from ktransformers.errors import (
     NotReadyError,
     SlowReaderError,
 )
-from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend, _commands
 from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.supervisor import BalanceConfig
 from ktransformers.system.private_folder import PrivateFolder

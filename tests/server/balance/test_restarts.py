@@ -21,8 +21,8 @@ from ktransformers.engine.plan.planning import Hardware
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.optimize.machine import Machine
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
-from ktransformers.server.backend.on_demand import OnDemandBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.on_demand import OnDemandBackend
 from ktransformers.server.balance import model_engine
 from ktransformers.server.balance.launcher import Launcher
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
@@ -30,8 +30,8 @@ from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
 from ktransformers.server.balance.supervisor import SPARE_BYTES, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.many.keeper import ModelKeeper
-from ktransformers.server.many.pool import ModelPool, PooledModel
+from ktransformers.server.multi_model.model_manager import ModelKeeper
+from ktransformers.server.multi_model.pool import ModelPool, PooledModel
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.servers.balance_backend import backend, check, collect, gone, request, run, until
 from tests.support.servers.balance_fakes import POISON, ManualClock

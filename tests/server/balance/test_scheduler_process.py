@@ -16,7 +16,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
-from ktransformers.server.backend import balance_serve
+from ktransformers.server.backend.interfaces import balance_serve
 from ktransformers.server.balance.messages import (
     Add,
     Anew,

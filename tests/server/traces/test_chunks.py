@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.balance_serve import _commands
 from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.backend.interfaces.balance_serve import _commands
 from ktransformers.server.backend.timeline import MAX_CHUNKS, Chunk, ChunkClock, Timeline
 from ktransformers.server.balance.chunk_watch import ChunkWatch
 from ktransformers.server.telemetry.traces import MAX_CHUNK_SPANS

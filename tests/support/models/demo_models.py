@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 
 from ktransformers.config import EngineConfig
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
 from ktransformers.server.backend.base import Backend
-from ktransformers.server.backend.ktransformers import KTransformersBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
 from ktransformers.server.balance.supervisor import BalanceConfig
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.many.needs import ModelNeeds, ToPlan, pinned, plan_needs
-from ktransformers.server.many.outline import outline_of
-from ktransformers.server.many.serving import Models, ModelToServe
+from ktransformers.server.multi_model.needs import ModelNeeds, ToPlan, pinned, plan_needs
+from ktransformers.server.multi_model.outline import outline_of
+from ktransformers.server.multi_model.serving import Models, ModelToServe
 from tests.support.models.demo import DEMO_GGUF
 
 CONFIG = EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=2048)

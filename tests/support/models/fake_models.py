@@ -14,7 +14,7 @@ from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import KTransformersError
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.many.serving import Models, ModelToServe
+from ktransformers.server.multi_model.serving import Models, ModelToServe
 from tests.support.engines.fake_runner import CHAT_TEMPLATE, byte_tokenizer
 from tests.support.servers.asgi_client import Connection
 from tests.support.servers.fake_backend import FakeBackend

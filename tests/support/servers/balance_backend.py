@@ -13,8 +13,8 @@ import msgspec
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
 from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
 from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig

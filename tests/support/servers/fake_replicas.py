@@ -12,7 +12,7 @@ from typing_extensions import override
 from ktransformers.cluster.backend import ReplicaLostError, Replicas
 from ktransformers.cluster.records import Ask, Facts, Message, Order, ReplicaReport, Told, decode, encode
 from ktransformers.cluster.replica import Replica
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
 
 
 class FakeReplicas(Replicas):

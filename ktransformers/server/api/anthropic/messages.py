@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ContextLengthError
-from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.prepared_request import Job
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
 from ktransformers.server.answers.requests import ChatRequest, Conversation
 from ktransformers.server.answers.respond import respond

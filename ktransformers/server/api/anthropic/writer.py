@@ -25,7 +25,7 @@ from ktransformers.server.answers.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.prepared_request import Job
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.anthropic.errors import PATH
 from ktransformers.server.responses import error_body, json_bytes

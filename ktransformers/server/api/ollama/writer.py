@@ -24,7 +24,7 @@ from ktransformers.server.answers.events import (
     ToolCallStarted,
     WholeCall,
 )
-from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.prepared_request import Job
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.http.json_limits import MAX_DEPTH, json_size

@@ -27,7 +27,7 @@ from ktransformers.server.answers.events import (
     WholeAnswer,
     WholeCall,
 )
-from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.prepared_request import Job
 from ktransformers.server.answers.requests import ChatRequest
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.logprobs import chat_logprobs

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.server.answers.events import AnswerFinished, AnswerStarted, AnswerStep, TextDelta, TokenAdded
-from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.prepared_request import Job
 from ktransformers.server.answers.requests import count_answers
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.logprobs import CompletionLogprobs

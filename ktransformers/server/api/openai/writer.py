@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ktransformers.core import GenerationStats
 from ktransformers.errors import KTransformersError
 from ktransformers.server.answers.events import AnswerStep, TokenAdded
-from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.prepared_request import Job
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.schemas import GenerationFields
 from ktransformers.server.responses import error_body, json_bytes

@@ -9,8 +9,8 @@ from itertools import takewhile
 from typing import Any
 
 from ktransformers.errors import ConfigError
-from ktransformers.server.answers.again import Again
 from ktransformers.server.answers.constraints import constraint_of
+from ktransformers.server.answers.replay import Again
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from ktransformers.errors import UnknownIdError, UnsupportedError
-from ktransformers.server.answers.again import AGAIN_KEY, Again
+from ktransformers.server.answers.replay import AGAIN_KEY, Again
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.responses.fields import TABLE
 from ktransformers.server.api.openai.responses.read import begin_exchange

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from ktransformers.core import GenerationStats
 from ktransformers.errors import KTransformersError
 from ktransformers.server.answers.events import AnswerReason, AnswerStep, TokenAdded
-from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.prepared_request import Job
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.api.openai.responses.output import Fields, Output, OutputOptions

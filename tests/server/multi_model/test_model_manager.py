@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ktransformers.errors import EngineError, KTransformersError, LoadFailedError, NotReadyError
-from ktransformers.server.many.keeper import ModelKeeper
-from ktransformers.server.many.pool import ModelPool, ModelState, PooledModel
+from ktransformers.server.multi_model.model_manager import ModelKeeper
+from ktransformers.server.multi_model.pool import ModelPool, ModelState, PooledModel
 from tests.support.servers.balance_backend import until
 
 

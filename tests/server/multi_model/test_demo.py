@@ -14,10 +14,10 @@ import pytest
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
-from ktransformers.server.many.needs import ToPlan, find_needs, pinned, plan_needs
-from ktransformers.server.many.pool import FIRST_BACK_OFF
-from tests.server.many.test_gateway import DIALECTS, sse, text_of
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.multi_model.needs import ToPlan, find_needs, pinned, plan_needs
+from ktransformers.server.multi_model.pool import FIRST_BACK_OFF
+from tests.server.multi_model.test_gateway import DIALECTS, sse, text_of
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.demo_models import CONFIG, demo_models
 from tests.support.servers.asgi_client import Connection

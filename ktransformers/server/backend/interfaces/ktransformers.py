@@ -11,8 +11,8 @@ from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.engine.step.step_runtime import StepRuntime
+from ktransformers.server.backend.interfaces.single import Loaded, SingleBackend
 from ktransformers.server.backend.profiler import ProfileConfig
-from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["KTransformersBackend"]
 

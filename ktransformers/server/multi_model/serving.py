@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ktransformers.server.backend.base import Backend, ModelInfo
-from ktransformers.server.backend.on_demand import OnDemandBackend
+from ktransformers.server.backend.interfaces.on_demand import OnDemandBackend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.listening import Server, bind, ending_signals, uvicorn_config
-from ktransformers.server.many.gateway import Gateway, gateway_app
-from ktransformers.server.many.group import PoolGroup
-from ktransformers.server.many.keeper import ModelKeeper
-from ktransformers.server.many.pool import Clock, ModelPool, PooledModel
-from ktransformers.server.many.served import ServedModel
+from ktransformers.server.multi_model.gateway import Gateway, gateway_app
+from ktransformers.server.multi_model.group import PoolGroup
+from ktransformers.server.multi_model.model_manager import ModelKeeper
+from ktransformers.server.multi_model.pool import Clock, ModelPool, PooledModel
+from ktransformers.server.multi_model.served import ServedModel
 from ktransformers.server.run import open_traces, why_stopped
 from ktransformers.server.telemetry.activity import SUMMARY_SECONDS, LoadSummary, duration, farewell
 from ktransformers.server.telemetry.metrics import Counts

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from ktransformers.server.many.pool import ModelPool, ModelState
-from ktransformers.server.many.served import ServedModel
+from ktransformers.server.multi_model.pool import ModelPool, ModelState
+from ktransformers.server.multi_model.served import ServedModel
 from ktransformers.server.service import ModelGroup, Service
 from ktransformers.server.telemetry.metrics import render_together
 

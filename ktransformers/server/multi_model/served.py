@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from ktransformers.errors import KTransformersError
 from ktransformers.server.app import model_app
-from ktransformers.server.backend.on_demand import OnDemandBackend
+from ktransformers.server.backend.interfaces.on_demand import OnDemandBackend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import Service
 from ktransformers.server.telemetry.activity import LoadingLog, duration

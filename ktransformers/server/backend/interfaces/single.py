@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from ktransformers import __version__
 from ktransformers.core import Progress, TokenEvent
-from ktransformers.engine.sequence.assembler import AnswerAssembler
 from ktransformers.engine.sequence.generate import Answer, BegunAnswer, Control
+from ktransformers.engine.sequence.output_processor import AnswerAssembler
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.sequence.session import Session, SessionEngine
 from ktransformers.engine.step.hidden import embedding_form
@@ -32,8 +32,8 @@ from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.profiling.recorder import Runtime
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import EventBuffer
-from ktransformers.server.backend.past import past_events
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
+from ktransformers.server.backend.replayed_events import past_events
 from ktransformers.server.backend.timeline import ChunkClock
 from ktransformers.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ from ktransformers.server.answers.prompts import template_kwargs
 from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
-from ktransformers.server.telemetry.tally import Tally
+from ktransformers.server.telemetry.request_metrics import Tally
 from ktransformers.server.telemetry.traces import Answering, Operation
 from ktransformers.tokenizer import Tokenizer
 

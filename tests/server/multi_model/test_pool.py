@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ktransformers.errors import CapacityError, EngineError
-from ktransformers.server.many.pool import (
+from ktransformers.server.multi_model.pool import (
     FIRST_BACK_OFF,
     MOST_BACK_OFF,
     ModelPool,

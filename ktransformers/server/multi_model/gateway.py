@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from ktransformers.errors import DeadlineError, KTransformersError, NotReadyError
-from ktransformers.server.answers.kept import KEEP_HEADER
+from ktransformers.server.answers.resumable import KEEP_HEADER
 from ktransformers.server.api.ollama.names import plain_name
 from ktransformers.server.api.openai.responses.store import ResponseStore
 from ktransformers.server.app import put_in_front
@@ -27,14 +27,14 @@ from ktransformers.server.http.api_paths import USE_KEY
 from ktransformers.server.http.json_limits import JsonLimits
 from ktransformers.server.http.keys import KeyUse
 from ktransformers.server.http.workers import TextWorkers
-from ktransformers.server.many.asked import ANSWERING, STREAMING, Asked, read_asked
-from ktransformers.server.many.early import EarlyStream
-from ktransformers.server.many.keeper import ModelKeeper
-from ktransformers.server.many.pool import ModelState
-from ktransformers.server.many.served import ServedModel
+from ktransformers.server.multi_model.early_stream import EarlyStream
+from ktransformers.server.multi_model.model_manager import ModelKeeper
+from ktransformers.server.multi_model.pool import ModelState
+from ktransformers.server.multi_model.routing import ANSWERING, STREAMING, Asked, read_asked
+from ktransformers.server.multi_model.served import ServedModel
 from ktransformers.server.responses import ApiResponse, install_error_handlers
-from ktransformers.server.telemetry.recent import RecentRequests
 from ktransformers.server.telemetry.request_log import note_reason, without_quotes
+from ktransformers.server.telemetry.status_window import RecentRequests
 from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["Gateway", "gateway_app"]

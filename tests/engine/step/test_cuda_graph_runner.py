@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 
+from ktransformers.engine.step.cuda_graph_runner import DecodeGraphs
 from ktransformers.engine.step.decode_inputs import (
     DecodeInputs,
     InputMemory,
@@ -15,7 +16,6 @@ from ktransformers.engine.step.decode_inputs import (
     decode_batch_sizes,
     mixed_sizes,
 )
-from ktransformers.engine.step.graphs import DecodeGraphs
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor

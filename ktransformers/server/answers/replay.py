@@ -21,8 +21,8 @@ from starlette.responses import Response
 
 from ktransformers.core import PastToken, TokenEvent
 from ktransformers.errors import ConfigError, KTransformersError
-from ktransformers.server.answers.job import Job
-from ktransformers.server.answers.kept import KEEP_HEADER
+from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.resumable import KEEP_HEADER
 from ktransformers.server.http.api_paths import SCOPE_KEY
 from ktransformers.server.journal.journal import MAX_TRIES, Journal
 from ktransformers.server.journal.records import Generation, Kept, Opened

@@ -16,9 +16,9 @@ import pytest
 from fastapi import FastAPI
 
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
-from ktransformers.engine.sequence.assembler import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import AnswerAssembler
 from ktransformers.errors import UnsupportedError
-from ktransformers.server.answers.again import take_up
+from ktransformers.server.answers.replay import take_up
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.config import ServerConfig

@@ -10,7 +10,7 @@ from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.server.backend.base import ModelInfo
-from ktransformers.server.many.needs import ModelNeeds
+from ktransformers.server.multi_model.needs import ModelNeeds
 
 __all__ = ["outline_of"]
 

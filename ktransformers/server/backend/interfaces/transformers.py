@@ -9,8 +9,8 @@ from ktransformers.core import Progress
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.profiled import card_meta
+from ktransformers.server.backend.interfaces.single import Loaded, SingleBackend
 from ktransformers.server.backend.profiler import ProfileConfig
-from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["TransformersBackend"]
 

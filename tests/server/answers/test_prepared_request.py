@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.sequence.assembler import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import AnswerAssembler
 from ktransformers.errors import ConfigError, EngineError, KTransformersError
 from ktransformers.scheduler.records import RequestUpdate
 from ktransformers.server.answers.choices import ChatChoice, PromptChoice, TextChoice

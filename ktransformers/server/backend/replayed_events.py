@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 
 from ktransformers.core import PastToken, TokenEvent
-from ktransformers.engine.sequence.assembler import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import AnswerAssembler
 
 __all__ = ["past_events"]
 

@@ -23,7 +23,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import ModelDescription, describe_model, open_model
-from ktransformers.engine.sequence.assembler import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import AnswerAssembler
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import EngineError, KTransformersError, NotReadyError
@@ -32,8 +32,8 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.server.backend.past import past_events
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
+from ktransformers.server.backend.replayed_events import past_events
 from ktransformers.server.backend.timeline import Chunk
 from ktransformers.server.balance.messages import (
     Add,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ktransformers.errors import CapacityError, EngineError
-from ktransformers.server.many.pool import FIRST_BACK_OFF
+from ktransformers.server.multi_model.pool import FIRST_BACK_OFF
 from tests.support.models.fake_models import Lab
 from tests.support.servers.asgi_client import Connection
 from tests.support.servers.balance_backend import until

@@ -20,7 +20,7 @@ from ktransformers.errors import (
     NotReadyError,
     QueueFullError,
 )
-from ktransformers.server.many.pool import ModelPool, ModelState, StepKind
+from ktransformers.server.multi_model.pool import ModelPool, ModelState, StepKind
 
 __all__ = ["Loadable", "ModelKeeper"]
 
