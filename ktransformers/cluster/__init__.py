@@ -1,9 +1,9 @@
 """Several replicas of a model behind one address, kept by Ray Serve. Needs the extra `cluster`; see docs/cluster.md.
 
-    client ── HTTP ──> Serve's proxy ──> Ingress: the FastAPI app over a ReplicaBackend
+    client ── HTTP ──> Serve's proxy ──> Ingress: the FastAPI app over a ReplicaInterface
                                            │ Ask: token ids          ^ messages: events, in batches
                                            v                         │
-                                         EngineReplica: a BalanceServeBackend with processes of its own
+                                         EngineReplica: a BalanceServeInterface with processes of its own
 
 What decides and what recovers knows no Ray: `affinity`, `backend`, `replica`, `stats`, over the records of `records`.
 Ray is imported by `router`, `handles`, `deployments` and `running` alone.

@@ -27,11 +27,11 @@ from ktransformers.core import FinishReason, GenerationStats, PastToken, Progres
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.balance_stats import ClusterStats
-from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
+from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["MAX_LOSSES", "MAX_STRIKES", "ReplicaBackend", "ReplicaLostError", "Replicas"]
+__all__ = ["MAX_LOSSES", "MAX_STRIKES", "ReplicaInterface", "ReplicaLostError", "Replicas"]
 
 logger = logging.getLogger("ktransformers.server")
 
@@ -128,8 +128,11 @@ class _Run:
         self.buffer.end()
 
 
-class ReplicaBackend(Backend):
-    """See Backend. open_tokenizer: of the same model as the replicas have, called on a thread. clock: seconds."""
+class ReplicaInterface(BackendInterfaceBase):
+    """See BackendInterfaceBase. open_tokenizer: of the same model as the replicas have, called on a thread.
+
+    clock: seconds.
+    """
 
     name: ClassVar[str] = "cluster"
     has_priorities: ClassVar[bool] = True
@@ -206,8 +209,8 @@ class ReplicaBackend(Backend):
     def stats(self) -> ClusterStats:
         return self._figures.stats()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See Backend."""
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """See BackendInterfaceBase."""
         self.model  # noqa: B018 - raises while nothing is ready
         if request.request_id in self._runs:
             raise ValueError(f"request id {request.request_id} is in use")

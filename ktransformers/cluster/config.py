@@ -109,7 +109,7 @@ class ClusterArgs(_Args):
         return made
 
     def balance(self) -> BalanceConfig:
-        """What each replica's BalanceServeBackend is started with. Raises ConfigError."""
+        """What each replica's BalanceServeInterface is started with. Raises ConfigError."""
         return BalanceConfig(
             engine=self.engine,
             has_prefix_cache=self.engine.prefix_cache,

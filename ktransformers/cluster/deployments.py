@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
         "a cluster needs Ray: pip install 'ktransformers-engine[cluster]', or pip install 'ray[serve]'"
     ) from error
 
-from ktransformers.cluster.backend import ReplicaBackend
+from ktransformers.cluster.backend import ReplicaInterface
 from ktransformers.cluster.config import ClusterArgs, ReplicaArgs
 from ktransformers.cluster.handles import ServeReplicas
 from ktransformers.cluster.records import Ask, Order, decode, encode
@@ -30,7 +30,7 @@ from ktransformers.cluster.stages import Stages, actor_options, bundle
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import Service
 from ktransformers.system.logs import set_up_logging
@@ -60,7 +60,7 @@ class EngineReplica:
         if args.engine.pipeline > 1:
             self._stages = Stages(args, f"replica {self._name}")
             args = await self._stages.start()
-        self._backend = BalanceServeBackend(args.balance())
+        self._backend = BalanceServeInterface(args.balance())
         await self._backend.start()
         node = ray.get_runtime_context().get_node_id()
         self._replica = Replica(self._name, self._backend, node)
@@ -117,7 +117,7 @@ class Ingress:
         args = ClusterArgs.model_validate_json(text)
         set_up_logging(args.log_level, "ingress", with_time=True)
         self._args = args
-        self._backend = ReplicaBackend(ServeReplicas(replicas, args.batch.page_size), self._open_tokenizer)
+        self._backend = ReplicaInterface(ServeReplicas(replicas, args.batch.page_size), self._open_tokenizer)
         self._app = create_app(self._backend, args.server)
         self._starting = asyncio.create_task(self._start())
 

@@ -144,7 +144,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaReport:
     """A replica's figures of this moment. node: Ray's id of its machine, empty without one. pid: of its process there.
 
-    pause: see Backend.
+    pause: see BackendInterfaceBase.
     """
 
     replica: str

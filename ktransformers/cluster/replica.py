@@ -14,7 +14,7 @@ from ktransformers.core import TokenEvent
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.errors import KTransformersError
 from ktransformers.server.backend.base import GenerationRequest
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 
 __all__ = ["Replica"]
 
@@ -53,7 +53,7 @@ class _Unsaid:
 class Replica:
     """name: what others call it. backend: started by somebody else, who closes it. node: see Report."""
 
-    def __init__(self, name: str, backend: BalanceServeBackend, node: str = ""):
+    def __init__(self, name: str, backend: BalanceServeInterface, node: str = ""):
         self._name, self._backend, self._node = name, backend, node
         self.lost: KTransformersError | None = None  # why it cannot go on
         self._losing = asyncio.create_task(self._watch())
@@ -74,7 +74,7 @@ class Replica:
             is_suspended=lambda: ask.is_suspended,
         )
         unsaid = _Unsaid()
-        filling = asyncio.create_task(unsaid.fill(self._backend.generate(request), len(ask.past)))
+        filling = asyncio.create_task(unsaid.fill(self._backend.inference(request), len(ask.past)))
         try:
             await asyncio.sleep(0)  # from here on the backend knows the request, so that orders find it
             yield Began(self._name)

@@ -19,7 +19,7 @@ from ktransformers.server.api.ollama import refused as ollama_refused
 from ktransformers.server.api.ollama.writer import error_fields as ollama_error
 from ktransformers.server.api.openai import chat, completions, embeddings, models
 from ktransformers.server.api.openai.responses.route import add_responses
-from ktransformers.server.backend.base import Backend
+from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.api_paths import PAGE_PREFIX
 from ktransformers.server.http.hosts import HostRule
@@ -81,14 +81,14 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 ERROR_SHAPES.append(("/api/", ollama_error))
 
 
-def create_app(backend: Backend, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
+def create_app(backend: BackendInterfaceBase, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
     """The service over a backend, which somebody else starts and closes, as he does with `traces`."""
     app = model_app(backend, config, traces)
     put_in_front(app, config, app.state.service.recent, traces)
     return app
 
 
-def model_app(backend: Backend, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
+def model_app(backend: BackendInterfaceBase, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
     """The routes alone. See put_in_front."""
     app = FastAPI(
         title="ktransformers",

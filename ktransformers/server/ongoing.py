@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktransformers.errors import ConflictError, NotReadyError, QueueFullError, UnknownIdError, UnsupportedError
-from ktransformers.server.backend.base import Backend
+from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.journal.journal import Journal
 from ktransformers.server.telemetry.request_metrics import Tally
@@ -102,7 +102,7 @@ class OngoingRequests:
     before are not all here yet.
     """
 
-    def __init__(self, backend: Backend, max_suspended: int, kept_bytes: int):
+    def __init__(self, backend: BackendInterfaceBase, max_suspended: int, kept_bytes: int):
         self._backend, self._max_suspended = backend, max_suspended
         self._budget = LogBudget(kept_bytes)
         self.tasks: set[asyncio.Task[None]] = set()

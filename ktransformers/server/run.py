@@ -21,7 +21,7 @@ from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.replay import take_up
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend
+from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.journal.journal import Journal
 from ktransformers.server.listening import Server, bind, ending_signals, uvicorn_config
@@ -54,7 +54,7 @@ def open_traces(endpoint: str) -> OtlpTraces:
     return OtlpTraces.to(endpoint)
 
 
-def _journal(folder: Path | None, backend: Backend) -> Journal | None:
+def _journal(folder: Path | None, backend: BackendInterfaceBase) -> Journal | None:
     """Raises ConfigError before the model loads when another server has the folder, say."""
     if folder is not None and not backend.can_go_on:
         raise UnsupportedError(
@@ -65,7 +65,7 @@ def _journal(folder: Path | None, backend: Backend) -> Journal | None:
 
 
 async def _serve(
-    backend: Backend, config: ServerConfig, loading_bar: LoadingBar, traces: OtlpTraces | None = None
+    backend: BackendInterfaceBase, config: ServerConfig, loading_bar: LoadingBar, traces: OtlpTraces | None = None
 ) -> None:
     app = create_app(backend, config, traces)
     service: Service = app.state.service
@@ -123,7 +123,7 @@ def why_stopped(stopping: asyncio.Task[int], error: BaseException | None) -> int
     return "by itself" if error is None else f"by an error: {type(error).__name__}"
 
 
-async def _load(backend: Backend, loading_bar: LoadingBar, config: ServerConfig) -> None:
+async def _load(backend: BackendInterfaceBase, loading_bar: LoadingBar, config: ServerConfig) -> None:
     with loading_bar() as progress:
         await backend.start(watch_loading(config.model_names[0], progress))
     backend.model.tokenizer.use_tool_format(config.tool_format)
@@ -171,7 +171,7 @@ async def _drain(service: Service, received: asyncio.Queue[int]) -> None:
         logger.warning("%d requests were cut off", service.admission.num_active)
 
 
-def serve(backend: Callable[[], Backend], config: ServerConfig, loading_bar: LoadingBar) -> Any:
+def serve(backend: Callable[[], BackendInterfaceBase], config: ServerConfig, loading_bar: LoadingBar) -> Any:
     """Serve until a signal comes. backend: makes the backend, within the event loop that it will live in.
 
     Raises KTransformersError when the port, the certificate, a flag or the model cannot be used.

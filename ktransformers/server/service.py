@@ -17,7 +17,7 @@ from ktransformers import __version__
 from ktransformers.errors import ModelNotFoundError, NotReadyError
 from ktransformers.optimize.machine_speed import SpeedFile
 from ktransformers.server.admission import Admission
-from ktransformers.server.backend.base import Backend, ModelInfo
+from ktransformers.server.backend.base import BackendInterfaceBase, ModelInfo
 from ktransformers.server.backend.timeline import Timeline
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import LoggedNames, is_unwanted, note_ignored
@@ -67,7 +67,7 @@ class ModelGroup(ABC):
 class Service:
     """One per app. traces: where spans go; None: nobody wants them. group: that its model is in; None: it is alone."""
 
-    backend: Backend
+    backend: BackendInterfaceBase
     config: ServerConfig
     admission: Admission
     metrics: Metrics

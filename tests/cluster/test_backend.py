@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.cluster.backend import MAX_STRIKES, ReplicaBackend
+from ktransformers.cluster.backend import MAX_STRIKES, ReplicaInterface
 from ktransformers.cluster.records import Ask
 from ktransformers.core import FinishReason, TokenEvent
 from ktransformers.errors import DeadlineError, EngineError, NotReadyError, SlowReaderError
@@ -25,12 +25,12 @@ async def service(
     factories: tuple[str, ...] = ("load", "load"),
     max_unread: int = 4096,
     **config: Any,
-) -> AsyncIterator[tuple[ReplicaBackend, FakeReplicas]]:
+) -> AsyncIterator[tuple[ReplicaInterface, FakeReplicas]]:
     async with AsyncExitStack() as stack:
         backends = [await stack.enter_async_context(backend(factory, **config)) for factory in factories]
         replicas = FakeReplicas(*backends, dies=dies)
         stack.push_async_callback(replicas.close)
-        made = ReplicaBackend(replicas, lambda: backends[0].model.tokenizer, max_unread)
+        made = ReplicaInterface(replicas, lambda: backends[0].model.tokenizer, max_unread)
         stack.push_async_callback(made.close)
         with pytest.raises(NotReadyError):
             made.model  # noqa: B018
@@ -153,7 +153,7 @@ async def _rest(events: AsyncGenerator[TokenEvent, None]) -> None:
         pass
 
 
-async def until_suspended(made: ReplicaBackend) -> None:
+async def until_suspended(made: ReplicaInterface) -> None:
     while made.stats().num_suspended != 1:
         await made._look()
         await asyncio.sleep(0)
@@ -165,7 +165,7 @@ def test_the_end_of_an_answer_reaches_its_replica_or_nobody() -> None:
     async def work() -> None:
         async with service(factories=("load_slow",)) as (made, replicas):
             reasons = []
-            async with aclosing(made.generate(asked)) as events:
+            async with aclosing(made.inference(asked)) as events:
                 async for event in events:
                     reasons.append(event.finish_reason)
                     if len(reasons) == 2:
@@ -197,7 +197,7 @@ def test_time_runs_while_no_replica_is_there(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_whoever_does_not_read_is_cut_off() -> None:
     async def work() -> None:
-        async with service(max_unread=4) as (made, _), aclosing(made.generate(long_request())) as events:
+        async with service(max_unread=4) as (made, _), aclosing(made.inference(long_request())) as events:
             await anext(events)
             await until(lambda: made._runs["r1"].buffer.is_closed)
             with pytest.raises(SlowReaderError):
@@ -209,7 +209,7 @@ def test_whoever_does_not_read_is_cut_off() -> None:
 def test_whoever_leaves_frees_the_replica() -> None:
     async def work() -> None:
         async with service(factories=("load_slow",)) as (made, _):
-            async with aclosing(made.generate(long_request())) as events:
+            async with aclosing(made.inference(long_request())) as events:
                 await anext(events)
             while made.stats().num_running or made.stats().scheduler is None:
                 await made._look()

@@ -21,9 +21,9 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.errors import ConfigError
 from ktransformers.profiling.capture import ProfileLimits
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend, GenerationRequest
-from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
-from ktransformers.server.backend.interfaces.transformers import TransformersBackend
+from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest
+from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
+from ktransformers.server.backend.interfaces.transformers import TransformersInterface
 from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.config import ServerConfig
 from tests.support.checks.profiles import check_answers, check_nothing_lost, check_sums, read_profile
@@ -200,13 +200,13 @@ def test_on_and_off_while_requests_run(tmp_path: Path) -> None:
     run(work)
 
 
-@pytest.mark.parametrize("kind", [KTransformersBackend, TransformersBackend])
+@pytest.mark.parametrize("kind", [KTransformersInterface, TransformersInterface])
 def test_a_backend_of_one_sequence(kind: Any, tmp_path: Path) -> None:
     """Chunks of 8, an answer that its reader leaves, one that shares the prompt, and the same without a profile."""
-    paths = {"gguf_path": DEMO_GGUF} if kind is KTransformersBackend else {"model_path": DEMO_CHECKPOINT}
+    paths = {"gguf_path": DEMO_GGUF} if kind is KTransformersInterface else {"model_path": DEMO_CHECKPOINT}
     config = EngineConfig(**paths, cpu_infer=1, cache_lens=256, chunk_size=8)
 
-    async def answered(made: Backend) -> Answers:
+    async def answered(made: BackendInterfaceBase) -> Answers:
         starting = asyncio.create_task(made.start())
         while not made.is_ready and not starting.done():  # requests come as soon as they are let in
             await asyncio.sleep(0)
@@ -218,7 +218,7 @@ def test_a_backend_of_one_sequence(kind: Any, tmp_path: Path) -> None:
             asked = [GenerationRequest(request_id=f"a{i}", prompt_ids=tuple(ids), params=params) for i in range(2)]
             asked.append(replace(asked[0], request_id="short", params=replace(params, max_tokens=1)))
             asked.append(replace(asked[0], request_id="stopped", params=replace(params, stop=("25",))))
-            return tokens_of(asked, [[event async for event in made.generate(one)] for one in asked])
+            return tokens_of(asked, [[event async for event in made.inference(one)] for one in asked])
         finally:
             await made.close()
 
@@ -242,11 +242,11 @@ def test_on_and_off_while_one_sequence_is_answered(tmp_path: Path) -> None:
 
     async def work() -> None:
         config = EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=1024)
-        made = KTransformersBackend(config, ProfileConfig(root=tmp_path))
+        made = KTransformersInterface(config, ProfileConfig(root=tmp_path))
         await made.start()
         try:
             params = SamplingParams(temperature=0, max_tokens=900, seed=1, ignore_eos=True)
-            events = made.generate(GenerationRequest(request_id="a", prompt_ids=(5, 6, 7), params=params))
+            events = made.inference(GenerationRequest(request_id="a", prompt_ids=(5, 6, 7), params=params))
             tokens = [(await anext(events)).token_id for _ in range(3)]
             await made.profiler.start("p", None)
             tokens += [(await anext(events)).token_id for _ in range(20)]
@@ -343,7 +343,7 @@ def test_routes(tmp_path: Path) -> None:
 
 
 def test_without_a_root_or_a_backend_that_records(tmp_path: Path) -> None:
-    async def status_of(made: Backend) -> int:
+    async def status_of(made: BackendInterfaceBase) -> int:
         transport = httpx.ASGITransport(create_app(made, ServerConfig(model_names=("demo",))))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return (await client.post("/v1/profile/start")).status_code

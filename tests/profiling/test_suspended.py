@@ -18,8 +18,8 @@ from ktransformers.profiling.tables import load
 from ktransformers.profiling.trace import write_trace
 from ktransformers.scheduler.profiled import RequestTracker
 from ktransformers.scheduler.records import RequestUpdate, SequenceStart, StepPlan
-from ktransformers.server.backend.base import Backend, GenerationRequest
-from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
+from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest
+from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
 from ktransformers.server.backend.profiler import ProfileConfig
 from tests.support.checks.profiles import ReadProfile, check_sums, read_profile
 from tests.support.models.demo import DEMO_GGUF
@@ -140,9 +140,9 @@ def check_profile(profile: ReadProfile, folder: Path, name: str) -> None:
     assert slices[0]["dur"] == pytest.approx(1e6 * (ended - began), abs=2)
 
 
-async def suspended_once(made: Backend, asked: GenerationRequest) -> list[Any]:
+async def suspended_once(made: BackendInterfaceBase, asked: GenerationRequest) -> list[Any]:
     """Behind its fifth token; others may be computed meanwhile."""
-    events = made.generate(asked)
+    events = made.inference(asked)
     told = [await anext(events) for _ in range(5)]
     made.suspend(asked.request_id)
     rest = asyncio.create_task(collected(events))
@@ -151,9 +151,9 @@ async def suspended_once(made: Backend, asked: GenerationRequest) -> list[Any]:
     return told + await rest
 
 
-async def resumed_late(made: Backend, asked: GenerationRequest) -> list[Any]:
+async def resumed_late(made: BackendInterfaceBase, asked: GenerationRequest) -> list[Any]:
     """Of a request that comes suspended: it tells its past, and no more before it is resumed."""
-    events = made.generate(asked)
+    events = made.inference(asked)
     told = [await anext(events) for _ in asked.past]
     rest = asyncio.create_task(collected(events))
     await until(lambda: made.stats().num_suspended == 1)
@@ -176,7 +176,7 @@ def test_many_sequences(tmp_path: Path) -> None:
             past = [PastToken(0, event.token_id, 0) for event in events[:5]]
             again = replace(asked, request_id="again", past=past, is_suspended=lambda: True)
             assert [event.token_id for event in await resumed_late(made, again)] == [one.token_id for one in events]
-            at_once = made.generate(replace(again, request_id="at once"))
+            at_once = made.inference(replace(again, request_id="at once"))
             first = await anext(at_once)
             made.resume("at once")  # before the scheduler has heard of it
             assert [first.token_id] + [event.token_id for event in await collected(at_once)] == [
@@ -196,7 +196,7 @@ def test_many_sequences(tmp_path: Path) -> None:
 def test_one_sequence(tmp_path: Path) -> None:
     async def work() -> None:
         config = EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=512)
-        made = KTransformersBackend(config, ProfileConfig(tmp_path / "p"))
+        made = KTransformersInterface(config, ProfileConfig(tmp_path / "p"))
         await made.start()
         try:
             params = SamplingParams(temperature=0, max_tokens=400, seed=1, ignore_eos=True)
@@ -206,7 +206,7 @@ def test_one_sequence(tmp_path: Path) -> None:
             events = await resumed_late(made, replace(asked, request_id="c", past=past, is_suspended=lambda: True))
             assert [event.token_id for event in events] == answer
             assert {event.stats.cached_len for event in events} == {2}
-            given_up = made.generate(replace(asked, request_id="d"))
+            given_up = made.inference(replace(asked, request_id="d"))
             await anext(given_up)
             made.suspend("d")
             rest = asyncio.create_task(collected(given_up))
@@ -214,7 +214,7 @@ def test_one_sequence(tmp_path: Path) -> None:
             made.end("d")
             assert (await rest)[-1].finish_reason is FinishReason.ABORT
             await made.profiler.stop()
-            again = made.generate(replace(asked, request_id="b"))
+            again = made.inference(replace(asked, request_id="b"))
             assert answer == [event.token_id for event in await collected(again)]
         finally:
             await made.close()

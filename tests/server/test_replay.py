@@ -20,7 +20,7 @@ from ktransformers.engine.sequence.output_processor import AnswerAssembler
 from ktransformers.errors import UnsupportedError
 from ktransformers.server.answers.replay import take_up
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
+from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.journal.file import JournalFile
 from ktransformers.server.journal.journal import MAX_TRIES, Journal
@@ -64,7 +64,7 @@ class GoingBackend(FakeBackend):
     def resume(self, request_id: str) -> None:
         self.suspended.discard(request_id)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         if request.is_suspended():
             self.suspended.add(request.request_id)
         self.pasts.append(len(request.past))
@@ -98,7 +98,7 @@ class SingleGoing(SteppedBackend):
         return replace(super().model, digest=b"d" * 32)
 
 
-BackendT = TypeVar("BackendT", bound=Backend)
+BackendT = TypeVar("BackendT", bound=BackendInterfaceBase)
 
 
 class Server(Generic[BackendT]):

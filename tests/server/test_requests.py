@@ -18,12 +18,13 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from ktransformers.config import EngineConfig
 from ktransformers.core import Progress, SamplingParams
 from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
-from ktransformers.server.backend.interfaces.single import Loaded, SingleBackend
+from ktransformers.server.backend.interfaces.transformers import Loaded, TransformersInterface
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.run import _drain
@@ -35,14 +36,14 @@ VOCAB = byte_tokenizer().vocab_size
 KEEP = {"x-kt-keep": "60"}
 
 
-class SteppedBackend(SingleBackend):
+class SteppedBackend(TransformersInterface):
     """Each forward takes a permit."""
 
     name = "stepped"
     can_suspend = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(EngineConfig())
         self.permits = threading.Semaphore(0)
         self.runner = FakeRunner(ngram_logits(VOCAB), VOCAB, 256)
 

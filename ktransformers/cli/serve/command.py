@@ -30,7 +30,6 @@ from ktransformers.cli.parsing.process_limits import check_process_limits
 from ktransformers.cli.serve.cluster_options import add_cluster_flags, check_cluster_flags, cluster_args
 from ktransformers.cli.serve.models import IDLE_SECONDS, check_pool_flags, models_file, run_models
 from ktransformers.cli.serve.serving import (
-    BACKENDS,
     DEFAULT_BACKEND,
     ENGINE_TIMEOUT,
     MAX_BATCH_SIZE,
@@ -42,10 +41,11 @@ from ktransformers.cli.serve.serving import (
 )
 from ktransformers.config import KV_DISK_SIZE_GB
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
+from ktransformers.server.utils.create_interface import BACKENDS
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
-    from ktransformers.server.backend.base import Backend
+    from ktransformers.server.backend.base import BackendInterfaceBase
     from ktransformers.server.config import ServerConfig
 
 __all__ = ["add_parser", "run", "server_parser"]
@@ -219,7 +219,7 @@ def _run_cluster(args: argparse.Namespace, config: EngineConfig, server: ServerC
     return 0
 
 
-def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) -> int:
+def run(args: argparse.Namespace, backend: Callable[[], BackendInterfaceBase] | None = None) -> int:
     """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
     set_up_logging(args.log_level, with_time=True)
     check_process_limits()

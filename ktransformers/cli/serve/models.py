@@ -23,9 +23,9 @@ from ktransformers.cli.serve.serving import MAX_BATCH_SIZE, PAGE_SIZE, backend_m
 from ktransformers.config import EngineConfig
 from ktransformers.core import format_bytes
 from ktransformers.errors import CapacityError, ConfigError, KTransformersError, UnsupportedError
+from ktransformers.server.utils.create_interface import interface_class
 
 if TYPE_CHECKING:
-    from ktransformers.server.backend.base import Backend
     from ktransformers.server.config import ServerConfig
     from ktransformers.server.multi_model.needs import ModelNeeds, ToPlan
     from ktransformers.server.multi_model.serving import ModelToServe
@@ -222,23 +222,13 @@ def _to_serve(one: _Asked, needs: ModelNeeds) -> ModelToServe:
         raise ConfigError(f"{one.entry.origin} ({one.entry.names[0]}): {error}") from error
     return ModelToServe(
         config=one.server,
-        kind=_kind(one.args.backend_type),
+        kind=interface_class(one.args.backend_type),
         make=make,
         outline=outline,
         nbytes=needs.nbytes,
         is_kept=one.entry.is_kept,
         is_first=one.entry.is_first,
     )
-
-
-def _kind(backend_type: str) -> type[Backend]:
-    if backend_type == "balance_serve":
-        from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
-
-        return BalanceServeBackend
-    from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
-
-    return KTransformersBackend
 
 
 def _check_first(file: ModelsFile, models: Sequence[ModelToServe], memory: Mapping[str, int]) -> None:

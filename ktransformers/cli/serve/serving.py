@@ -11,15 +11,16 @@ from ktransformers.cli.parsing.options import given_sampling
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
+from ktransformers.server.utils.create_interface import BACKENDS, create_interface, interface_class
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
-    from ktransformers.server.backend.base import Backend
+    from ktransformers.server.backend.base import BackendInterfaceBase
     from ktransformers.server.backend.profiler import ProfileConfig
+    from ktransformers.server.balance.supervisor import BalanceConfig
     from ktransformers.server.config import ServerConfig
 
 __all__ = [
-    "BACKENDS",
     "DEFAULT_BACKEND",
     "ENGINE_TIMEOUT",
     "MAX_BATCH_SIZE",
@@ -32,7 +33,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-BACKENDS = ("balance_serve", "ktransformers", "transformers")
 DEFAULT_BACKEND = "balance_serve"
 _TIER_FLAGS = ("cpu_memory_size_GB", "kv_disk_path", "kv_disk_size_GB")
 _BALANCE_FLAGS = (
@@ -131,34 +131,30 @@ def _profile_config(args: argparse.Namespace) -> ProfileConfig:
     return config
 
 
-def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Backend]:
-    """What makes the backend. Imports it here, before the port is taken."""
+def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[], BackendInterfaceBase]:
+    """Return what makes the backend. Imports it here, before the port is taken. Raises ConfigError."""
     profile = _profile_config(args)
-    if args.backend_type == "balance_serve":
-        from ktransformers.cache.page_folder import private_folder
-        from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
-        from ktransformers.server.balance.supervisor import BalanceConfig
+    interface_class(args.backend_type)
+    balance = _balance_config(args, config) if args.backend_type == "balance_serve" else None
+    return lambda: create_interface(args.backend_type, config, profile, balance)
 
-        if config.kv_disk_path is not None:
-            private_folder(config.kv_disk_path)  # later on, a folder that cannot be used is a line in the log
-        balance = BalanceConfig(
-            engine=config,
-            page_size=PAGE_SIZE if args.page_size is None else args.page_size,
-            max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
-            max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
-            max_gap_ms=MAX_GAP_MS if args.max_gap_ms is None else args.max_gap_ms,
-            has_prefix_cache=config.prefix_cache,
-            max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
-            engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
-            has_spare_engine=args.spare_engine is not False,
-            log_level=args.log_level,
-            has_traces=args.otlp_traces_endpoint is not None,
-        )
-        return lambda: BalanceServeBackend(balance, profile=profile)
-    if args.backend_type == "transformers":
-        from ktransformers.server.backend.interfaces.transformers import TransformersBackend
 
-        return lambda: TransformersBackend(config, profile)
-    from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
+def _balance_config(args: argparse.Namespace, config: EngineConfig) -> BalanceConfig:
+    from ktransformers.cache.page_folder import private_folder
+    from ktransformers.server.balance.supervisor import BalanceConfig
 
-    return lambda: KTransformersBackend(config, profile)
+    if config.kv_disk_path is not None:
+        private_folder(config.kv_disk_path)  # later on, a folder that cannot be used is a line in the log
+    return BalanceConfig(
+        engine=config,
+        page_size=PAGE_SIZE if args.page_size is None else args.page_size,
+        max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
+        max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
+        max_gap_ms=MAX_GAP_MS if args.max_gap_ms is None else args.max_gap_ms,
+        has_prefix_cache=config.prefix_cache,
+        max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
+        engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
+        has_spare_engine=args.spare_engine is not False,
+        log_level=args.log_level,
+        has_traces=args.otlp_traces_endpoint is not None,
+    )

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from ktransformers.core import TokenEvent
-from ktransformers.server.backend.base import Backend, GenerationRequest
+from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest
 
 __all__ = ["run_generations"]
 
@@ -21,7 +21,10 @@ class _Failed:
 
 
 async def run_generations(
-    backend: Backend, requests: Sequence[GenerationRequest], ended: Container[int] = (), order: Iterable[int] = ()
+    backend: BackendInterfaceBase,
+    requests: Sequence[GenerationRequest],
+    ended: Container[int] = (),
+    order: Iterable[int] = (),
 ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
     """(index of the request, event) as they come. The first error of any of them ends all.
 
@@ -31,14 +34,14 @@ async def run_generations(
     Close it (`aclosing`) to stop what still runs.
     """
     if len(requests) == 1:
-        async with aclosing(backend.generate(requests[0])) as events:
+        async with aclosing(backend.inference(requests[0])) as events:
             async for event in events:
                 yield 0, event
                 if 0 in ended:
                     return
         return
     queue: asyncio.Queue[tuple[int, TokenEvent | None] | _Failed] = asyncio.Queue(_MAX_MERGED)
-    generations = [backend.generate(request) for request in requests]
+    generations = [backend.inference(request) for request in requests]
     tasks: list[asyncio.Task[None]] = []
     try:
         for index in order:

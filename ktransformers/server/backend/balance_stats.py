@@ -38,7 +38,7 @@ class BalanceStats(BackendStats):
 class ReplicaFigures:
     """Of one replica of several. node: where it is, as its keeper names places. pid: of its process there.
 
-    pause: see Backend.
+    pause: see BackendInterfaceBase.
     """
 
     name: str

@@ -24,7 +24,7 @@ from ktransformers.server.backend.timeline import Timeline
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.weights.digests.states import FileState
 
-__all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo", "deadline_error"]
+__all__ = ["BackendInterfaceBase", "BackendStats", "GenerationRequest", "ModelInfo", "deadline_error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class BackendStats:
     num_suspended: int = field(default=0, kw_only=True)
 
 
-class Backend(ABC):
+class BackendInterfaceBase(ABC):
     """See the module's docstring. All methods are called on one event loop.
 
     has_priorities: whether GenerationRequest.priority changes the order of service.
@@ -164,7 +164,7 @@ class Backend(ABC):
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), request.params)
 
     @abstractmethod
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """The answer, token by token.
 
         Raises NotReadyError, DeadlineError, EngineError or SlowReaderError (the events are not read, and too many wait)

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from ktransformers.errors import KTransformersError
 from ktransformers.server.app import model_app
-from ktransformers.server.backend.interfaces.on_demand import OnDemandBackend
+from ktransformers.server.backend.interfaces.on_demand import OnDemandInterface
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import Service
 from ktransformers.server.telemetry.activity import LoadingLog, duration
@@ -27,10 +27,10 @@ class ServedModel:
     """app: the routes over the backend, without what stands in front of them. It outlives every load."""
 
     app: FastAPI
-    backend: OnDemandBackend
+    backend: OnDemandInterface
 
     @classmethod
-    def of(cls, backend: OnDemandBackend, config: ServerConfig, traces: TraceSink | None = None) -> ServedModel:
+    def of(cls, backend: OnDemandInterface, config: ServerConfig, traces: TraceSink | None = None) -> ServedModel:
         """config: with the model's own names."""
         return cls(model_app(backend, config, traces), backend)
 

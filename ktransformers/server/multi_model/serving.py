@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ktransformers.server.backend.base import Backend, ModelInfo
-from ktransformers.server.backend.interfaces.on_demand import OnDemandBackend
+from ktransformers.server.backend.base import BackendInterfaceBase, ModelInfo
+from ktransformers.server.backend.interfaces.on_demand import OnDemandInterface
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.listening import Server, bind, ending_signals, uvicorn_config
 from ktransformers.server.multi_model.gateway import Gateway, gateway_app
@@ -43,8 +43,8 @@ class ModelToServe:
     """
 
     config: ServerConfig
-    kind: type[Backend]
-    make: Callable[[], Backend]
+    kind: type[BackendInterfaceBase]
+    make: Callable[[], BackendInterfaceBase]
     outline: ModelInfo
     nbytes: Mapping[str, int]
     is_kept: bool = False
@@ -72,7 +72,7 @@ class Models:
         clock: Clock = time.monotonic,
     ):
         self.served = [
-            ServedModel.of(OnDemandBackend.of(model.kind)(model.make, model.outline), model.config, traces)
+            ServedModel.of(OnDemandInterface.of(model.kind)(model.make, model.outline), model.config, traces)
             for model in models
         ]
         pooled = [PooledModel(model.name, model.nbytes, model.is_kept) for model in models]

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from ktransformers.core import CAPTURING, COMPILING, Progress
-from ktransformers.server.backend.base import Backend
+from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.telemetry.metrics import Counts
 from ktransformers.system.file_kinds import size_of
 
@@ -40,7 +40,7 @@ def duration(seconds: float) -> str:
 class LoadSummary:
     """A line about the time since the last one; none when nobody asked for anything."""
 
-    def __init__(self, backend: Backend, counts: Counts, clock: Clock = time.monotonic):
+    def __init__(self, backend: BackendInterfaceBase, counts: Counts, clock: Clock = time.monotonic):
         self._backend, self._counts, self._clock = backend, counts, clock
         self._before, self._at = replace(counts), clock()
 

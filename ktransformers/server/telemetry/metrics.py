@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from ktransformers.core import FinishReason, GenerationStats
 from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats
-from ktransformers.server.backend.base import Backend
+from ktransformers.server.backend.base import BackendInterfaceBase
 
 __all__ = ["Counts", "Metrics", "Refusals", "render_together"]
 
@@ -28,7 +28,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 class _BackendCollector(Collector):
     """Reads the backend at the moment of the scrape."""
 
-    def __init__(self, backend: Backend, model_name: str):
+    def __init__(self, backend: BackendInterfaceBase, model_name: str):
         self._backend, self._model_name = backend, model_name
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
@@ -162,7 +162,7 @@ class Counts:
 class Metrics:
     """One per app, with a registry of its own."""
 
-    def __init__(self, backend: Backend, model_name: str):
+    def __init__(self, backend: BackendInterfaceBase, model_name: str):
         self.counts = Counts()
         self.registry = CollectorRegistry()
         self.registry.register(_BackendCollector(backend, model_name))

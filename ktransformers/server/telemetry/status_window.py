@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ktransformers.server.backend.balance_stats import BalanceStats
-from ktransformers.server.backend.base import Backend
+from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.telemetry.metrics import Counts
 
@@ -74,7 +74,11 @@ class SpeedMeter:
     """
 
     def __init__(
-        self, backend: Backend, counts: Counts, clock: Clock = time.monotonic, limit_gbps: float | None = None
+        self,
+        backend: BackendInterfaceBase,
+        counts: Counts,
+        clock: Clock = time.monotonic,
+        limit_gbps: float | None = None,
     ):
         self._backend, self._counts, self._clock, self._limit_gbps = backend, counts, clock, limit_gbps
         self._seen: deque[_Seen] = deque([_Seen(clock(), 0, 0, EngineTotals())])

@@ -172,7 +172,7 @@ class Talking(FakeBackend):
     def model(self) -> ModelInfo:
         return ModelInfo(TOKENIZER, 256, TOKENIZER.vocab_size, (), SamplingParams(temperature=0), None, "talking")
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         stats = GenerationStats(prompt_len=len(request.prompt_ids))
         for piece in self._pieces:
             stats.completion_len += 1

@@ -49,7 +49,7 @@ class Talking(FakeBackend):
     def model(self) -> ModelInfo:
         return ModelInfo(TOKENIZER, 512, TOKENIZER.vocab_size, (), SamplingParams(temperature=0), None, "talking")
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.asked = request
         stats = GenerationStats(prompt_len=len(request.prompt_ids), cached_len=4)
         for piece in self._pieces:

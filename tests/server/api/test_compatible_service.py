@@ -16,7 +16,7 @@ from ktransformers.cli.serve.command import server_parser
 from ktransformers.cli.serve.serving import server_config
 from ktransformers.config import EngineConfig
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
+from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
 from ktransformers.server.config import ServerConfig
 from tests.support.models.demo import DEMO_GGUF
 
@@ -35,8 +35,8 @@ LONG = {"messages": [{"role": "user", "content": "Count from 1 to 12."}], "tempe
 @asynccontextmanager
 async def client_of(
     config: ServerConfig, *, is_loaded: bool = True, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, KTransformersBackend]]:
-    made = KTransformersBackend(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, **{"cache_lens": 1024} | settings))
+) -> AsyncIterator[tuple[httpx.AsyncClient, KTransformersInterface]]:
+    made = KTransformersInterface(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, **{"cache_lens": 1024} | settings))
     transport = httpx.ASGITransport(create_app(made, config))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         try:

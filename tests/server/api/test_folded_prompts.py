@@ -33,7 +33,7 @@ class Listening(FakeBackend):
         size = self.tokenizer.vocab_size
         return ModelInfo(self.tokenizer, 1 << 16, size, (), SamplingParams(temperature=0), None, "listening")
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.prompts.append(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
         stats = GenerationStats(prompt_len=len(request.prompt_ids), completion_len=1)
         yield TokenEvent(7, "so", stats, finish_reason=FinishReason.STOP)

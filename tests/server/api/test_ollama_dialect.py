@@ -55,7 +55,7 @@ class Talking(FakeBackend):
             tokenizer, 256, tokenizer.vocab_size, (), SamplingParams(temperature=0), None, "talking", card=card
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.asked.append(request)
         stats = GenerationStats(prompt_len=len(request.prompt_ids))
         for piece in self._pieces:

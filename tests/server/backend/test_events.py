@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
+from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import (
@@ -20,7 +21,7 @@ from ktransformers.errors import (
 )
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import EventBuffer
-from ktransformers.server.backend.interfaces.single import Loaded, SingleBackend
+from ktransformers.server.backend.interfaces.transformers import Loaded, TransformersInterface
 from tests.support.engines.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
 
 VOCAB = byte_tokenizer().vocab_size
@@ -30,14 +31,14 @@ def event(token_id: int) -> TokenEvent:
     return TokenEvent(token_id, "", GenerationStats())
 
 
-class FakeBackend(SingleBackend):
+class FakeBackend(TransformersInterface):
     """A fake model that waits at `gate` before every forward."""
 
     name = "fake"
     can_suspend = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(EngineConfig())
         self.gate = threading.Event()
         self.runner = FakeRunner(ngram_logits(VOCAB), VOCAB, 64)
 
@@ -58,8 +59,8 @@ def request(number: int = 0, **fields: object) -> GenerationRequest:
     return GenerationRequest(**{"request_id": str(number), "prompt_ids": (number, 2, 3), "params": params, **fields})  # type: ignore[arg-type]
 
 
-async def collect(backend: SingleBackend, asked: GenerationRequest) -> list[TokenEvent]:
-    async with aclosing(backend.generate(asked)) as events:
+async def collect(backend: TransformersInterface, asked: GenerationRequest) -> list[TokenEvent]:
+    async with aclosing(backend.inference(asked)) as events:
         return [event async for event in events]
 
 
@@ -165,7 +166,7 @@ def test_suspended_again_and_again() -> None:
         backend.gate.set()
         await backend.start()
         long, got = SamplingParams(temperature=0, max_tokens=40), list[int | None]()
-        async with aclosing(backend.generate(request(0, params=long))) as events:
+        async with aclosing(backend.inference(request(0, params=long))) as events:
             async for one in events:
                 got.append(one.token_id)
                 backend.suspend("0")
@@ -225,7 +226,7 @@ def test_closing_ends_what_runs_and_a_load_in_progress() -> None:
         backend.gate.set()
         await backend.start()
         params = SamplingParams(temperature=0, max_tokens=60)
-        async with aclosing(backend.generate(request(0, params=params))) as events:
+        async with aclosing(backend.inference(request(0, params=params))) as events:
             await anext(events)
             closing = asyncio.create_task(backend.close())
             rest = [event async for event in events]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.errors import EngineError, WeightError
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS
 from ktransformers.weights.digests import files as digests
@@ -32,7 +32,7 @@ async def on_a_copy(tmp_path: Path, clock: ManualClock):  # type: ignore[no-unty
         yield made, model
 
 
-def is_read(made: BalanceServeBackend) -> bool:
+def is_read(made: BalanceServeInterface) -> bool:
     """Whether all of the files' bytes are known."""
     return all(known.digest is not None for known in made.supervisor._files._known.values())
 

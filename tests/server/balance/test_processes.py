@@ -28,7 +28,7 @@ from ktransformers.errors import (
     NotReadyError,
     SlowReaderError,
 )
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend, _commands
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface, _commands
 from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.supervisor import BalanceConfig
 from ktransformers.system.private_folder import PrivateFolder
@@ -70,7 +70,7 @@ def test_choices_of_one_prompt_get_the_answers_they_get_alone() -> None:
         async with backend() as made:
             first = request(8)
             requests = [replace(first, request_id=f"r{i}", params=replace(first.params, seed=i)) for i in range(12)]
-            left = made.generate(replace(first, request_id="left"))
+            left = made.inference(replace(first, request_id="left"))
             leaving = asyncio.create_task(anext(left))
             await asyncio.sleep(0)
             leaving.cancel()  # in the turn in which it came
@@ -144,7 +144,7 @@ def test_an_answer_that_was_begun_before_is_suspended_while_its_past_is_told() -
             heard: list[TokenEvent] = []
 
             async def read() -> None:
-                async with aclosing(made.generate(replace(asked, request_id="again", past=past))) as events:
+                async with aclosing(made.inference(replace(asked, request_id="again", past=past))) as events:
                     async for event in events:
                         heard.append(event)
                         if len(heard) <= len(past):
@@ -351,7 +351,7 @@ def test_loading_reports_progress_and_leaves_nothing_behind() -> None:
         fds = len(os.listdir("/proc/self/fd"))
         heard: list[tuple[int, int, str]] = []
         engine = EngineConfig(gguf_path=DEMO_GGUF, cache_lens=400)
-        made = BalanceServeBackend(
+        made = BalanceServeInterface(
             BalanceConfig(
                 engine=engine, page_size=4, factory="tests.support.servers.balance_fakes:load", log_level="error"
             )
@@ -384,7 +384,7 @@ def test_the_scheduler_process_knows_no_torch() -> None:
 def test_leaving_frees_the_pages_at_once() -> None:
     async def work() -> None:
         async with backend("load_slow") as made:
-            async with aclosing(made.generate(request(1, params={"max_tokens": 2000, "ignore_eos": True}))) as events:
+            async with aclosing(made.inference(request(1, params={"max_tokens": 2000, "ignore_eos": True}))) as events:
                 await anext(events)
                 await until(lambda: made.stats().cache_usage > 0)
             await until(lambda: made.stats().num_running == 0)
@@ -397,7 +397,7 @@ def test_a_slow_reader_is_cut_off_and_the_others_are_served() -> None:
     async def work() -> None:
         async with backend(max_unread=50) as made:
             endless = request(1, params={"max_tokens": 500, "ignore_eos": True})
-            async with aclosing(made.generate(endless)) as slow:
+            async with aclosing(made.inference(endless)) as slow:
                 await anext(slow)
                 check(await collect(made, request(2)), request(2))
                 await until(lambda: made.stats().num_running == 0)

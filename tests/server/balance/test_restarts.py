@@ -21,8 +21,8 @@ from ktransformers.engine.plan.planning import Hardware
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.optimize.machine import Machine
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
-from ktransformers.server.backend.interfaces.on_demand import OnDemandBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
+from ktransformers.server.backend.interfaces.on_demand import OnDemandInterface
 from ktransformers.server.balance import model_engine
 from ktransformers.server.balance.launcher import Launcher
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
@@ -49,7 +49,7 @@ FACTS = EngineFacts(
 )
 
 
-async def killed(made: BalanceServeBackend, number: int) -> asyncio.Task[list[TokenEvent]]:
+async def killed(made: BalanceServeInterface, number: int) -> asyncio.Task[list[TokenEvent]]:
     """A stream whose engine has just been killed in the middle of it."""
     stream = asyncio.create_task(collect(made, request(number, params=LONG)))
     steps = made.stats().engine.num_steps
@@ -201,7 +201,7 @@ def test_what_a_process_reads_from_a_disk_is_seen(tmp_path: Path) -> None:
     assert len(read_so_far(os.getpid())) == 2
 
 
-async def hang_in_loading(made: BalanceServeBackend, clock: ManualClock) -> None:
+async def hang_in_loading(made: BalanceServeInterface, clock: ManualClock) -> None:
     """Let time pass while an engine of load_stuck stands still, until somebody notices."""
 
     def is_noticed() -> bool:
@@ -224,7 +224,7 @@ def test_an_engine_that_hangs_while_loading_is_replaced(caplog: pytest.LogCaptur
             engine=engine, page_size=4, factory="tests.support.servers.balance_fakes:load_stuck", log_level="error",
             has_spare_engine=False, engine_timeout=300.0,
         )  # fmt: skip
-        made = BalanceServeBackend(config, clock=clock)
+        made = BalanceServeInterface(config, clock=clock)
         transport = httpx.ASGITransport(app=create_app(made, ServerConfig(model_names=("demo",))))
 
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -256,13 +256,13 @@ def test_an_engine_that_is_killed_while_it_loads_for_those_who_wait_is_tried_aga
             engine, page_size=4, factory="tests.support.servers.balance_fakes:load_killed_twice", log_level="error",
             has_spare_engine=False,
         )  # fmt: skip
-        made: list[BalanceServeBackend] = []
+        made: list[BalanceServeInterface] = []
 
-        def make() -> BalanceServeBackend:
-            made.append(BalanceServeBackend(config))
+        def make() -> BalanceServeInterface:
+            made.append(BalanceServeInterface(config))
             return made[-1]
 
-        model = OnDemandBackend.of(BalanceServeBackend)(make, None)  # type: ignore[arg-type]
+        model = OnDemandInterface.of(BalanceServeInterface)(make, None)  # type: ignore[arg-type]
         pool = ModelPool([PooledModel("a", {"cpu": 1})], {"cpu": 1}, float("inf"))
         keeper = ModelKeeper(pool, {"a": model}, max_waiting=9)
         await asyncio.gather(*(keeper.enter("a") for _ in range(3)))
@@ -301,7 +301,7 @@ def test_engines_that_always_hang_while_loading_end_the_service() -> None:
             factory="tests.support.servers.balance_fakes:load_stuck",
             max_engine_restarts=0,
         )
-        made = BalanceServeBackend(config, clock=clock)
+        made = BalanceServeInterface(config, clock=clock)
         starting = asyncio.create_task(made.start())
         await hang_in_loading(made, clock)
         with pytest.raises(EngineError, match=r"died 1 times .*--max_engine_restarts"):

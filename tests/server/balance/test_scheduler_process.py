@@ -275,7 +275,7 @@ def test_the_scheduler_has_the_states_that_the_engine_has() -> None:
 def test_the_flag_for_streams_beside_prompts_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command line to the scheduler, which then goes by the times that the engine tells."""
     config: list[BalanceConfig] = []
-    monkeypatch.setattr(balance_serve, "BalanceServeBackend", lambda made, profile: config.append(made))
+    monkeypatch.setattr(balance_serve, "BalanceServeInterface", lambda made, profile: config.append(made))
     args = build_parser().parse_args(["serve", "--max_itl_ratio", "3.5", "--max_gap_ms", "80"])
     serving.backend_maker(args, EngineConfig())()
     started: list[SchedulerOptions] = []

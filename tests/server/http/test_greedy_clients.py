@@ -16,7 +16,7 @@ from ktransformers.core import FinishReason, GenerationStats, Progress, Sampling
 from ktransformers.errors import ConfigError, QueueFullError
 from ktransformers.server.admission import Admission
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
+from ktransformers.server.backend.base import BackendInterfaceBase, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.hosts import HostRule
 from ktransformers.server.middleware import BodyLimits
@@ -27,7 +27,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 2048
 
 
-class CountingBackend(Backend):
+class CountingBackend(BackendInterfaceBase):
     """Every answer is one token, when `gate` is open."""
 
     name = "counting"
@@ -62,7 +62,7 @@ class CountingBackend(Backend):
         self.checked.append(request)
         super().check(request)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.running.append(request)
         await self.gate.wait()
         yield TokenEvent(5, "x", GenerationStats(len(request.prompt_ids), 0, 1), finish_reason=FinishReason.LENGTH)

@@ -29,7 +29,7 @@ from ktransformers.core import GenerationStats, Progress, SamplingParams, TokenE
 from ktransformers.errors import ConfigError
 from ktransformers.server import listening
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
+from ktransformers.server.backend.base import BackendInterfaceBase, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import connection_limit
 from ktransformers.tokenizer import load_tokenizer
@@ -254,7 +254,7 @@ def test_a_client_that_leaves_ends_its_answer(how: str, server: ServerProcess) -
     check_alive(server)
 
 
-class EndlessBackend(Backend):
+class EndlessBackend(BackendInterfaceBase):
     """Answers with long events as fast as they are taken, until the generator is closed, which sets `closed`."""
 
     name = "endless"
@@ -284,7 +284,7 @@ class EndlessBackend(Backend):
     def check(self, request: GenerationRequest) -> None:
         """Takes everything."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         stats = GenerationStats(prompt_len=len(request.prompt_ids))
         try:
             while True:
@@ -302,7 +302,7 @@ class EndlessBackend(Backend):
 
 
 @contextlib.contextmanager
-def impatient_server(backend: Backend, **settings: Any) -> Iterator[int]:
+def impatient_server(backend: BackendInterfaceBase, **settings: Any) -> Iterator[int]:
     """A server in a thread; its port."""
     config = ServerConfig(port=0, model_names=("endless",), **settings)
     listener = listening.bind(config)

@@ -37,10 +37,10 @@ class GatedBackend(FakeBackend):
     def max_running(self) -> int:
         return 100
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.asked.append(request)
         await self.gate.wait()
-        async for event in super().generate(request):
+        async for event in super().inference(request):
             yield event
 
 

@@ -92,9 +92,9 @@ class SlowBackend(FakeBackend):
         super().__init__()
         self.gate = asyncio.Event()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         await self.gate.wait()
-        async for event in super().generate(request):
+        async for event in super().inference(request):
             yield event
 
 

@@ -14,7 +14,7 @@ import pytest
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.multi_model.needs import ToPlan, find_needs, pinned, plan_needs
 from ktransformers.server.multi_model.pool import FIRST_BACK_OFF
 from tests.server.multi_model.test_gateway import DIALECTS, sse, text_of
@@ -126,7 +126,7 @@ def test_an_engine_that_is_killed_takes_its_own_model_down_only(answer: str) -> 
             dying = await Connection(demo.models.app, "POST", "/v1/completions", long | {"model": "a"}).begun()
             first = [await living.event(), await dying.event()]
             (killed,) = demo.made["a"]
-            assert isinstance(killed, BalanceServeBackend)
+            assert isinstance(killed, BalanceServeInterface)
             assert killed.supervisor.engine_pid is not None
             os.kill(killed.supervisor.engine_pid, signal.SIGKILL)
             assert b'"error"' in b"".join(await dying.events())

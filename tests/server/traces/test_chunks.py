@@ -104,13 +104,13 @@ def test_twins_share_a_command_all_the_same() -> None:
 class Chunky(FakeBackend):
     """Has computed each prompt in more chunks than there are spans for."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         timeline = request.timeline
         assert timeline is not None
         timeline.begin(timeline.created)
         for index in range(MAX_CHUNK_SPANS):
             timeline.add(Chunk(timeline.created, timeline.created, index, 1, 1))
-        async for event in super().generate(request):
+        async for event in super().inference(request):
             yield event
 
 

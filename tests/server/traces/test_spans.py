@@ -173,7 +173,7 @@ def test_an_error_in_the_middle(is_streamed: bool, collected: Collected) -> None
 
 
 class Bug(FakeBackend):
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         raise ZeroDivisionError(SECRET)
         yield
 
@@ -192,9 +192,9 @@ class Stuck(FakeBackend):
         super().__init__()
         self._count, self.is_stuck = count, asyncio.Event()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         said = 0
-        async for event in super().generate(request):
+        async for event in super().inference(request):
             if said == self._count:
                 break
             said += 1

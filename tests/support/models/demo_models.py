@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from ktransformers.config import EngineConfig
-from ktransformers.server.backend.base import Backend
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
-from ktransformers.server.backend.interfaces.ktransformers import KTransformersBackend
+from ktransformers.server.backend.base import BackendInterfaceBase
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
+from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
 from ktransformers.server.balance.supervisor import BalanceConfig
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.multi_model.needs import ModelNeeds, ToPlan, pinned, plan_needs
@@ -28,7 +28,7 @@ class Demo:
     """models: what serves. The clock stands still. made: the backends that were ever made, by name."""
 
     def __init__(self, balanced: Sequence[str], single: Sequence[str], num_at_once: int):
-        self.now, self.made = 0.0, dict[str, list[Backend]]()
+        self.now, self.made = 0.0, dict[str, list[BackendInterfaceBase]]()
         needs = plan_needs(ToPlan(CONFIG, page_size=64))
         config = ServerConfig(model_names=("x",))
         self.models = Models(
@@ -42,18 +42,18 @@ class Demo:
     def _model(self, name: str, is_balanced: bool, needs: ModelNeeds) -> ModelToServe:
         engine = pinned(CONFIG, needs)
 
-        def make() -> Backend:
+        def make() -> BackendInterfaceBase:
             if not is_balanced:
-                made: Backend = KTransformersBackend(engine)
+                made: BackendInterfaceBase = KTransformersInterface(engine)
             else:
                 balance = BalanceConfig(engine, max_engine_restarts=0, has_spare_engine=False, log_level="error")
-                made = BalanceServeBackend(balance)
+                made = BalanceServeInterface(balance)
             self.made.setdefault(name, []).append(made)
             return made
 
         return ModelToServe(
             config=ServerConfig(model_names=(name,), listed_names=(name,)),
-            kind=BalanceServeBackend if is_balanced else KTransformersBackend,
+            kind=BalanceServeInterface if is_balanced else KTransformersInterface,
             make=make,
             outline=replace(outline_of(engine, needs)),
             nbytes=needs.nbytes,

@@ -63,7 +63,7 @@ class FakeModel(FakeBackend):
     def model(self) -> ModelInfo:
         return replace(self.life.info(), description="loaded")
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.life.asked.append(request)
         stats = GenerationStats(prompt_len=len(request.prompt_ids), completion_len=1)
         yield TokenEvent(7, self.life.name, stats)

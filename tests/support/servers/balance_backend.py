@@ -14,7 +14,7 @@ import msgspec
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.server.backend.base import GenerationRequest
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig
@@ -43,12 +43,12 @@ async def backend(
     chunk_size: int = 16,
     profile: ProfileConfig | None = None,
     **config: Any,
-) -> AsyncIterator[BalanceServeBackend]:
+) -> AsyncIterator[BalanceServeInterface]:
     engine = EngineConfig(gguf_path=model, cache_lens=cache_lens, chunk_size=chunk_size)
     settings = {"page_size": 4, "max_batch_size": 8, "log_level": "error", "checks_integrity": True}
     settings |= {"has_spare_engine": False} | config
     balance = BalanceConfig(engine=engine, factory=f"tests.support.servers.balance_fakes:{factory}", **settings)
-    made = BalanceServeBackend(balance, max_unread, clock, profile)
+    made = BalanceServeInterface(balance, max_unread, clock, profile)
     try:
         await made.start()
         yield made
@@ -71,8 +71,8 @@ def alone(asked: GenerationRequest) -> tuple[list[int], FinishReason]:
     return answer_alone(msgspec.structs.replace(record, params=asked.params), config)
 
 
-async def collect(made: BalanceServeBackend, asked: GenerationRequest) -> list[TokenEvent]:
-    async with aclosing(made.generate(asked)) as events:
+async def collect(made: BalanceServeInterface, asked: GenerationRequest) -> list[TokenEvent]:
+    async with aclosing(made.inference(asked)) as events:
         return [event async for event in events]
 
 

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.errors import NotReadyError
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
+from ktransformers.server.backend.base import BackendInterfaceBase, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.tokenizer import Tokenizer
 
 MODEL = ModelInfo(Tokenizer(None), 64, 100, (2,), SamplingParams(temperature=0), "FakeForCausalLM", "a fake")
 
 
-class FakeBackend(Backend):
+class FakeBackend(BackendInterfaceBase):
     """Answers every prompt with three tokens. `now` is what stats() says. ended: what `end` was asked."""
 
     name: ClassVar[str] = "fake"
@@ -42,7 +42,7 @@ class FakeBackend(Backend):
     def stats(self) -> BackendStats:
         return self.now
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         stats = GenerationStats(prompt_len=len(request.prompt_ids), cached_len=1)
         for index in range(3):
             stats.completion_len = index + 1

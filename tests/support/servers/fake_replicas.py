@@ -12,7 +12,7 @@ from typing_extensions import override
 from ktransformers.cluster.backend import ReplicaLostError, Replicas
 from ktransformers.cluster.records import Ask, Facts, Message, Order, ReplicaReport, Told, decode, encode
 from ktransformers.cluster.replica import Replica
-from ktransformers.server.backend.interfaces.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 
 
 class FakeReplicas(Replicas):
@@ -21,7 +21,9 @@ class FakeReplicas(Replicas):
     Messages, asks and orders go through their bytes, as they do between processes.
     """
 
-    def __init__(self, *backends: BalanceServeBackend, dies: Callable[[Ask, int], bool] = lambda ask, num_told: False):
+    def __init__(
+        self, *backends: BalanceServeInterface, dies: Callable[[Ask, int], bool] = lambda ask, num_told: False
+    ):
         self._replicas = [Replica(f"replica{number}", backend) for number, backend in enumerate(backends)]
         self.dies = dies
         self.asked: list[Ask] = []

@@ -54,7 +54,7 @@ class ScriptedBackend(FakeBackend):
             TOKENIZER, 1 << 18, TOKENIZER.vocab_size, ends, SamplingParams(temperature=0), None, "scripted"
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
         script = self._scripts.pop(0)
         stats = GenerationStats(prompt_len=len(request.prompt_ids), cached_len=1)

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend
+from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.telemetry.otlp import OtlpTraces
 
@@ -102,7 +102,7 @@ def attributes(span: ReadableSpan) -> Mapping[str, Any]:
     return span.attributes
 
 
-def ask(backend: Backend, collected: Collected, path: str, body: Any, **headers: str) -> httpx.Response:
+def ask(backend: BackendInterfaceBase, collected: Collected, path: str, body: Any, **headers: str) -> httpx.Response:
     async def work() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(backend, CONFIG, collected.traces), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:10002") as client:

@@ -30,7 +30,7 @@ from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, counts_in
 from ktransformers.server.backend.balance_stats import BalanceStats
-from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, deadline_error
+from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.replayed_events import past_events
@@ -51,7 +51,7 @@ from ktransformers.server.balance.messages import (
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 
-__all__ = ["BalanceServeBackend"]
+__all__ = ["BalanceServeInterface"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,11 @@ class _Stream:
         return event.finish_reason is not None and update.finish_reason is None
 
 
-class BalanceServeBackend(Backend):
-    """See Backend. Every method runs on the event loop that `start` runs on. clock: of waits between restarts."""
+class BalanceServeInterface(BackendInterfaceBase):
+    """See BackendInterfaceBase. Every method runs on the event loop that `start` runs on.
+
+    clock: of waits between restarts.
+    """
 
     name: ClassVar[str] = "balance_serve"
     has_priorities: ClassVar[bool] = True
@@ -207,8 +210,11 @@ class BalanceServeBackend(Backend):
             expert_bytes=facts.expert_bytes,
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See Backend. stats.prefill_seconds runs from admission to the first token, without the time in the queue."""
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """See BackendInterfaceBase.
+
+        stats.prefill_seconds runs from admission to the first token, without the time in the queue.
+        """
         model, supervisor = self.model, self.supervisor
         if self._lost is not None:
             raise EngineError(str(self._lost))

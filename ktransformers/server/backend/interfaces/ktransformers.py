@@ -5,29 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from ktransformers.config import EngineConfig
+from typing_extensions import override
+
 from ktransformers.core import Progress
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.engine.step.step_runtime import StepRuntime
-from ktransformers.server.backend.interfaces.single import Loaded, SingleBackend
-from ktransformers.server.backend.profiler import ProfileConfig
+from ktransformers.server.backend.interfaces.transformers import Loaded, TransformersInterface
 
-__all__ = ["KTransformersBackend"]
+__all__ = ["KTransformersInterface"]
 
 
-class KTransformersBackend(SingleBackend):
+class KTransformersInterface(TransformersInterface):
     """Reuses the longest prefix that a prompt shares with the request before it."""
 
     name: ClassVar[str] = "ktransformers"
     can_suspend: ClassVar[bool] = True
     can_go_on: ClassVar[bool] = True
 
-    def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None):
-        super().__init__(profile)
-        self._config = config
-
+    @override
     def _load(self, progress: Progress) -> Loaded:
         check_tokenizer(self._config)
         engine = build_engine(self._config, progress)

@@ -12,28 +12,28 @@ from typing_extensions import override
 
 from ktransformers.core import Progress, TokenEvent
 from ktransformers.errors import KTransformersError, NotReadyError
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
+from ktransformers.server.backend.base import BackendInterfaceBase, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.backend.profiler import Profiler
 
-__all__ = ["OnDemandBackend"]
+__all__ = ["OnDemandInterface"]
 
 
-class OnDemandBackend(Backend):
+class OnDemandInterface(BackendInterfaceBase):
     """make: the real backend, not started. outline: what is known of the model before it was ever loaded.
 
     A subclass that `of` returns has the name and the abilities of the real one.
     """
 
-    def __init__(self, make: Callable[[], Backend], outline: ModelInfo):
+    def __init__(self, make: Callable[[], BackendInterfaceBase], outline: ModelInfo):
         self._make, self._outline = make, outline
-        self._inner: Backend | None = None
+        self._inner: BackendInterfaceBase | None = None
 
     @staticmethod
-    def of(kind: type[Backend]) -> type[OnDemandBackend]:
+    def of(kind: type[BackendInterfaceBase]) -> type[OnDemandInterface]:
         """The class for real backends of this class."""
         traits = ("name", "has_priorities", "can_suspend", "can_go_on", "no_suspension")
         named = {name: getattr(kind, name) for name in traits}
-        return type(f"OnDemand{kind.__name__}", (OnDemandBackend,), named)
+        return type(f"OnDemand{kind.__name__}", (OnDemandInterface,), named)
 
     @override
     async def start(self, progress: Progress | None = None) -> None:
@@ -52,7 +52,7 @@ class OnDemandBackend(Backend):
         if inner is not None:
             await inner.close()
 
-    def _running(self) -> Backend:
+    def _running(self) -> BackendInterfaceBase:
         if self._inner is None:
             raise NotReadyError("the model was stopped; send the request again")
         return self._inner
@@ -93,9 +93,9 @@ class OnDemandBackend(Backend):
     def check(self, request: GenerationRequest) -> None:
         self._running().check(request)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See Backend."""
-        async with aclosing(self._running().generate(request)) as events:
+    async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """See BackendInterfaceBase."""
+        async with aclosing(self._running().inference(request)) as events:
             async for event in events:
                 yield event
 

@@ -1,0 +1,1 @@
+"""What programs around the server need of it."""
