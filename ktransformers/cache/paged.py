@@ -1,8 +1,8 @@
 """Keys and values in pages that any sequence can own. Knows shapes and slots, not who owns what.
 
-L layers; per layer, on its device: keys [num_pages * page_size, kv_heads, key_dim], values [..., kv_heads, value_dim]
+L layers; per layer (KGQACache): keys [num_pages * page_size, kv_heads, key_dim], values [..., kv_heads, value_dim]
 slot of position p of a sequence: block_table[p // page_size] * page_size + p % page_size
-latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
+latent attention (MLA, KDeepSeekV3Cache): kv_heads is 1, and values is a view of the first value_dim columns of keys
 a layer that shares another's keys and values: the same tensors
 types of 8 bits: a scale beside the codes, fp32 [slots, kv_heads, 1]; of latent keys [slots, 1, 2], for the latent part
 and for the rotated one, of which the former is the values' too. A code times its scale is the value.
@@ -21,7 +21,7 @@ import torch
 from ktransformers.cache.state import StateCache, StateShape
 from ktransformers.errors import ConfigError
 
-__all__ = ["LayerShape", "PagedCache", "Scales", "check_page_size", "state_shapes"]
+__all__ = ["KDeepSeekV3Cache", "KGQACache", "LayerShape", "PagedCache", "Scales", "check_page_size", "state_shapes"]
 
 _CPU = torch.device("cpu")
 _SCALE_NBYTES = torch.float32.itemsize
@@ -103,6 +103,63 @@ class LayerShape:
         return num_slots * (position + self.row_dtype.itemsize * self.index_dim)
 
 
+class KGQACache:
+    """Keys and values of one layer with multi-head or grouped-query attention, at num_slots positions.
+
+    keys: [num_slots, kv_heads, key_dim], values: [num_slots, kv_heads, value_dim], of the shape's dtype, on its device.
+    scales: see Scales. Operators write to all of them in place.
+    """
+
+    def __init__(self, shape: LayerShape, num_slots: int):
+        self._shape, self._num_slots = shape, num_slots
+        place: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
+        self.keys = torch.zeros(num_slots, shape.kv_heads, shape.key_dim, **place)
+        self.values = self._make_values(place)
+        self.scales: Scales = (None, None)
+        if shape.is_scaled and shape.has_pages:
+            self.scales = self._make_scales()
+
+    def _make_values(self, place: dict[str, Any]) -> torch.Tensor:
+        return torch.zeros(self._num_slots, self._shape.kv_heads, self._shape.value_dim, **place)
+
+    def _make_scales(self) -> Scales:
+        keys = self._make_key_scales()
+        return keys, torch.zeros_like(keys)
+
+    def _make_key_scales(self) -> torch.Tensor:
+        shape = self._shape
+        return torch.zeros(self._num_slots, shape.kv_heads, shape.key_parts, device=shape.device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what is kept by position, by name ("keys"): [num_slots, ...] each, no byte of them twice."""
+        key_scales, value_scales = self.scales
+        named = {"keys": self.keys, "values": self.values, "key_scales": key_scales, "value_scales": value_scales}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+class KDeepSeekV3Cache(KGQACache):
+    """Latents and rotated keys of one layer with multi-head latent attention (MLA), at num_slots positions.
+
+    keys: [num_slots, 1, key_dim], the latent and then the rotated part. values: a view of the latent part,
+    [num_slots, 1, value_dim], so that they and their scales take no bytes of their own.
+    """
+
+    def _make_values(self, place: dict[str, Any]) -> torch.Tensor:
+        return self.keys[..., : self._shape.value_dim]
+
+    def _make_scales(self) -> Scales:
+        keys = self._make_key_scales()
+        return keys, keys[..., :1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See KGQACache; without the views."""
+        return {name: tensor for name, tensor in super().tensors().items() if not name.startswith("value")}
+
+
+def _layer_cache(shape: LayerShape, num_slots: int) -> KGQACache:
+    return (KDeepSeekV3Cache if shape.is_latent else KGQACache)(shape, num_slots)
+
+
 class PagedCache:
     """num_pages pages of page_size positions. Memory is touched when it is written first.
 
@@ -120,12 +177,10 @@ class PagedCache:
         has_states: bool = False,
     ):
         self.shapes, self.num_pages, self.page_size = tuple(shapes), num_pages, page_size
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._layers: list[KGQACache] = []
         for shape in self.shapes:
-            self._layers.append(self._allocate(shape) if shape.shares is None else self._layers[shape.shares])
-        self._scales: list[Scales] = []
-        for shape in self.shapes:
-            self._scales.append(self._allocate_scales(shape) if shape.shares is None else self._scales[shape.shares])
+            cache = _layer_cache(shape, self.num_slots) if shape.shares is None else self._layers[shape.shares]
+            self._layers.append(cache)
         states = state_shapes(self.shapes)
         self.states = StateCache(states, num_states) if states or has_states else None
         self._index_keys = [
@@ -159,41 +214,21 @@ class PagedCache:
         """Slots of states; 0 where no layer is recurrent."""
         return 0 if self.states is None else self.states.num_slots
 
-    def _allocate(self, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
-        place: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
-        keys = torch.zeros(self.num_slots, shape.kv_heads, shape.key_dim, **place)
-        if shape.is_latent:
-            return keys, keys[..., : shape.value_dim]
-        return keys, torch.zeros(self.num_slots, shape.kv_heads, shape.value_dim, **place)
-
-    def _allocate_scales(self, shape: LayerShape) -> Scales:
-        if not shape.is_scaled or not shape.has_pages:
-            return None, None
-        keys = torch.zeros(self.num_slots, shape.kv_heads, shape.key_parts, device=shape.device)
-        return keys, keys[..., :1] if shape.is_latent else torch.zeros_like(keys)
-
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
-        return self._layers[layer_idx]
+        cache = self._layers[layer_idx]
+        return cache.keys, cache.values
 
     def scales(self, layer_idx: int) -> Scales:
         """Those of `layer(layer_idx)`, which are written with them."""
-        return self._scales[layer_idx]
+        return self._layers[layer_idx].scales
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that is kept by position, by name ("3.keys"): [num_slots, ...] each, no byte of them twice."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for index, shape in enumerate(self.shapes):
             if shape.has_pages and shape.shares is None:
-                keys, values = self._layers[index]
-                found[f"{index}.keys"] = keys
-                if not shape.is_latent:
-                    found[f"{index}.values"] = values
-                key_scales, value_scales = self._scales[index]
-                if key_scales is not None:
-                    found[f"{index}.key_scales"] = key_scales
-                if value_scales is not None and not shape.is_latent:
-                    found[f"{index}.value_scales"] = value_scales
+                found |= {f"{index}.{name}": tensor for name, tensor in self._layers[index].tensors().items()}
             if shape.index_dim:
                 found[f"{index}.index_keys"] = self._index_keys[index]
         return found

@@ -143,7 +143,7 @@ class Answer:
     """One answer and what it depends on, but for keys and values: while it is suspended others may use the runner.
 
     token_ids: the prompt, then the answer so far. stats: the object that every event carries. is_suspended: its last
-    `run` was left; the next one goes on with the same tokens. Made by `begin_answer`.
+    run was left; the next one goes on with the same tokens. Made by `begin_answer`, run by `prefill_and_generate`.
     """
 
     def __init__(
@@ -183,7 +183,8 @@ class Answer:
         pooling = self.params.pooling
         return self.params.prompt_logprobs is not None or (pooling is not None and pooling.needs_all)
 
-    def _must_leave(self, control: Control) -> bool:
+    def must_leave(self, control: Control) -> bool:
+        """Whether `control` stops or suspends the answer before its next forward. Sets is_suspended."""
         if control.should_stop():
             return True
         self.is_suspended = control.should_suspend()
@@ -199,13 +200,13 @@ class Answer:
         """From now on it waits to be run again: profiles do not take that for suspended. From any thread."""
         self._profile.resumed()
 
-    def _prefill(self, cached_len: int, control: Control) -> torch.Tensor | None:
+    def prefill(self, cached_len: int, control: Control) -> torch.Tensor | None:
         """Compute the known tokens from cached_len on; logits [1, V] of the last one, None when stopped in between."""
         logits, chunk_size, total = None, self._chunk_size, len(self.token_ids)
         if self.params.prompt_logprobs is not None:
             chunk_size = min(chunk_size, PROMPT_LOGPROB_ROWS)
         for start in range(cached_len, total, chunk_size):
-            if self._must_leave(control):
+            if self.must_leave(control):
                 return None
             if control.on_prefill is not None:
                 control.on_prefill(start - cached_len, total - cached_len)
@@ -244,14 +245,15 @@ class Answer:
                 start + 1, token_logprobs(logits[: len(followers)], followers, self.params.prompt_logprobs)
             )
 
-    def _decode(self) -> StepLogits:
+    def decode_one_tokens(self) -> StepLogits:
+        """Compute the last of token_ids. Returns the logits that the next one is sampled from."""
         began, position = time.perf_counter(), len(self.token_ids) - 1
         self._profile.begin(1, is_prefill=False, is_sampled=True)
         logits = self._runner.decode(self.token_ids[position], position, self._sampler.need)
         self._add_seconds(began)
         return logits
 
-    def _step(self, logits: StepLogits) -> TokenEvent:
+    def sample(self, logits: StepLogits) -> TokenEvent:
         """Sample the next token and say what it means for the answer."""
         began, stats = time.perf_counter(), self.stats
         self._profile.sampling()
@@ -269,12 +271,8 @@ class Answer:
         reason = self._end.reason(token_id, stats.completion_len + 1)
         return self.assembler.token(token_id, sampled.logprobs, reason, embedding)
 
-    def run(self, cached_len: int, control: Control) -> Iterator[TokenEvent]:
-        """The events of the tokens to come, until the answer ends or is suspended.
-
-        cached_len: leading token_ids whose keys and values the runner holds; the last one is always computed. Raises
-        ValueError for another number.
-        """
+    def begin_run(self, cached_len: int) -> None:
+        """Make ready to compute all known tokens from cached_len on. Raises ValueError as prefill_and_generate does."""
         if not 0 <= cached_len < len(self.token_ids):
             raise ValueError(f"cached_len {cached_len} must leave at least one of {len(self.token_ids)} to compute")
         if cached_len and self.params.prompt_logprobs is not None:
@@ -283,28 +281,17 @@ class Answer:
             self._has_begun, self._profile.cached_len = True, cached_len
             found_len = min(cached_len, self.stats.prompt_len)
             self.stats.cached_len = found_len if self._told_cached_len is None else self._told_cached_len
-        return self._events(cached_len, control)
 
-    def _events(self, cached_len: int, control: Control) -> Iterator[TokenEvent]:
-        reason = FinishReason.ABORT  # of an answer that is stopped, closed or fails
+    def begin_turn(self) -> None:
+        """Note that it runs from now on, until it ends or is suspended."""
         self.is_suspended = False
         self._profile.resumed()
         if self.params.pooling is not None and not self.stats.completion_len:
             self._pooled = Pooled(self.params.pooling)
-        try:
-            logits: StepLogits | None = self._prefill(cached_len, control)
-            while logits is not None:
-                event = self._step(logits)
-                reason = event.finish_reason or reason
-                yield event
-                if event.finish_reason is not None:
-                    return
-                logits = None if self._must_leave(control) else self._decode()
-            if not self.is_suspended:
-                yield self.assembler.aborted()
-        finally:
-            if not self.is_suspended:
-                self._profile.ended(reason)
+
+    def ended(self, reason: FinishReason) -> None:
+        """Note the end in profiles."""
+        self._profile.ended(reason)
 
 
 def begin_answer(
@@ -344,19 +331,31 @@ def begin_answer(
     return Answer(runner, begun, config, end, mask, AnswerProfile(slot, name, prompt_len, 0))
 
 
-def prefill_and_generate(
-    runner: SequenceRunner,
-    prompt_ids: Sequence[int],
-    params: SamplingParams,
-    config: GenerateConfig,
-    *,
-    cached_len: int = 0,
-    should_stop: Callable[[], bool] = _never,
-    on_prefill: PrefillProgress | None = None,
-) -> Iterator[TokenEvent]:
-    """Generate the answer to prompt_ids, one event per token. The last event carries the finish reason.
+def prefill_and_generate(answer: Answer, cached_len: int = 0, control: Control | None = None) -> Iterator[TokenEvent]:
+    """Compute the known tokens of an answer, then one token after the other. Yields an event for each new token.
 
-    See `begin_answer`, whose errors this raises before any work, Answer.run, and Control.
+    The last event carries the finish reason; an answer that is suspended has none yet, and may be run again.
+    cached_len: leading token_ids whose keys and values the runner holds; the last one is always computed. Raises
+    ValueError for another number, before any work.
     """
-    control = Control(should_stop, on_prefill=on_prefill)
-    return begin_answer(runner, BegunAnswer(prompt_ids, params), config).run(cached_len, control)
+    answer.begin_run(cached_len)
+    return _events(answer, cached_len, control or Control())
+
+
+def _events(answer: Answer, cached_len: int, control: Control) -> Iterator[TokenEvent]:
+    reason = FinishReason.ABORT  # of an answer that is stopped, closed or fails
+    answer.begin_turn()
+    try:
+        logits: StepLogits | None = answer.prefill(cached_len, control)
+        while logits is not None:
+            event = answer.sample(logits)
+            reason = event.finish_reason or reason
+            yield event
+            if event.finish_reason is not None:
+                return
+            logits = None if answer.must_leave(control) else answer.decode_one_tokens()
+        if not answer.is_suspended:
+            yield answer.assembler.aborted()
+    finally:
+        if not answer.is_suspended:
+            answer.ended(reason)

@@ -28,6 +28,7 @@ from ktransformers.engine.sequence.generate import (
     PrefillProgress,
     SequenceRunner,
     begin_answer,
+    prefill_and_generate,
 )
 from ktransformers.engine.sequence.profiled import ProfileSlot
 from ktransformers.engine.sequence.saved_session import SavedSession, read_saved, write_saved
@@ -252,7 +253,8 @@ class Session:
         shared = min(common_prefix_len(self._runner.token_ids, answer.token_ids), len(answer.token_ids) - 1)
         if answer.needs_all or not self._has_prefix_cache:
             shared = 0
-        self._last, self._running = answer, answer.run(self._runner.resume_len(shared), control)
+        self._last = answer
+        self._running = prefill_and_generate(answer, self._runner.resume_len(shared), control)
         return self._running
 
     # Files.

@@ -20,8 +20,8 @@ from typing_extensions import override
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs, StepSize
 
 __all__ = [
+    "CUDAGraphRunner",
     "CudaGraphs",
-    "DecodeGraphs",
     "GraphBackend",
     "Replayable",
     "ReplayedWork",
@@ -217,8 +217,8 @@ class StepMarks(Protocol):
         ...
 
 
-class DecodeGraphs:
-    """Decode steps of up to max(batch_sizes) rows, each of a sequence of its own, and steps of the sizes in `mixed`.
+class CUDAGraphRunner:
+    """Runs decode steps of up to max(batch_sizes) rows, each of its own sequence, and steps of the sizes in `mixed`.
 
     run: from inputs on the device to logits [N, V] of the rows that are kept, the same computation for every size.
     make_static_inputs: StaticInputs of a size, largest first. backend: None runs the same padded steps without
@@ -253,7 +253,7 @@ class DecodeGraphs:
             self._captured = {size: _Captured(None, None, make_static_inputs(size), ()) for size in sizes}
             self._device = self._captured[sizes[0]].static.device
         else:
-            self._capture_all(sizes, backend, progress or (lambda done, total: None))
+            self.capture(sizes, backend, progress or (lambda done, total: None))
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -265,10 +265,8 @@ class DecodeGraphs:
         """The same of other steps."""
         return tuple(size for size in sorted(self._captured) if not size.is_decode)
 
-    def _capture_all(
-        self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]
-    ) -> None:
-        """Capture while it works."""
+    def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
+        """Capture steps of these sizes, in this order, until one cannot be captured. The constructor calls this."""
         began, left = time.perf_counter(), list(sizes)
         progress(0, len(sizes))
         while left:
@@ -339,11 +337,12 @@ class DecodeGraphs:
         is_due = self._marks is not None and self._marks.is_due()
         return (self._timed.get(size) if is_due else None) or self._captured[size]
 
-    def step(self, inputs: DecodeInputs) -> Tensor:
-        """Logits [N, V] of a step whose inputs are on the CPU; valid until the next step.
+    def forward(self, inputs: DecodeInputs) -> Tensor:
+        """Run one step, whose inputs are on the CPU. Returns logits [N, V], which are valid until the next step.
 
-        Runs in the smallest graph that suits it; eagerly when none does, which is what a longer block table or a failed
-        capture leave.
+        The inputs are copied to where the graph was captured with them, then the graph is replayed: the smallest one
+        that suits the step. It runs eagerly when none does, which is what a longer block table or a failed capture
+        leave.
         """
         captured = self._find(inputs)
         if captured is None:

@@ -16,7 +16,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.sampling.reduced import StepLogits
 from ktransformers.engine.step.context import PREFILL_ROWS
-from ktransformers.engine.step.cuda_graph_runner import DecodeGraphs, GraphBackend, StepMarks
+from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, GraphBackend, StepMarks
 from ktransformers.engine.step.decode_inputs import (
     DecodeInputs,
     InputMemory,
@@ -87,7 +87,7 @@ class DecodeSteps:
         self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
         self._fetch: LogitsFetch | None = None
         memory = InputMemory(device)
-        self._graphs = DecodeGraphs(
+        self._graphs = CUDAGraphRunner(
             self._run,
             decode_batch_sizes(self.max_rows),
             lambda size: StaticInputs(
@@ -106,7 +106,7 @@ class DecodeSteps:
         return sorted({*decode, *self._graphs.mixed_sizes}, reverse=True)
 
     def time_steps(self, marks: StepMarks | None) -> None:
-        """See DecodeGraphs.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
+        """See CUDAGraphRunner.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
         self._graphs.time_steps(marks, KEPT_ROWS)
 
     def takes(self, context: ForwardContext, num_kept: int) -> bool:
@@ -188,4 +188,4 @@ class DecodeSteps:
             token_ids,
             keep,
         )
-        return self._graphs.step(inputs)
+        return self._graphs.forward(inputs)

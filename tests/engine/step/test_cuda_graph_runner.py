@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from ktransformers.engine.step.cuda_graph_runner import DecodeGraphs
+from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner
 from ktransformers.engine.step.decode_inputs import (
     DecodeInputs,
     InputMemory,
@@ -105,7 +105,7 @@ class CachedModel:
 
 def make_graphs(model, sizes=(1, 2, 4), backend=None, **options):
     backend = backend or FakeBackend()
-    return DecodeGraphs(
+    return CUDAGraphRunner(
         model, sizes, lambda size: StaticInputs(size, 3, CPU, 1, torch.float64), backend, **options
     ), backend
 
@@ -141,7 +141,7 @@ def test_sequences_come_out_as_counted_by_hand(sizes):
         alive = [s for s in range(3) if step < (12, 8, 4)[s]]
         for s in alive:
             sequences[s].append((5 * step + 3 * s) % VOCAB)
-        logits = graphs.step(decode_inputs([sequences[s] for s in alive], [tables[s] for s in alive]))
+        logits = graphs.forward(decode_inputs([sequences[s] for s in alive], [tables[s] for s in alive]))
         want = torch.stack([torch.bincount(torch.tensor(sequences[s]), minlength=VOCAB) for s in alive])
         assert torch.equal(logits, want.float())
     assert sum(graph.replays for graph in backend.graphs.values()) == 12
@@ -161,13 +161,13 @@ def test_the_smallest_that_fits_is_replayed():
     assert graphs.reason is None
     for rows, size in ((1, 1), (2, 2), (3, 4), (4, 4)):
         before = backend.graphs[size].replays
-        assert graphs.step(decode_inputs([[7]] * rows, [[s, 0, 0] for s in range(rows)])).shape == (rows, VOCAB)
+        assert graphs.forward(decode_inputs([[7]] * rows, [[s, 0, 0] for s in range(rows)])).shape == (rows, VOCAB)
         assert backend.graphs[size].replays == before + 1
         assert work.expected.pop() == (2, rows)
     # A page table that is wider than the graphs', and a batch that is larger, run as they are.
     for rows, pages in ((1, 4), (5, 3)):
         model.sizes.clear()
-        assert graphs.step(decode_inputs([[7]] * rows, [[s, 0, 0, 0][:pages] for s in range(rows)])).shape[0] == rows
+        assert graphs.forward(decode_inputs([[7]] * rows, [[s, 0, 0, 0][:pages] for s in range(rows)])).shape[0] == rows
         assert model.sizes == [rows]
         assert not work.expected
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_captured_runs_without(fails_below, left, caplog):
     assert graphs.reason == f"batch size {size}: operation not permitted when stream is capturing"
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert "operation not permitted" in caplog.text
-    logits = graphs.step(decode_inputs([[3]], [[1, 0, 0]]))
+    logits = graphs.forward(decode_inputs([[3]], [[1, 0, 0]]))
     assert torch.equal(logits, torch.eye(VOCAB)[3:4])
     assert bool(left) == any(graph.replays for graph in backend.graphs.values())
 
@@ -214,10 +214,10 @@ def test_rows_of_prompts_beside_decoded_ones():
     assert model.sizes[::2] == [16, 8, 4, 2, 1]
     assert (graphs.batch_sizes, graphs.mixed_sizes) == ((1, 2, 4), MIXED)
     first, second = [3, 3, 5, 7, 9], [1, 2, 3, 1, 2, 1]
-    graphs.step(mixed_inputs([first[:4]], [0], [3]))
+    graphs.forward(mixed_inputs([first[:4]], [0], [3]))
     assert work.expected.pop() == (2, 4)
     replays = backend.graphs[2].replays
-    got = graphs.step(mixed_inputs([first, second], [4, 0], [0, 6]))
+    got = graphs.forward(mixed_inputs([first, second], [4, 0], [0, 6]))
     want = [torch.bincount(torch.tensor(sequence), minlength=VOCAB) for sequence in (first, second)]
     assert torch.equal(got, torch.stack(want).float())
     assert work.expected == [(2, 7)]
@@ -287,10 +287,10 @@ def test_graphs_share_their_inputs():
 
 def test_steps_can_be_padded_without_being_captured():
     model = CachedModel()
-    graphs = DecodeGraphs(model, (1, 4), lambda size: StaticInputs(size, 3, CPU, 1, torch.float64), None)
+    graphs = CUDAGraphRunner(model, (1, 4), lambda size: StaticInputs(size, 3, CPU, 1, torch.float64), None)
     assert (graphs.batch_sizes, graphs.reason, model.sizes) == ((1, 4), None, [])
     for rows, size in ((1, 1), (3, 4)):
-        logits = graphs.step(decode_inputs([[7]] * rows, [[s, 0, 0] for s in range(rows)]))
+        logits = graphs.forward(decode_inputs([[7]] * rows, [[s, 0, 0] for s in range(rows)]))
         assert torch.equal(logits, torch.eye(VOCAB)[7].expand(rows, VOCAB))
         assert model.sizes.pop() == size
 
@@ -387,10 +387,10 @@ def test_experts_on_the_cpu_beside_the_graph(method):
     def make(size):
         return StaticInputs(size, 3, CPU, 1, torch.float64)
 
-    graphs = DecodeGraphs(run, (1, 2, 4), make, StreamBackend(driver), lambda: [streamed])
+    graphs = CUDAGraphRunner(run, (1, 2, 4), make, StreamBackend(driver), lambda: [streamed])
     for step in range(30):
         tokens = [(step * 7 + row) % VOCAB for row in range(1 + step % 4)]
-        got = graphs.step(decode_inputs([[token] for token in tokens], [[0, 0, 0]] * len(tokens)))
+        got = graphs.forward(decode_inputs([[token] for token in tokens], [[0, 0, 0]] * len(tokens)))
         driver.synchronize()
         want = embedding[tokens]
         ids, weights = torch.tensor(tokens)[:, None] % experts, torch.ones(len(tokens), 1)

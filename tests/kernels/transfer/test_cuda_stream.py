@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from ktransformers.engine.step.cuda_graph_runner import CudaGraphs, DecodeGraphs
+from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, CudaGraphs
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs
 from ktransformers.errors import EngineError, KernelError
 from ktransformers.kernels.cpu import MoeKernel
@@ -106,7 +106,7 @@ def test_decode_graphs_equal_eager_steps(experts, kernels):
     def make(size: int) -> StaticInputs:
         return StaticInputs(size, 3, device, 1, torch.float32)
 
-    graphs = DecodeGraphs(run, (1, 2, 4), make, CudaGraphs([device]), lambda: [experts])
+    graphs = CUDAGraphRunner(run, (1, 2, 4), make, CudaGraphs([device]), lambda: [experts])
     assert graphs.reason is None
     assert graphs.batch_sizes == (1, 2, 4)
     for number in range(200):
@@ -114,7 +114,7 @@ def test_decode_graphs_equal_eager_steps(experts, kernels):
         tokens = (torch.arange(rows) * 7 + number) % 50
         row = torch.arange(rows, dtype=torch.int32)
         step = DecodeInputs(tokens[:, None].float(), tokens, tokens, row, row, torch.zeros(rows, 3, dtype=torch.int32))
-        got = graphs.step(step).clone()
+        got = graphs.forward(step).clone()
         if number % 10 == 0:
             assert torch.equal(got, run(step.to(device)))
     torch.cuda.synchronize()
@@ -127,12 +127,12 @@ def test_a_step_that_synchronizes_is_not_captured():
     def run(step: DecodeInputs) -> torch.Tensor:
         return torch.full((step.num_rows, 2), float(step.hidden_states.sum().item()), device=device)
 
-    graphs = DecodeGraphs(run, (1, 2), lambda size: StaticInputs(size, 1, device, 1), CudaGraphs([device]))
+    graphs = CUDAGraphRunner(run, (1, 2), lambda size: StaticInputs(size, 1, device, 1), CudaGraphs([device]))
     assert graphs.batch_sizes == ()
     assert graphs.reason is not None
     row = torch.zeros(1, dtype=torch.int32)
     step = DecodeInputs(torch.tensor([[7.0]]), torch.tensor([0]), torch.tensor([0]), row, row, torch.zeros(1, 1).int())
-    assert graphs.step(step).tolist() == [[7.0, 7.0]]
+    assert graphs.forward(step).tolist() == [[7.0, 7.0]]
 
 
 def test_graphs_of_a_lost_engine_do_not_end_a_capture():

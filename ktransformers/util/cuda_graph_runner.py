@@ -1,0 +1,3 @@
+"""The graph runner, where upstream has it."""
+
+from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner as CUDAGraphRunner
