@@ -22,6 +22,10 @@ def _fix_sys_path() -> None:
 if __name__ == "__main__" and not __package__:
     _fix_sys_path()
 
+from ktransformers.models.registry import custom_models, default_optimize_rules  # noqa: E402 - the path comes first
+
+__all__ = ["custom_models", "default_optimize_rules", "main"]
+
 
 def main() -> int:
     """Chat as the command line says. Returns the exit code."""

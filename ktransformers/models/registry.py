@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
-    "FAMILIES",
     "OTHER_NAMES",
     "TESTED_TYPES",
     "Family",
     "UpstreamNames",
-    "default_rules",
+    "custom_models",
+    "default_optimize_rules",
     "family_of",
     "ignorable_tensors",
     "is_tested",
@@ -60,7 +60,7 @@ class Family:
 
 _SPARSE_BLOCK = ("mlp", "block_sparse_moe")
 
-FAMILIES: Mapping[str, Family] = {
+custom_models: Mapping[str, Family] = {
     "axk2": Family("AXK2.yaml"),
     "bailing_hybrid": Family("BailingHybrid.yaml"),
     "deepseek_v2": Family(
@@ -95,6 +95,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml", gguf_arch="qwen3moe"),
     "qwen4_exp_text": Family("Qwen4Exp.yaml"),
 }
+"""By model_type: families that need something particular. The classes of all models are those of transformers.
+
+Which families run at all is said by models/families.py.
+"""
 
 OTHER_NAMES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """model_type of published configs -> the class of transformers that computes the same.
@@ -104,7 +108,7 @@ Such configs name Python files of the model's own, which are not needed then."""
 
 def family_of(model_type: str) -> Family:
     """What is particular to `model_type`; nothing for most."""
-    return FAMILIES.get(model_type, Family())
+    return custom_models.get(model_type, Family())
 
 
 def is_tested(facts: ModelFacts) -> bool:
@@ -112,8 +116,8 @@ def is_tested(facts: ModelFacts) -> bool:
     return facts.is_of_transformers and facts.model_type in TESTED_TYPES
 
 
-def default_rules(facts: ModelFacts, model: nn.Module | None = None) -> Path:
-    """The rule file for a model without one of its own.
+def default_optimize_rules(facts: ModelFacts, model: nn.Module | None = None) -> Path:
+    """Return the path of the rule file for a model that comes without --optimize_config_path.
 
     model, when it is at hand (on meta), tells whether there are experts; otherwise the config's words count.
     """

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from ktransformers.models.registry import FAMILIES, family_of
+from ktransformers.models.registry import custom_models, family_of
 from ktransformers.operators.base import Operator
 
 __all__ = [
@@ -179,7 +179,7 @@ _UNDRIVEN = (
 
 _KNOWN_PACKAGES = frozenset({"ktransformers", "transformers", "torch"})  # that run here anyway
 
-_MODEL_MODULES = {family.upstream.module: name for name, family in FAMILIES.items() if family.upstream is not None}
+_MODEL_MODULES = {family.upstream.module: name for name, family in custom_models.items() if family.upstream is not None}
 _ROPE_VARIANT = re.compile(r"(Linear|LinearScaling|DynamicNTKScaling|DynamicNTKAlpha|Yarn)(?=RotaryEmbedding$)")
 
 

@@ -15,7 +15,7 @@ from ktransformers.engine.model.skeleton import load_hf_config
 from ktransformers.errors import ConfigError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf
-from ktransformers.models.registry import default_rules
+from ktransformers.models.registry import default_optimize_rules
 from ktransformers.system.shipped_rules import shipped_path
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.weights.gguf.file import open_gguf
@@ -85,7 +85,7 @@ def test_the_models_own_python_files_are_not_wanted(tmp_path: Path) -> None:
     for is_trusted in (False, True):
         config = load_hf_config(tmp_path, trust_remote_code=is_trusted)
         assert (config.model_type, config.num_hidden_layers) == ("deepseek_v3", 2)
-        assert default_rules(ModelFacts.of(config)) == shipped_path("DeepSeek-V3-Chat.yaml")
+        assert default_optimize_rules(ModelFacts.of(config)) == shipped_path("DeepSeek-V3-Chat.yaml")
 
 
 def test_gguf_of_the_published_size() -> None:

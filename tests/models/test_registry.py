@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.registry import FAMILIES, default_rules, ignorable_tensors
+from ktransformers.models.registry import custom_models, default_optimize_rules, ignorable_tensors
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_operators import meta_model
 from tests.support.models.tiny_models import DENSE_TYPES, MOE_TYPES, tiny_config
@@ -30,17 +30,17 @@ def test_default_rules(model_type: str) -> None:
     expected = NAMED.get(model_type, "default-dense.yaml" if model_type in DENSE_TYPES else "default-moe.yaml")
     model = meta_model(model_type)
     facts = ModelFacts.of(model.config)
-    assert default_rules(facts, model) == shipped_path(expected)
-    assert default_rules(facts) == shipped_path(expected)  # the config's own words lead to the same file
+    assert default_optimize_rules(facts, model) == shipped_path(expected)
+    assert default_optimize_rules(facts) == shipped_path(expected)  # the config's own words lead to the same file
 
 
 def test_low_rank_query_of_deepseek_v2() -> None:
     config = tiny_config("deepseek_v2", q_lora_rank=64)
-    assert default_rules(ModelFacts.of(config)) == shipped_path("DeepSeek-V2-Chat.yaml")
+    assert default_optimize_rules(ModelFacts.of(config)) == shipped_path("DeepSeek-V2-Chat.yaml")
 
 
 def test_files_exist() -> None:
-    for family in FAMILIES.values():
+    for family in custom_models.values():
         for name in (family.rules, family.rules_without_q_lora):
             assert name is None or shipped_path(name).is_file()
 

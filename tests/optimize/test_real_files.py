@@ -10,7 +10,7 @@ from safetensors import safe_open
 from ktransformers.engine.model.skeleton import build_skeleton, restore_buffers
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.registry import default_rules
+from ktransformers.models.registry import default_optimize_rules
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import make_plan
@@ -36,7 +36,7 @@ def test_bytes_are_those_of_the_checkpoint(model_type: str, is_tied: bool, tmp_p
     try:
         plan = make_plan(
             skeleton,
-            load_rules(default_rules(facts, skeleton)),
+            load_rules(default_optimize_rules(facts, skeleton)),
             operator_config=OperatorConfig(facts, pool),
             source=source,
             machine=MACHINE,

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import KTransformersError, RuleError
-from ktransformers.models.registry import FAMILIES
+from ktransformers.models.registry import custom_models
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.rules import Rules, load_rules
@@ -428,12 +428,14 @@ def test_the_documentation_has_every_file() -> None:
     assert table.keys() == set(SHIPPED)
     chosen = {
         name: {
-            model_type for model_type, family in FAMILIES.items() if name in (family.rules, family.rules_without_q_lora)
+            model_type
+            for model_type, family in custom_models.items()
+            if name in (family.rules, family.rules_without_q_lora)
         }
         for name in SHIPPED
     }
     for name, (types, _) in table.items():
-        listed = {known for known in re.findall(r"`(\w+)`", types) if known in FAMILIES}
+        listed = {known for known in re.findall(r"`(\w+)`", types) if known in custom_models}
         assert listed == chosen[name], name
 
 

@@ -26,7 +26,7 @@ from ktransformers.engine.step.step_sizes import GRAPH_ROWS, largest_graph
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.registry import default_rules, ignorable_tensors
+from ktransformers.models.registry import default_optimize_rules, ignorable_tensors
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.attention.rope import KRotaryEmbedding
@@ -274,7 +274,7 @@ class Planner:
         opened = self.opened
         config, model = opened.config, opened.model
         if not self._rules:  # read once: what it logs is said once
-            path = config.optimize_config_path or default_rules(opened.facts, model)
+            path = config.optimize_config_path or default_optimize_rules(opened.facts, model)
             self._rules.append(load_rules(path, config.trust_rules))
         (rules,) = self._rules
         is_unused = ignorable_tensors(model, opened.facts)

@@ -14,7 +14,7 @@ import math
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType, RawTensor, row_bytes
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.registry import FAMILIES, family_of
+from ktransformers.models.registry import custom_models, family_of
 from ktransformers.weights.conversion.checkpoint_names import Origin
 from ktransformers.weights.experts import RawMatrix, check_expert_shape
 from ktransformers.weights.gguf.names import GGUFNames
@@ -47,7 +47,7 @@ class MergedTensors:
         self._model, self._tensors = model, model.tensors
         arch = family_of(facts.model_type).gguf_arch
         if arch is None:
-            known = ", ".join(name for name, family in FAMILIES.items() if family.gguf_arch is not None)
+            known = ", ".join(name for name, family in custom_models.items() if family.gguf_arch is not None)
             raise UnsupportedError(f"safetensors with GGUF's names are read for {known}, not for {facts.model_type}")
         self._names = GGUFNames(arch, facts, self._tensors)
 

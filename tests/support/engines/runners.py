@@ -13,7 +13,7 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.registry import default_rules
+from ktransformers.models.registry import default_optimize_rules
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.layers.cpu import fuse_layers, watch_step
 from ktransformers.operators.layers.native_stack import stack_cpu_layers
@@ -31,7 +31,7 @@ def runner_of(model: torch.nn.Module, max_len: int = 64, *, strict: bool = True,
     pool, source = WorkerPool(1), DictSource(state)
     plan = make_plan(
         skeleton,
-        load_rules(default_rules(facts, skeleton)),
+        load_rules(default_optimize_rules(facts, skeleton)),
         operator_config=OperatorConfig(facts, pool),
         source=source,
         machine=detect_machine(),
