@@ -60,8 +60,8 @@ MATCHED = {
 REPLACING = {
     "linear": "KTransformersLinear",
     "experts": "KTransformersExperts KTransformersExpertsV2 KGlm4Experts KDeepseekV2MoE KDeepseekV3MoE "
-    "KDeepseekV3MoEV2 KQwen2MoeSparseMoeBlock KQwen2MoeSparseMoeBlockV2 KQwen3MoeSparseMoeBlock KQwen3MoeSparseMoeBlockV2 "
-    "KMistralSparseMoEBlock KGlm4MoeMoE",
+    "KDeepseekV3MoEV2 KQwen2MoeSparseMoeBlock KQwen2MoeSparseMoeBlockV2 KQwen3MoeSparseMoeBlock "
+    "KQwen3MoeSparseMoeBlockV2 KMistralSparseMoEBlock KGlm4MoeMoE",
     "gate": "KMoEGate KMoEGateQwen2Moe",
     "attention": "KDeepseekV2Attention KLlamaAttention",
     "balance_serve_attention": "flashinfer_attn KQwen2MoeAttention KQwen3MoeAttention KGlm4MoeAttention",

@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
-from ktransformers.engine.sequence.output_processor import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.errors import UnsupportedError
 from ktransformers.server.answers.replay import take_up
 from ktransformers.server.app import create_app
@@ -69,19 +69,19 @@ class GoingBackend(FakeBackend):
             self.suspended.add(request.request_id)
         self.pasts.append(len(request.past))
         self.timeouts.append(request.timeout)
-        assembler = AnswerAssembler(TOKENIZER, request.params, len(request.prompt_ids))
+        output_processor = OutputProcessor(TOKENIZER, request.params, len(request.prompt_ids))
         for past in request.past:
-            yield assembler.token(past.token_id, past.logprobs, past.reason)
+            yield output_processor.token(past.token_id, past.logprobs, past.reason)
         if request.timeout is not None and request.timeout < 1:
             raise deadline_error(request)
         for number in range(len(request.past), NUM_TOKENS):
             await until(lambda: request.request_id not in self.suspended)
             await self.permits.acquire()
             if request.request_id in self.ended:
-                yield assembler.aborted()
+                yield output_processor.aborted()
                 return
             token = LETTERS[((request.params.seed or 0) + number) % len(LETTERS)]
-            yield assembler.token(token, None, FinishReason.LENGTH if number == NUM_TOKENS - 1 else None)
+            yield output_processor.token(token, None, FinishReason.LENGTH if number == NUM_TOKENS - 1 else None)
 
     def end(self, request_id: str) -> None:
         super().end(request_id)

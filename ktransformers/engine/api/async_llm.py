@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.api.batch_loop import BatchLoop, Question
+from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
 from ktransformers.engine.api.home import OwnerProcess, return_memory
 from ktransformers.engine.api.llm import describe_batches, load_batches, prompt_reader
 from ktransformers.engine.api.llm_options import EngineKeywords, LLMOptions, llm_options
@@ -337,12 +337,12 @@ class AsyncLLM:
             try:
                 loop.call_soon_threadsafe(events.put_nowait, said)
             except RuntimeError:  # the event loop is closed, and its tasks with it
-                batches.abort([question])
+                batches.abort([request])
 
-        question = Question(asked.prompt_ids, params, sink, asked.request_id, answer_ids=asked.answer_ids)
-        batches.check_begun(question)
+        request = EngineRequest(asked.prompt_ids, params, sink, asked.request_id, answer_ids=asked.answer_ids)
+        batches.check_begun(request)
         try:
-            batches.submit([question])
+            batches.submit([request])
             is_over = False
             while not is_over:
                 batches.home.require()
@@ -352,7 +352,7 @@ class AsyncLLM:
                 yield said
                 is_over = said.finish_reason is not None
         finally:
-            batches.abort([question])
+            batches.abort([request])
 
 
 def _num_samples(params: SamplingParams | None, keywords: Mapping[str, Any]) -> int:

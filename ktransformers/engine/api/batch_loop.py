@@ -1,9 +1,9 @@
 """Scheduler and paged engine in this process, on one thread of their own: many answers at once, for any other threads.
 
     readers, any thread            the loop's thread
-    submit([question, ...]) ─────> scheduler.add ── schedule ── execute ── commit ─┐
-    sink(event | error)    <────── AnswerAssembler.hear <── news of each request ──┘
-    abort([question, ...])  ─────> scheduler.finish: its pages are free before the next step
+    submit([request, ...]) ─────> scheduler.add ── schedule ── execute ── commit ─┐
+    on_event(event | error) <── OutputProcessor.receive <── news of each request ──┘
+    abort([request, ...])  ─────> scheduler.finish: its pages are free before the next step
     suspend, resume(name)   ─────> scheduler.suspend, resume: the same
 
 Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a reader
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ktransformers.core import AnswerEnd, FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.api.home import OwnerProcess
 from ktransformers.engine.sampling.constraints import check_rules
-from ktransformers.engine.sequence.generate import BegunAnswer
-from ktransformers.engine.sequence.output_processor import AnswerAssembler
+from ktransformers.engine.sequence.generate import PartialGeneration
+from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.engine.sequence.profiled import LoopProfile
 from ktransformers.engine.sequence.saved_session import SavedSession, read_saved, write_saved
 from ktransformers.engine.sequence.session_fetch import take_pages
@@ -40,42 +40,42 @@ from ktransformers.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from ktransformers.engine.load.builder import PagedEngine
 
-__all__ = ["BatchLoop", "Build", "Question", "Sink"]
+__all__ = ["BatchLoop", "Build", "EngineRequest", "EventCallback"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Sink = Callable[[TokenEvent | EngineError], None]
-"""Takes the events of one answer, on the loop's thread; must not block. An error is the last thing it is given."""
+EventCallback = Callable[[TokenEvent | EngineError], None]
+"""Callback for one request's events, called on the loop's thread. Must not block; an error is always the last event."""
 
 _CLOSED = "this model is closed: make a new LLM, or keep the `with` block open for as long as it is used"
 
 
 @dataclass(slots=True, eq=False)
-class Question:
-    """One prompt on its way. params.seed is set. request_id is given by the loop. name: what its asker calls it.
+class EngineRequest:
+    """One prompt that is to be answered. params.seed is set. The loop sets request_id. name: what its sender calls it.
 
-    answer_ids: of an answer that was begun before; the events are of the tokens that follow.
+    answer_ids: tokens of an answer that was begun before; the events are of the tokens that follow.
     """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
-    sink: Sink
+    on_event: EventCallback
     name: str | None = None
     request_id: str = ""
     answer_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
-class _Reader:
-    """began: when its first step was planned, or the first one after it was suspended. suspended_at: seconds.
+class _OutputStream:
+    """Turns one request's tokens into events. began: when its first step, or the first one of a turn, was planned.
 
-    first_len: of the answer with its first token that is told.
+    first_len: length of the answer with the first token that makes an event. suspended_at: seconds.
     """
 
-    sink: Sink
-    assembler: AnswerAssembler
+    on_event: EventCallback
+    output_processor: OutputProcessor
     first_len: int = 1
     began: float | None = None
     suspended_at: float | None = None
@@ -83,7 +83,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    questions: Sequence[Question]
+    requests: Sequence[EngineRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,6 @@ class _Visit:
 
 _Command = _Add | _Abort | _Turn | _Look | _Visit | None  # None: stop
 
-
 Build = Callable[[Callable[..., None]], "PagedEngine"]
 """Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""
 
@@ -148,9 +147,9 @@ class BatchLoop:
         self.home = OwnerProcess()
         self._profile_target = profile
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._readers: dict[str, _Reader] = {}
+        self._streams: dict[str, _OutputStream] = {}
         self._ids = itertools.count()
-        self._names: dict[str, Question] = {}  # of questions that have one and are not through
+        self._names: dict[str, EngineRequest] = {}  # of requests that have one and are not through
         self._lock = threading.Lock()  # between a submit and a close: nobody is left waiting for a thread that is gone
         self._is_closed = False
         started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -221,12 +220,12 @@ class BatchLoop:
         limits.check(prompt_ids, params)
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 
-    def check_begun(self, question: Question) -> None:
+    def check_begun(self, request: EngineRequest) -> None:
         """`check`, for an answer that was begun before. Raises ConfigError too when it is over."""
-        self.check(question.prompt_ids, question.params)
-        self._assembler(question)
+        self.check(request.prompt_ids, request.params)
+        self._output_processor(request)
 
-    def submit(self, questions: Sequence[Question]) -> None:
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
         """Answer these, which `check` has passed. They are queued together.
 
         Who submits must `abort` them in the end, over or not. Raises EngineError when closed, ConfigError for a name
@@ -234,42 +233,42 @@ class BatchLoop:
         """
         self.home.require()
         with self._lock:
-            for question in questions:
-                if question.name is not None and self._names.setdefault(question.name, question) is not question:
-                    raise ConfigError(f"request_id {question.name!r} is in use: name each request differently")
-        for question in questions:
-            question.request_id = f"r{next(self._ids)}"
-        self._post(_Add(tuple(questions)))
+            for request in requests:
+                if request.name is not None and self._names.setdefault(request.name, request) is not request:
+                    raise ConfigError(f"request_id {request.name!r} is in use: name each request differently")
+        for request in requests:
+            request.request_id = f"r{next(self._ids)}"
+        self._post(_Add(tuple(requests)))
 
-    def abort(self, questions: Sequence[Question]) -> None:
-        """End these with ABORT, which their sinks hear. Answers that are over are left alone. Their names are free."""
+    def abort(self, requests: Sequence[EngineRequest]) -> None:
+        """End these with ABORT, which their callbacks receive, but for those that are over. Their names are free."""
         if not self.home.is_here:
             return
         with self._lock:
-            for question in questions:
-                if question.name is not None and self._names.get(question.name) is question:
-                    del self._names[question.name]
+            for request in requests:
+                if request.name is not None and self._names.get(request.name) is request:
+                    del self._names[request.name]
             if not self._is_closed:
-                self._inbox.put(_Abort([question.request_id for question in questions]))
+                self._inbox.put(_Abort([request.request_id for request in requests]))
 
     def suspend(self, name: str) -> bool:
-        """Set the question of this name aside before the next step: it holds no pages until `resume`.
+        """Set the request of this name aside before the next step: it holds no pages until `resume`.
 
         Whether it is there. Raises EngineError when closed.
         """
         return self._turn(name, is_resume=False)
 
     def resume(self, name: str) -> bool:
-        """Go on with a question that is suspended. Whether there was such a one. Raises EngineError when closed."""
+        """Go on with a request that is suspended. Whether there was such a one. Raises EngineError when closed."""
         return self._turn(name, is_resume=True)
 
     def _turn(self, name: str, is_resume: bool) -> bool:
         self.home.require()
         with self._lock:
-            question = self._names.get(name)
-        if question is None:
+            request = self._names.get(name)
+        if request is None:
             return False
-        turn = _Turn(question.request_id, is_resume)
+        turn = _Turn(request.request_id, is_resume)
         self._post(turn)
         return turn.answer.get()
 
@@ -280,13 +279,13 @@ class BatchLoop:
         return look.answer.get()
 
     def save(
-        self, path: Path, session: BegunAnswer | Sequence[int], messages: list[dict[str, Any]] | None
+        self, path: Path, session: PartialGeneration | Sequence[int], messages: list[dict[str, Any]] | None
     ) -> SavedSession:
         """Write a session with what pages and tiers keep of it. On the caller's thread, but for copies of pages.
 
         Raises SessionFileError, ConfigError for ids that the model does not have, EngineError when closed.
         """
-        token_ids = [*session.prompt_ids, *session.answer_ids] if isinstance(session, BegunAnswer) else list(session)
+        token_ids = session.token_ids if isinstance(session, PartialGeneration) else list(session)
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.config.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.config.vocab_size})")
         kept = take_pages(self._visit, token_ids, path)
@@ -342,14 +341,14 @@ class BatchLoop:
         with self._lock:
             self._is_closed = True
         lost = EngineError("the model was closed while it was answering")
-        for reader in self._readers.values():
-            reader.sink(lost)
-        self._readers.clear()
+        for stream in self._streams.values():
+            stream.on_event(lost)
+        self._streams.clear()
         while not self._inbox.empty():
             match self._inbox.get():
-                case _Add(questions):
-                    for question in questions:
-                        question.sink(lost)
+                case _Add(requests):
+                    for request in requests:
+                        request.on_event(lost)
                 case _Turn(_, _, turned):
                     turned.put(False)
                 case _Look(answer):
@@ -375,15 +374,15 @@ class BatchLoop:
 
     def _obey(self, command: _Add | _Abort | _Turn | _Look | _Visit) -> None:
         match command:
-            case _Add(questions):
-                for question in questions:
-                    self._add(question)
+            case _Add(requests):
+                for request in requests:
+                    self._add(request)
             case _Abort(request_ids):
                 for request_id in request_ids:
                     update = self._scheduler.abort(request_id)
                     if update is not None:
                         self._note_end(update)
-                        self._tell(update)
+                        self._send(update)
             case _Turn():
                 command.answer.put(self._obey_turn(command))
             case _Look(answer):
@@ -399,8 +398,8 @@ class BatchLoop:
                     visited.put((None, error))
 
     def _obey_turn(self, turn: _Turn) -> bool:
-        reader = self._readers.get(turn.request_id)
-        if reader is None:
+        stream = self._streams.get(turn.request_id)
+        if stream is None:
             return False
         now = time.perf_counter()
         if self._profile is not None:
@@ -408,31 +407,31 @@ class BatchLoop:
         if turn.is_resume:
             if not self._scheduler.resume(turn.request_id):
                 return False
-            assert reader.suspended_at is not None
-            reader.assembler.leave_out(now - reader.suspended_at)
-            reader.suspended_at = None
+            assert stream.suspended_at is not None
+            stream.output_processor.leave_out(now - stream.suspended_at)
+            stream.suspended_at = None
             return True
         if not self._scheduler.is_suspended(turn.request_id):
-            reader.suspended_at, reader.began = now, None
+            stream.suspended_at, stream.began = now, None
         return self._scheduler.suspend(turn.request_id)
 
-    def _add(self, question: Question) -> None:
-        name, params = question.request_id, question.params
-        assembler, answer_ids = self._assembler(question), question.answer_ids
-        self._readers[name] = _Reader(question.sink, assembler, len(answer_ids) + 1)
+    def _add(self, request: EngineRequest) -> None:
+        name, params = request.request_id, request.params
+        answer_ids = request.answer_ids
+        self._streams[name] = _OutputStream(request.on_event, self._output_processor(request), len(answer_ids) + 1)
         self._scheduler.add(
-            Request(request_id=name, prompt_ids=question.prompt_ids, params=params, answer_ids=answer_ids)
+            Request(request_id=name, prompt_ids=request.prompt_ids, params=params, answer_ids=answer_ids)
         )
         if self._profile is not None:
-            self._profile.tracker.added(name, len(question.prompt_ids))
+            self._profile.tracker.added(name, len(request.prompt_ids))
 
-    def _assembler(self, question: Question) -> AnswerAssembler:
+    def _output_processor(self, request: EngineRequest) -> OutputProcessor:
         """Of its events, its answer so far behind it. Raises ConfigError when the answer is over."""
-        params, prompt_len = question.params, len(question.prompt_ids)
-        assembler = AnswerAssembler(self.engine.model.tokenizer, params, prompt_len)
+        params, prompt_len = request.params, len(request.prompt_ids)
+        output_processor = OutputProcessor(self.engine.model.tokenizer, params, prompt_len)
         end = AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len)
-        assembler.replay(question.answer_ids, end)
-        return assembler
+        output_processor.replay(request.answer_ids, end)
+        return output_processor
 
     def _note_end(self, update: RequestUpdate | None) -> None:
         """Of a request that was ended from outside."""
@@ -449,9 +448,9 @@ class BatchLoop:
             self._profile.tracker.planned(plan)
         now = time.perf_counter()
         for start in plan.starts:
-            reader = self._readers.get(start.request_id)
-            if reader is not None and reader.began is None:
-                reader.began = now
+            stream = self._streams.get(start.request_id)
+            if stream is not None and stream.began is None:
+                stream.began = now
         try:
             result = self.engine.executor.execute(plan)
         except StageLostError as error:
@@ -467,7 +466,7 @@ class BatchLoop:
         if self._profile is not None and result.had_rows:
             self._profile.tracker.committed(result.step_id, updates, self._scheduler.stats().num_waiting)
         for update in updates:
-            self._tell(update)
+            self._send(update)
 
     def _lose(self, plan: StepPlan, error: Exception) -> None:
         """A step that failed may have left anything in the cache: it is forgotten, and those that were in it end."""
@@ -478,23 +477,23 @@ class BatchLoop:
             self._note_end(self._scheduler.abort(request_id))
             lost = EngineError(f"the engine failed with {type(error).__name__}: {error}")
             lost.__cause__ = error
-            self._readers.pop(request_id).sink(lost)
+            self._streams.pop(request_id).on_event(lost)
 
-    def _tell(self, update: RequestUpdate) -> None:
-        reader = self._readers[update.request_id]
+    def _send(self, update: RequestUpdate) -> None:
+        stream = self._streams[update.request_id]
         seconds = None
-        if update.completion_len == reader.first_len and update.token_id is not None and reader.began is not None:
-            seconds = time.perf_counter() - reader.began
-        said: TokenEvent | EngineError | None
+        if update.completion_len == stream.first_len and update.token_id is not None and stream.began is not None:
+            seconds = time.perf_counter() - stream.began
+        event: TokenEvent | EngineError | None
         try:
-            said = reader.assembler.hear(update, seconds)
+            event = stream.output_processor.receive(update, seconds)
         except EngineError as error:
-            said = error
-        if said is None:
+            event = error
+        if event is None:
             return
-        is_over = isinstance(said, EngineError) or said.finish_reason is not None
+        is_over = isinstance(event, EngineError) or event.finish_reason is not None
         if is_over:
-            del self._readers[update.request_id]
+            del self._streams[update.request_id]
             if update.finish_reason is None:  # a stop string, which only the text has
                 self._note_end(self._scheduler.finish(update.request_id, FinishReason.STOP))
-        reader.sink(said)
+        stream.on_event(event)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.cache.page_folder import private_folder
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.api.batch_loop import BatchLoop, Question
+from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
 from ktransformers.engine.api.home import OwnerProcess, return_memory
 from ktransformers.engine.api.llm_options import EngineKeywords, LLMOptions, llm_options
 from ktransformers.engine.sequence.keywords import SamplingKeywords, samples_of, split_keywords
@@ -242,7 +242,7 @@ class LLM:
                 "on_prefill needs LLM.from_engine(build_engine(config)), which answers one at a time"
             )
         self._batches.check(ids, params)
-        return self._events(self._batches, Question(ids, params, _ignore, request_id), should_stop)
+        return self._events(self._batches, EngineRequest(ids, params, _ignore, request_id), should_stop)
 
     def suspend(self, request_id: str) -> bool:
         """Set the `stream` of this name aside, at whatever step it is: it holds no pages, and its iterator waits.
@@ -346,9 +346,9 @@ class LLM:
             return self.session.continue_answer(saved_of(session), sampling_params, should_stop)
         begun = saved_of(session).begun(sampling_params)
         begun = replace(begun, params=self._reader.params(begun.params))
-        question = Question(begun.prompt_ids, begun.params, _ignore, answer_ids=begun.answer_ids)
-        self._batches.check_begun(question)
-        return self._events(self._batches, question, should_stop)
+        request = EngineRequest(begun.prompt_ids, begun.params, _ignore, answer_ids=begun.answer_ids)
+        self._batches.check_begun(request)
+        return self._events(self._batches, request, should_stop)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -374,20 +374,20 @@ class LLM:
         return [join_samples([next(answers) for _ in range(one.n)]) for _, one in each]
 
     def _events(
-        self, batches: BatchLoop, question: Question, should_stop: Callable[[], bool] | None
+        self, batches: BatchLoop, request: EngineRequest, should_stop: Callable[[], bool] | None
     ) -> Iterator[TokenEvent]:
         """A method, so that the LLM is not closed while its last user iterates."""
         events: _Events = queue.SimpleQueue()
-        question.sink = events.put
+        request.on_event = events.put
         try:
-            batches.submit([question])
+            batches.submit([request])
             while True:
-                event = _next_event(batches, question, events, should_stop)
+                event = _next_event(batches, request, events, should_stop)
                 yield event
                 if event.finish_reason is not None:
                     return
         finally:
-            batches.abort([question])
+            batches.abort([request])
 
 
 def load_batches(options: LLMOptions, progress: Callable[..., None] | None) -> BatchLoop:
@@ -418,14 +418,14 @@ def describe_batches(batches: BatchLoop) -> str:
 
 
 def _next_event(
-    batches: BatchLoop, question: Question, events: _Events, should_stop: Callable[[], bool] | None
+    batches: BatchLoop, request: EngineRequest, events: _Events, should_stop: Callable[[], bool] | None
 ) -> TokenEvent:
     """Raises the EngineError that ended the answer."""
     said: TokenEvent | EngineError | None = None
     batches.home.require()
     while said is None:
         if should_stop is not None and should_stop():
-            batches.abort([question])  # its last event is on its way
+            batches.abort([request])  # its last event is on its way
             should_stop = None
         try:
             said = events.get(timeout=None if should_stop is None else _STOP_POLL_SECONDS)
@@ -453,18 +453,18 @@ def _answer_batch(
     numbers: which of the caller's prompts each of them answers, for errors.
     """
     waiting: list[_Events] = [queue.SimpleQueue() for _ in each]
-    questions = [Question(ids, params, events.put) for (ids, params), events in zip(each, waiting, strict=True)]
+    requests = [EngineRequest(ids, params, events.put) for (ids, params), events in zip(each, waiting, strict=True)]
     outputs = []
     try:
-        batches.submit(questions)
-        for index, (question, events) in enumerate(zip(questions, waiting, strict=True)):
+        batches.submit(requests)
+        for index, (request, events) in enumerate(zip(requests, waiting, strict=True)):
             answer: list[TokenEvent] = []
             while not answer or answer[-1].finish_reason is None:
                 try:
-                    answer.append(_next_event(batches, question, events, None))
+                    answer.append(_next_event(batches, request, events, None))
                 except EngineError as error:
                     raise_numbered(error, numbers[index], numbers[-1] + 1)
-            outputs.append(collect_output(question.prompt_ids, question.params, answer))
+            outputs.append(collect_output(request.prompt_ids, request.params, answer))
     finally:
-        batches.abort(questions[len(outputs) :])
+        batches.abort(requests[len(outputs) :])
     return outputs

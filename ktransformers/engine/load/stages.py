@@ -35,9 +35,9 @@ from ktransformers.engine.parallel.ranks.ranks import Ranks, Settled
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
+from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.graphs import GraphBackend
 from ktransformers.engine.step.hot import HotFile, HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,

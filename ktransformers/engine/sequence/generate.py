@@ -23,7 +23,7 @@ from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.sampling.constraints import check_rules, mask_of
 from ktransformers.engine.sampling.reduced import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
-from ktransformers.engine.sequence.output_processor import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.engine.sequence.profiled import AnswerProfile, ProfileSlot
 from ktransformers.engine.step.hidden import HiddenTap, Pooled
 from ktransformers.errors import ConfigError
@@ -31,18 +31,18 @@ from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
-    "Answer",
-    "BegunAnswer",
     "Control",
     "GenerateConfig",
+    "Generation",
+    "PartialGeneration",
     "PrefillProgress",
     "SequenceRunner",
-    "begin_answer",
+    "begin_generation",
     "prefill_and_generate",
 ]
 
 PrefillProgress = Callable[[int, int], None]
-"""Is told how many of the prompt's tokens are computed, and how many have to be: those that were not cached."""
+"""Receives how many of the prompt's tokens are computed, and how many have to be: those that were not cached."""
 
 
 class SequenceRunner(Protocol):
@@ -86,7 +86,7 @@ class SequenceRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BegunAnswer:
+class PartialGeneration:
     """What is asked: a prompt, how tokens are chosen, and those of the answer that there are already.
 
     cached_len: of the prompt, as it was told then; None: it is told now.
@@ -96,6 +96,11 @@ class BegunAnswer:
     params: SamplingParams
     answer_ids: Sequence[int] = ()
     cached_len: int | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, then the answer so far."""
+        return [*self.prompt_ids, *self.answer_ids]
 
     @property
     def known_len(self) -> int:
@@ -139,17 +144,17 @@ class Control:
     on_prefill: PrefillProgress | None = None
 
 
-class Answer:
+class Generation:
     """One answer and what it depends on, but for keys and values: while it is suspended others may use the runner.
 
     token_ids: the prompt, then the answer so far. stats: the object that every event carries. is_suspended: its last
-    run was left; the next one goes on with the same tokens. Made by `begin_answer`, run by `prefill_and_generate`.
+    run was left; the next one goes on with the same tokens. Made by `begin_generation`, run by `prefill_and_generate`.
     """
 
     def __init__(
         self,
         runner: SequenceRunner,
-        begun: BegunAnswer,
+        begun: PartialGeneration,
         config: GenerateConfig,
         end: AnswerEnd,
         mask: TokenMask | None,
@@ -157,9 +162,9 @@ class Answer:
     ):
         prompt_ids, params = begun.prompt_ids, begun.params
         self.token_ids, self.params, self.is_suspended = [*prompt_ids, *begun.answer_ids], params, False
-        self.assembler = AnswerAssembler(config.tokenizer, params, len(prompt_ids))
-        self.assembler.replay(begun.answer_ids, end)
-        self.stats = self.assembler.stats
+        self.output_processor = OutputProcessor(config.tokenizer, params, len(prompt_ids))
+        self.output_processor.replay(begun.answer_ids, end)
+        self.stats = self.output_processor.stats
         self._runner, self._chunk_size, self._end, self._profile = runner, config.chunk_size, end, profile
         self._find_damage = config.find_damage
         self._sampler = RequestSampler(
@@ -172,10 +177,10 @@ class Answer:
         self._has_begun, self._told_cached_len = False, begun.cached_len
 
     @property
-    def begun(self) -> BegunAnswer:
+    def begun(self) -> PartialGeneration:
         """It, as far as it got."""
         prompt_len = self.stats.prompt_len
-        return BegunAnswer(tuple(self.token_ids[:prompt_len]), self.params, tuple(self.token_ids[prompt_len:]))
+        return PartialGeneration(tuple(self.token_ids[:prompt_len]), self.params, tuple(self.token_ids[prompt_len:]))
 
     @property
     def needs_all(self) -> bool:
@@ -193,7 +198,7 @@ class Answer:
         return self.is_suspended
 
     def abandon(self) -> None:
-        """It was suspended, and is not to be run again: profiles hear of its end. On the thread that ran it."""
+        """It was suspended, and is not to be run again: profiles note its end. On the thread that ran it."""
         self._profile.ended(FinishReason.ABORT)
 
     def resumed(self) -> None:
@@ -241,7 +246,7 @@ class Answer:
         """logits [N, V] of positions start, start + 1, ...: each tells how likely the prompt token after it was."""
         if self.params.prompt_logprobs is not None:
             followers = self.token_ids[start + 1 : min(start + 1 + len(logits), self.stats.prompt_len)]
-            self.assembler.score(
+            self.output_processor.score(
                 start + 1, token_logprobs(logits[: len(followers)], followers, self.params.prompt_logprobs)
             )
 
@@ -269,7 +274,7 @@ class Answer:
         self._profile.end_token(token_id, stats.completion_len)
         self._add_seconds(began)
         reason = self._end.reason(token_id, stats.completion_len + 1)
-        return self.assembler.token(token_id, sampled.logprobs, reason, embedding)
+        return self.output_processor.token(token_id, sampled.logprobs, reason, embedding)
 
     def begin_run(self, cached_len: int) -> None:
         """Make ready to compute all known tokens from cached_len on. Raises ValueError as prefill_and_generate does."""
@@ -294,12 +299,12 @@ class Answer:
         self._profile.ended(reason)
 
 
-def begin_answer(
+def begin_generation(
     runner: SequenceRunner,
-    begun: BegunAnswer,
+    begun: PartialGeneration,
     config: GenerateConfig,
     profile: tuple[ProfileSlot, str] | None = None,
-) -> Answer:
+) -> Generation:
     """An answer of which nothing is computed yet, or the rest of one that was begun before, as it would have gone on.
 
     params.stop_token_ids end the answer as its end tokens do; neither kind has text. profile: where a recorder may be
@@ -328,34 +333,36 @@ def begin_answer(
     elif params.constraint is not None or params.reasoning is not None:
         raise ConfigError("constraint and reasoning are about text: they need a tokenizer")
     slot, name = profile or (ProfileSlot(), "")
-    return Answer(runner, begun, config, end, mask, AnswerProfile(slot, name, prompt_len, 0))
+    return Generation(runner, begun, config, end, mask, AnswerProfile(slot, name, prompt_len, 0))
 
 
-def prefill_and_generate(answer: Answer, cached_len: int = 0, control: Control | None = None) -> Iterator[TokenEvent]:
-    """Compute the known tokens of an answer, then one token after the other. Yields an event for each new token.
+def prefill_and_generate(
+    generation: Generation, cached_len: int = 0, control: Control | None = None
+) -> Iterator[TokenEvent]:
+    """Compute the known tokens of a generation, then one token after the other. Yields an event for each new token.
 
-    The last event carries the finish reason; an answer that is suspended has none yet, and may be run again.
+    The last event carries the finish reason; a generation that is suspended has none yet, and may be run again.
     cached_len: leading token_ids whose keys and values the runner holds; the last one is always computed. Raises
     ValueError for another number, before any work.
     """
-    answer.begin_run(cached_len)
-    return _events(answer, cached_len, control or Control())
+    generation.begin_run(cached_len)
+    return _events(generation, cached_len, control or Control())
 
 
-def _events(answer: Answer, cached_len: int, control: Control) -> Iterator[TokenEvent]:
-    reason = FinishReason.ABORT  # of an answer that is stopped, closed or fails
-    answer.begin_turn()
+def _events(generation: Generation, cached_len: int, control: Control) -> Iterator[TokenEvent]:
+    reason = FinishReason.ABORT  # of one that is stopped, closed or fails
+    generation.begin_turn()
     try:
-        logits: StepLogits | None = answer.prefill(cached_len, control)
+        logits: StepLogits | None = generation.prefill(cached_len, control)
         while logits is not None:
-            event = answer.sample(logits)
+            event = generation.sample(logits)
             reason = event.finish_reason or reason
             yield event
             if event.finish_reason is not None:
                 return
-            logits = None if answer.must_leave(control) else answer.decode_one_tokens()
-        if not answer.is_suspended:
-            yield answer.assembler.aborted()
+            logits = None if generation.must_leave(control) else generation.decode_one_tokens()
+        if not generation.is_suspended:
+            yield generation.output_processor.aborted()
     finally:
-        if not answer.is_suspended:
-            answer.ended(reason)
+        if not generation.is_suspended:
+            generation.ended(reason)

@@ -15,10 +15,10 @@ from ktransformers.scheduler.records import RequestUpdate
 from ktransformers.tokenizer.stream import TextStream
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["AnswerAssembler"]
+__all__ = ["OutputProcessor"]
 
 
-class AnswerAssembler:
+class OutputProcessor:
     """One answer. stats is the object that every event carries.
 
     Raises ConfigError for stop strings without a vocabulary.
@@ -89,7 +89,7 @@ class AnswerAssembler:
         )
 
     def leave_out(self, seconds: float) -> None:
-        """The answer was suspended for so long, which `hear` does not count as decoding."""
+        """The answer was suspended for so long, which `receive` does not count as decoding."""
         if self._first_token_at:
             self._first_token_at += seconds
 
@@ -97,7 +97,7 @@ class AnswerAssembler:
         """The last event of an answer that ends before it is complete."""
         return TokenEvent(None, self._text.finish()[0], self.stats, finish_reason=FinishReason.ABORT)
 
-    def hear(self, update: RequestUpdate, prefill_seconds: float | None) -> TokenEvent | None:
+    def receive(self, update: RequestUpdate, prefill_seconds: float | None) -> TokenEvent | None:
         """The event that the scheduler's news make, in their order; None when they only score a stretch of the prompt.
 
         prefill_seconds: comes once, with the first token. An event with a finish_reason whose update has none

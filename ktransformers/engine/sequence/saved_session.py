@@ -18,7 +18,7 @@ from typing import Any
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.model.fingerprint import ModelIdentity
-from ktransformers.engine.sequence.generate import BegunAnswer
+from ktransformers.engine.sequence.generate import PartialGeneration
 from ktransformers.engine.sequence.outputs import RequestOutput
 from ktransformers.engine.sequence.prompts import ids_of, shown
 from ktransformers.engine.sequence.session_file import SessionFile, SessionHeader, open_session, write_session
@@ -57,7 +57,7 @@ class SavedSession:
         """The last answer's tokens."""
         return self.token_ids[self.prompt_len :]
 
-    def begun(self, params: SamplingParams | None) -> BegunAnswer:
+    def begun(self, params: SamplingParams | None) -> PartialGeneration:
         """Its last answer, to be continued. params: others than its own. Raises ConfigError when there is none."""
         params = self.params if params is None else params
         if params is not None and not isinstance(params, SamplingParams):
@@ -69,13 +69,13 @@ class SavedSession:
         if params.seed is None and self.params is not None:
             params = replace(params, seed=self.params.seed)
         # Both are about the prompt, and came with the first token.
-        return BegunAnswer(self.prompt_ids, replace(params, prompt_logprobs=None, pooling=None), self.answer_ids)
+        return PartialGeneration(self.prompt_ids, replace(params, prompt_logprobs=None, pooling=None), self.answer_ids)
 
 
-def begun_of(session: RequestOutput | Sequence[int]) -> BegunAnswer | Sequence[int]:
+def begun_of(session: RequestOutput | Sequence[int]) -> PartialGeneration | Sequence[int]:
     """What is saved of an answer, or of tokens. Raises ConfigError for what is neither."""
     if isinstance(session, RequestOutput):
-        return BegunAnswer(session.prompt_token_ids, session.params, session.token_ids)
+        return PartialGeneration(session.prompt_token_ids, session.params, session.token_ids)
     return ids_of(session, _no_text)
 
 
@@ -100,12 +100,12 @@ def as_path(path: object) -> Path:
 def write_saved(
     path: Path,
     identity: ModelIdentity,
-    session: BegunAnswer | Sequence[int],
+    session: PartialGeneration | Sequence[int],
     kept: StoredSession,
     messages: list[dict[str, Any]] | None,
 ) -> SavedSession:
     """Write a session with what is kept of its first tokens. Raises SessionFileError."""
-    if isinstance(session, BegunAnswer):
+    if isinstance(session, PartialGeneration):
         token_ids, prompt_len, params = _known(session), len(session.prompt_ids), session.params
     else:
         token_ids, prompt_len, params = tuple(session), len(session), None
@@ -121,7 +121,7 @@ def write_saved(
     return SavedSession(token_ids, prompt_len, params, kept.cached_len, messages, nbytes)
 
 
-def _known(begun: BegunAnswer) -> tuple[int, ...]:
+def _known(begun: PartialGeneration) -> tuple[int, ...]:
     return (*begun.prompt_ids, *begun.answer_ids)
 
 

@@ -21,13 +21,13 @@ from ktransformers.engine.model.card import ModelCard
 from ktransformers.engine.sampling.reduced import StepLogits
 from ktransformers.engine.sampling.sampler import draw_seed
 from ktransformers.engine.sequence.generate import (
-    Answer,
-    BegunAnswer,
     Control,
     GenerateConfig,
+    Generation,
+    PartialGeneration,
     PrefillProgress,
     SequenceRunner,
-    begin_answer,
+    begin_generation,
     prefill_and_generate,
 )
 from ktransformers.engine.sequence.profiled import ProfileSlot
@@ -42,7 +42,7 @@ from ktransformers.tokenizer.tokenizer import Tokenizer
 __all__ = ["Session", "SessionEngine", "common_prefix_len"]
 
 
-_NOTHING = BegunAnswer((), SamplingParams(temperature=0.0))
+_NOTHING = PartialGeneration((), SamplingParams(temperature=0.0))
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
@@ -158,7 +158,7 @@ class Session:
         self._has_prefix_cache = has_prefix_cache
         self._store = store
         self._running: Iterator[TokenEvent] | None = None
-        self._last: Answer | BegunAnswer = _NOTHING  # the last answer
+        self._last: Generation | PartialGeneration = _NOTHING  # the last answer
         self._names = itertools.count()
         self.profile = ProfileSlot()  # what answers record, while a profile is written
 
@@ -205,8 +205,8 @@ class Session:
         on_prefill: PrefillProgress | None = None,
         name: str | None = None,
     ) -> Iterator[TokenEvent]:
-        """See Control, and `begin_answer`, whose errors this raises too, before any work. name: in profiles."""
-        return self._generate(BegunAnswer(prompt_ids, params), should_stop, on_prefill, name)
+        """See Control, and `begin_generation`, whose errors this raises too, before any work. name: in profiles."""
+        return self._generate(PartialGeneration(prompt_ids, params), should_stop, on_prefill, name)
 
     def continue_answer(
         self,
@@ -223,27 +223,27 @@ class Session:
 
     def _generate(
         self,
-        begun: BegunAnswer,
+        begun: PartialGeneration,
         should_stop: Callable[[], bool] | None,
         on_prefill: PrefillProgress | None,
         name: str | None = None,
     ) -> Iterator[TokenEvent]:
         self._stop_running()
         control = Control(should_stop or (lambda: False), on_prefill=on_prefill)
-        return self.run(self.take_up(begun, name), control)
+        return self.run(self.resume(begun, name), control)
 
-    def begin(self, prompt_ids: Sequence[int], params: SamplingParams, name: str | None = None) -> Answer:
-        """An answer to be `run`. See begin_answer. name: of the answer in profiles."""
-        return self.take_up(BegunAnswer(prompt_ids, params), name)
+    def begin(self, prompt_ids: Sequence[int], params: SamplingParams, name: str | None = None) -> Generation:
+        """An answer to be `run`. See begin_generation. name: of the answer in profiles."""
+        return self.resume(PartialGeneration(prompt_ids, params), name)
 
-    def take_up(self, begun: BegunAnswer, name: str | None = None) -> Answer:
+    def resume(self, begun: PartialGeneration, name: str | None = None) -> Generation:
         """The rest of an answer that was begun before, elsewhere perhaps, to be `run`. See `begin`."""
         if begun.params.seed is None:  # which a saved session must know
             begun = replace(begun, params=replace(begun.params, seed=draw_seed()))
         profile = (self.profile, f"r{next(self._names)}" if name is None else name)
-        return begin_answer(self._runner, begun, self._config, profile)
+        return begin_generation(self._runner, begun, self._config, profile)
 
-    def run(self, answer: Answer, control: Control) -> Iterator[TokenEvent]:
+    def run(self, answer: Generation, control: Control) -> Iterator[TokenEvent]:
         """The events of an answer, up to its end or until it is suspended; in that case it may be run again.
 
         Others may be run in between: what they left of its keys and values is used, the rest is computed again.
@@ -270,18 +270,18 @@ class Session:
         messages: the conversation, to be kept with it. Raises SessionFileError when it cannot be written, and
         UnsupportedError for a runner whose cache cannot be copied.
         """
-        begun = self._last.begun if isinstance(self._last, Answer) else self._last
+        begun = self._last.begun if isinstance(self._last, Generation) else self._last
         return self.save_as(path, begun if begun.known_len else (), messages)
 
     def save_as(
         self,
         path: str | os.PathLike[str],
-        session: BegunAnswer | Sequence[int],
+        session: PartialGeneration | Sequence[int],
         messages: list[dict[str, Any]] | None = None,
     ) -> SavedSession:
         """`save`, of these tokens: the cache keeps those that they share with the last prompt and answer."""
         store = self._require_store()
-        known_ids = [*session.prompt_ids, *session.answer_ids] if isinstance(session, BegunAnswer) else session
+        known_ids = session.token_ids if isinstance(session, PartialGeneration) else session
         kept = store.take(common_prefix_len(self._runner.token_ids, known_ids))
         return write_saved(Path(path), store.identity, session, kept, messages)
 

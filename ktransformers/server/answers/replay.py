@@ -25,7 +25,7 @@ from ktransformers.server.answers.prepared_request import Job
 from ktransformers.server.answers.resumable import KEEP_HEADER
 from ktransformers.server.http.api_paths import SCOPE_KEY
 from ktransformers.server.journal.journal import MAX_TRIES, Journal
-from ktransformers.server.journal.records import Generation, Kept, Opened
+from ktransformers.server.journal.records import GenerationRecord, Kept, Opened
 from ktransformers.server.ongoing import Ongoing
 from ktransformers.server.service import Service
 from ktransformers.server.telemetry.request_log import note_id, without_quotes
@@ -124,7 +124,7 @@ def _opened(journal: Journal, asked: AskedBody, job: Job, one: Ongoing) -> Opene
         deadline=None if timeout is None else time.time() + timeout,
         prompts=prompts,
         generations=tuple(
-            Generation(
+            GenerationRecord(
                 places[id(request.prompt_ids)], replace(request.params, stop=()), request.priority, request.cache_salt
             )
             for request in job.requests

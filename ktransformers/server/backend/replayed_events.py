@@ -1,4 +1,4 @@
-"""Tells the tokens of an answer again that another process has begun. Does not know who goes on with it."""
+"""Replays the tokens of an answer that another process has begun. Does not know who goes on with it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 
 from ktransformers.core import PastToken, TokenEvent
-from ktransformers.engine.sequence.output_processor import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import OutputProcessor
 
-__all__ = ["past_events"]
+__all__ = ["replayed_events"]
 
 _AT_ONCE = 64
-"""Events that are told without letting others have the event loop."""
+"""Events that are replayed without letting others have the event loop."""
 
 
-async def past_events(assembler: AnswerAssembler, past: Iterable[PastToken]) -> AsyncGenerator[TokenEvent, None]:
-    """The events of past tokens, as they were. assembler: a new one of the answer, which may go on behind them."""
+async def replayed_events(
+    output_processor: OutputProcessor, past: Iterable[PastToken]
+) -> AsyncGenerator[TokenEvent, None]:
+    """Yields the events of past tokens as they were. output_processor: a new one, which may go on behind them."""
     for at, one in enumerate(past):
         if not at % _AT_ONCE:
             await asyncio.sleep(0)
-        assembler.stats.cached_len = one.cached_len
+        output_processor.stats.cached_len = one.cached_len
         if one.prompt_logprobs is not None:
-            assembler.score(0, one.prompt_logprobs)
-        yield assembler.token(one.token_id, one.logprobs, one.reason)
+            output_processor.score(0, one.prompt_logprobs)
+        yield output_processor.token(one.token_id, one.logprobs, one.reason)

@@ -14,10 +14,21 @@ import msgspec
 
 from ktransformers.core import PastToken, SamplingParams
 
-__all__ = ["Closed", "Generation", "JournalState", "Kept", "Noted", "Opened", "Record", "Tokens", "decoded", "encoded"]
+__all__ = [
+    "Closed",
+    "GenerationRecord",
+    "JournalState",
+    "Kept",
+    "Noted",
+    "Opened",
+    "Record",
+    "Tokens",
+    "decoded",
+    "encoded",
+]
 
 
-class Generation(msgspec.Struct, frozen=True, array_like=True):
+class GenerationRecord(msgspec.Struct, frozen=True, array_like=True):
     """One answer of a request. prompt: index into Opened.prompts. params: with its seed, without stop strings:
     the body has them.
     """
@@ -45,7 +56,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="op
     created: int
     deadline: float | None
     prompts: tuple[tuple[int, ...], ...]
-    generations: tuple[Generation, ...]
+    generations: tuple[GenerationRecord, ...]
     beside: bytes = b""
 
 

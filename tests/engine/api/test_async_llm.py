@@ -12,7 +12,7 @@ import pytest
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.api.async_llm import AsyncLLM
-from ktransformers.engine.api.batch_loop import BatchLoop, Question
+from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load import builder
 from ktransformers.engine.sequence.outputs import PromptReader
@@ -92,8 +92,8 @@ def test_streams_are_increments_and_share_steps(llm: LLM, monkeypatch: pytest.Mo
     execute, submit = PagedExecutor.execute, BatchLoop.submit
     four, rows = threading.Semaphore(0), []
 
-    def submitting(self: BatchLoop, questions: Sequence[Question]) -> None:
-        submit(self, questions)
+    def submitting(self: BatchLoop, requests: Sequence[EngineRequest]) -> None:
+        submit(self, requests)
         four.release()
 
     def executing(self: PagedExecutor, plan: StepPlan) -> StepResult:
@@ -224,8 +224,8 @@ def test_a_step_that_fails_ends_only_the_answers_that_were_in_it(llm: LLM, monke
     execute, submit = PagedExecutor.execute, BatchLoop.submit
     asked, failed = threading.Semaphore(0), []
 
-    def submitting(self: BatchLoop, questions: Sequence[Question]) -> None:
-        submit(self, questions)
+    def submitting(self: BatchLoop, requests: Sequence[EngineRequest]) -> None:
+        submit(self, requests)
         asked.release()
 
     def failing(self: PagedExecutor, plan: StepPlan) -> StepResult:

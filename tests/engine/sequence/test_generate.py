@@ -13,7 +13,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.api.llm import LLM, default_sampling_params
-from ktransformers.engine.sequence.generate import BegunAnswer, Control, GenerateConfig, begin_answer
+from ktransformers.engine.sequence.generate import Control, GenerateConfig, PartialGeneration, begin_generation
 from ktransformers.engine.sequence.generate import prefill_and_generate as generate
 from ktransformers.engine.sequence.session import Session, common_prefix_len
 from ktransformers.errors import ConfigError, ContextLengthError
@@ -44,7 +44,7 @@ def prefill_and_generate(
     **control,
 ) -> Iterator[TokenEvent]:
     config = GenerateConfig(chunk_size, eos_token_ids, tokenizer)
-    return generate(begin_answer(runner, BegunAnswer(prompt, params), config), cached_len, Control(**control))
+    return generate(begin_generation(runner, PartialGeneration(prompt, params), config), cached_len, Control(**control))
 
 
 def run(params: SamplingParams = GREEDY, prompt: tuple[int, ...] = (1, 2, 3, 4, 5), **options) -> list[TokenEvent]:

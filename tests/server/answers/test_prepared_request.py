@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.sequence.output_processor import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.errors import ConfigError, EngineError, KTransformersError
 from ktransformers.scheduler.records import RequestUpdate
 from ktransformers.server.answers.choices import ChatChoice, PromptChoice, TextChoice
@@ -134,10 +134,10 @@ def test_too_many_answers() -> None:
 
 @pytest.mark.parametrize(("stop", "max_len"), [((), 99), (("o w",), 99), (("world",), 99), ((), 5), (("lo",), 5)])
 def test_a_session_and_a_scheduler_make_the_same_events(stop: tuple[str, ...], max_len: int) -> None:
-    """The one hands in tokens, the other news: what stands in the events is the assembler's work in both."""
+    """The one hands in tokens, the other news: what stands in the events is the output_processor's work in both."""
     params = SamplingParams(stop=stop)
     ids = [*TOKENIZER.encode("hello € world"), *TOKENIZER.eos_token_ids]
-    direct, heard = AnswerAssembler(TOKENIZER, params, 3), AnswerAssembler(TOKENIZER, params, 3)
+    direct, received = OutputProcessor(TOKENIZER, params, 3), OutputProcessor(TOKENIZER, params, 3)
     one: list[TokenEvent | None] = []
     other: list[TokenEvent | None] = []
     for count, token_id in enumerate(ids, 1):
@@ -147,14 +147,14 @@ def test_a_session_and_a_scheduler_make_the_same_events(stop: tuple[str, ...], m
             request_id="r", token_id=token_id, prompt_len=3, cached_len=0, completion_len=count, finish_reason=reason
         )
         one.append(direct.token(token_id, None, reason))
-        other.append(heard.hear(update, None))
+        other.append(received.receive(update, None))
         if one[-1] is not None and one[-1].finish_reason is not None:
             break
     ends = [(event.token_id, event.text, event.finish_reason, event.stop) for event in one if event is not None]
     assert ends == [
         (event.token_id, event.text, event.finish_reason, event.stop) for event in other if event is not None
     ]
-    assert direct.stats.completion_len == heard.stats.completion_len == len(ends)
+    assert direct.stats.completion_len == received.stats.completion_len == len(ends)
     text = "".join(text for _, text, _, _ in ends)
     wanted = "hello € world"[:max_len] if max_len < 99 else "hello € world"
     assert text == (wanted.split(stop[0])[0] if stop else wanted)

@@ -31,7 +31,7 @@ from ktransformers.server.journal.file import JournalFile
 from ktransformers.server.journal.journal import Journal, state_after
 from ktransformers.server.journal.records import (
     Closed,
-    Generation,
+    GenerationRecord,
     JournalState,
     Kept,
     Noted,
@@ -62,7 +62,7 @@ def opened(id: str = "a", body: bytes = b"{}") -> Opened:
         created=1,
         deadline=None,
         prompts=((1, 2, 3),),
-        generations=(Generation(0, params, -3, "salt"),),
+        generations=(GenerationRecord(0, params, -3, "salt"),),
     )
 
 

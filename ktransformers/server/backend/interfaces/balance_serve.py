@@ -23,7 +23,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import ModelDescription, describe_model, open_model
-from ktransformers.engine.sequence.output_processor import AnswerAssembler
+from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import EngineError, KTransformersError, NotReadyError
@@ -33,7 +33,7 @@ from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
-from ktransformers.server.backend.replayed_events import past_events
+from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import Chunk
 from ktransformers.server.balance.messages import (
     Add,
@@ -62,25 +62,25 @@ class _Stream:
     def __init__(self, request: GenerationRequest, model: ModelInfo, buffer: EventBuffer):
         self.buffer, self.timeline, self._request = buffer, request.timeline, request
         self.suspended_at = time.perf_counter() if request.is_suspended() else None
-        self._assembler = AnswerAssembler(model.tokenizer, request.params, len(request.prompt_ids))
+        self._output_processor = OutputProcessor(model.tokenizer, request.params, len(request.prompt_ids))
 
     @property
     def stats(self) -> GenerationStats:
-        return self._assembler.stats
+        return self._output_processor.stats
 
     def past(self) -> AsyncGenerator[TokenEvent, None]:
         """The events of what another process has told of."""
-        return past_events(self._assembler, self._request.past)
+        return replayed_events(self._output_processor, self._request.past)
 
     def abort(self) -> None:
         """Its reader hears that this is the end."""
-        self.buffer.put(self._assembler.aborted())
+        self.buffer.put(self._output_processor.aborted())
         self.buffer.end()
 
     def resume(self) -> None:
         """The time since it was suspended does not count as decoding."""
         assert self.suspended_at is not None
-        self._assembler.leave_out(time.perf_counter() - self.suspended_at)
+        self._output_processor.leave_out(time.perf_counter() - self.suspended_at)
         self.suspended_at = None
 
     def hear(self, update: RequestUpdate, prefill_seconds: float | None) -> bool:
@@ -89,7 +89,7 @@ class _Stream:
             self.buffer.fail(deadline_error(self._request, is_suspended=self.suspended_at is not None))
             return False
         try:
-            event = self._assembler.hear(update, prefill_seconds)
+            event = self._output_processor.receive(update, prefill_seconds)
         except EngineError as error:
             self.buffer.fail(error)
             return False

@@ -28,8 +28,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Progress, TokenEvent
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.checks import check_tokenizer
-from ktransformers.engine.sequence.generate import Answer, BegunAnswer, Control
-from ktransformers.engine.sequence.output_processor import AnswerAssembler
+from ktransformers.engine.sequence.generate import Control, Generation, PartialGeneration
+from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.sequence.profiled import card_meta
 from ktransformers.engine.sequence.session import Session, SessionEngine
@@ -46,7 +46,7 @@ from ktransformers.server.backend.base import (
 )
 from ktransformers.server.backend.events import EventBuffer
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
-from ktransformers.server.backend.replayed_events import past_events
+from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import ChunkClock
 from ktransformers.tokenizer import Tokenizer
 
@@ -93,33 +93,33 @@ class Loaded:
 class _RequestState:
     """A generation that is open. Its flags are set on the event loop and read on the worker thread.
 
-    answer: what has become of it, once it has had a turn. events: what its present turn yields. stop: nobody wants more
-    of it.
+    generation: what has become of it, once it has had a turn. events: what its present turn yields. stop: nobody wants
+    more of it.
     """
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer):
         self.request, self.stop = request, threading.Event()
-        self._begun = AnswerAssembler(tokenizer, request.params, len(request.prompt_ids))
-        self.answer: Answer | None = None
+        self._replayed = OutputProcessor(tokenizer, request.params, len(request.prompt_ids))
+        self.generation: Generation | None = None
         self.events: Iterator[TokenEvent] = iter(())
         self._may_run = asyncio.Event()
         self.is_suspended = False
         (self.suspend if request.is_suspended() else self.resume)()
 
     def past(self) -> AsyncGenerator[TokenEvent, None]:
-        """The events of what another process has told of."""
-        return past_events(self._begun, self.request.past)
+        """Yields the events of what another process has sent."""
+        return replayed_events(self._replayed, self.request.past)
 
-    def begin(self, session: Session) -> Answer:
+    def begin(self, session: Session) -> Generation:
         """Its answer, or the rest of it. Raises what is wrong with the request."""
         request, past = self.request, self.request.past
         cached_len = past[-1].cached_len if past else None
-        begun = BegunAnswer(request.prompt_ids, request.params, [one.token_id for one in past], cached_len)
-        return session.take_up(begun, request.request_id)
+        partial = PartialGeneration(request.prompt_ids, request.params, [one.token_id for one in past], cached_len)
+        return session.resume(partial, request.request_id)
 
     def aborted(self) -> TokenEvent:
         """The last event, where it is ended while it waits or is suspended."""
-        return (self._begun if self.answer is None else self.answer.assembler).aborted()
+        return (self._replayed if self.generation is None else self.generation.output_processor).aborted()
 
     def suspend(self) -> None:
         """Before its next step."""
@@ -129,8 +129,8 @@ class _RequestState:
     def resume(self) -> None:
         """Its turn may come."""
         self.is_suspended = False
-        if self.answer is not None:
-            self.answer.resumed()
+        if self.generation is not None:
+            self.generation.resumed()
         self._may_run.set()
 
     async def until_resumed(self, deadline: float | None) -> None:
@@ -256,8 +256,8 @@ class TransformersInterface(BackendInterfaceBase):
                         yield event
         finally:
             del self._requests[request.request_id]
-            if state.answer is not None and state.answer.is_suspended and not self._is_closed:
-                self._worker.submit(state.answer.abandon)
+            if state.generation is not None and state.generation.is_suspended and not self._is_closed:
+                self._worker.submit(state.generation.abandon)
 
     async def _turn(
         self, session: Session, state: _RequestState, deadline: float | None
@@ -306,7 +306,7 @@ class TransformersInterface(BackendInterfaceBase):
         state = self._requests.get(request_id)
         if state is not None:
             state.stop.set()
-            state.resume()  # to hear that this is the end
+            state.resume()  # to receive that this is the end
 
     async def _take_turn(self, deadline: float | None) -> None:
         self._num_waiting += 1
@@ -323,8 +323,8 @@ class TransformersInterface(BackendInterfaceBase):
 
         Yields the event of the token that follows; nothing when `control` suspends the answer before that.
         """
-        assert state.answer is not None, "it has had no turn"
-        state.events = session.run(state.answer, control)
+        assert state.generation is not None, "it has had no turn"
+        state.events = session.run(state.generation, control)
         yield from itertools.islice(state.events, 1)
 
     def generate(self, state: _RequestState) -> Iterator[TokenEvent]:
@@ -343,10 +343,10 @@ class TransformersInterface(BackendInterfaceBase):
             if request.cache_salt != self._cache_salt:
                 session.clear()
                 self._cache_salt = request.cache_salt
-            if state.answer is None:
-                state.answer = state.begin(session)
+            if state.generation is None:
+                state.generation = state.begin(session)
             timeline = request.timeline
-            clock = None if timeline is None else ChunkClock(timeline, len(state.answer.token_ids))
+            clock = None if timeline is None else ChunkClock(timeline, len(state.generation.token_ids))
             control = Control(lambda: state.stop.is_set() or buffer.is_closed, lambda: state.is_suspended, clock)
             for event in itertools.chain(self.prefill(session, state, control), self.generate(state)):
                 if clock is not None and event.token_id is not None:
