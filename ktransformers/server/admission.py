@@ -17,7 +17,7 @@ class Admission:
     """All calls on one event loop.
 
     max_queue: answers that may wait beyond those that are computed. max_per_key: of those of one API key together with
-    those that are computed for it; None: no limit of its own. watch: told when somebody is in, and
+    those that are computed for it; None: no limit of its own. watch: called when somebody is in, and
     when nobody is any more.
     """
 

@@ -90,12 +90,12 @@ class EventLog:
             self.num_bytes -= len(self._events.popleft()) + _OVERHEAD
         return before - self.num_bytes
 
-    def check(self, last_seen: int, is_again: bool = False) -> None:
+    def check(self, last_seen: int, is_replayed: bool = False) -> None:
         """Raises ConfigError for an event that has not been sent, ConflictError when what follows it is gone.
 
-        is_again: what comes has been sent before, perhaps.
+        is_replayed: what comes has been sent before, perhaps.
         """
-        if last_seen > self.last and (self.is_ended or not is_again):
+        if last_seen > self.last and (self.is_ended or not is_replayed):
             raise ConfigError(f"Last-Event-ID: event {last_seen} has not been sent; the newest one is {self.last}")
         if last_seen + 1 < self.first:
             raise ConflictError(

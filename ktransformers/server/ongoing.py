@@ -20,7 +20,7 @@ from ktransformers.errors import ConflictError, NotReadyError, QueueFullError, U
 from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.journal.journal import Journal
-from ktransformers.server.telemetry.request_metrics import Tally
+from ktransformers.server.telemetry.request_metrics import RequestMetrics
 
 __all__ = ["KeptStream", "Ongoing", "OngoingRequests"]
 
@@ -45,20 +45,20 @@ class KeptStream:
 class Ongoing:
     """One request. key: which API key it came with. generation_ids: of its answers, at the backend.
 
-    is_journaled: the next server goes on with it. is_again: this one does, with what another has begun. is_set_aside:
-    the next one shall, and nothing more is told here.
+    is_journaled: the next server goes on with it. is_replayed: this one does, with what another has begun.
+    is_set_aside: the next one shall, and nothing more is sent here.
     """
 
     id: str
     answer_id: str
     key: str
     generation_ids: Sequence[str]
-    tally: Tally
+    request_metrics: RequestMetrics
     stream: KeptStream | None = None
     is_suspended: bool = False
     is_ended: bool = False
     is_journaled: bool = False
-    is_again: bool = False
+    is_replayed: bool = False
     is_set_aside: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -69,11 +69,11 @@ class Ongoing:
             return "ended"
         if self.is_suspended:
             return "suspended"
-        return "waiting" if self.tally.first_token_seconds is None else "running"
+        return "waiting" if self.request_metrics.first_token_seconds is None else "running"
 
     def described(self) -> dict[str, Any]:
         """For the client that asked for it."""
-        total, stream = self.tally.total, self.stream
+        total, stream = self.request_metrics.total, self.stream
         described: dict[str, Any] = {
             "object": "request",
             "id": self.id,
@@ -81,7 +81,7 @@ class Ongoing:
             "state": self.state,
             "created": self.created,
             "answers": len(self.generation_ids),
-            "prompt_tokens": self.tally.prompt_len,
+            "prompt_tokens": self.request_metrics.prompt_len,
             "completion_tokens": total.completion_len,
             "stream": None,
         }
@@ -144,7 +144,7 @@ class OngoingRequests:
     def ended(self, one: Ongoing) -> None:
         """Its answers are complete, or nobody waits for them any more. Its stream may be kept still."""
         one.is_ended, one.is_suspended = True, False
-        if one.tally.error and self.journal is not None and one.is_journaled:
+        if one.request_metrics.error and self.journal is not None and one.is_journaled:
             self.journal.closed(one.answer_id)  # the next server would get into the same, or be too late
         if one.stream is None or one.stream.is_given_up:
             self._forget(one)
@@ -190,7 +190,7 @@ class OngoingRequests:
                 self._backend.resume(generation_id)
 
     def end(self, one: Ongoing) -> None:
-        """End its answers: whoever reads them hears that they were aborted. What is kept of them is forgotten."""
+        """End its answers: whoever reads them receives ABORT. What is kept of them is forgotten."""
         if one.stream is not None:
             one.stream.is_given_up = True
         if one.is_ended:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.server.answers.replay import take_up
+from ktransformers.server.answers.replay import resume_requests
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.config import ServerConfig
@@ -86,7 +86,7 @@ async def _serve(
                 loading.result()  # raises what went wrong
                 await asyncio.to_thread(lambda: service.json_limits)  # looks at the whole vocabulary
                 if journal is not None:
-                    await take_up(app, service, journal)
+                    await resume_requests(app, service, journal)
                 _announce(service, listener, time.monotonic() - began)
                 losing = asyncio.create_task(backend.lost())
                 await asyncio.wait((stopping, serving, losing), return_when=asyncio.FIRST_COMPLETED)

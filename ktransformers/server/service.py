@@ -25,7 +25,7 @@ from ktransformers.server.http.json_limits import JsonLimits
 from ktransformers.server.http.workers import TextWorkers
 from ktransformers.server.ongoing import OngoingRequests
 from ktransformers.server.telemetry.metrics import Metrics
-from ktransformers.server.telemetry.status_window import RecentRequests, SpeedMeter
+from ktransformers.server.telemetry.status_window import SpeedMeter, StatusWindow
 from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["ModelGroup", "Service", "note_altered", "note_unused", "service_of"]
@@ -75,7 +75,7 @@ class Service:
     group: ModelGroup | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     workers: TextWorkers = field(default_factory=TextWorkers)
-    recent: RecentRequests = field(default_factory=RecentRequests)
+    recent: StatusWindow = field(default_factory=StatusWindow)
     ongoing: OngoingRequests = field(init=False)
     speed: SpeedMeter = field(init=False)
     _json_limits: JsonLimits | None = None

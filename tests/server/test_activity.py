@@ -12,7 +12,7 @@ from ktransformers.core import CAPTURING, FinishReason, GenerationStats, Samplin
 from ktransformers.server.backend.base import BackendStats, GenerationRequest
 from ktransformers.server.telemetry.activity import LoadingLog, LoadSummary, duration, farewell, watch_loading
 from ktransformers.server.telemetry.metrics import Counts, Metrics
-from ktransformers.server.telemetry.request_metrics import Tally
+from ktransformers.server.telemetry.request_metrics import RequestMetrics
 from tests.support.servers.fake_backend import FakeBackend
 
 
@@ -122,9 +122,9 @@ def test_the_last_line() -> None:
 def test_answers_are_counted_as_they_come() -> None:
     metrics = Metrics(FakeBackend(), "m")
     request = GenerationRequest(request_id="a", prompt_ids=(1, 2, 3, 4, 5), params=SamplingParams(seed=1))
-    tally = Tally([request, request], 2, metrics)
+    request_metrics = RequestMetrics([request, request], 2, metrics)
     stats = GenerationStats(prompt_len=5, cached_len=2)
-    tally.note(0, TokenEvent(7, "", stats))
-    tally.note(0, TokenEvent(8, "", stats, finish_reason=FinishReason.STOP))
-    tally.note(1, TokenEvent(None, "", stats, finish_reason=FinishReason.ABORT))
+    request_metrics.note(0, TokenEvent(7, "", stats))
+    request_metrics.note(0, TokenEvent(8, "", stats, finish_reason=FinishReason.STOP))
+    request_metrics.note(1, TokenEvent(None, "", stats, finish_reason=FinishReason.ABORT))
     assert metrics.counts == Counts(num_started=2, num_finished=1, prompt_tokens=3, answer_tokens=2)

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.errors import UnsupportedError
-from ktransformers.server.answers.replay import take_up
+from ktransformers.server.answers.replay import resume_requests
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.config import ServerConfig
@@ -113,7 +113,7 @@ class Server(Generic[BackendT]):
 
     async def start(self) -> Server[BackendT]:
         await self.backend.start()
-        await take_up(self.app, self.service, self.journal)
+        await resume_requests(self.app, self.service, self.journal)
         return self
 
     def open(self, method: str, path: str, body: Any = None, **headers: str) -> Connection:
@@ -167,7 +167,7 @@ def texts_of_choices(data: bytes) -> dict[int, str]:
 def num_computed(server: Server[Any]) -> int:
     """Tokens of the one request there is, of which some may not be told yet."""
     (one,) = server.service.ongoing
-    return one.tally.total.completion_len
+    return one.request_metrics.total.completion_len
 
 
 async def until(condition: Callable[[], bool]) -> None:

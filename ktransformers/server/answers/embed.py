@@ -26,7 +26,7 @@ from ktransformers.server.http.api_paths import USE_KEY
 from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import unless_disconnected
 from ktransformers.server.telemetry.request_log import note_request
-from ktransformers.server.telemetry.request_metrics import Tally
+from ktransformers.server.telemetry.request_metrics import RequestMetrics
 from ktransformers.server.telemetry.traces import Answering, Operation
 
 __all__ = ["Cut", "EmbeddingRequest", "Embeddings", "respond_embeddings", "shown_vector"]
@@ -81,15 +81,15 @@ async def respond_embeddings(
             asked = replace(asked, priority=key.priority(asked.priority))
         with in_words_of(service, "input", has_answer=False):
             made = await service.workers.run(size, partial(_generations, service, asked))
-        tally = Tally(made, 1, service.metrics)
+        request_metrics = RequestMetrics(made, 1, service.metrics)
         name = service.check_model(asked.model)
-        note_request(request, Answering(asked.id, tally, Operation.EMBEDDINGS, name))
+        note_request(request, Answering(asked.id, request_metrics, Operation.EMBEDDINGS, name))
 
         async def work() -> Response:
-            vectors = await _vectors(service, made, tally)
+            vectors = await _vectors(service, made, request_metrics)
             normalizes = service.model.embeddings.normalizes
             shown = [shown_vector(vector, asked.dimensions, normalizes) for vector in vectors]
-            return render(Embeddings(name, shown, tally.total.prompt_len))
+            return render(Embeddings(name, shown, request_metrics.total.prompt_len))
 
         return await unless_disconnected(request, work())
     finally:
@@ -144,13 +144,15 @@ def _special_ends(model: ModelInfo, text: str, ids: Sequence[int]) -> tuple[int,
     return before, max(num_more - before, 0)
 
 
-async def _vectors(service: Service, made: Sequence[GenerationRequest], tally: Tally) -> list[npt.NDArray[np.float32]]:
+async def _vectors(
+    service: Service, made: Sequence[GenerationRequest], request_metrics: RequestMetrics
+) -> list[npt.NDArray[np.float32]]:
     found: dict[int, bytes] = {}
     async with aclosing(run_generations(service.backend, made)) as events:
         async for index, event in events:
-            tally.note(index, event)
+            request_metrics.note(index, event)
             if event.finish_reason is not None:
-                tally.finish_reasons[index] = event.finish_reason.value
+                request_metrics.finish_reasons[index] = event.finish_reason.value
             if event.embedding is not None:
                 found[index] = event.embedding
     if len(found) < len(made):

@@ -1,4 +1,4 @@
-"""From a request to a job: whatever can be refused is refused here, before a response begins; then the job's events."""
+"""Prepares requests: whatever can be refused is refused here, before a response begins; then yields their events."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ktransformers.server.answers.prompts import template_kwargs
 from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
-from ktransformers.server.telemetry.request_metrics import Tally
+from ktransformers.server.telemetry.request_metrics import RequestMetrics
 from ktransformers.server.telemetry.traces import Answering, Operation
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["Job", "prepare"]
+__all__ = ["PreparedRequest", "prepare"]
 
 _DRAWN = (
     "temperature",
@@ -42,12 +42,12 @@ _DRAWN = (
 
 
 @dataclass(slots=True)
-class Job:
+class PreparedRequest:
     """A checked request, ready to run. model: the name for the answer. created: seconds since 1970.
 
     choices[i] turns the tokens of requests[i] into events; n answers to each prompt are neighbours. ignored: fields of
     the request that have no effect on this model, those that were altered, and what of its messages was folded for the
-    model's template. num_dropped: turns that were left out, the oldest. hear: told of each event of an answer, and
+    model's template. num_dropped: turns that were left out, the oldest. on_event: receives each event of an answer, and
     whose it is, by index.
     order: of the events that requests have in their past, whose they are.
     """
@@ -57,13 +57,13 @@ class Job:
     model: str
     requests: Sequence[GenerationRequest]
     choices: Sequence[Choice]
-    tally: Tally
+    request_metrics: RequestMetrics
     is_prompt_only: bool
     created: int
     operation: Operation
     ignored: tuple[str, ...] = ()
     num_dropped: int = 0
-    hear: Callable[[int, TokenEvent], None] | None = None
+    on_event: Callable[[int, TokenEvent], None] | None = None
     order: Sequence[int] = ()
 
     @property
@@ -73,11 +73,13 @@ class Job:
 
     def answering(self, is_streamed: bool) -> Answering:
         """The same for the log and for traces."""
-        return Answering(self.id, self.tally, self.operation, self.model, is_streamed, self.is_prompt_only)
+        return Answering(self.id, self.request_metrics, self.operation, self.model, is_streamed, self.is_prompt_only)
 
     def usage(self) -> GenerationStats:
         """What all answers took so far, each prompt counted once."""
-        return replace(self.tally.total, completion_len=0) if self.is_prompt_only else self.tally.total
+        return (
+            replace(self.request_metrics.total, completion_len=0) if self.is_prompt_only else self.request_metrics.total
+        )
 
     async def steps(self) -> AsyncGenerator[AnswerStep, None]:
         """The answers, side by side. The first error of any of them ends all: raises KTransformersError."""
@@ -86,23 +88,23 @@ class Job:
             made_by = run_generations(self.service.backend, self.requests, ended, self.order)
             async with aclosing(made_by) as events:
                 async for index, event in events:
-                    if self.hear is not None:
-                        self.hear(index, event)
-                    self.tally.note(index, event)
+                    if self.on_event is not None:
+                        self.on_event(index, event)
+                    self.request_metrics.note(index, event)
                     made = self.choices[index].feed(event)
                     if made and isinstance(made[-1], AnswerFinished):
-                        self.tally.finish_reasons[index] = made[-1].reason
+                        self.request_metrics.finish_reasons[index] = made[-1].reason
                         ended.add(index)
                     if made:
                         yield AnswerStep(index, made)
         except KTransformersError as error:
-            self.tally.error = type(error).__name__
+            self.request_metrics.error = type(error).__name__
             raise
         finally:
-            self.tally.close()
+            self.request_metrics.close()
 
 
-def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
+def prepare(service: Service, asked: ChatRequest | TextRequest) -> PreparedRequest:
     """Everything that takes time before an answer begins. Runs on a thread. Raises what is wrong with the request."""
     name = service.check_model(asked.model)
     if asked.priority and not service.backend.has_priorities:
@@ -126,13 +128,13 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
         ignored += constraint.widened
         rules["constraint"] = replace(constraint, widened=())
     requests = _generations(service, asked, prompts, rules)
-    return Job(
+    return PreparedRequest(
         service=service,
         id=asked.id,
         model=name,
         requests=requests,
         choices=choices,
-        tally=Tally(requests, asked.n, service.metrics),
+        request_metrics=RequestMetrics(requests, asked.n, service.metrics),
         is_prompt_only=asked.is_prompt_only,
         created=int(time.time()),
         operation=Operation.CHAT if isinstance(asked, ChatRequest) else Operation.TEXT_COMPLETION,
@@ -141,14 +143,14 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
     )
 
 
-_Prepared = tuple[list[Sequence[int]], list[Choice]]
+_PromptsAndChoices = tuple[list[Sequence[int]], list[Choice]]
 """Ids of each prompt, and asked.n choices for each."""
 
 
 def _chat(
     service: Service, asked: ChatRequest, note_changes: Callable[[Sequence[str]], None]
 ) -> tuple[list[Sequence[int]], list[Choice], int]:
-    """See _Prepared; and how many turns were left out."""
+    """See _PromptsAndChoices; and how many turns were left out."""
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
     fitted = fitted_chat(service, asked, note_changes)
@@ -167,7 +169,7 @@ def _chat(
     return [prompt_ids], choices, fitted.num_dropped
 
 
-def _texts(service: Service, asked: TextRequest) -> _Prepared:
+def _texts(service: Service, asked: TextRequest) -> _PromptsAndChoices:
     model = service.model
     tokenizer = model.tokenizer
     if asked.sampling.logprobs is not None and not tokenizer.has_vocabulary:

@@ -1,7 +1,7 @@
 """Requests that go on in another process: what is written down of them, and how they are asked again from that.
 
 A request is read and prepared anew from its body, with the id, the prompt and the parameters that it had; its tokens
-so far are then told again, so that parsers and writers are where they were and every event has the bytes that it had.
+so far are then replayed, so that parsers and writers are where they were and every event has the bytes that it had.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from ktransformers.core import PastToken, TokenEvent
 from ktransformers.errors import ConfigError, KTransformersError
-from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.resumable import KEEP_HEADER
 from ktransformers.server.http.api_paths import SCOPE_KEY
 from ktransformers.server.journal.journal import MAX_TRIES, Journal
@@ -31,30 +31,30 @@ from ktransformers.server.service import Service
 from ktransformers.server.telemetry.request_log import note_id, without_quotes
 from ktransformers.weights.digests.files import exact_fingerprint
 
-__all__ = ["AGAIN_KEY", "Again", "AskedBody", "take_up", "without_reader", "write_down"]
+__all__ = ["REPLAY_KEY", "Replay", "RequestBody", "resume_requests", "without_reader", "write_down"]
 
 logger = logging.getLogger("ktransformers.server")
 
-AGAIN_KEY = "ktransformers.again"
-"""Where a request that is asked again has its Again."""
+REPLAY_KEY = "ktransformers.replay"
+"""Where a request that is asked again has its Replay."""
 
 _LEAST_SECONDS = 0.001
 _GOES_ON = 204
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Replay:
     """A request that the journal knows."""
 
     kept: Kept
 
-    def restore(self, job: Job) -> None:
-        """Make the job what it was. Raises ConfigError when the request makes another number of answers now."""
+    def restore(self, prepared: PreparedRequest) -> None:
+        """Make the request what it was. Raises ConfigError when it makes another number of answers now."""
         opened = self.kept.opened
-        if len(job.requests) != len(opened.generations):
-            raise ConfigError(f"it had {len(opened.generations)} answers, and has {len(job.requests)} now")
+        if len(prepared.requests) != len(opened.generations):
+            raise ConfigError(f"it had {len(opened.generations)} answers, and has {len(prepared.requests)} now")
         timeout = None if opened.deadline is None else max(opened.deadline - time.time(), _LEAST_SECONDS)
-        job.requests = [
+        prepared.requests = [
             replace(
                 request,
                 prompt_ids=opened.prompts[generation.prompt],
@@ -64,29 +64,29 @@ class Again:
                 timeout=timeout,
                 past=[token for token in self.kept.tokens if token.index == index],
             )
-            for index, (request, generation) in enumerate(zip(job.requests, opened.generations, strict=True))
+            for index, (request, generation) in enumerate(zip(prepared.requests, opened.generations, strict=True))
         ]
-        job.order = [token.index for token in self.kept.tokens]
-        job.tally.requests, job.created = job.requests, opened.created
+        prepared.order = [token.index for token in self.kept.tokens]
+        prepared.request_metrics.requests, prepared.created = prepared.requests, opened.created
 
 
 class _Recorder:
     """Writes the tokens of one request down, but for those that were written down before."""
 
     def __init__(self, journal: Journal, id: str, num_past: int):
-        self._journal, self._id, self._num_past, self._num_told = journal, id, num_past, 0
+        self._journal, self._id, self._num_past, self._num_sent = journal, id, num_past, 0
 
     def __call__(self, index: int, event: TokenEvent) -> None:
         token = PastToken.of(index, event)
         if token is None:
             return
-        if self._num_told >= self._num_past:
-            self._journal.note(self._id, self._num_told, token)
-        self._num_told += 1
+        if self._num_sent >= self._num_past:
+            self._journal.note(self._id, self._num_sent, token)
+        self._num_sent += 1
 
 
 @dataclass(frozen=True, slots=True)
-class AskedBody:
+class RequestBody:
     """What was asked, as Opened has it. beside: called where it is written down."""
 
     path: str
@@ -94,40 +94,42 @@ class AskedBody:
     beside: Callable[[], bytes] = bytes
 
 
-def write_down(journal: Journal, asked: AskedBody, job: Job, one: Ongoing, again: Again | None) -> None:
+def write_down(
+    journal: Journal, asked: RequestBody, prepared: PreparedRequest, one: Ongoing, replay: Replay | None
+) -> None:
     """From now on the journal knows this request, and its tokens."""
     one.is_journaled, num_past = True, 0
-    if again is None:
-        journal.opened(_opened(journal, asked, job, one))
+    if replay is None:
+        journal.opened(_opened(journal, asked, prepared, one))
     else:
-        kept, num_past = again.kept, len(again.kept.tokens)
-        one.is_again, one.is_suspended, one.created = True, kept.is_suspended, kept.opened.created
+        kept, num_past = replay.kept, len(replay.kept.tokens)
+        one.is_replayed, one.is_suspended, one.created = True, kept.is_suspended, kept.opened.created
         num_tries = kept.num_tries + (not kept.is_suspended)  # nothing of it runs, so it ends no server
         journal.suspended(one.answer_id, kept.is_suspended, num_tries)
-    job.hear = _Recorder(journal, job.id, num_past)
+    prepared.on_event = _Recorder(journal, prepared.id, num_past)
 
 
-def _opened(journal: Journal, asked: AskedBody, job: Job, one: Ongoing) -> Opened:
-    prompts = tuple({id(request.prompt_ids): request.prompt_ids for request in job.requests}.values())
+def _opened(journal: Journal, asked: RequestBody, prepared: PreparedRequest, one: Ongoing) -> Opened:
+    prompts = tuple({id(request.prompt_ids): request.prompt_ids for request in prepared.requests}.values())
     places = {id(prompt): place for place, prompt in enumerate(prompts)}
-    timeout, stream = job.requests[0].timeout, one.stream
+    timeout, stream = prepared.requests[0].timeout, one.stream
     assert stream is not None
     return Opened(
-        id=job.id,
+        id=prepared.id,
         request_id=one.id,
-        key=journal.digest_of(_api_key(job.service, one.key)),
+        key=journal.digest_of(_api_key(prepared.service, one.key)),
         path=asked.path,
         body=asked.body,
         beside=asked.beside(),
         keep_seconds=stream.seconds,
-        created=job.created,
+        created=prepared.created,
         deadline=None if timeout is None else time.time() + timeout,
         prompts=prompts,
         generations=tuple(
             GenerationRecord(
                 places[id(request.prompt_ids)], replace(request.params, stop=()), request.priority, request.cache_salt
             )
-            for request in job.requests
+            for request in prepared.requests
         ),
     )
 
@@ -144,7 +146,7 @@ def without_reader(service: Service, one: Ongoing) -> Response:
     return Response(status_code=_GOES_ON)
 
 
-async def take_up(app: FastAPI, service: Service, journal: Journal) -> None:
+async def resume_requests(app: FastAPI, service: Service, journal: Journal) -> None:
     """Go on with what the server before had in its journal. One that cannot go on is forgotten, with a line in the log.
 
     The model is loaded; nothing else has been asked yet.
@@ -156,7 +158,7 @@ async def take_up(app: FastAPI, service: Service, journal: Journal) -> None:
     num_taken = 0
     for one in kept:
         try:
-            await _ask_again(app, one, keys)
+            await _replay(app, one, keys)
             num_taken += 1
         except (KTransformersError, HTTPException, RequestValidationError) as error:
             reason = without_quotes(str(error)) if isinstance(error, KTransformersError) else type(error).__name__
@@ -167,7 +169,7 @@ async def take_up(app: FastAPI, service: Service, journal: Journal) -> None:
         logger.info("%d requests go on where they were before the restart, %d do not", num_taken, len(kept) - num_taken)
 
 
-async def _ask_again(app: FastAPI, kept: Kept, keys: MutableMapping[str, str]) -> None:
+async def _replay(app: FastAPI, kept: Kept, keys: MutableMapping[str, str]) -> None:
     opened = kept.opened
     if kept.num_tries >= MAX_TRIES:
         raise ConfigError(f"{MAX_TRIES} starts of the server ended before it had another token")
@@ -186,7 +188,7 @@ async def _ask_again(app: FastAPI, kept: Kept, keys: MutableMapping[str, str]) -
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         "app": app,
         SCOPE_KEY: keys[opened.key],
-        AGAIN_KEY: Again(kept),
+        REPLAY_KEY: Replay(kept),
     }
     note_id(scope, opened.request_id)
 

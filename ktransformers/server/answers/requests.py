@@ -1,6 +1,6 @@
 """What a client asks, whatever dialect it speaks. Adapters fill these; values that a dialect allows are in range.
 
-body of a dialect ── its adapter ──> ChatRequest | TextRequest ── prepare ──> Job (prepared_request.py) ──> AnswerStep
+body of a dialect ── its adapter ──> ChatRequest | TextRequest ── prepare ──> PreparedRequest ──> AnswerStep
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from ktransformers.errors import KTransformersError
 from ktransformers.server.answers.events import AnswerStep
-from ktransformers.server.answers.prepared_request import Job, prepare
-from ktransformers.server.answers.replay import AGAIN_KEY, Again, AskedBody, without_reader, write_down
+from ktransformers.server.answers.prepared_request import PreparedRequest, prepare
+from ktransformers.server.answers.replay import REPLAY_KEY, Replay, RequestBody, without_reader, write_down
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
 from ktransformers.server.answers.resumable import attached, check_media_type, keep_seconds, keep_writing
 from ktransformers.server.bodies import body_size
@@ -30,7 +30,7 @@ from ktransformers.server.telemetry.request_log import note_request, request_id_
 
 __all__ = ["Writer", "respond"]
 
-_Asked = ChatRequest | TextRequest
+_CheckedRequest = ChatRequest | TextRequest
 
 
 class Writer(ABC):
@@ -69,7 +69,7 @@ async def respond(
     num_answers: int,
     is_streamed: bool,
     read: Callable[[], ChatRequest | TextRequest],
-    writer_of: Callable[[Job], Writer],
+    writer_of: Callable[[PreparedRequest], Writer],
     more_bytes: int = 0,
     beside: Callable[[], bytes] = bytes,
 ) -> Response:
@@ -86,28 +86,30 @@ async def respond(
     service.admission.enter(service.backend.max_running, num_answers, key)
     leave = partial(service.admission.leave, num_answers, key)
     is_streaming = False
-    again: Again | None = request.scope.get(AGAIN_KEY)
+    replay: Replay | None = request.scope.get(REPLAY_KEY)
     try:
-        job = await service.workers.run(size, lambda: _prepared(service, _prioritized(read(), service, key), again))
-        note_request(request, job.answering(is_streamed))
-        note_ignored(request.scope, job.ignored)
-        note_dropped(request.scope, job.num_dropped)
-        writer = writer_of(job)
+        prepared = await service.workers.run(
+            size, lambda: _prepared(service, _prioritized(read(), service, key), replay)
+        )
+        note_request(request, prepared.answering(is_streamed))
+        note_ignored(request.scope, prepared.ignored)
+        note_dropped(request.scope, prepared.num_dropped)
+        writer = writer_of(prepared)
         if seconds is not None:
             check_media_type(writer.media_type)
-        one = _ongoing(request, job)
+        one = _ongoing(request, prepared)
         if not is_streamed:
-            return await unless_disconnected(request, _whole(job, writer, one))
+            return await unless_disconnected(request, _whole(prepared, writer, one))
         is_streaming = True
         if seconds is None:
-            return _streamed(job, writer, one, leave)
+            return _streamed(prepared, writer, one, leave)
         service.ongoing.add(one)
         log = service.ongoing.keep(one, seconds, writer.media_type, writer.ping)
         if service.ongoing.journal is not None:
-            asked = AskedBody(request.scope["path"], await request.body(), beside)
-            write_down(service.ongoing.journal, asked, job, one, again)
-        keep_writing(service.ongoing, one, _stream(job, writer), log, leave)
-        if again is not None:
+            asked = RequestBody(request.scope["path"], await request.body(), beside)
+            write_down(service.ongoing.journal, asked, prepared, one, replay)
+        keep_writing(service.ongoing, one, _stream(prepared, writer), log, leave)
+        if replay is not None:
             return without_reader(service, one)
         return attached(service, one, 0)
     finally:
@@ -115,55 +117,55 @@ async def respond(
             leave()
 
 
-def _prepared(service: Service, asked: _Asked, again: Again | None) -> Job:
-    if again is None:
+def _prepared(service: Service, asked: _CheckedRequest, replay: Replay | None) -> PreparedRequest:
+    if replay is None:
         return prepare(service, asked)
-    job = prepare(service, replace(asked, id=again.kept.opened.id))
-    again.restore(job)
-    return job
+    prepared = prepare(service, replace(asked, id=replay.kept.opened.id))
+    replay.restore(prepared)
+    return prepared
 
 
-def _ongoing(request: Request, job: Job) -> Ongoing:
+def _ongoing(request: Request, prepared: PreparedRequest) -> Ongoing:
     one = Ongoing(
         id=request_id_of(request),
-        answer_id=job.id,
+        answer_id=prepared.id,
         key=str(request.scope.get(SCOPE_KEY, "")),
-        generation_ids=[generation.request_id for generation in job.requests],
-        tally=job.tally,
+        generation_ids=[generation.request_id for generation in prepared.requests],
+        request_metrics=prepared.request_metrics,
     )
 
     def is_suspended() -> bool:  # perhaps before its answers have begun
         return one.is_suspended
 
-    job.requests = [replace(generation, is_suspended=is_suspended) for generation in job.requests]
+    prepared.requests = [replace(generation, is_suspended=is_suspended) for generation in prepared.requests]
     return one
 
 
-def _streamed(job: Job, writer: Writer, one: Ongoing, leave: Callable[[], None]) -> Response:
+def _streamed(prepared: PreparedRequest, writer: Writer, one: Ongoing, leave: Callable[[], None]) -> Response:
     """A stream that ends with its connection."""
-    service, config = job.service, job.service.config
+    service, config = prepared.service, prepared.service.config
     service.ongoing.add(one)
 
     def end() -> None:
         service.ongoing.ended(one)
         leave()
 
-    parts = _stream(job, writer)
+    parts = _stream(prepared, writer)
     return EventStream(parts, writer.media_type, config.send_timeout, end, writer.ping, config.ping_seconds)
 
 
-def _prioritized(asked: _Asked, service: Service, key: KeyUse | None) -> _Asked:
+def _prioritized(asked: _CheckedRequest, service: Service, key: KeyUse | None) -> _CheckedRequest:
     """With the priority that its key has, where there are priorities."""
     if key is None or not service.backend.has_priorities:
         return asked
     return replace(asked, priority=key.priority(asked.priority))
 
 
-async def _whole(job: Job, writer: Writer, one: Ongoing) -> Response:
-    ongoing = job.service.ongoing
+async def _whole(prepared: PreparedRequest, writer: Writer, one: Ongoing) -> Response:
+    ongoing = prepared.service.ongoing
     ongoing.add(one)
     try:
-        async with aclosing(job.steps()) as steps:
+        async with aclosing(prepared.steps()) as steps:
             async for step in steps:
                 writer.keep(step)
     finally:
@@ -171,12 +173,12 @@ async def _whole(job: Job, writer: Writer, one: Ongoing) -> Response:
     return ApiResponse(writer.body())
 
 
-async def _stream(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
+async def _stream(prepared: PreparedRequest, writer: Writer) -> AsyncGenerator[bytes, None]:
     failed = None
     try:
         for part in writer.begin():
             yield part
-        async with aclosing(job.steps()) as steps:
+        async with aclosing(prepared.steps()) as steps:
             async for step in steps:
                 for part in writer.write(step):
                     yield part

@@ -1,6 +1,6 @@
 """Streams that outlive their connection, where a client asks for it with the header x-kt-keep: SECONDS.
 
-a task   steps of the job ──> Writer ──> EventLog             to the end, whoever reads
+a task   steps of the request ──> Writer ──> EventLog             to the end, whoever reads
 readers  the response, and those of GET /v1/requests/{id}/stream ──<──┘
 """
 
@@ -66,29 +66,29 @@ def keep_writing(
 
 
 async def _write(ongoing: OngoingRequests, one: Ongoing, parts: AsyncGenerator[bytes, None], log: EventLog) -> None:
-    one.tally.goes_on = True
+    one.request_metrics.goes_on = True
     try:
         async with aclosing(parts):
             async for part in parts:
                 if one.is_set_aside or not await _is_written(ongoing, one):
-                    break  # the next server tells it
+                    break  # the next server sends it
                 log.append(part)
     except Exception as error:
-        one.tally.error = type(error).__name__
+        one.request_metrics.error = type(error).__name__
         logger.exception("the stream of request %s failed", one.answer_id)
     finally:
-        one.tally.goes_on = False
+        one.request_metrics.goes_on = False
         log.end()
         without = one.stream is not None and not one.stream.num_readers
         ongoing.ended(one)
         if without:
-            reasons = ", ".join(dict.fromkeys(reason or "cut off" for reason in one.tally.finish_reasons))
-            tokens = one.tally.total.completion_len
+            reasons = ", ".join(dict.fromkeys(reason or "cut off" for reason in one.request_metrics.finish_reasons))
+            tokens = one.request_metrics.total.completion_len
             logger.info("%s ended without its client: %d tokens, %s", one.answer_id, tokens, reasons)
 
 
 async def _is_written(ongoing: OngoingRequests, one: Ongoing) -> bool:
-    """Whether what led to an event is in the journal, before it is told: a client has seen nothing that gets lost."""
+    """Whether what led to an event is in the journal, before it is sent: a client has seen nothing that gets lost."""
     return not one.is_journaled or ongoing.journal is None or await ongoing.journal.written()
 
 

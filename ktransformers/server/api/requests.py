@@ -26,7 +26,7 @@ def _key_of(request: Request) -> str:
     return str(request.scope.get(SCOPE_KEY, ""))
 
 
-def _asked(request: Request, id: str) -> tuple[Service, Ongoing]:
+def _found(request: Request, id: str) -> tuple[Service, Ongoing]:
     asked, key = service_of(request), _key_of(request)
     knowing = [one for one in asked.beside if one.ongoing.knows(key, id)]
     if len(knowing) > 1:
@@ -47,7 +47,7 @@ async def list_requests(request: Request) -> Response:
 @router.post("/v1/requests/{id:path}/suspend")
 async def suspend_request(id: str, request: Request) -> Response:
     """Set it aside, at whatever step it is: it takes nothing of the cache until it is resumed."""
-    service, one = _asked(request, id)
+    service, one = _found(request, id)
     if service.admission.is_draining:
         raise NotReadyError("the server is shutting down: nothing is suspended any more")
     service.ongoing.suspend(one)
@@ -58,7 +58,7 @@ async def suspend_request(id: str, request: Request) -> Response:
 @router.post("/v1/requests/{id:path}/resume")
 async def resume_request(id: str, request: Request) -> Response:
     """Go on with it, with the tokens that it would have had."""
-    service, one = _asked(request, id)
+    service, one = _found(request, id)
     service.ongoing.resume(one)
     await service.ongoing.settled(one)
     return ApiResponse(one.described())
@@ -67,18 +67,18 @@ async def resume_request(id: str, request: Request) -> Response:
 @router.get("/v1/requests/{id:path}/stream")
 async def attach_to_request(id: str, request: Request) -> Response:
     """Its stream, from the event behind Last-Event-ID on, or from the first. For those sent with x-kt-keep."""
-    service, one = _asked(request, id)
+    service, one = _found(request, id)
     if one.stream is None:
         raise ConflictError(f"the stream of this request is not kept: send {KEEP_HEADER}: SECONDS with the request")
     last_seen = _last_seen(request)
-    one.stream.log.check(last_seen, one.is_again)
+    one.stream.log.check(last_seen, one.is_replayed)
     return attached(service, one, last_seen)
 
 
 @router.delete("/v1/requests/{id:path}")
 async def end_request(id: str, request: Request) -> Response:
-    """End it, and forget its stream. Whoever reads that hears that the answer was aborted."""
-    service, one = _asked(request, id)
+    """End it, and forget its stream. Whoever reads that receives ABORT."""
+    service, one = _found(request, id)
     service.ongoing.end(one)
     return ApiResponse({"id": id, "object": "request", "deleted": True})
 

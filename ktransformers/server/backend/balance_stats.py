@@ -36,7 +36,7 @@ class BalanceStats(BackendStats):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """Of one replica of several. node: where it is, as its keeper names places. pid: of its process there.
+    """Of one replica of several. node: where it is, as its manager names places. pid: of its process there.
 
     pause: see BackendInterfaceBase.
     """

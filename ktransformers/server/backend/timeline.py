@@ -30,7 +30,7 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """Of one answer. The backend fills began and chunks, `Tally` the rest. Chunks may come from the worker thread.
+    """Times of one answer. The backend fills began and chunks, also from a worker thread, `RequestMetrics` the rest.
 
     num_chunks: also of those beyond MAX_CHUNKS.
     """
@@ -53,7 +53,7 @@ class Timeline:
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(chunk)
 
-    def hear(self, has_token: bool, is_end: bool) -> None:
+    def receive(self, has_token: bool, is_end: bool) -> None:
         """An event of the answer has come."""
         now = time.monotonic()
         if has_token and self.first_token is None:
@@ -63,7 +63,7 @@ class Timeline:
 
 
 class ChunkClock:
-    """Takes the times of chunks of one sequence alone, from what `on_prefill` is told before each of them."""
+    """Takes the times of chunks of one sequence alone, from what `on_prefill` receives before each of them."""
 
     def __init__(self, timeline: Timeline, prompt_len: int, clock: Callable[[], float] = time.monotonic):
         self._timeline, self._prompt_len, self._clock = timeline, prompt_len, clock

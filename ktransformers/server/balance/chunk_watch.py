@@ -27,7 +27,7 @@ class _Step:
 
 
 class ChunkWatch:
-    """Holds what running requests and steps in flight need, and what has not been told yet."""
+    """Holds what running requests and steps in flight need, and what has not been sent yet."""
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[str, int]] = {}  # that are not through: the request, tokens known at the start

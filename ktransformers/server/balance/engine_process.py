@@ -1,4 +1,4 @@
-"""The engine process: loads the model, then runs the scheduler's steps until it is told to stop or dies.
+"""The engine process: loads the model, then runs the scheduler's steps until it is sent Stop or dies.
 
 Knows an executor, not what it computes. Steps are run in the order in which they come; others come while one runs, so
 that the engine does not wait for the scheduler.
@@ -55,7 +55,7 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the rows of `plan`, and sample where it says so. Steps are told to the recorder, if there is one.
+        """Run the rows of `plan`, and sample where it says so. Steps are sent to the recorder, if there is one.
 
         Raises StageLostError where `mend` helps, as `begin` does; any other exception is the end of this process.
         """
@@ -74,7 +74,7 @@ LoadedEngine = tuple[EngineFacts, Executor]
 
 
 def _load(options: EngineOptions, status: zmq.Socket[bytes]) -> LoadedEngine | None:
-    """The engine that options.factory builds, or None after the parent was told why there is none."""
+    """The engine that options.factory builds, or None after the parent was sent the reason."""
     reported = 0.0
 
     def progress(done: int, total: int, name: str) -> None:
@@ -150,7 +150,7 @@ class _Work:
 
 
 def main(preload: str = "") -> int:
-    """The process. Returns its exit code: 1 when the parent was told that the engine cannot start.
+    """The process. Returns its exit code: 1 when the parent was sent the reason why the engine cannot start.
 
     preload: a module to import before it is known what to do.
     """

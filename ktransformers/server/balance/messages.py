@@ -183,7 +183,7 @@ class EngineTotals(msgspec.Struct, frozen=True):
 
 
 class EngineLoss(msgspec.Struct, frozen=True):
-    """The scheduler has heard that the engine of this epoch is gone.
+    """The scheduler knows that the engine of this epoch is gone.
 
     explained: epochs, this one perhaps among them, that died of a request which has now been found and ended.
     """

@@ -1,7 +1,7 @@
 """The scheduler process: owns every request, plans steps ahead of the engine, survives the engine. No torch here.
 
     waits for: commands of the API process, results of the engine, the next deadline. Then, in this order:
-    take in what came, expire, plan steps up to two ahead, look for a step that takes too long, tell the news.
+    take in what came, expire, plan steps up to two ahead, look for a step that takes too long, send the news.
 
 An engine that dies takes the steps in flight with it. Requests that were in them are suspects: with every loss before
 one of their rows has been committed again they get a strike. From the second strike on, sequences run one at a time, so
@@ -104,7 +104,7 @@ class EngineLink:
 
 
 class _Profile:
-    """What is recorded here. command: what engines are told."""
+    """What is recorded here. command: what engines are sent."""
 
     def __init__(self, command: ProfileOn):
         self.command = command
@@ -152,7 +152,7 @@ class SchedulerProcess:
         self._totals = EngineTotals()
         self._expert_counts: list[bytes] = []
         self._chunks = ChunkWatch() if options.has_traces else None
-        self._told = b""
+        self._sent = b""
         self._profile: _Profile | None = None
 
     def run(self) -> None:
@@ -178,7 +178,7 @@ class SchedulerProcess:
         self._isolate()
         self._plan()
         self._look_for_hang()
-        self._tell()
+        self._send_news()
 
     def _receive_commands(self) -> None:
         while self._commands.poll(0):
@@ -377,7 +377,7 @@ class SchedulerProcess:
                 self._chunks.planned(plan, now)
             self._check()
 
-    def _tell(self) -> None:
+    def _send_news(self) -> None:
         """Send what is new; nothing when nothing is."""
         news = News(
             self._updates,
@@ -390,9 +390,9 @@ class SchedulerProcess:
             None if self._chunks is None else self._chunks.take(),
         )
         data = encode(news)
-        if data != self._told:
+        if data != self._sent:
             self._news.send(data)
-            self._told = encode(News([], news.stats, news.totals, {}))
+            self._sent = encode(News([], news.stats, news.totals, {}))
         self._updates, self._prefill_seconds, self._losses, self._hanging = [], {}, [], None
         self._expert_counts = []
 

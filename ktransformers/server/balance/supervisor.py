@@ -72,7 +72,7 @@ class BalanceConfig:
     engine_timeout: seconds after which a step of few tokens means that the engine hangs, see StepWatch, and of loading
     in which nothing is read or reported; 0: never.
     has_spare_engine: whether a process waits with its imports done, which a restart takes.
-    has_traces: whether the times of GenerationRequest.timeline are told.
+    has_traces: whether the times of GenerationRequest.timeline are sent.
     Raises ConfigError on creation for limits that cannot work.
     """
 
@@ -105,7 +105,7 @@ class BalanceConfig:
 
 
 class Supervisor:
-    """on_news is called with what the scheduler tells, on the event loop. files: of weights, as they were opened.
+    """on_news is called with what the scheduler sends, on the event loop. files: of weights, as they were opened.
 
     pause: why nothing is computed at the moment, None while an engine serves.
     """
@@ -128,7 +128,9 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = DeathLimit(config.max_engine_restarts)
         self._engine: RunningEngine | None = None
-        self._heard: dict[int, asyncio.Future[None]] = {}  # by epoch: the scheduler knows that this engine is gone
+        self._acknowledged: dict[
+            int, asyncio.Future[None]
+        ] = {}  # by epoch: the scheduler knows that this engine is gone
         self._is_closing = False
         self.num_restarts = 0
         self.scheduler_pid: int | None = None
@@ -259,8 +261,8 @@ class Supervisor:
             news = decoder.decode(await self._news.recv())
             for loss in news.losses:
                 self._deaths.excuse(loss.explained)
-                if loss.epoch in self._heard:
-                    self._heard[loss.epoch].set_result(None)
+                if loss.epoch in self._acknowledged:
+                    self._acknowledged[loss.epoch].set_result(None)
             if news.hanging is not None:
                 self._kill_hanging(news.hanging)
             self._on_news(news)
@@ -332,11 +334,11 @@ class Supervisor:
 
     async def _lose(self, epoch: int) -> None:
         """Count the death of an engine that served, unless the scheduler can explain it. Raises EngineError."""
-        heard = self._heard[epoch] = asyncio.get_running_loop().create_future()
+        acknowledged = self._acknowledged[epoch] = asyncio.get_running_loop().create_future()
         self._deaths.count(epoch, self._clock.now())
         await self.send(EngineDown(epoch))
-        await heard
-        del self._heard[epoch]
+        await acknowledged
+        del self._acknowledged[epoch]
         self._check_deaths()
 
     def _check_deaths(self) -> None:

@@ -1,6 +1,6 @@
 """Hands each request to the app of the model that it names, once that model runs.
 
-    body ── read_asked ──> name ──> model ── keeper.enter: waits while it loads ──> its app ── leave
+    body ── read_routing_fields ──> name ──> model ── manager.enter: waits while it loads ──> its app ── leave
 
 Requests without a body that names a model go to an app without waiting: the routes there know all models
 (Service.beside), and find what is asked for by its id.
@@ -28,13 +28,13 @@ from ktransformers.server.http.json_limits import JsonLimits
 from ktransformers.server.http.keys import KeyUse
 from ktransformers.server.http.workers import TextWorkers
 from ktransformers.server.multi_model.early_stream import EarlyStream
-from ktransformers.server.multi_model.model_manager import ModelKeeper
+from ktransformers.server.multi_model.model_manager import ModelManager
 from ktransformers.server.multi_model.pool import ModelState
-from ktransformers.server.multi_model.routing import ANSWERING, STREAMING, Asked, read_asked
+from ktransformers.server.multi_model.routing import ANSWERING, STREAMING, RoutingFields, read_routing_fields
 from ktransformers.server.multi_model.served import ServedModel
 from ktransformers.server.responses import ApiResponse, install_error_handlers
 from ktransformers.server.telemetry.request_log import note_reason, without_quotes
-from ktransformers.server.telemetry.status_window import RecentRequests
+from ktransformers.server.telemetry.status_window import StatusWindow
 from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["Gateway", "gateway_app"]
@@ -59,8 +59,8 @@ class Gateway:
     knows. is_started: whether those that are wanted from the start are loaded.
     """
 
-    def __init__(self, models: Sequence[ServedModel], keeper: ModelKeeper, config: ServerConfig):
-        self._models, self._keeper, self._config = models, keeper, config
+    def __init__(self, models: Sequence[ServedModel], manager: ModelManager, config: ServerConfig):
+        self._models, self._manager, self._config = models, manager, config
         self._workers = TextWorkers()
         self.is_started = False
         for model in models:
@@ -71,15 +71,15 @@ class Gateway:
 
         def watch(is_busy: bool) -> None:
             if is_busy:
-                self._keeper.use(name)
+                self._manager.use(name)
             else:
-                self._keeper.leave(name)
+                self._manager.leave(name)
 
         return watch
 
-    def share(self) -> RecentRequests:
+    def share(self) -> StatusWindow:
         """Let the models have together what they keep of answers, and the last requests, which are returned."""
-        store, recent = ResponseStore(self._config.responses_store), RecentRequests()
+        store, recent = ResponseStore(self._config.responses_store), StatusWindow()
         for model in self._models:
             model.app.state.responses = store
             model.service.recent = recent
@@ -105,7 +105,7 @@ class Gateway:
 
     async def _ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 while requests are taken: models that are stopped are loaded for them."""
-        if self._keeper.is_draining:
+        if self._manager.is_draining:
             raise NotReadyError("the server is shutting down")
         if not self.is_started:
             raise NotReadyError("the models are being loaded")
@@ -144,34 +144,36 @@ class Gateway:
         if known is None:
             self._models[0].service.check_model(asked.model)  # raises with --strict_model_name
         model = known or self._models[0]
-        if asked.is_only_unload and self._keeper.pool.state(model.name) is not ModelState.RUNNING:
+        if asked.is_only_unload and self._manager.pool.state(model.name) is not ModelState.RUNNING:
             await model.app(scope, replayed, send)  # which says that it is not loaded, and loads nothing
             return
         early = EarlyStream(send, path) if self._may_begin_early(scope, asked) else None
-        if not self._keeper.try_enter(model.name) and not await self._wait(scope, receive, model.name, asked, early):
+        if not self._manager.try_enter(model.name) and not await self._wait(scope, receive, model.name, asked, early):
             return
         try:
             if asked.keep_alive is not None and known is not None:
-                self._keeper.keep_for(model.name, asked.keep_alive)
+                self._manager.keep_for(model.name, asked.keep_alive)
             await model.app(scope, replayed, send if early is None else early.send)
         finally:
-            self._keeper.leave(model.name)
+            self._manager.leave(model.name)
 
-    async def _read(self, path: str, body: bytes) -> Asked | None:
+    async def _read(self, path: str, body: bytes) -> RoutingFields | None:
         each = [model.service.json_limits for model in self._models]
         limits = JsonLimits(
             *(max(getattr(one, name) for one in each) for name in ("max_bytes", "max_values", "max_nodes"))
         )
         if len(body) < _SHORT:
-            return read_asked(path, body, limits)
-        return await self._workers.run(len(body), read_asked, path, body, limits)
+            return read_routing_fields(path, body, limits)
+        return await self._workers.run(len(body), read_routing_fields, path, body, limits)
 
-    def _may_begin_early(self, scope: Scope, asked: Asked) -> bool:
+    def _may_begin_early(self, scope: Scope, asked: RoutingFields) -> bool:
         """Not those whose heads say what becomes known later."""
         is_kept = any(name == KEEP_HEADER.encode() for name, _ in scope["headers"])
         return asked.is_streamed and scope["path"] in STREAMING and self._config.ping_seconds > 0 and not is_kept
 
-    async def _wait(self, scope: Scope, receive: Receive, name: str, asked: Asked, early: EarlyStream | None) -> bool:
+    async def _wait(
+        self, scope: Scope, receive: Receive, name: str, asked: RoutingFields, early: EarlyStream | None
+    ) -> bool:
         """Wait for the model. False: the client has left, or has been told in a stream why there is no answer.
 
         Raises KTransformersError where no stream has begun.
@@ -194,7 +196,7 @@ class Gateway:
 
     async def _entered(self, receive: Receive, name: str, timeout: float | None, early: EarlyStream | None) -> bool:
         """Whether it is a user of the model now; False: the client has left."""
-        entering = asyncio.create_task(self._keeper.enter(name))
+        entering = asyncio.create_task(self._manager.enter(name))
         leaving = asyncio.create_task(_left(receive))
         is_in = False
         try:
@@ -213,7 +215,7 @@ class Gateway:
         finally:
             await self._end(entering, leaving)
             if not is_in and entering.done() and not entering.cancelled() and entering.exception() is None:
-                self._keeper.leave(name)
+                self._manager.leave(name)
 
     async def _end(self, *tasks: asyncio.Task[None]) -> None:
         for task in tasks:

@@ -22,7 +22,7 @@ from ktransformers.errors import (
 )
 from ktransformers.server.multi_model.pool import ModelPool, ModelState, StepKind
 
-__all__ = ["Loadable", "ModelKeeper"]
+__all__ = ["Loadable", "ModelManager"]
 
 logger = logging.getLogger("ktransformers.server")
 
@@ -43,7 +43,7 @@ class Loadable(Protocol):
         ...
 
 
-class ModelKeeper:
+class ModelManager:
     """models: by the pool's names. max_waiting: requests that may wait for one model.
 
     The pool's clock may be any; timers are set by the difference to its `wake_at`.
@@ -217,7 +217,7 @@ class ModelKeeper:
             logger.exception("the model %s was not stopped as it should be", name)
 
     def drain(self) -> None:
-        """Let nobody in any more. Those that wait hear of it."""
+        """Let nobody in any more. Those that wait receive an error."""
         self._is_draining = True
         for name, waiters in self._waiters.items():
             for _ in waiters:

@@ -11,7 +11,7 @@ from typing import Any
 from ktransformers.errors import ConfigError, FieldError
 from ktransformers.server.http.json_limits import JsonLimits
 
-__all__ = ["ANSWERING", "STREAMING", "Asked", "read_asked"]
+__all__ = ["ANSWERING", "STREAMING", "RoutingFields", "read_routing_fields"]
 
 _OLLAMA_ANSWERS = frozenset({"/api/chat", "/api/generate"})
 _OLLAMA = _OLLAMA_ANSWERS | {"/api/embed", "/api/embeddings"}
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RoutingFields:
     """model: as the client names it. timeout, keep_alive: seconds; None: it does not say.
 
     is_only_unload: nothing is asked but that the model be gone.
@@ -41,7 +41,7 @@ class Asked:
     is_only_unload: bool
 
 
-def read_asked(path: str, data: bytes, limits: JsonLimits) -> Asked | None:
+def read_routing_fields(path: str, data: bytes, limits: JsonLimits) -> RoutingFields | None:
     """What the body says; None for what is no JSON object within the limits: the route says what is wrong with it.
 
     Raises FieldError for a keep_alive that means nothing.
@@ -56,7 +56,7 @@ def read_asked(path: str, data: bytes, limits: JsonLimits) -> Asked | None:
     model, timeout = body.get("model"), _number(body.get("timeout"))
     keep_alive = _seconds(body.get("keep_alive")) if path in _OLLAMA else None
     is_load = path in _OLLAMA_ANSWERS and not body.get("messages") and not body.get("prompt")
-    return Asked(
+    return RoutingFields(
         model=model if isinstance(model, str) else None,
         is_streamed=body.get("stream") is True,
         timeout=timeout if timeout is not None and timeout > 0 else None,

@@ -20,7 +20,7 @@ from ktransformers.server.config import ServerConfig
 from ktransformers.server.listening import Server, bind, ending_signals, uvicorn_config
 from ktransformers.server.multi_model.gateway import Gateway, gateway_app
 from ktransformers.server.multi_model.group import PoolGroup
-from ktransformers.server.multi_model.model_manager import ModelKeeper
+from ktransformers.server.multi_model.model_manager import ModelManager
 from ktransformers.server.multi_model.pool import Clock, ModelPool, PooledModel
 from ktransformers.server.multi_model.served import ServedModel
 from ktransformers.server.run import open_traces, why_stopped
@@ -77,8 +77,8 @@ class Models:
         ]
         pooled = [PooledModel(model.name, model.nbytes, model.is_kept) for model in models]
         self.pool = ModelPool(pooled, memory, idle_seconds, clock)
-        self.keeper = ModelKeeper(self.pool, {model.name: model for model in self.served}, config.max_queue)
-        self.gateway = Gateway(self.served, self.keeper, config)
+        self.manager = ModelManager(self.pool, {model.name: model for model in self.served}, config.max_queue)
+        self.gateway = Gateway(self.served, self.manager, config)
         self.group = PoolGroup(self.served, self.pool)
         self.app = gateway_app(self.gateway, config, traces)
         self._first = [model.name for model in models if model.is_first]
@@ -86,7 +86,7 @@ class Models:
     async def start(self) -> None:
         """Load those that are wanted from the start. Raises LoadFailedError."""
         for name in self._first:
-            await self.keeper.load(name)
+            await self.manager.load(name)
         self.gateway.is_started = True
 
     @property
@@ -107,7 +107,7 @@ class Models:
 
     async def drain(self, seconds: float) -> None:
         """Let nobody in any more, end those that are suspended or wait for a model, and wait for the others."""
-        self.keeper.drain()
+        self.manager.drain()
         services = [model.service for model in self.served]
         num_suspended = sum(service.ongoing.end_suspended() for service in services)
         if num_suspended:
@@ -124,7 +124,7 @@ class Models:
 
     async def close(self) -> None:
         """End everything."""
-        await self.keeper.close()
+        await self.manager.close()
         self.gateway.close()
 
 

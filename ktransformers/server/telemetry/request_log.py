@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.server.http.api_paths import PROBE_PATHS, is_of_page, plain_path
 from ktransformers.server.telemetry.metrics import Refusals
-from ktransformers.server.telemetry.request_metrics import Tally
-from ktransformers.server.telemetry.status_window import PastRequest, RecentRequests
+from ktransformers.server.telemetry.request_metrics import RequestMetrics
+from ktransformers.server.telemetry.status_window import PastRequest, StatusWindow
 from ktransformers.server.telemetry.traces import Answering, Outcome, TraceSink, span_of
 
 __all__ = [
@@ -107,16 +107,16 @@ def without_quotes(message: str) -> str:
     return _QUOTED.sub("'...'", message)
 
 
-def _reasons(tally: Tally) -> str:
-    left = "goes on" if tally.goes_on else "cut off"
-    return ", ".join(dict.fromkeys(reason or left for reason in tally.finish_reasons))
+def _reasons(request_metrics: RequestMetrics) -> str:
+    left = "goes on" if request_metrics.goes_on else "cut off"
+    return ", ".join(dict.fromkeys(reason or left for reason in request_metrics.finish_reasons))
 
 
 def _described(notes: _Notes) -> str:
     if notes.answering is None:
         return ""
-    tally = notes.answering.tally
-    total, reasons = tally.total, _reasons(tally)
+    request_metrics = notes.answering.request_metrics
+    total, reasons = request_metrics.total, _reasons(request_metrics)
     return (
         f", {notes.answering.id}: {total.prompt_len} prompt tokens ({total.cached_len} cached), "
         f"prefill {total.prefill_seconds:.3f} s ({total.prefill_rate:.1f} tokens/s), "
@@ -161,16 +161,16 @@ def _past(scope: Scope, notes: _Notes, status: int, seconds: float) -> PastReque
     )
     if notes.answering is None:
         return past
-    tally = notes.answering.tally
-    total = tally.total
+    request_metrics = notes.answering.request_metrics
+    total = request_metrics.total
     return replace(
         past,
         id=notes.answering.id,
         prompt_tokens=total.prompt_len,
         cached_tokens=total.cached_len,
         completion_tokens=total.completion_len,
-        ttft=None if tally.first_token_seconds is None else round(tally.first_token_seconds, 4),
-        finish_reason=_reasons(tally),
+        ttft=None if request_metrics.first_token_seconds is None else round(request_metrics.first_token_seconds, 4),
+        finish_reason=_reasons(request_metrics),
     )
 
 
@@ -202,7 +202,7 @@ class RequestLog:
     def __init__(
         self,
         app: ASGIApp,
-        recent: RecentRequests | None = None,
+        recent: StatusWindow | None = None,
         clock: Callable[[], float] = time.perf_counter,
         traces: TraceSink | None = None,
         refusals: Refusals | None = None,

@@ -9,10 +9,10 @@ from ktransformers.core import FinishReason, GenerationStats, TokenEvent
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.telemetry.metrics import Metrics
 
-__all__ = ["Tally"]
+__all__ = ["RequestMetrics"]
 
 
-class Tally:
+class RequestMetrics:
     """Counts of all generations behind one request. num_choices per prompt: a prompt counts once, not n times."""
 
     def __init__(self, requests: Sequence[GenerationRequest], n: int, metrics: Metrics):
@@ -33,7 +33,7 @@ class Tally:
         self._stats[index] = event.stats
         timeline = self.requests[index].timeline
         if timeline is not None:
-            timeline.hear(event.token_id is not None, event.finish_reason is not None)
+            timeline.receive(event.token_id is not None, event.finish_reason is not None)
         now = time.perf_counter()
         if event.token_id is not None:
             counts = self._metrics.counts
@@ -56,7 +56,7 @@ class Tally:
         for index in self._open:
             stats, reason, timeline = self._stats[index], self.finish_reasons[index], self.requests[index].timeline
             if timeline is not None:
-                timeline.hear(False, True)
+                timeline.receive(False, True)
             if stats is not None:
                 self._metrics.finished(
                     FinishReason.ABORT if reason is None else FinishReason.STOP,

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams
 from ktransformers.server.backend.timeline import Chunk, Timeline
-from ktransformers.server.telemetry.request_metrics import Tally
+from ktransformers.server.telemetry.request_metrics import RequestMetrics
 
 __all__ = ["MAX_CHUNK_SPANS", "Answering", "Operation", "Outcome", "Span", "TraceSink", "operation_of", "span_of"]
 
@@ -62,10 +62,13 @@ def operation_of(path: str) -> Operation | None:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """What a request became. id: of the answer. model: the served name that it goes by. is_prompt_only: see Job."""
+    """What a request became. id: of the answer. model: the served name that it goes by.
+
+    is_prompt_only: see PreparedRequest.
+    """
 
     id: str
-    tally: Tally
+    request_metrics: RequestMetrics
     operation: Operation
     model: str
     is_streamed: bool = False
@@ -124,10 +127,10 @@ def span_of(outcome: Outcome) -> Span | None:
 
 def _error(outcome: Outcome) -> str:
     """error.type: a class of ours, else a status, else that somebody gave up. "": none of these."""
-    error = outcome.error or (outcome.answering.tally.error if outcome.answering is not None else "")
+    error = outcome.error or (outcome.answering.request_metrics.error if outcome.answering is not None else "")
     if error or outcome.answering is None:
         return error or str(outcome.status or ABORTED)
-    reasons = outcome.answering.tally.finish_reasons
+    reasons = outcome.answering.request_metrics.finish_reasons
     if outcome.status == 0 or any(reason in (None, FinishReason.ABORT) for reason in reasons):
         return ABORTED
     return str(outcome.status) if outcome.status >= 400 else ""
@@ -153,7 +156,7 @@ def _attributes(outcome: Outcome, operation: Operation, error: str) -> dict[str,
 
 
 def _of_answers(answering: Answering) -> dict[str, _Value]:
-    tally, total = answering.tally, answering.tally.total
+    request_metrics, total = answering.request_metrics, answering.request_metrics.total
     made: dict[str, _Value] = {
         "gen_ai.request.model": answering.model,
         "gen_ai.response.model": answering.model,
@@ -164,14 +167,14 @@ def _of_answers(answering: Answering) -> dict[str, _Value]:
     if answering.operation is Operation.EMBEDDINGS:
         return made
     made["gen_ai.usage.output_tokens"] = 0 if answering.is_prompt_only else total.completion_len
-    reasons = [str(reason) for reason in tally.finish_reasons if reason is not None]
+    reasons = [str(reason) for reason in request_metrics.finish_reasons if reason is not None]
     if reasons:
         made["gen_ai.response.finish_reasons"] = reasons
     if answering.is_streamed:
         made["gen_ai.request.stream"] = True
-    if tally.num_answers > 1:
-        made["gen_ai.request.choice.count"] = tally.num_answers
-    return made | _of_params(tally.requests[0].params)
+    if request_metrics.num_answers > 1:
+        made["gen_ai.request.choice.count"] = request_metrics.num_answers
+    return made | _of_params(request_metrics.requests[0].params)
 
 
 def _of_params(params: SamplingParams) -> dict[str, _Value]:
@@ -208,8 +211,8 @@ class _Clock:
 
 
 def _children(answering: Answering, clock: _Clock) -> Iterator[Span]:
-    tally = answering.tally
-    timelines = [(index, request.timeline) for index, request in enumerate(tally.requests)]
+    request_metrics = answering.request_metrics
+    timelines = [(index, request.timeline) for index, request in enumerate(request_metrics.requests)]
     room = MAX_CHUNK_SPANS
     for index, timeline in timelines:
         if timeline is None:
@@ -219,7 +222,7 @@ def _children(answering: Answering, clock: _Clock) -> Iterator[Span]:
         which: dict[str, _Value] = {"ktransformers.answer": index} if len(timelines) > 1 else {}
         chunks = timeline.chunks[:room]
         room -= len(chunks)
-        phases = _phases(timeline, tally.stats(index), chunks, which, clock)
+        phases = _phases(timeline, request_metrics.stats(index), chunks, which, clock)
         yield from phases if answering.operation is not Operation.EMBEDDINGS else islice(phases, 2)
 
 

@@ -213,7 +213,7 @@ def ask(backend: Talking, asked: ChatRequest | TextRequest, *, is_streamed: bool
 
     @app.post("/made-up")
     async def made_up(request: Request) -> Response:
-        return await respond(request, asked.n, is_streamed, lambda: asked, lambda job: Lines())
+        return await respond(request, asked.n, is_streamed, lambda: asked, lambda prepared: Lines())
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app)

@@ -97,8 +97,8 @@ def finished(reason: AnswerReason) -> AnswerFinished:
 
 
 def writer() -> ChatWriter:
-    job: Any = SimpleNamespace(usage=lambda: GenerationStats(3, 0, 5, 0.25, 0.5))
-    return ChatWriter(job, "m", 0.0)
+    prepared: Any = SimpleNamespace(usage=lambda: GenerationStats(3, 0, 5, 0.25, 0.5))
+    return ChatWriter(prepared, "m", 0.0)
 
 
 def test_calls_are_whole_however_their_arguments_come() -> None:

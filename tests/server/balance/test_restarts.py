@@ -30,7 +30,7 @@ from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
 from ktransformers.server.balance.supervisor import SPARE_BYTES, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.multi_model.model_manager import ModelKeeper
+from ktransformers.server.multi_model.model_manager import ModelManager
 from ktransformers.server.multi_model.pool import ModelPool, PooledModel
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.servers.balance_backend import backend, check, collect, gone, request, run, until
@@ -264,12 +264,12 @@ def test_an_engine_that_is_killed_while_it_loads_for_those_who_wait_is_tried_aga
 
         model = OnDemandInterface.of(BalanceServeInterface)(make, None)  # type: ignore[arg-type]
         pool = ModelPool([PooledModel("a", {"cpu": 1})], {"cpu": 1}, float("inf"))
-        keeper = ModelKeeper(pool, {"a": model}, max_waiting=9)
-        await asyncio.gather(*(keeper.enter("a") for _ in range(3)))
+        manager = ModelManager(pool, {"a": model}, max_waiting=9)
+        await asyncio.gather(*(manager.enter("a") for _ in range(3)))
         assert model.is_ready
         assert len(made) == 1
         assert made[0].supervisor.num_restarts == 2
-        await keeper.close()
+        await manager.close()
 
     run(work)
 

@@ -146,7 +146,7 @@ def test_requests_wait_while_their_model_loads_and_others_are_served() -> None:
     async def work(lab: Lab) -> None:
         lab.lives["b"].may_load.clear()
         first = [lab.chat("b") for _ in range(3)]
-        await until(lambda: lab.models.keeper.num_waiting == 3)
+        await until(lambda: lab.models.manager.num_waiting == 3)
         assert (await lab.chat("a").json())["choices"][0]["message"]["content"] == "a."
         assert lab.models.pool.state("b") == "loading"
         lab.lives["b"].may_load.set()
@@ -165,9 +165,9 @@ def test_a_model_is_stopped_for_another_when_its_answer_is_over_not_before() -> 
         lab.lives["a"].may_answer.clear()
         stream = await lab.chat("a", stream=True).begun()
         waiting = lab.chat("b")
-        await until(lambda: lab.models.keeper.num_waiting == 1)
+        await until(lambda: lab.models.manager.num_waiting == 1)
         later = lab.chat("a")
-        await until(lambda: lab.models.keeper.num_waiting == 2)
+        await until(lambda: lab.models.manager.num_waiting == 2)
         assert lab.running == ["a"]
         lab.lives["a"].may_answer.set()
         assert b'"content":"a"' in b"".join(await stream.rest())
@@ -251,7 +251,7 @@ def test_a_load_that_fails_is_told_to_those_who_wait_and_tried_again_later(path:
         life.may_load.clear()
         life.error = EngineError("/secret/path is gone")
         asked = [lab.ask("POST", path, DIALECTS[path] | {"model": "a"}) for _ in range(2)]
-        await until(lambda: lab.models.keeper.num_waiting == 2)
+        await until(lambda: lab.models.manager.num_waiting == 2)
         life.may_load.set()
         for one in asked:
             message = message_of(path, await one.json())
@@ -305,10 +305,10 @@ def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
     async def work(lab: Lab) -> None:
         lab.lives["a"].may_load.clear()
         loading, waiting = lab.chat("a"), lab.chat("b")
-        await until(lambda: lab.models.keeper.num_waiting == 2)
+        await until(lambda: lab.models.manager.num_waiting == 2)
         await waiting.leave()
         await loading.leave()
-        assert lab.models.keeper.num_waiting == 0
+        assert lab.models.manager.num_waiting == 0
         lab.lives["a"].may_load.set()
         await until(lambda: lab.running == ["a"])  # who left may come again
         assert lab.models.pool.num_users("a") == 0
@@ -325,7 +325,7 @@ def test_time_in_the_line_is_the_requests_own() -> None:
         answer = await asked.json()
         assert asked.status == 408
         assert answer["error"]["message"] == "the model a was not loaded within the 0.01 s of the request"
-        assert lab.models.keeper.num_waiting == 0
+        assert lab.models.manager.num_waiting == 0
 
     async def by_flag(lab: Lab) -> None:
         lab.lives["a"].may_load.clear()
@@ -341,7 +341,7 @@ def test_more_than_the_queue_holds_are_told_to_come_again() -> None:
     async def work(lab: Lab) -> None:
         lab.lives["a"].may_load.clear()
         waiting = [lab.chat("a") for _ in range(2)]
-        await until(lambda: lab.models.keeper.num_waiting == 2)
+        await until(lambda: lab.models.manager.num_waiting == 2)
         refused = await lab.chat("a").begun()
         answer = await refused.json()
         assert (refused.status, answer["error"]["code"], refused.headers["retry-after"]) == (503, "queue_full", "1")
@@ -366,13 +366,13 @@ def test_keys_and_their_limits_are_of_all_models_together() -> None:
         lab.lives["a"].may_answer.clear()
         lab.lives["b"].may_load.clear()
         running, waiting = ask("a", "one"), ask("b", "one")
-        await until(lambda: len(lab.lives["a"].asked) == 1 and lab.models.keeper.num_waiting == 1)
+        await until(lambda: len(lab.lives["a"].asked) == 1 and lab.models.manager.num_waiting == 1)
         for name in ("a", "b"):
             third = await ask(name, "one").begun()
             assert third.status == 429
             await third.rest()
         other = ask("b", "two")
-        await until(lambda: lab.models.keeper.num_waiting == 2)
+        await until(lambda: lab.models.manager.num_waiting == 2)
         for life in lab.lives.values():
             life.may_load.set()
             life.may_answer.set()
@@ -523,7 +523,7 @@ def test_requests_are_found_whatever_model_they_are_of() -> None:
         (one,) = (await lab.get("/v1/requests")).json()["data"]
         assert (one["id"], one["state"]) == ("mine", "running")
         waiting = lab.chat("a")  # a kept stream keeps its model, though nobody reads it
-        await until(lambda: lab.models.keeper.num_waiting == 1)
+        await until(lambda: lab.models.manager.num_waiting == 1)
         assert lab.running == ["b"]
         assert (await lab.send("POST", "/v1/requests/mine/suspend")).json()["state"] == "suspended"
         assert (await lab.send("POST", "/v1/requests/mine/resume")).status_code == 200
@@ -559,7 +559,7 @@ def test_draining_lets_answers_finish_and_sends_those_who_wait_elsewhere() -> No
         lab.lives["a"].may_answer.clear()
         running = await lab.chat("a", stream=True).begun()
         waiting = lab.chat("b")
-        await until(lambda: lab.models.keeper.num_waiting == 1)
+        await until(lambda: lab.models.manager.num_waiting == 1)
         draining = asyncio.create_task(lab.models.drain(30.0))
         assert (await waiting.json())["error"]["code"] == "not_ready"
         for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""What the keeper does with the pool's decisions: nobody is counted twice or forgotten, whenever he leaves."""
+"""What the manager does with the pool's decisions: nobody is counted twice or forgotten, whenever he leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ktransformers.errors import EngineError, KTransformersError, LoadFailedError, NotReadyError
-from ktransformers.server.multi_model.model_manager import ModelKeeper
+from ktransformers.server.multi_model.model_manager import ModelManager
 from ktransformers.server.multi_model.pool import ModelPool, ModelState, PooledModel
 from tests.support.servers.balance_backend import until
 
@@ -43,17 +43,17 @@ class Model:
 
 
 def run(
-    work: Callable[[ModelKeeper, dict[str, Model]], Awaitable[None]], num_models: int = 2, num_at_once: int = 1
+    work: Callable[[ModelManager, dict[str, Model]], Awaitable[None]], num_models: int = 2, num_at_once: int = 1
 ) -> None:
     async def main() -> None:
         async with asyncio.timeout(60):
             models = {name: Model() for name in "abcde"[:num_models]}
             pool = ModelPool([PooledModel(name, {"cpu": 1}) for name in models], {"cpu": num_at_once}, float("inf"))
-            keeper = ModelKeeper(pool, models, 1000)
+            manager = ModelManager(pool, models, 1000)
             try:
-                await work(keeper, models)
+                await work(manager, models)
             finally:
-                await keeper.close()
+                await manager.close()
             assert not any(model.is_open for model in models.values())
 
     asyncio.run(main())
@@ -63,52 +63,52 @@ def run(
 def test_who_leaves_while_he_is_let_in_is_counted_out(num_turns: int) -> None:
     """He is cancelled so many turns of the event loop after the load has ended: before, while and after he hears."""
 
-    async def work(keeper: ModelKeeper, models: dict[str, Model]) -> None:
-        entering = asyncio.create_task(keeper.enter("a"))
+    async def work(manager: ModelManager, models: dict[str, Model]) -> None:
+        entering = asyncio.create_task(manager.enter("a"))
         await until(lambda: models["a"].is_open)
         models["a"].gate.set()
         for _ in range(num_turns):
             await asyncio.sleep(0)
         entering.cancel()
         (result,) = await asyncio.gather(entering, return_exceptions=True)
-        await until(lambda: keeper.pool.state("a") is ModelState.RUNNING)
+        await until(lambda: manager.pool.state("a") is ModelState.RUNNING)
         if result is None:
-            keeper.leave("a")
-        assert (keeper.pool.num_users("a"), keeper.pool.num_waiting("a"), keeper.num_waiting) == (0, 0, 0)
+            manager.leave("a")
+        assert (manager.pool.num_users("a"), manager.pool.num_waiting("a"), manager.num_waiting) == (0, 0, 0)
 
     run(work)
 
 
 def test_all_who_wait_hear_of_a_load_that_fails_and_of_the_end() -> None:
-    async def work(keeper: ModelKeeper, models: dict[str, Model]) -> None:
+    async def work(manager: ModelManager, models: dict[str, Model]) -> None:
         models["a"].error = EngineError("no")
-        entering = [asyncio.create_task(keeper.enter(name)) for name in "aab"]
+        entering = [asyncio.create_task(manager.enter(name)) for name in "aab"]
         await until(lambda: models["a"].is_open)
         models["a"].gate.set()
         await until(lambda: models["b"].is_open)
         with pytest.raises(LoadFailedError, match="the model a could not be loaded"):
-            await keeper.enter("a")
-        entering.append(asyncio.create_task(keeper.enter("b")))
-        await until(lambda: keeper.num_waiting == 2)
-        keeper.drain()
+            await manager.enter("a")
+        entering.append(asyncio.create_task(manager.enter("b")))
+        await until(lambda: manager.num_waiting == 2)
+        manager.drain()
         results = await asyncio.gather(*entering, return_exceptions=True)
         assert [type(one) for one in results] == [LoadFailedError, LoadFailedError, NotReadyError, NotReadyError]
         with pytest.raises(NotReadyError):
-            await keeper.enter("a")
-        assert [keeper.pool.num_waiting(name) for name in "ab"] == [0, 0]
+            await manager.enter("a")
+        assert [manager.pool.num_waiting(name) for name in "ab"] == [0, 0]
 
     run(work)
 
 
 def test_a_model_that_is_wanted_without_a_request() -> None:
-    async def work(keeper: ModelKeeper, models: dict[str, Model]) -> None:
+    async def work(manager: ModelManager, models: dict[str, Model]) -> None:
         models["a"].gate.set()
-        await keeper.load("a")
-        assert (keeper.pool.state("a"), keeper.pool.num_users("a")) == (ModelState.RUNNING, 0)
+        await manager.load("a")
+        assert (manager.pool.state("a"), manager.pool.num_users("a")) == (ModelState.RUNNING, 0)
         models["b"].gate.set()
         models["b"].error = EngineError("no")
         with pytest.raises(LoadFailedError):
-            await keeper.load("b")
+            await manager.load("b")
 
     run(work)
 
@@ -119,29 +119,29 @@ def test_any_crowd_that_comes_and_leaves_as_it_likes_leaves_nothing_behind(
     for seed in range(random_cases(20, 1000)):
         rng = random.Random(seed)
 
-        async def visit(keeper: ModelKeeper, name: str, rng: random.Random) -> None:
-            await keeper.enter(name)
+        async def visit(manager: ModelManager, name: str, rng: random.Random) -> None:
+            await manager.enter(name)
             try:
                 for _ in range(rng.randrange(4)):
-                    assert keeper.pool.state(name) is ModelState.RUNNING
+                    assert manager.pool.state(name) is ModelState.RUNNING
                     await asyncio.sleep(0)
             finally:
-                keeper.leave(name)
+                manager.leave(name)
 
-        async def work(keeper: ModelKeeper, models: dict[str, Model], rng: random.Random = rng) -> None:
+        async def work(manager: ModelManager, models: dict[str, Model], rng: random.Random = rng) -> None:
             for model in models.values():
                 model.gate.set()
             visits = []
             for _ in range(60):
-                visits.append(asyncio.create_task(visit(keeper, rng.choice(list(models)), rng)))
+                visits.append(asyncio.create_task(visit(manager, rng.choice(list(models)), rng)))
                 if rng.random() < 0.3:
                     rng.choice(visits).cancel()
                 if rng.random() < 0.5:
                     await asyncio.sleep(0)
-                keeper.pool.check_integrity()
+                manager.pool.check_integrity()
                 assert sum(model.is_open for model in models.values()) <= 2
             await asyncio.gather(*visits, return_exceptions=True)
-            assert all(not keeper.pool.num_users(name) and not keeper.pool.num_waiting(name) for name in models)
-            assert keeper.num_waiting == 0
+            assert all(not manager.pool.num_users(name) and not manager.pool.num_waiting(name) for name in models)
+            assert manager.num_waiting == 0
 
         run(work, num_models=4, num_at_once=2)

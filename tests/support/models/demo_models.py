@@ -72,7 +72,7 @@ class Demo:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-        self.models.keeper.poke()
+        self.models.manager.poke()
 
 
 @asynccontextmanager

@@ -140,7 +140,7 @@ class Lab:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-        self.models.keeper.poke()
+        self.models.manager.poke()
 
     @property
     def running(self) -> list[str]:

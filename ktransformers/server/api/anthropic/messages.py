@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ContextLengthError
-from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
 from ktransformers.server.answers.requests import ChatRequest, Conversation
 from ktransformers.server.answers.respond import respond
@@ -51,10 +51,10 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
         applied[:] = found.applied if found is not None else ()
         return read_chat(body, reading if found is None else replace(reading, conversation=found.conversation))
 
-    def writer(job: Job) -> MessageWriter:
+    def writer(prepared: PreparedRequest) -> MessageWriter:
         hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
         edits = None if body.context_management is None else [dict(one) for one in applied]
-        return MessageWriter(job, hides_thinking=hides_thinking, applied_edits=edits)
+        return MessageWriter(prepared, hides_thinking=hides_thinking, applied_edits=edits)
 
     try:
         return await respond(request, 1, bool(body.stream), read, writer)

@@ -25,7 +25,7 @@ from ktransformers.server.answers.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.anthropic.errors import PATH
 from ktransformers.server.responses import error_body, json_bytes
@@ -56,8 +56,10 @@ class MessageWriter(Writer):
 
     ping: ClassVar[bytes] = _sse("ping")
 
-    def __init__(self, job: Job, *, hides_thinking: bool = False, applied_edits: Sequence[Fields] | None = None):
-        self._job = job
+    def __init__(
+        self, prepared: PreparedRequest, *, hides_thinking: bool = False, applied_edits: Sequence[Fields] | None = None
+    ):
+        self._prepared = prepared
         self._edits: Fields = {}
         if applied_edits is not None:
             self._edits = {"context_management": {"applied_edits": list(applied_edits)}}
@@ -163,11 +165,11 @@ class MessageWriter(Writer):
 
     def _stop(self) -> tuple[str, str | None]:
         assert self._finished is not None
-        if self._job.is_prompt_only:
+        if self._prepared.is_prompt_only:
             return "max_tokens", None
         if self._finished.stop is not None and self._finished.reason is AnswerReason.STOP:
             return "stop_sequence", self._finished.stop
-        most = self._job.requests[0].params.max_tokens
+        most = self._prepared.requests[0].params.max_tokens
         is_cut = self._finished.reason is AnswerReason.LENGTH
         if is_cut and most is not None and self._finished.stats.completion_len < most:
             return "model_context_window_exceeded", None
@@ -175,7 +177,7 @@ class MessageWriter(Writer):
 
     def _usage(self, stats: GenerationStats, completion_len: int | None = None) -> Fields:
         if completion_len is None:
-            completion_len = 0 if self._job.is_prompt_only else stats.completion_len
+            completion_len = 0 if self._prepared.is_prompt_only else stats.completion_len
         return {
             "input_tokens": stats.prompt_len - stats.cached_len,
             "cache_creation_input_tokens": 0,
@@ -192,10 +194,10 @@ class MessageWriter(Writer):
         completion_len: int | None = None,
     ) -> Fields:
         return {
-            "id": self._job.id,
+            "id": self._prepared.id,
             "type": "message",
             "role": "assistant",
-            "model": self._job.model,
+            "model": self._prepared.model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": stop,

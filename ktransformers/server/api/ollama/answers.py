@@ -62,7 +62,7 @@ async def _answer(
         1,
         body.is_streamed,
         read_all,
-        lambda job: writer(job, shown_name(service, body.model, job.model), began),
+        lambda prepared: writer(prepared, shown_name(service, body.model, prepared.model), began),
     )
 
 

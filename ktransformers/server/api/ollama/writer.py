@@ -24,7 +24,7 @@ from ktransformers.server.answers.events import (
     ToolCallStarted,
     WholeCall,
 )
-from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.http.json_limits import MAX_DEPTH, json_size
@@ -76,8 +76,8 @@ class OllamaWriter(Writer):
 
     media_type: ClassVar[str] = "application/x-ndjson"
 
-    def __init__(self, job: Job, model: str, began: float):
-        self._job, self._model, self._began = job, model, began
+    def __init__(self, prepared: PreparedRequest, model: str, began: float):
+        self._prepared, self._model, self._began = prepared, model, began
         self._piece = _Piece()
         self._open: dict[int, WholeCall] = {}
         self._finished: AnswerFinished | None = None
@@ -110,7 +110,7 @@ class OllamaWriter(Writer):
                 case ReasoningDelta(text):
                     piece.thinking += text
                 case TokenAdded(token_id, logprobs, is_end) if logprobs is not None and not is_end:
-                    piece.logprobs.append(chat_logprobs(self._job.tokenizer, token_id, logprobs))
+                    piece.logprobs.append(chat_logprobs(self._prepared.tokenizer, token_id, logprobs))
                 case ToolCallStarted(index, id, name):
                     self._open[index] = WholeCall(id, name)
                 case ToolArgumentsDelta(index, text):
@@ -143,7 +143,7 @@ class OllamaWriter(Writer):
 
     def _end(self) -> Fields:
         assert self._finished is not None
-        stats, total = self._job.usage(), time.perf_counter() - self._began
+        stats, total = self._prepared.usage(), time.perf_counter() - self._began
         # The first token comes with the prompt's computing: one alone took no time of its own.
         decoding = stats.decode_seconds or total - stats.prefill_seconds
         return {

@@ -27,7 +27,7 @@ from ktransformers.server.answers.events import (
     WholeAnswer,
     WholeCall,
 )
-from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.requests import ChatRequest
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.logprobs import chat_logprobs
@@ -54,25 +54,25 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         note_unused(request, unenforced(body))
         return chat_request(body)
 
-    return await respond(request, body.n or 1, bool(body.stream), read, lambda job: _ChatWriter(job, body))
+    return await respond(request, body.n or 1, bool(body.stream), read, lambda prepared: _ChatWriter(prepared, body))
 
 
 class _ChatWriter(OpenAIWriter):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, job: Job, body: ChatBody):
-        super().__init__(job, body)
-        self._wholes = [WholeAnswer() for _ in job.requests]
+    def __init__(self, prepared: PreparedRequest, body: ChatBody):
+        super().__init__(prepared, body)
+        self._wholes = [WholeAnswer() for _ in prepared.requests]
         self._is_legacy = body.functions is not None  # a client that knows functions, and no tools
         self._is_named = isinstance(body.tool_choice, NamedTool) or isinstance(body.function_call, NamedFunction)
         self._custom = custom_names(body)
         self._inputs: dict[tuple[int, int], str] = {}  # arguments of calls of custom tools: their text comes at once
-        self._logprobs: list[list[Fields]] | None = [[] for _ in job.requests] if body.logprobs else None
+        self._logprobs: list[list[Fields]] | None = [[] for _ in prepared.requests] if body.logprobs else None
 
     def _token_logprobs(self, token: TokenAdded) -> list[Fields]:
         if token.logprobs is None or token.is_end:
             return []
-        return [chat_logprobs(self.job.tokenizer, token.token_id, token.logprobs)]
+        return [chat_logprobs(self.prepared.tokenizer, token.token_id, token.logprobs)]
 
     # As a stream.
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.server.answers.events import AnswerFinished, AnswerStarted, AnswerStep, TextDelta, TokenAdded
-from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.requests import count_answers
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.logprobs import CompletionLogprobs
@@ -36,7 +36,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
         count_answers(num_prompts(body), body.num_computed),
         bool(body.stream),
         lambda: text_request(body),
-        lambda job: _TextWriter(job, body),
+        lambda prepared: _TextWriter(prepared, body),
     )
 
 
@@ -60,11 +60,13 @@ class _Piece:
 class _TextWriter(OpenAIWriter):
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, job: Job, body: CompletionBody):
-        super().__init__(job, body)
+    def __init__(self, prepared: PreparedRequest, body: CompletionBody):
+        super().__init__(prepared, body)
         has_logprobs, self._has_ids = body.logprobs is not None, bool(body.return_token_ids)
         self._n, self._num_computed = body.n or 1, body.num_computed
-        self._pieces = [_Piece(CompletionLogprobs(job.tokenizer) if has_logprobs else None) for _ in job.requests]
+        self._pieces = [
+            _Piece(CompletionLogprobs(prepared.tokenizer) if has_logprobs else None) for _ in prepared.requests
+        ]
 
     def keep(self, step: AnswerStep) -> None:
         piece = self._pieces[step.index]
@@ -74,7 +76,7 @@ class _TextWriter(OpenAIWriter):
                     piece.text += prompt_text
                     if piece.logprobs is not None and prompt_logprobs is not None:
                         for token_id, logprobs in zip(
-                            self.job.requests[step.index].prompt_ids, prompt_logprobs, strict=True
+                            self.prepared.requests[step.index].prompt_ids, prompt_logprobs, strict=True
                         ):
                             piece.logprobs.add(token_id, logprobs)
                 case TokenAdded(token_id, logprobs, is_end):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ktransformers.core import GenerationStats
 from ktransformers.errors import KTransformersError
 from ktransformers.server.answers.events import AnswerStep, TokenAdded
-from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.schemas import GenerationFields
 from ktransformers.server.responses import error_body, json_bytes
@@ -39,15 +39,15 @@ class OpenAIWriter(Writer):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, job: Job, body: GenerationFields):
-        self.job = job
+    def __init__(self, prepared: PreparedRequest, body: GenerationFields):
+        self.prepared = prepared
         self._shows_tokens = bool(body.ignore_eos)
-        self._num_open, self._with_speed = len(job.requests), bool(body.return_speed)
+        self._num_open, self._with_speed = len(prepared.requests), bool(body.return_speed)
         wanted = None if body.stream_options is None else body.stream_options.include_usage
         self._has_last_chunk, self._is_in_finish = bool(wanted), wanted is None
         self._is_in_all = bool(body.stream_options is not None and body.stream_options.continuous_usage_stats)
-        self._num_told = 0  # tokens of all answers so far; the engine is ahead of what is told
-        self._fingerprint = job.service.fingerprint
+        self._num_sent = 0  # tokens of all answers so far; the engine is ahead of what is sent
+        self._fingerprint = prepared.service.fingerprint
 
     @abstractmethod
     def _chunk_choices(self, step: AnswerStep) -> Iterable[Fields]:
@@ -59,7 +59,7 @@ class OpenAIWriter(Writer):
 
     def write(self, step: AnswerStep) -> Iterator[bytes]:
         """See Writer."""
-        self._num_told += sum(isinstance(event, TokenAdded) for event in step.events)
+        self._num_sent += sum(isinstance(event, TokenAdded) for event in step.events)
         for choice in self._chunk_choices(step):
             self._num_open -= choice["finish_reason"] is not None
             yield self._chunk(choice, has_usage=self._is_in_finish and not self._num_open)
@@ -78,10 +78,10 @@ class OpenAIWriter(Writer):
 
     def _head(self, kind: str) -> Fields:
         return {
-            "id": self.job.id,
+            "id": self.prepared.id,
             "object": kind,
-            "created": self.job.created,
-            "model": self.job.model,
+            "created": self.prepared.created,
+            "model": self.prepared.model,
             "system_fingerprint": self._fingerprint,
         }
 
@@ -90,11 +90,11 @@ class OpenAIWriter(Writer):
         if has_usage:
             usage = {"usage": self._usage()}
         elif self._is_in_all:
-            usage = {"usage": _usage(replace(self.job.usage(), completion_len=self._num_told), self._with_speed)}
+            usage = {"usage": _usage(replace(self.prepared.usage(), completion_len=self._num_sent), self._with_speed)}
         return _sse(self._head(self.chunk_kind) | {"choices": [choice]} | usage)
 
     def _usage(self) -> Fields:
-        return _usage(self.job.usage(), self._with_speed)
+        return _usage(self.prepared.usage(), self._with_speed)
 
 
 def _usage(stats: GenerationStats, with_speed: bool) -> Fields:

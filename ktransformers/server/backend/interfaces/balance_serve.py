@@ -69,11 +69,11 @@ class _Stream:
         return self._output_processor.stats
 
     def past(self) -> AsyncGenerator[TokenEvent, None]:
-        """The events of what another process has told of."""
+        """Yields the events of what another process has sent."""
         return replayed_events(self._output_processor, self._request.past)
 
     def abort(self) -> None:
-        """Its reader hears that this is the end."""
+        """Send its reader the last event, with ABORT."""
         self.buffer.put(self._output_processor.aborted())
         self.buffer.end()
 
@@ -83,8 +83,8 @@ class _Stream:
         self._output_processor.leave_out(time.perf_counter() - self.suspended_at)
         self.suspended_at = None
 
-    def hear(self, update: RequestUpdate, prefill_seconds: float | None) -> bool:
-        """Turn news of the scheduler into an event. True when a stop string was found: the scheduler must be told."""
+    def receive(self, update: RequestUpdate, prefill_seconds: float | None) -> bool:
+        """Turn news of the scheduler into an event. True where a stop string ended it, which only text shows."""
         if update.is_expired:
             self.buffer.fail(deadline_error(self._request, is_suspended=self.suspended_at is not None))
             return False
@@ -126,7 +126,7 @@ class BalanceServeInterface(BackendInterfaceBase):
         self._facts: EngineFacts | None = None
         self._experts: dict[int, list[int]] = {}  # rows of each expert, by layer
         self._streams: dict[str, _Stream] = {}
-        self._outbox: list[GenerationRequest] = []  # that the scheduler has not been told of yet
+        self._outbox: list[GenerationRequest] = []  # that were not sent to the scheduler yet
         self._scheduler_stats: SchedulerStats | None = None
         self._totals = EngineTotals()
         self._watching: asyncio.Task[None] | None = None
@@ -157,7 +157,7 @@ class BalanceServeInterface(BackendInterfaceBase):
         return known or ProfileMeta(backend=self.name, version=__version__)
 
     async def _watch(self, supervisor: Supervisor) -> None:
-        """When the service cannot go on, all readers hear of it."""
+        """Fail all streams once the service cannot go on."""
         self._lost = await asyncio.shield(supervisor.failed)
         for stream in self._streams.values():
             stream.buffer.fail(EngineError(str(self._lost)))
@@ -227,7 +227,7 @@ class BalanceServeInterface(BackendInterfaceBase):
                 async for event in past:
                     yield event
                     if event.finish_reason is not None:
-                        del self._streams[request.request_id]  # the scheduler is not told of it
+                        del self._streams[request.request_id]  # it is not sent to the scheduler
                         return
             self._send_soon(request)
             async for event in stream.buffer:
@@ -241,24 +241,24 @@ class BalanceServeInterface(BackendInterfaceBase):
         stream = self._streams.get(request_id)
         if stream is not None and stream.suspended_at is None:
             stream.suspended_at = time.perf_counter()
-            self._tell(Suspend(request_id))
+            self._send(Suspend(request_id))
 
     @override
     def resume(self, request_id: str) -> None:
         stream = self._streams.get(request_id)
         if stream is not None and stream.suspended_at is not None:
             stream.resume()
-            self._tell(Resume(request_id))
+            self._send(Resume(request_id))
 
     @override
     def end(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.abort()
-            self._tell(Finish(request_id, FinishReason.ABORT))
+            self._send(Finish(request_id, FinishReason.ABORT))
 
-    def _tell(self, command: Command) -> None:
-        """What the scheduler is to hear behind the requests that it has not been told of yet."""
+    def _send(self, command: Command) -> None:
+        """Send a command behind the requests that were not sent yet."""
         if self._outbox:
             self._send_all()
         self.supervisor.send_soon(command)
@@ -284,7 +284,7 @@ class BalanceServeInterface(BackendInterfaceBase):
             stream = self._streams.get(update.request_id)
             if stream is None:
                 continue  # its reader has left, or its text has ended already
-            has_stopped = stream.hear(update, news.prefill_seconds.get(update.request_id))
+            has_stopped = stream.receive(update, news.prefill_seconds.get(update.request_id))
             if has_stopped or stream.buffer.is_closed:
                 del self._streams[update.request_id]
             if has_stopped or (stream.buffer.is_closed and update.finish_reason is None):
@@ -293,7 +293,7 @@ class BalanceServeInterface(BackendInterfaceBase):
                 self.supervisor.send_soon(Finish(update.request_id, reason, completion_len))
 
     def _note_times(self, traces: Traces) -> None:
-        """Before the events that they led to: whoever hears those looks at the times."""
+        """Note times before the events that they led to: whoever receives those looks at the times."""
         for request_id, at in traces.planned:
             stream = self._streams.get(request_id)
             if stream is not None and stream.timeline is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ktransformers.errors import ConfigError
 from ktransformers.server.answers.constraints import constraint_of
-from ktransformers.server.answers.replay import Again
+from ktransformers.server.answers.replay import Replay
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -178,15 +178,15 @@ def begin_exchange(
     key: str,
     note: Callable[[Sequence[str]], None],
     template_knows: Callable[[str], bool],
-    again: Again | None = None,
+    replay: Replay | None = None,
 ) -> Exchange:
     """Looks up what the request refers to. Raises UnknownIdError for what is not kept.
 
-    again: it goes on here, and has with it what it referred to then.
+    replay: it goes on here, and has with it what it referred to then.
     """
-    id = _made_id("resp") if again is None else again.kept.opened.id
-    if again is not None and again.kept.opened.beside:
-        return Exchange(body, id, Earlier.unpacked(again.kept.opened.beside), note, template_knows)
+    id = _made_id("resp") if replay is None else replay.kept.opened.id
+    if replay is not None and replay.kept.opened.beside:
+        return Exchange(body, id, Earlier.unpacked(replay.kept.opened.beside), note, template_knows)
     previous = body.previous_response_id
     history = store.get(key, previous).turns if previous is not None else ()
     ids = [_reference(item, index) for index, item in enumerate(body.input or ()) if _refers(item)]

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from ktransformers.errors import UnknownIdError, UnsupportedError
-from ktransformers.server.answers.replay import AGAIN_KEY, Again
+from ktransformers.server.answers.replay import REPLAY_KEY, Replay
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.responses.fields import TABLE
 from ktransformers.server.api.openai.responses.read import begin_exchange
@@ -52,15 +52,15 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     """The next turn of a conversation, as one JSON object or as a stream of server-sent events."""
     store, key = _store_of(request), _key_of(request)
     tokenizer = service_of(request).model.tokenizer
-    again: Again | None = request.scope.get(AGAIN_KEY)
-    exchange = begin_exchange(body, store, key, partial(note_unused, request), tokenizer.template_knows, again)
+    replay: Replay | None = request.scope.get(REPLAY_KEY)
+    exchange = begin_exchange(body, store, key, partial(note_unused, request), tokenizer.template_knows, replay)
     keep = partial(store.keep, key) if body.keeps and store.is_on else None
     return await respond(
         request,
         1,
         bool(body.stream),
         exchange.read,
-        lambda job: ResponsesWriter(job, exchange, keep),
+        lambda prepared: ResponsesWriter(prepared, exchange, keep),
         more_bytes=exchange.num_bytes,
         beside=exchange.earlier.packed,
     )

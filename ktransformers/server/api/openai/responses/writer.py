@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from ktransformers.core import GenerationStats
 from ktransformers.errors import KTransformersError
 from ktransformers.server.answers.events import AnswerReason, AnswerStep, TokenAdded
-from ktransformers.server.answers.prepared_request import Job
+from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.api.openai.responses.output import Fields, Output, OutputOptions
@@ -27,12 +27,14 @@ def _shown_format(form: Fields) -> Fields:
 class ResponsesWriter(Writer):
     """keep_response: is given what later requests may refer to, once the answer is complete."""
 
-    def __init__(self, job: Job, exchange: Exchange, keep_response: Callable[[KeptResponse], None] | None):
-        self._job, self._exchange, self._keep_response = job, exchange, keep_response
+    def __init__(
+        self, prepared: PreparedRequest, exchange: Exchange, keep_response: Callable[[KeptResponse], None] | None
+    ):
+        self._prepared, self._exchange, self._keep_response = prepared, exchange, keep_response
         body = exchange.body
         self._output = Output(
             OutputOptions(
-                answer_id=job.id,
+                answer_id=prepared.id,
                 callables=exchange.tools.callables,
                 has_summary=body.summary is not None,
                 has_sealed=exchange.wants_sealed,
@@ -45,7 +47,7 @@ class ResponsesWriter(Writer):
     def _logprobs(self, token: TokenAdded) -> Fields | None:
         if token.logprobs is None or token.is_end:
             return None
-        return chat_logprobs(self._job.tokenizer, token.token_id, token.logprobs)
+        return chat_logprobs(self._prepared.tokenizer, token.token_id, token.logprobs)
 
     # As a stream.
 
@@ -109,7 +111,7 @@ class ResponsesWriter(Writer):
         return response
 
     def _response(self, status: str) -> Fields:
-        body, params = self._exchange.body, self._job.requests[0].params
+        body, params = self._exchange.body, self._prepared.requests[0].params
         is_running = status == "in_progress"
         effort = None if body.reasoning is None else body.reasoning.effort
         text: Fields = {"format": _shown_format(body.text_format)}
@@ -118,7 +120,7 @@ class ResponsesWriter(Writer):
         return {
             "id": self._exchange.id,
             "object": "response",
-            "created_at": self._job.created,
+            "created_at": self._prepared.created,
             "status": status,
             "background": False,
             "error": None,
@@ -126,7 +128,7 @@ class ResponsesWriter(Writer):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
-            "model": self._job.model,
+            "model": self._prepared.model,
             "output": [] if is_running else self._output.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -142,7 +144,7 @@ class ResponsesWriter(Writer):
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
-            "usage": None if is_running else self._usage(self._job.usage()),
+            "usage": None if is_running else self._usage(self._prepared.usage()),
             "user": body.user,
             "metadata": body.metadata or {},
         }
