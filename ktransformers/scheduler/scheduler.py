@@ -9,8 +9,9 @@ A step takes, within chunk_size tokens: first one token of every decode, so that
 prompts in the order of rank (priority, then arrival), of which a part goes to the one with the fewest tokens left
 (passing.py). With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows (pacing.py).
 
-Waiting sequences are admitted in the order of rank while there are seats and pages, with rows in this step or without,
-so that a short prompt is seen behind long ones. Nobody overtakes the head of the queue that waits for pages.
+Waiting sequences are admitted in the order of rank while fewer than max_running run and pages are free, with rows in
+this step or without, so that a short prompt is seen behind long ones. Nobody overtakes the head of the queue that
+waits for pages.
 
 A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
 
@@ -75,7 +76,7 @@ __all__ = ["Scheduler"]
 logger = logging.getLogger(__name__)
 
 MAX_FETCHING = 2
-"""Of the waiting requests so many, the first ones, have their pages read from files while others have the seats."""
+"""Of the waiting requests so many, the first ones, have their pages read from files while max_running others run."""
 
 _rank = attrgetter("rank")
 
@@ -326,7 +327,7 @@ class Scheduler:
         batch.add(seq, run, num_tokens, saves)
 
     def _admit(self) -> list[Sequence]:
-        """Give seats to waiting sequences, in order, as long as each one's known tokens fit beside those of the others.
+        """Let waiting sequences run, in order, as long as each one's known tokens fit beside those of the others.
 
         A sequence that shares a prefix with one that computes it now waits for its pages, and lets others pass: it
         loses nothing, because the other one comes first or gives way to those that do. So does one whose pages are
@@ -474,7 +475,7 @@ class Scheduler:
         """Raises AssertionError when any invariant of this package's docstrings is broken. Slow: reads all."""
         for queue in (self._waiting, self._running):
             assert all(a.rank < b.rank for a, b in itertools.pairwise(queue)), "a queue is out of order"
-        assert len(self._running) <= self.config.max_running, "more running than seats"
+        assert len(self._running) <= self.config.max_running, "more running than max_running"
         assert len(self._in_flight) <= self.config.max_in_flight, "too many steps in flight"
         here = {seq.request_id: seq for seq in (*self._waiting, *self._running, *self._suspended.values())}
         assert here == self._requests, "a lost request"

@@ -28,7 +28,7 @@ from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_er
 from ktransformers.server.service import Service
 from ktransformers.server.telemetry.metrics import Metrics, Refusals
 from ktransformers.server.telemetry.request_log import RequestLog
-from ktransformers.server.telemetry.status_window import StatusWindow
+from ktransformers.server.telemetry.status_window import RecentRequests
 from ktransformers.server.telemetry.traces import TraceSink
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def model_app(backend: BackendInterfaceBase, config: ServerConfig, traces: Trace
     return app
 
 
-def put_in_front(app: FastAPI, config: ServerConfig, recent: StatusWindow, traces: TraceSink | None) -> None:
+def put_in_front(app: FastAPI, config: ServerConfig, recent: RecentRequests, traces: TraceSink | None) -> None:
     """What requests pass before they get to routes, and what is kept of them. The last one added is the outermost."""
     if config.api_keys:
         local = HostRule((), bound=config.host) if config.is_loopback else None

@@ -41,7 +41,7 @@ LoadingBar = Callable[[], AbstractContextManager[Progress | None]]
 
 
 def open_traces(endpoint: str) -> OtlpTraces:
-    """Where spans go. Raises ConfigError where OpenTelemetry is not installed, or cannot send as it is told."""
+    """Where spans go. Raises ConfigError where OpenTelemetry is not installed, or cannot send to that endpoint."""
     try:
         from ktransformers.server.telemetry.otlp import OtlpTraces  # an extra: most installations lack it
     except ModuleNotFoundError as error:

@@ -25,7 +25,7 @@ from ktransformers.server.http.json_limits import JsonLimits
 from ktransformers.server.http.workers import TextWorkers
 from ktransformers.server.ongoing import OngoingRequests
 from ktransformers.server.telemetry.metrics import Metrics
-from ktransformers.server.telemetry.status_window import SpeedMeter, StatusWindow
+from ktransformers.server.telemetry.status_window import RecentRequests, SpeedMeter
 from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["ModelGroup", "Service", "note_altered", "note_unused", "service_of"]
@@ -75,7 +75,7 @@ class Service:
     group: ModelGroup | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     workers: TextWorkers = field(default_factory=TextWorkers)
-    recent: StatusWindow = field(default_factory=StatusWindow)
+    recent: RecentRequests = field(default_factory=RecentRequests)
     ongoing: OngoingRequests = field(init=False)
     speed: SpeedMeter = field(init=False)
     _json_limits: JsonLimits | None = None
@@ -158,7 +158,7 @@ class Service:
         self.log_ignored(names)
 
     def log_altered(self, names: Iterable[str]) -> None:
-        """Say in the log, once per name, what of conversations the model is told otherwise than it was sent."""
+        """Say in the log, once per name, what of conversations the model is not shown as it was sent."""
         self._altered_fields.say(names)
 
     @property
@@ -205,7 +205,7 @@ def note_unused(request: Request, names: Sequence[str]) -> None:
 
 
 def note_altered(request: Request, names: Sequence[str]) -> None:
-    """Fields of this request that the model is told otherwise, for the log and the response's header."""
+    """Note fields that the model is not shown as they were sent, for the log and the response's header."""
     service_of(request).log_altered(names)
     note_ignored(request.scope, names)
 

@@ -82,7 +82,7 @@ def test_its_seat_goes_to_others_and_its_rank_is_kept() -> None:
     while "a" not in loop.last:
         loop.schedule()
         loop.commit()
-    assert "b" in loop.last, "a running request lost its seat"
+    assert "b" in loop.last, "a running request was suspended"
     assert not loop.answers["c"], "it lost its rank"
 
 

@@ -21,7 +21,7 @@ from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import measured_gbps
 from ktransformers.server.telemetry.metrics import Counts
-from ktransformers.server.telemetry.status_window import MAX_REQUESTS, PastRequest, SpeedMeter, StatusWindow
+from ktransformers.server.telemetry.status_window import MAX_REQUESTS, PastRequest, RecentRequests, SpeedMeter
 from tests.support.servers.fake_backend import FakeBackend
 
 SCHEDULER = SchedulerStats(
@@ -85,7 +85,7 @@ def test_status() -> None:
 
 
 def test_the_last_requests_are_kept() -> None:
-    recent = StatusWindow()
+    recent = RecentRequests()
     for number in range(MAX_REQUESTS + 5):
         recent.add(PastRequest(f"id-{number}", 0.0, "/", 200, 1.0))
     described = recent.described()

@@ -87,7 +87,7 @@ class SequenceRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PartialGeneration:
-    """What is asked: a prompt, how tokens are chosen, and those of the answer that there are already.
+    """A prompt, how tokens are chosen, and those of its answer that there are already.
 
     cached_len: of the prompt, as it was told then; None: it is told now.
     """
@@ -145,7 +145,7 @@ class Control:
 
 
 class Generation:
-    """One answer and what it depends on, but for keys and values: while it is suspended others may use the runner.
+    """An answer on its way, with all it depends on but keys and values: while suspended, others may use the runner.
 
     token_ids: the prompt, then the answer so far. stats: the object that every event carries. is_suspended: its last
     run was left; the next one goes on with the same tokens. Made by `begin_generation`, run by `prefill_and_generate`.

@@ -19,7 +19,7 @@ __all__ = ["OutputProcessor"]
 
 
 class OutputProcessor:
-    """One answer. stats is the object that every event carries.
+    """Turns the tokens of one answer into its events. stats is the object that every event carries.
 
     Raises ConfigError for stop strings without a vocabulary.
     """
@@ -39,12 +39,12 @@ class OutputProcessor:
         self._first_token_at = 0.0
 
     def score(self, start: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Log probabilities of the prompt's tokens from `start` on; all of them come before the first token."""
+        """Take log probabilities of the prompt's tokens from `start` on; all of them come before the first token."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs[start : start + len(entries)] = entries
 
     def replay(self, token_ids: Sequence[int], end: AnswerEnd) -> None:
-        """Tokens of an answer that was begun before: they count, and their text is not given again.
+        """Take the tokens of an answer that was begun before: they count, and their text is not given again.
 
         Raises ConfigError when the answer ends with them.
         """

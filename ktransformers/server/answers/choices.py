@@ -1,4 +1,4 @@
-"""One answer on its way: tokens with their text in, events out. Here reasoning and tool calls are told from text."""
+"""One answer on its way: tokens with their text in, events out. Splits reasoning and tool calls from text."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def _is_cut(event: TokenEvent) -> bool:
 
 
 class ChatChoice(Choice):
-    """Splits its text into reasoning, text and tool calls, as `parser` tells them apart.
+    """Splits its text into reasoning, text and tool calls, as `parser` finds them.
 
-    id: of the answer, which the ids of its calls are made of: told again, it has the same ones.
+    id: of the answer, which the ids of its calls are made of, so that a replayed answer has the same ones.
     """
 
     def __init__(self, parser: AnswerParser, id: str = ""):

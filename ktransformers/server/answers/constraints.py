@@ -174,7 +174,7 @@ def beside_tools(tokenizer: Tokenizer, constraint: Constraint) -> Constraint:
 def reasoning_of(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], max_tokens: int | None = None, *, is_inside: bool = False
 ) -> ReasoningSpec | None:
-    """How the reasoning of an answer to this prompt is told; None when there will be none.
+    """Return how the reasoning of an answer to this prompt is recognized; None when there will be none.
 
     max_tokens: how long it may get. is_inside: the prompt ends in the middle of it.
     """
@@ -190,12 +190,12 @@ def reasoning_of(
     end = tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
     opening = tokenizer.encode(tags[0], add_special_tokens=False)
     if end.rstrip().endswith(tags[1]) or not opening or opening[0] not in tokenizer.added_ids:
-        return None  # the prompt has closed it; or no token tells that it begins
+        return None  # the prompt has closed it; or no token marks its beginning
     return ReasoningSpec(re.escape(tags[1]), tags[1], open_id=opening[0], drops_breaks=True, max_tokens=max_tokens)
 
 
 def has_own_thoughts(tokenizer: Tokenizer) -> bool:
-    """Whether a grammar of tool calls begins with the reasoning, which harmony tells by the head of its message."""
+    """Whether a grammar of tool calls begins with the reasoning, which harmony marks by the head of its message."""
     return _is_harmony(tokenizer) and tokenizer.tool_format == "harmony"
 
 

@@ -1,4 +1,4 @@
-"""What becomes of an answer, as dialects tell it.
+"""The events that an answer becomes, which dialects write.
 
     AnswerStarted  (ReasoningDelta | TextDelta | ToolCallStarted ToolArgumentsDelta* ToolCallEnded | TokenAdded)*
     AnswerFinished

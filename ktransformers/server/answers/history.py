@@ -1,7 +1,7 @@
 """What histories hold that no chat template takes as it is: calls that were cut or wrong, results that are no text.
 
 A conversation goes on with them: a refusal would come back in each further turn, since clients send the same again.
-What the model is told in their place is said to `alter`, by the name of the field.
+`alter` receives the name of each field that the model is shown something else for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ktransformers.tokenizer.unicode import with_whole_texts
 __all__ = ["INVALID_ARGUMENTS", "Alter", "is_arguments", "left_out", "past_arguments", "result_text"]
 
 Alter = Callable[[str], None]
-"""Called with the name of each field that the model is told otherwise than it was sent."""
+"""Called with the name of each field that the model is not shown as it was sent."""
 
 INVALID_ARGUMENTS = "invalid_arguments"
 """The one argument that stands for those that are no JSON object; its value is what the model wrote.

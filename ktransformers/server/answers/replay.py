@@ -1,4 +1,4 @@
-"""Requests that go on in another process: what is written down of them, and how they are asked again from that.
+"""Requests that go on in another process: what is written down of them, and how they are replayed from that.
 
 A request is read and prepared anew from its body, with the id, the prompt and the parameters that it had; its tokens
 so far are then replayed, so that parsers and writers are where they were and every event has the bytes that it had.
@@ -44,7 +44,7 @@ _GOES_ON = 204
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A request that the journal knows."""
+    """A request that the journal has, to be answered from where the server before left it."""
 
     kept: Kept
 

@@ -49,7 +49,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, step: AnswerStep) -> Iterator[bytes]:
-        """The parts of a stream that tell of this step. Each is sent by itself."""
+        """Yield the parts of a stream for this step. Each is sent by itself."""
 
     @abstractmethod
     def end(self, error: KTransformersError | None) -> Iterator[bytes]:

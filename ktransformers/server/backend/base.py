@@ -29,7 +29,7 @@ __all__ = ["BackendInterfaceBase", "BackendStats", "GenerationRequest", "ModelIn
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a loaded model. Lengths in tokens.
+    """What a backend knows of its loaded model. Lengths in tokens.
 
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
@@ -71,7 +71,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One answer that is wanted, filled by the routes. A request for n choices is n of these.
+    """One answer to be generated, filled by the routes. A request for n choices is n of these.
 
     request_id: never used twice, for a backend may still end one when its reader has left. params.seed is always set.
     priority: a smaller number is served earlier. timeout: seconds from now on, None: no limit. cache_salt: requests
@@ -94,7 +94,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """Of this moment. cache_usage: a fraction of cache_len, the tokens that the cache holds (0: not known)."""
+    """Figures of this moment. cache_usage: a fraction of cache_len, the tokens that the cache holds (0: not known)."""
 
     num_running: int
     num_waiting: int
@@ -104,7 +104,7 @@ class BackendStats:
 
 
 class BackendInterfaceBase(ABC):
-    """See the module's docstring. All methods are called on one event loop.
+    """What the HTTP layer calls to generate; one subclass for each backend. All methods are called on one event loop.
 
     has_priorities: whether GenerationRequest.priority changes the order of service.
     can_suspend: whether `suspend` works; else no_suspension says why not. can_go_on: see GenerationRequest.past.
@@ -165,7 +165,7 @@ class BackendInterfaceBase(ABC):
 
     @abstractmethod
     def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """The answer, token by token.
+        """Generate an answer. Yields an event for each token; the last one carries the finish reason.
 
         Raises NotReadyError, DeadlineError, EngineError or SlowReaderError (the events are not read, and too many wait)
         at the point of the stream where it happens.
@@ -201,7 +201,7 @@ class BackendInterfaceBase(ABC):
 
 
 def deadline_error(request: GenerationRequest, *, is_suspended: bool = False) -> DeadlineError:
-    """The time of an answer is over."""
+    """Make the error for an answer whose time is over."""
     what = "was suspended when the" if is_suspended else "was not complete within the"
     end = " were over: resume it sooner, or give it more time (timeout)" if is_suspended else ""
     return DeadlineError(f"the answer {what} {request.timeout} s that it was given{end}")

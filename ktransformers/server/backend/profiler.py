@@ -54,7 +54,7 @@ class ProfileConfig:
 
 @dataclass(slots=True)
 class Profiler:
-    """turn: tells the backend to record for the endpoint, or no more (None). meta: what there is to say of the model.
+    """turn: makes the backend record for the endpoint, or no more (None). meta: what there is to say of the model.
 
     All methods are called on one event loop.
     """
@@ -141,7 +141,7 @@ class Profiler:
         return {"state": "off", "last": self._last}
 
     async def close(self, end_backend: Callable[[], Awaitable[None]]) -> None:
-        """End the profile with the service. end_backend: what ends all that records, after it was told to stop."""
+        """End the profile with the service. end_backend: what ends all that records, after it was stopped."""
         self._forget_timer()
         for task in self._tasks:
             task.cancel()

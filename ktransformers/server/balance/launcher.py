@@ -75,7 +75,7 @@ class RunningEngine:
 
 
 class Launcher:
-    """status: where engines tell how far they are. Whoever waits for a process `forget`s it afterwards."""
+    """status: where engines report how far they are. Whoever waits for a process `forget`s it afterwards."""
 
     def __init__(self, status: zmq.asyncio.Socket, limit: LoadLimit):
         self._status, self._limit = status, limit
@@ -200,7 +200,7 @@ class Launcher:
 
 def _write(child: Process, options: msgspec.Struct) -> None:
     assert child.stdin is not None
-    child.stdin.write(framed(encode(options)))  # and not closed: its end tells the child that we are gone
+    child.stdin.write(framed(encode(options)))  # and not closed: its end shows the child that we are gone
 
 
 def _known_error(name: str, message: str) -> KTransformersError:

@@ -53,7 +53,9 @@ class ModelFiles:
         self._is_closed.set()
 
     def read(self) -> None:
-        """Take the digests that tell a file that was touched from one that was written to, from records where they are.
+        """Take the digests by which a file that was written to differs from one that was only touched.
+
+        They come from records where there are some.
 
         To be called once the model is loaded: of a large model without a record this reads for minutes. A file that
         changes meanwhile, or before, gets none.

@@ -378,7 +378,7 @@ class Supervisor:
         raise AssertionError("delays end")
 
     async def _load_equal(self, epoch: int, config: EngineConfig, first: EngineFacts) -> RunningEngine:
-        """Raises EngineError for an engine with less than `first`: it would be told to write beyond its cache."""
+        """Raises EngineError for an engine with less than `first`: its steps would write beyond its cache."""
         engine = await self._load(epoch, config, None)
         missing = shortfall(first, engine.facts)
         if missing is not None:

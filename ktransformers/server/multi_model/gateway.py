@@ -34,7 +34,7 @@ from ktransformers.server.multi_model.routing import ANSWERING, STREAMING, Routi
 from ktransformers.server.multi_model.served import ServedModel
 from ktransformers.server.responses import ApiResponse, install_error_handlers
 from ktransformers.server.telemetry.request_log import note_reason, without_quotes
-from ktransformers.server.telemetry.status_window import StatusWindow
+from ktransformers.server.telemetry.status_window import RecentRequests
 from ktransformers.server.telemetry.traces import TraceSink
 
 __all__ = ["Gateway", "gateway_app"]
@@ -77,9 +77,9 @@ class Gateway:
 
         return watch
 
-    def share(self) -> StatusWindow:
+    def share(self) -> RecentRequests:
         """Let the models have together what they keep of answers, and the last requests, which are returned."""
-        store, recent = ResponseStore(self._config.responses_store), StatusWindow()
+        store, recent = ResponseStore(self._config.responses_store), RecentRequests()
         for model in self._models:
             model.app.state.responses = store
             model.service.recent = recent
@@ -174,7 +174,7 @@ class Gateway:
     async def _wait(
         self, scope: Scope, receive: Receive, name: str, asked: RoutingFields, early: EarlyStream | None
     ) -> bool:
-        """Wait for the model. False: the client has left, or has been told in a stream why there is no answer.
+        """Wait for the model. False: the client has left, or has been sent in a stream why there is no answer.
 
         Raises KTransformersError where no stream has begun.
         """

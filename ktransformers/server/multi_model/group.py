@@ -1,4 +1,4 @@
-"""What the routes of each model are told of the others: states, times, figures."""
+"""What the routes of each model show of the others: states, times, figures."""
 
 from __future__ import annotations
 

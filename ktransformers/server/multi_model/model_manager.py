@@ -44,7 +44,9 @@ class Loadable(Protocol):
 
 
 class ModelManager:
-    """models: by the pool's names. max_waiting: requests that may wait for one model.
+    """Loads and stops models as the pool decides, and wakes the requests that wait for them.
+
+    models: by the pool's names. max_waiting: requests that may wait for one model.
 
     The pool's clock may be any; timers are set by the difference to its `wake_at`.
     """

@@ -29,8 +29,9 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
 
 @dataclass(frozen=True, slots=True)
 class RoutingFields:
-    """model: as the client names it. timeout, keep_alive: seconds; None: it does not say.
+    """The fields of a body that decide which model answers, and when.
 
+    model: as the client names it. timeout, keep_alive: seconds; None: the body does not say.
     is_only_unload: nothing is asked but that the model be gone.
     """
 

@@ -221,7 +221,7 @@ class _Together(Collector):
 
 
 def render_together(all_metrics: Iterable[Metrics], *more: Collector) -> tuple[bytes, str]:
-    """As Metrics.render, of several models, which a label tells apart. more: what is said beside."""
+    """As Metrics.render, of several models, which a label names. more: what is said beside."""
     registry = CollectorRegistry()
     registry.register(_Together([*(one.registry for one in all_metrics), *more]))
     return _rendered(registry)

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ktransformers.server.http.api_paths import PROBE_PATHS, is_of_page, plain_path
 from ktransformers.server.telemetry.metrics import Refusals
 from ktransformers.server.telemetry.request_metrics import RequestMetrics
-from ktransformers.server.telemetry.status_window import PastRequest, StatusWindow
+from ktransformers.server.telemetry.status_window import PastRequest, RecentRequests
 from ktransformers.server.telemetry.traces import Answering, Outcome, TraceSink, span_of
 
 __all__ = [
@@ -202,7 +202,7 @@ class RequestLog:
     def __init__(
         self,
         app: ASGIApp,
-        recent: StatusWindow | None = None,
+        recent: RecentRequests | None = None,
         clock: Callable[[], float] = time.perf_counter,
         traces: TraceSink | None = None,
         refusals: Refusals | None = None,

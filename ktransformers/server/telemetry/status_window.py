@@ -13,7 +13,7 @@ from ktransformers.server.backend.base import BackendInterfaceBase
 from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.telemetry.metrics import Counts
 
-__all__ = ["PastRequest", "SpeedMeter", "StatusWindow"]
+__all__ = ["PastRequest", "RecentRequests", "SpeedMeter"]
 
 Clock = Callable[[], float]
 
@@ -51,7 +51,7 @@ class _Seen:
     engine: EngineTotals
 
 
-class StatusWindow:
+class RecentRequests:
     """The last MAX_REQUESTS, in memory only."""
 
     def __init__(self) -> None:

@@ -143,7 +143,7 @@ def test_mixed_requests(pair: Pair, chunk_size: int, max_batch_size: int, has_pr
     cases = {loop.add(*case): case for case in mixed_cases(pair.paged.model.vocab_size, 14, 60)}
     loop.drain()
     check(pair, loop, cases)
-    if max_batch_size < 32 and has_prefix_cache:  # more seats, and all begin before anyone has finished a page
+    if max_batch_size < 32 and has_prefix_cache:  # more at once, and all begin before anyone has finished a page
         assert loop.scheduler.stats().prefix_hit_len > 0
 
 

@@ -152,7 +152,7 @@ class _Turns:
         return PastCall(name=name, arguments=arguments, id=block.id or None)
 
     def _summary(self, block: CompactionBlock) -> str:
-        """What is left of earlier turns is told where it stands; one that failed stands for nothing."""
+        """What is left of earlier turns is shown where it stands; one that failed stands for nothing."""
         if not block.content:
             self._note("messages.compaction")
         return block.content or ""
@@ -181,7 +181,7 @@ class _Turns:
             yield Message(role="user", text="\n".join(texts))
 
     def _system(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
-        """Many templates take no system turn but the first. Later ones are told as Claude Code's tools expect it."""
+        """Many templates take no system turn but the first. Later ones are written as Claude Code's tools expect it."""
         texts = []
         for index, block in enumerate(blocks):
             if not isinstance(block, TextBlock):

@@ -183,7 +183,7 @@ _SERVER_TYPES = frozenset(
 
 
 def _tag_in(known: tuple[str, ...], value: Any) -> str:
-    """Tags stand in angle brackets, so that they are told from fields where an error says its place."""
+    """Tags stand in angle brackets, so that they differ from fields where an error says its place."""
     type = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{type}>" if isinstance(type, str) and type in known else "<other>"
 
@@ -417,7 +417,7 @@ class MessagesBody(ConversationBody):
 
 
 def _unicode(text: str) -> str:
-    """What other processes and the tokenizer can be told: lone surrogates have no bytes."""
+    """Text that can be sent to other processes and the tokenizer: lone surrogates have no bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -125,7 +125,7 @@ class OllamaWriter(Writer):
         return self._shown() | self._end()
 
     def _close(self, index: int) -> None:
-        """Arguments are an object here, so a call whose arguments are none cannot be told; `done_reason` says if it was
+        """Arguments are an object here, so a call whose arguments are none has no form; `done_reason` says if it was
         cut off.
         """
         call = self._open.pop(index)

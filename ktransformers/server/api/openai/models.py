@@ -1,6 +1,6 @@
 """GET /v1/models: the names that requests may use. 503 while the model loads: scripts wait here for it.
 
-Anthropic's clients, which send `anthropic-version`, are told in their dialect.
+Anthropic's clients, which send `anthropic-version`, get their dialect.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class _Stream:
 
 
 class BalanceServeInterface(BackendInterfaceBase):
-    """See BackendInterfaceBase. Every method runs on the event loop that `start` runs on.
+    """Serves many requests at once. Every method runs on the event loop that `start` runs on.
 
     clock: of waits between restarts.
     """

@@ -18,7 +18,10 @@ __all__ = ["KTransformersInterface"]
 
 
 class KTransformersInterface(TransformersInterface):
-    """Reuses the longest prefix that a prompt shares with the request before it."""
+    """Serves one request at a time with our operators, decode steps as CUDA graphs where the model allows it.
+
+    Reuses the longest prefix that a prompt shares with the request before it.
+    """
 
     name: ClassVar[str] = "ktransformers"
     can_suspend: ClassVar[bool] = True

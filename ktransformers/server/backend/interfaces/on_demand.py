@@ -19,7 +19,9 @@ __all__ = ["OnDemandInterface"]
 
 
 class OnDemandInterface(BackendInterfaceBase):
-    """make: the real backend, not started. outline: what is known of the model before it was ever loaded.
+    """A backend that can be started again after it was closed.
+
+    make: makes the real backend, not started. outline: what is known of the model before it was ever loaded.
 
     A subclass that `of` returns has the name and the abilities of the real one.
     """

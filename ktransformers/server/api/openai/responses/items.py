@@ -163,7 +163,7 @@ def _read(model: type[_Item], item: Mapping[str, Any], at: str) -> Any:
 class Turns:
     """Feed it items in their order. answered: ids of calls that have a result among all items, see `answered_calls`.
 
-    ignored: types of items, and fields, that mean nothing here. altered: what the model is told otherwise than it came.
+    ignored: types of items, and fields, that mean nothing here. altered: what the model is shown in another form.
     """
 
     answered: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""The items of a response as they grow, and the events that tell of it. Knows no request and no transport.
+"""The items of a response as they grow, and their events. Knows no request and no transport.
 
 A message, a piece of reasoning and a call are each one item, begun by the first neutral event that belongs to it and
 done when another begins or the answer ends.
@@ -39,7 +39,7 @@ class OutputOptions:
     """callables: the client's tools by the names that the model knows. has_summary: reasoning is shown as a summary.
 
     has_sealed: with encrypted_content. max_calls: None for any number. logprobs: of a token, None when not wanted.
-    answer_id: what the ids of items are made of, so that an answer that is told again has the same ones.
+    answer_id: what the ids of items are made of, so that a replayed answer has the same ones.
     """
 
     answer_id: str

@@ -54,7 +54,7 @@ def _made_id(prefix: str) -> str:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request on its way. id: of the response. earlier: what it refers to. note: told of fields without effect.
+    """One request on its way. id: of the response. earlier: what it refers to. note: called with fields without effect.
 
     items (the input's), context and tools are there once `read` was called, which works on a thread.
     """

@@ -63,7 +63,7 @@ class ResponsesWriter(Writer):
                 yield self._sent(made)
 
     def end(self, error: KTransformersError | None) -> Iterator[bytes]:
-        """See Writer. An error is told twice, since some clients look for one of the two only."""
+        """See Writer. An error is sent twice, since some clients look for one of the two only."""
         if error is None:
             response = self._finished()
             yield self._sent({"type": f"response.{response['status']}", "response": response})

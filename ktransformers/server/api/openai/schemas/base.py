@@ -63,7 +63,7 @@ def _whole(value: Any) -> Any:
 
 
 def _unicode(text: str) -> str:
-    """What other processes and the tokenizer can be told: lone surrogates have no bytes."""
+    """Text that can be sent to other processes and the tokenizer: lone surrogates have no bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
