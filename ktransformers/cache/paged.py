@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -112,15 +111,16 @@ class KGQACache:
 
     def __init__(self, shape: LayerShape, num_slots: int):
         self._shape, self._num_slots = shape, num_slots
-        place: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
-        self.keys = torch.zeros(num_slots, shape.kv_heads, shape.key_dim, **place)
-        self.values = self._make_values(place)
+        self.keys = torch.zeros(num_slots, shape.kv_heads, shape.key_dim, device=shape.device, dtype=shape.dtype)
+        self.values = self._make_values()
         self.scales: Scales = (None, None)
         if shape.is_scaled and shape.has_pages:
             self.scales = self._make_scales()
 
-    def _make_values(self, place: dict[str, Any]) -> torch.Tensor:
-        return torch.zeros(self._num_slots, self._shape.kv_heads, self._shape.value_dim, **place)
+    def _make_values(self) -> torch.Tensor:
+        shape = self._shape
+        size = self._num_slots, shape.kv_heads, shape.value_dim
+        return torch.zeros(size, device=shape.device, dtype=shape.dtype)
 
     def _make_scales(self) -> Scales:
         keys = self._make_key_scales()
@@ -144,7 +144,7 @@ class KDeepSeekV3Cache(KGQACache):
     [num_slots, 1, value_dim], so that they and their scales take no bytes of their own.
     """
 
-    def _make_values(self, place: dict[str, Any]) -> torch.Tensor:
+    def _make_values(self) -> torch.Tensor:
         return self.keys[..., : self._shape.value_dim]
 
     def _make_scales(self) -> Scales:

@@ -12,9 +12,6 @@ PACKAGE = ROOT / "ktransformers"
 
 SHARED_NAMES = {
     "ChatBody": "the bodies of two dialects, each the schema that its API documents",
-    "Loaded": "server/backend and engine/parallel: to be renamed with their words",
-    "Rule": "of a rule file, as users know it; server/http's, of a field of a body, is to be renamed",
-    "Step": "server/many and engine/parallel: to be renamed with their words",
     "ToolChoice": "Anthropic's schema of that name, and what every dialect makes of it",
 }
 """Names of more than one class, and why. The list may only become shorter."""

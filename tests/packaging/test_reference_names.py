@@ -26,7 +26,7 @@ from ktransformers.system.shipped_rules import RULES_DIR
 PLACES = {
     "ktransformers.cache.paged": "KDeepSeekV3Cache KGQACache",
     "ktransformers.cache.static": "StaticCache",
-    "ktransformers.engine.load.builder": "optimize_and_load_gguf",
+    "ktransformers.engine.load.stages": "optimize_and_load_gguf",
     "ktransformers.engine.sequence.generate": "prefill_and_generate",
     "ktransformers.engine.step.cuda_graph_runner": "CUDAGraphRunner",
     "ktransformers.local_chat": "custom_models default_optimize_rules main",

@@ -23,7 +23,7 @@ LONG_FILES = {
     "tests/scheduler/test_scheduler.py": 590,  # plans worked out by hand, on one set of helpers
     "tests/server/api/test_responses.py": 510,
     "tests/server/http/test_hostile_clients.py": 520,
-    "tests/server/many/test_gateway.py": 610,  # one gateway for all of its cases
+    "tests/server/multi_model/test_gateway.py": 610,  # one gateway for all of its cases
     "tests/server/test_requests.py": 550,
     "tests/support/triton_kernels/compile_launches.py": 530,  # a table of launches
     "tests/weights/test_low_bits.py": 530,
@@ -38,7 +38,6 @@ LARGE_FOLDERS = {
 ANY = {
     "bench": 35,
     "benchmarks": 24,
-    "cache": 1,
     "cli": 35,
     "cluster": 24,
     "convert": 9,

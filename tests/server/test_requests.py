@@ -24,7 +24,7 @@ from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
-from ktransformers.server.backend.interfaces.transformers import Loaded, TransformersInterface
+from ktransformers.server.backend.interfaces.transformers import LoadedSession, TransformersInterface
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.run import _drain
@@ -54,7 +54,7 @@ class SteppedBackend(TransformersInterface):
         while self.permits.acquire(blocking=False):
             pass
 
-    def _load(self, progress: Progress) -> Loaded:
+    def _load(self, progress: Progress) -> LoadedSession:
         forward = self.runner.forward
 
         def waiting(*args: Any) -> Any:
@@ -63,7 +63,7 @@ class SteppedBackend(TransformersInterface):
 
         self.runner.forward = waiting  # type: ignore[method-assign]
         model = ModelInfo(byte_tokenizer(), 256, VOCAB, (), SamplingParams(), None, "stepped")
-        return Loaded(model, Session(self.runner, chunk_size=8, tokenizer=byte_tokenizer()), lambda: None)
+        return LoadedSession(model, Session(self.runner, chunk_size=8, tokenizer=byte_tokenizer()), lambda: None)
 
 
 class Service:
@@ -78,9 +78,8 @@ class Service:
         authorization = {"authorization": f"Bearer {key}"} if key else {}
         return Connection(self.app, method, path, body, authorization | (headers or {}))
 
-    def complete(self, max_tokens: int = 12, number: int = 1, **more: Any) -> Connection:
+    def complete(self, max_tokens: int = 12, number: int = 1, headers: Any = None, **more: Any) -> Connection:
         body = {"prompt": [number, 2, 3], "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        headers = more.pop("headers", {})
         return self.open("POST", "/v1/completions", body | {"ignore_eos": True} | more, headers)
 
     async def ask(self, method: str, path: str, **more: Any) -> Any:

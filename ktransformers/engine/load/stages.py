@@ -72,6 +72,7 @@ __all__ = [
     "capture_steps",
     "load_weights",
     "open_part",
+    "optimize_and_load_gguf",
     "plan_part",
 ]
 
@@ -205,7 +206,7 @@ def load_weights(planned_part: PlannedPart[CacheT], progress: Progress | None) -
     """Read the weights into final form, and attach what serves operators on GPUs. Raises WeightError, CapacityError."""
     part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
     tools, batch = part.hardware.prefill_tools, planned_part.cache_plan.max_batch_size
-    layout = _load(part.opened, plan, planned_part.longest, progress)
+    layout = optimize_and_load_gguf(part.opened, plan, planned_part.longest, progress)
     flash = find_flash(plan, part.config.attention_backend, planned_part.page_size, part.config.kv_type)
     prefill = open_prefills(plan, planned.streamings, tools, batch)
     hot = open_hot(plan, planned.hots, prefill, tools, batch)
@@ -278,7 +279,13 @@ def _say_products(plan: Plan, shapes: Sequence[LayerShape], pool: WorkerPool) ->
         )
 
 
-def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
+def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
+    """Replace modules of a model on the meta device by operators, as its rules say, and load its weights into them.
+
+    opened: the model, with weights in GGUF or safetensors. plan: what its rule file makes of each module. max_len: most
+    positions of a sequence. progress: called with (bytes done, bytes in all, module). Returns how a step goes through
+    the modules. Raises WeightError or TensorMismatchError.
+    """
     total = sum(plan.weight_bytes.values())
     modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
     restore_buffers(opened.model)

@@ -29,9 +29,9 @@ from ktransformers.errors import FieldError
 __all__ = [
     "DROPPED_HEADER",
     "IGNORED_HEADER",
+    "FieldRule",
     "FieldTable",
     "LoggedNames",
-    "Rule",
     "SortedFields",
     "hint",
     "honour",
@@ -75,7 +75,7 @@ _MAX_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FieldRule:
     """What becomes of a field whose value is neither null nor among `neutral`.
 
     to: the fields that a value means, in their own names; they are sorted in turn. nearest: refuse the value, and say
@@ -88,11 +88,11 @@ class Rule:
     nearest: str | None = None
     is_hint: bool = False
     is_ignored: bool = False
-    inner: Mapping[str, Rule] | None = None
+    inner: Mapping[str, FieldRule] | None = None
     code: str | None = None
 
 
-FieldTable = Mapping[str, Rule]
+FieldTable = Mapping[str, FieldRule]
 """The names that a dialect knows."""
 
 
@@ -103,34 +103,34 @@ class SortedFields(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def honour(*neutral: Any) -> Rule:
+def honour(*neutral: Any) -> FieldRule:
     """The dialect reads the field under this name."""
-    return Rule(neutral)
+    return FieldRule(neutral)
 
 
-def hint() -> Rule:
+def hint() -> FieldRule:
     """About speed, storage, billing or tracing: whatever it says, the answer is the same. Taken."""
-    return Rule(is_hint=True)
+    return FieldRule(is_hint=True)
 
 
-def mapped(to: str | Callable[[Any], Mapping[str, Any]], *neutral: Any) -> Rule:
+def mapped(to: str | Callable[[Any], Mapping[str, Any]], *neutral: Any) -> FieldRule:
     """Another name for the field `to`; or a function from the value to fields, which raises FieldError."""
     if callable(to):
-        return Rule(neutral, to)
-    return Rule(neutral, lambda value: {to: value})
+        return FieldRule(neutral, to)
+    return FieldRule(neutral, lambda value: {to: value})
 
 
-def refuse(nearest: str, *neutral: Any, code: str | None = None) -> Rule:
+def refuse(nearest: str, *neutral: Any, code: str | None = None) -> FieldRule:
     """It would change the answer and cannot be honoured. nearest: what to do instead, as in "use nearest"."""
-    return Rule(neutral, nearest=nearest, code=code)
+    return FieldRule(neutral, nearest=nearest, code=code)
 
 
-def without_effect(*neutral: Any) -> Rule:
+def without_effect(*neutral: Any) -> FieldRule:
     """A known name whose other values are set when the server starts, or not at all: ignored like an unknown one."""
-    return Rule(neutral, is_ignored=True)
+    return FieldRule(neutral, is_ignored=True)
 
 
-def inside(table: FieldTable, *neutral: Any) -> Rule:
+def inside(table: FieldTable, *neutral: Any) -> FieldRule:
     """An object whose fields mean what `table` says, and else what they mean beside it."""
 
     def spread(value: Any) -> Mapping[str, Any]:
@@ -145,12 +145,12 @@ def inside(table: FieldTable, *neutral: Any) -> Rule:
                 _merge(made, dict(_apply(name, one, rule)), name)
         return made
 
-    return Rule(({}, *neutral), spread)
+    return FieldRule(({}, *neutral), spread)
 
 
-def within(table: FieldTable, *neutral: Any) -> Rule:
+def within(table: FieldTable, *neutral: Any) -> FieldRule:
     """An object that the dialect reads under this name; `table` says what becomes of its fields, NAME.FIELD."""
-    return Rule(({}, *neutral), inner=table)
+    return FieldRule(({}, *neutral), inner=table)
 
 
 def is_unwanted(name: str) -> FieldError:
@@ -225,7 +225,7 @@ def _meaning(name: str, value: Any, table: FieldTable, depth: int = 0) -> Iterat
             yield from _meaning(made, one, table, depth + 1)
 
 
-def _apply(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, Any]]:
+def _apply(name: str, value: Any, rule: FieldRule) -> Iterator[tuple[str, Any]]:
     if value is None or rule.is_hint or any(_is_same(value, neutral) for neutral in rule.neutral):
         return
     if rule.nearest is not None:

@@ -20,7 +20,7 @@ from ktransformers.errors import (
     NotReadyError,
     QueueFullError,
 )
-from ktransformers.server.multi_model.pool import ModelPool, ModelState, StepKind
+from ktransformers.server.multi_model.pool import ModelPool, ModelState, PoolActionKind
 
 __all__ = ["Loadable", "ModelManager"]
 
@@ -139,14 +139,14 @@ class ModelManager:
         """Begin what is to be done now, and set the clock for what is to be done later."""
         if self._is_closed:
             return
-        for step in self.pool.decide():
-            match step.kind:
-                case StepKind.LOAD:
-                    self._begin(self._load(step.name))
-                case StepKind.STOP:
-                    self._begin(self._stop(step.name))
-                case StepKind.ADMIT:
-                    self._wake(step.name)
+        for action in self.pool.decide():
+            match action.kind:
+                case PoolActionKind.LOAD:
+                    self._begin(self._load(action.name))
+                case PoolActionKind.STOP:
+                    self._begin(self._stop(action.name))
+                case PoolActionKind.ADMIT:
+                    self._wake(action.name)
         if self._timer is not None:
             self._timer.cancel()
         end = self.pool.wake_at()

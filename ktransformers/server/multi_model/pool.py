@@ -20,7 +20,7 @@ from enum import StrEnum
 from ktransformers.core import format_bytes
 from ktransformers.errors import CapacityError, KTransformersError
 
-__all__ = ["ModelPool", "ModelState", "PooledModel", "Step", "StepKind"]
+__all__ = ["ModelPool", "ModelState", "PoolAction", "PoolActionKind", "PooledModel"]
 
 Clock = Callable[[], float]
 
@@ -37,7 +37,7 @@ class ModelState(StrEnum):
     STOPPING = "stopping"
 
 
-class StepKind(StrEnum):
+class PoolActionKind(StrEnum):
     """LOAD, STOP: say `loaded`, `failed` or `stopped` when it is done. ADMIT: those that waited for it are users."""
 
     LOAD = "load"
@@ -46,10 +46,10 @@ class StepKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PoolAction:
     """What is to be done with a model."""
 
-    kind: StepKind
+    kind: PoolActionKind
     name: str
 
 
@@ -228,22 +228,22 @@ class ModelPool:
 
     # What is to be done.
 
-    def decide(self) -> list[Step]:
+    def decide(self) -> list[PoolAction]:
         """What is to be done now; it counts as begun. To be asked after everything that happens, and at `wake_at`."""
         now = self._clock()
-        steps = [self._stop(entry) for entry in self._entries.values() if self._is_over(entry, now)]
+        actions = [self._stop(entry) for entry in self._entries.values() if self._is_over(entry, now)]
         while self._line and self._line[0].state is ModelState.RUNNING:  # held for others, who have left
-            steps.append(self._let_in(self._line[0]))
+            actions.append(self._let_in(self._line[0]))
         self._held = self._in_the_way()
         free = [one for one in self._line if one.state is ModelState.RUNNING and one not in self._held]
-        steps += [self._let_in(entry) for entry in free]
-        steps += [self._stop(entry) for entry in self._held if not entry.num_users]
+        actions += [self._let_in(entry) for entry in free]
+        actions += [self._stop(entry) for entry in self._held if not entry.num_users]
         self._held = [entry for entry in self._held if entry.state is ModelState.RUNNING]
         if self._may_load() and self._fits(self._line[0], ()):
             entry = self._line.pop(0)
             entry.state = ModelState.LOADING
-            steps.append(Step(StepKind.LOAD, entry.name))
-        return steps
+            actions.append(PoolAction(PoolActionKind.LOAD, entry.name))
+        return actions
 
     def wake_at(self) -> float | None:
         """When `decide` has something to do though nothing happens, by the clock; None: never."""
@@ -251,14 +251,14 @@ class ModelPool:
         end = min(waits, default=float("inf"))
         return None if end == float("inf") else end
 
-    def _let_in(self, entry: _Entry) -> Step:
+    def _let_in(self, entry: _Entry) -> PoolAction:
         self._line.remove(entry)
         self._admit(entry)
-        return Step(StepKind.ADMIT, entry.name)
+        return PoolAction(PoolActionKind.ADMIT, entry.name)
 
-    def _stop(self, entry: _Entry) -> Step:
+    def _stop(self, entry: _Entry) -> PoolAction:
         entry.state = ModelState.STOPPING
-        return Step(StepKind.STOP, entry.name)
+        return PoolAction(PoolActionKind.STOP, entry.name)
 
     def _can_be_idle(self, entry: _Entry) -> bool:
         is_idle = entry.state is ModelState.RUNNING and not entry.num_users and not entry.num_waiting

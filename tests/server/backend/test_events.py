@@ -21,7 +21,7 @@ from ktransformers.errors import (
 )
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import EventBuffer
-from ktransformers.server.backend.interfaces.transformers import Loaded, TransformersInterface
+from ktransformers.server.backend.interfaces.transformers import LoadedSession, TransformersInterface
 from tests.support.engines.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
 
 VOCAB = byte_tokenizer().vocab_size
@@ -42,7 +42,7 @@ class FakeBackend(TransformersInterface):
         self.gate = threading.Event()
         self.runner = FakeRunner(ngram_logits(VOCAB), VOCAB, 64)
 
-    def _load(self, progress: Progress) -> Loaded:
+    def _load(self, progress: Progress) -> LoadedSession:
         forward = self.runner.forward
 
         def waiting(*args: object) -> object:
@@ -51,7 +51,7 @@ class FakeBackend(TransformersInterface):
 
         self.runner.forward = waiting  # type: ignore[method-assign, assignment]
         model = ModelInfo(byte_tokenizer(), 64, VOCAB, (), SamplingParams(), None, "fake")
-        return Loaded(model, Session(self.runner, chunk_size=8), lambda: None)
+        return LoadedSession(model, Session(self.runner, chunk_size=8), lambda: None)
 
 
 def request(number: int = 0, **fields: object) -> GenerationRequest:
@@ -234,7 +234,7 @@ def test_closing_ends_what_runs_and_a_load_in_progress() -> None:
         assert rest[-1].finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
 
         class Loading(FakeBackend):
-            def _load(self, progress: Progress) -> Loaded:
+            def _load(self, progress: Progress) -> LoadedSession:
                 self.runner.forward = None  # type: ignore[assignment, method-assign]
                 started.set()
                 assert go_on.wait(60)

@@ -13,12 +13,12 @@ from ktransformers.server.multi_model.pool import (
     MOST_BACK_OFF,
     ModelPool,
     ModelState,
+    PoolAction,
+    PoolActionKind,
     PooledModel,
-    Step,
-    StepKind,
 )
 
-LOAD, STOP, ADMIT = StepKind.LOAD, StepKind.STOP, StepKind.ADMIT
+LOAD, STOP, ADMIT = PoolActionKind.LOAD, PoolActionKind.STOP, PoolActionKind.ADMIT
 
 
 class Pool(ModelPool):
@@ -52,7 +52,7 @@ def test_a_model_is_loaded_for_the_first_request_and_runs_for_the_next() -> None
     pool = Pool({"a": 1}, 1)
     assert not pool.ask("a")
     assert not pool.ask("a")
-    assert pool.decide() == [Step(LOAD, "a")]
+    assert pool.decide() == [PoolAction(LOAD, "a")]
     assert not pool.ask("a")  # while it loads
     assert pool.decide() == []
     pool.loaded("a")
@@ -65,12 +65,12 @@ def test_loads_are_one_at_a_time_in_order_of_arrival() -> None:
     pool = Pool({"a": 1, "b": 1, "c": 1}, 3)
     for name in ("c", "a", "b", "a"):
         pool.ask(name)
-    assert pool.decide() == [Step(LOAD, "c")]
+    assert pool.decide() == [PoolAction(LOAD, "c")]
     assert pool.decide() == []
     pool.loaded("c")
-    assert pool.decide() == [Step(LOAD, "a")]
+    assert pool.decide() == [PoolAction(LOAD, "a")]
     pool.loaded("a")
-    assert pool.decide() == [Step(LOAD, "b")]
+    assert pool.decide() == [PoolAction(LOAD, "b")]
 
 
 def test_the_idle_one_that_was_not_used_for_longest_goes() -> None:
@@ -101,15 +101,15 @@ def test_devices_are_counted_each() -> None:
     for name in ("host", "gpu"):
         pool.ask(name)
         (step,) = pool.decide()
-        assert step == Step(LOAD, name)
+        assert step == PoolAction(LOAD, name)
         pool.loaded(name)
         pool.leave(name)
     pool.ask("both")
-    assert pool.decide() == [Step(STOP, "host"), Step(STOP, "gpu")]
+    assert pool.decide() == [PoolAction(STOP, "host"), PoolAction(STOP, "gpu")]
     pool.stopped("host")
     assert pool.decide() == []
     pool.stopped("gpu")
-    assert pool.decide() == [Step(LOAD, "both")]
+    assert pool.decide() == [PoolAction(LOAD, "both")]
     assert pool.used() == {"cpu": 2, "cuda:0": 1}
 
 
@@ -121,10 +121,10 @@ def test_a_model_in_use_is_not_stopped_but_held_and_whoever_comes_later_waits_be
     assert pool.decide() == []
     assert pool.state("a") is ModelState.RUNNING
     pool.leave("a")
-    assert pool.decide() == [Step(STOP, "a")]
+    assert pool.decide() == [PoolAction(STOP, "a")]
     assert pool.decide() == []
     pool.stopped("a")
-    assert pool.decide() == [Step(LOAD, "b")]
+    assert pool.decide() == [PoolAction(LOAD, "b")]
     pool.loaded("b")
     assert pool.decide() == []  # b is in use, and a waits
     pool.leave("b")
@@ -139,7 +139,7 @@ def test_whoever_waits_for_what_is_held_is_let_in_when_the_first_of_the_line_lea
     pool.decide()
     pool.ask("a")
     pool.withdraw("b")
-    assert pool.decide() == [Step(ADMIT, "a")]
+    assert pool.decide() == [PoolAction(ADMIT, "a")]
     assert pool.num_users("a") == 2
 
 
@@ -161,12 +161,12 @@ def test_a_model_stops_for_requests_that_wait_for_it_while_it_stops() -> None:
     pool.begin("a")
     pool.leave("a")
     pool.ask("b")
-    assert pool.decide() == [Step(STOP, "a")]
+    assert pool.decide() == [PoolAction(STOP, "a")]
     pool.ask("a")
     pool.withdraw("b")
     assert pool.decide() == []
     pool.stopped("a")
-    assert pool.decide() == [Step(LOAD, "a")]
+    assert pool.decide() == [PoolAction(LOAD, "a")]
 
 
 def test_who_leaves_before_the_load_takes_the_wish_along_and_who_leaves_later_does_not() -> None:
@@ -175,7 +175,7 @@ def test_who_leaves_before_the_load_takes_the_wish_along_and_who_leaves_later_do
     pool.withdraw("a")
     assert pool.decide() == []
     pool.ask("a")
-    assert pool.decide() == [Step(LOAD, "a")]
+    assert pool.decide() == [PoolAction(LOAD, "a")]
     pool.withdraw("a")
     pool.loaded("a")
     assert pool.state("a") is ModelState.RUNNING
@@ -202,7 +202,7 @@ def test_what_nobody_asks_for_is_stopped_after_its_time() -> None:
     pool.now = 14.9
     assert pool.decide() == []
     pool.now = 15.0
-    assert pool.decide() == [Step(STOP, "a")]
+    assert pool.decide() == [PoolAction(STOP, "a")]
     assert pool.decide() == []
     assert pool.wake_at() is None
 
@@ -252,7 +252,7 @@ def test_a_load_that_fails_is_not_tried_again_at_once_and_others_go_on() -> None
     for _ in range(10):
         pool.ask("a")
         pool.ask("a")
-        assert pool.decide() == [Step(LOAD, "a")]
+        assert pool.decide() == [PoolAction(LOAD, "a")]
         pool.failed("a", error)
         assert (pool.num_waiting("a"), pool.num_users("a")) == (0, 0)
         assert pool.refusal("a") == (error, wait)
@@ -280,7 +280,7 @@ def test_one_that_ends_by_itself_has_its_memory_until_it_is_gone() -> None:
     pool.lost("a", EngineError("killed"))
     assert pool.decide() == []
     pool.stopped("a")
-    assert pool.decide() == [Step(LOAD, "b")]
+    assert pool.decide() == [PoolAction(LOAD, "b")]
     pool.leave("a")  # its reader hears of it later
     assert pool.num_users("a") == 0
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.errors import FieldError
-from ktransformers.server.http.fields import FieldTable, Rule, hint, honour, inside, mapped, refuse, without_effect
+from ktransformers.server.http.fields import FieldRule, FieldTable, hint, honour, inside, mapped, refuse, without_effect
 
 __all__ = [
     "CHAT_FIELDS",
@@ -27,7 +27,7 @@ _NO_LIMIT = (-1, -2)  # llama.cpp: without end; until the context is full
 _MAX_TOP = 20
 
 
-def _hints(*names: str) -> dict[str, Rule]:
+def _hints(*names: str) -> dict[str, FieldRule]:
     return dict.fromkeys(names, hint())
 
 
@@ -112,7 +112,7 @@ _OTHER_PROMPTS = (
 )  # fmt: skip
 
 
-def _refused(nearest: str, *names: str) -> dict[str, Rule]:
+def _refused(nearest: str, *names: str) -> dict[str, FieldRule]:
     return dict.fromkeys(names, refuse(nearest, "", [], {}))
 
 

@@ -12,7 +12,7 @@ from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.engine.step.step_runtime import StepRuntime
-from ktransformers.server.backend.interfaces.transformers import Loaded, TransformersInterface
+from ktransformers.server.backend.interfaces.transformers import LoadedSession, TransformersInterface
 
 __all__ = ["KTransformersInterface"]
 
@@ -28,11 +28,11 @@ class KTransformersInterface(TransformersInterface):
     can_go_on: ClassVar[bool] = True
 
     @override
-    def _load(self, progress: Progress) -> Loaded:
+    def _load(self, progress: Progress) -> LoadedSession:
         check_tokenizer(self._config)
         engine = build_engine(self._config, progress)
         profiled = model_meta(engine, self.name)
         identified = engine.identified
-        loaded = Loaded.of(engine, engine.close, profiled, lambda: StepRuntime(engine.runner))
+        loaded = LoadedSession.of(engine, engine.close, profiled, lambda: StepRuntime(engine.runner))
         model = replace(loaded.model, digest=identified.sampled.digest, weights=identified.weights.states)
         return replace(loaded, model=model)

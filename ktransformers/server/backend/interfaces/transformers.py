@@ -50,13 +50,13 @@ from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import ChunkClock
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["Loaded", "TransformersInterface"]
+__all__ = ["LoadedSession", "TransformersInterface"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSession:
     """A loaded model: its facts, what generates, how to free it, and what profiles say of it."""
 
     model: ModelInfo
@@ -71,7 +71,7 @@ class Loaded:
         close: Callable[[], None],
         profiled: ProfileMeta,
         new_runtime: Callable[[], Runtime | None] = lambda: None,
-    ) -> Loaded:
+    ) -> LoadedSession:
         """All of it from an engine of one sequence. new_runtime: what native code records by in profiles."""
         model = ModelInfo(
             tokenizer=engine.tokenizer,
@@ -159,19 +159,19 @@ class TransformersInterface(BackendInterfaceBase):
         self._profiler = Profiler(profile or ProfileConfig(), self._turn_profile, self._profiled)
         self._infer_lock = asyncio.Lock()  # wakes its waiters in the order in which they came
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._opened: Loaded | None = None
-        self._loaded: Loaded | None = None  # the same, once requests may come
+        self._opened: LoadedSession | None = None
+        self._loaded: LoadedSession | None = None  # the same, once requests may come
         self._num_waiting = 0
         self._is_closed = False
         self._requests: dict[str, _RequestState] = {}
         self._running: set[_RequestState] = set()
         self._cache_salt = ""  # of the request whose keys and values are in the cache
 
-    def _load(self, progress: Progress) -> Loaded:
+    def _load(self, progress: Progress) -> LoadedSession:
         """Load the model, on the worker thread. Raises KTransformersError."""
         check_tokenizer(self._config)
         engine = build_reference_engine(self._config, progress)
-        return Loaded.of(engine, lambda: None, card_meta(engine.card, engine.config, self.name))
+        return LoadedSession.of(engine, lambda: None, card_meta(engine.card, engine.config, self.name))
 
     @override
     async def start(self, progress: Progress | None = None) -> None:
@@ -223,7 +223,7 @@ class TransformersInterface(BackendInterfaceBase):
         num_suspended = sum(state.is_suspended and state not in self._running for state in self._requests.values())
         return BackendStats(len(self._running), self._num_waiting, used, session.max_len, num_suspended=num_suspended)
 
-    def _require(self) -> Loaded:
+    def _require(self) -> LoadedSession:
         if self._loaded is None:
             raise NotReadyError("the model is not loaded yet; ask /ready, or try again in a moment")
         return self._loaded
