@@ -1,6 +1,6 @@
-"""Writes the figures in README.md from benchmarks/results: what it says first, the table of machines, the kernels.
+"""Writes the figures in README.md from benchmarks/results: what it says first, a table of machines, the kernels.
 
-And docs/images/roofline.svg, which draws those kernels.
+And the table of all measured models in docs/benchmarks.md, and docs/images/roofline.svg, which draws those kernels.
 
 python -m benchmarks.readme        # or make readme
 
@@ -19,12 +19,23 @@ from typing import Any
 
 from benchmarks.roofline.draw import draw_recorded
 
-__all__ = ["Run", "headline", "kernels_text", "page_with", "renewed", "runs_in", "table"]
+__all__ = ["Run", "chosen", "headline", "kernels_text", "page_with", "renewed", "runs_in", "table", "whole_table"]
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+WHOLE_PAGE = ROOT / "docs" / "benchmarks.md"
 HEADLINE_GPU, HEADLINE_CPU = "offline-qwen3.6-35b-40layers-4gb-h200", "model-qwen3-30b-8layers-xeon-amx"
 KERNELS = "kernels_moe-xeon-amx"
+CHOSEN = (
+    "offline-qwen3-30b-48layers-cpu-xeon-amx",
+    "offline-qwen3-30b-48layers-4gb-h200",
+    "offline-qwen3-30b-48layers-vram-h200",
+    HEADLINE_CPU,
+    HEADLINE_GPU,
+    "offline-gpt-oss-20b-24layers-4gb-h200",
+    "offline-deepseek-v3-7layers-8gb-h200",
+)
+"""The rows of README.md, by file: each way to divide a model between CPU and GPU, and the runs of the headline."""
 PICTURE = ROOT / "docs" / "images" / "roofline.svg"
 PEER = "llama.cpp"
 MODELS = {
@@ -135,6 +146,15 @@ def table(runs: Iterable[Run]) -> str:
     return "\n".join(lines)
 
 
+def chosen(runs: Iterable[Run]) -> list[Run]:
+    """The runs that README.md shows, in the table's order. Raises ValueError that names a missing file of CHOSEN."""
+    runs = list(runs)
+    missing = set(CHOSEN) - {run.file for run in runs}
+    if missing:
+        raise ValueError(f"no results for {', '.join(sorted(missing))}: measure it, or take it out of CHOSEN")
+    return [run for run in runs if run.file in CHOSEN]
+
+
 def headline(runs: Iterable[Run]) -> str:
     """What the page says first. Raises ValueError when llama.cpp was not measured in the run with a GPU."""
     by_file = {run.file: run for run in runs}
@@ -196,12 +216,18 @@ def page_with(parts: dict[str, str], page: str) -> str:
 
 
 def renewed(page: str, folder: Path = RESULTS) -> str:
-    """The page with the figures of the results in `folder`."""
+    """README.md with the figures of the results in `folder`."""
     runs = runs_in(folder)
     kernels = kernels_text(last_record(folder / f"{KERNELS}.jsonl"))
-    return page_with({"headline": headline(runs), "table": table(runs), "kernels": kernels}, page)
+    return page_with({"headline": headline(runs), "table": table(chosen(runs)), "kernels": kernels}, page)
+
+
+def whole_table(page: str, folder: Path = RESULTS) -> str:
+    """docs/benchmarks.md with a row for each model that was measured."""
+    return page_with({"models": table(runs_in(folder))}, page)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, written in ((PAGE, renewed), (WHOLE_PAGE, whole_table)):
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
     draw_recorded([RESULTS / f"{KERNELS}.jsonl"], PICTURE)

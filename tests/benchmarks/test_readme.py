@@ -7,7 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme import KERNELS, PAGE, PICTURE, RESULTS, kernels_text, page_with, renewed, run_of, runs_in, table
+from benchmarks.readme import (
+    CHOSEN,
+    KERNELS,
+    PAGE,
+    PICTURE,
+    RESULTS,
+    WHOLE_PAGE,
+    chosen,
+    kernels_text,
+    page_with,
+    renewed,
+    run_of,
+    runs_in,
+    table,
+    whole_table,
+)
 from benchmarks.roofline.draw import draw_recorded
 
 
@@ -36,6 +51,22 @@ def offline(decode: float, weights: dict[str, int], **settings: str) -> str:
 def test_readme_has_the_figures_of_the_results() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert renewed(page) == page, "README.md is older than benchmarks/results; run `make readme`"
+
+
+def test_the_whole_table_has_every_model_that_was_measured() -> None:
+    page = WHOLE_PAGE.read_text(encoding="utf-8")
+    assert whole_table(page) == page, "docs/benchmarks.md is older than benchmarks/results; run `make readme`"
+    files = [*RESULTS.glob("offline-*.jsonl"), *RESULTS.glob("model-*.jsonl")]
+    assert page.count(" GB/s |") == len(files) > len(CHOSEN)
+
+
+def test_the_readme_shows_a_few_of_them() -> None:
+    runs = runs_in(RESULTS)
+    assert 5 <= len(chosen(runs)) <= 7
+    assert [run.file for run in chosen(runs)] == [run.file for run in runs if run.file in CHOSEN]
+    kept = [run for run in runs if run.file != CHOSEN[0]]
+    with pytest.raises(ValueError, match=f"no results for {CHOSEN[0]}: measure it"):
+        chosen(kept)
 
 
 def test_the_picture_is_of_the_results(tmp_path: Path) -> None:

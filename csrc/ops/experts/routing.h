@@ -6,7 +6,7 @@
 
 namespace kt {
 
-// How a token's experts follow from the router's logits; see kernels/routing.py.
+// How a token's experts follow from the router's logits; kernels/cpu/router.py has the same as a class of Python.
 struct RouterSpec {
   int64_t top_k;
   bool is_sigmoid;  // otherwise softmax

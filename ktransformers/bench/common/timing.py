@@ -1,4 +1,4 @@
-"""How long a call takes on the CPU. That of a GPU is in gpu/timing.py."""
+"""How long a call takes on the CPU. That of a GPU is in gpu/device.py."""
 
 from __future__ import annotations
 

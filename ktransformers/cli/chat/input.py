@@ -1,6 +1,6 @@
 """Where the user's turns come from when it is no terminal: one document, or the lines of a pipe.
 
-Puts `\"\"\"` blocks together. Does not know commands or models. Terminals are in chat_terminal.py.
+Puts `\"\"\"` blocks together. Does not know commands or models. Terminals are in terminal.py.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class KvTypes:
 
 
 def _is_wide(columns: int) -> bool:
-    """Whether a head takes two parts (attention_launch.py) of 128 columns or more: with 160, on an H200 with Triton
+    """Whether a head takes two parts (launch.py) of 128 columns or more: with 160, on an H200 with Triton
     3.6, results from codes were wrong, with up to 128 and with 256 right."""
     return columns > 128 and columns & (columns - 1) != 0
 

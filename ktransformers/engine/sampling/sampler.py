@@ -9,7 +9,7 @@ The order of operations, on fp32 logits [V]:
     7. one uniform number picks from what is left, by the inverse of the cumulative distribution in id order
 
 Steps 1 and 2 change few logits and are done here, on a copy of the row, for requests that ask for them; the others and
-masks are native (`kernels.sampling`), rows side by side on a worker pool. Probabilities are computed in fp64, and
+masks are native (`kernels.cpu.sampling`), rows side by side on a worker pool. Probabilities are computed in fp64, and
 tokens that are less likely than 2**-64 times the best one count as impossible.
 
 The truncations follow Hugging Face's order (temperature, top_k, top_p, min_p); vLLM applies min_p before top_k and

@@ -313,7 +313,7 @@ class RecurrentLayer:
     def forward(
         self, x: Tensor, conv: Tensor, recurrent: Tensor, step: StateStep, pool: WorkerPool, buffers: Any
     ) -> None:
-        """conv: fp32 [slots, W - 1, C], recurrent: fp32 [slots, H, K, V]; both change in place, see kernels.recurrent.
+        """conv: fp32 [slots, W - 1, C], recurrent: fp32 [slots, H, K, V]; both change in place (kernels.cpu.recurrent).
 
         Raises ValueError for a step that does not fit them.
         """

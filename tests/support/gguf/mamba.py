@@ -1,4 +1,4 @@
-"""Writes Falcon-H1, Mamba and Mamba-2 as GGUF the way llama.cpp's converter does, see support/gguf_recurrent.py."""
+"""Writes Falcon-H1, Mamba and Mamba-2 as GGUF the way llama.cpp's converter does, see recurrent.py."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _chunk(length, window, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BL
 
 @jit
 def _queries(base, rows, stride, keep, DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, COMPUTE: tl.constexpr):
-    """Both parts of the columns, see `_parts` of attention_launch.py; the first twice where there is no second."""
+    """Both parts of the columns, see `_parts` of launch.py; the first twice where there is no second."""
     q0 = _tile(base, rows, stride, keep, 0, DK if DK1 == 0 else DK0, DK0, True).to(COMPUTE)
     q1 = q0
     if DK1 > 0:

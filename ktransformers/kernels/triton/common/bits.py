@@ -37,7 +37,7 @@ Q6_K = constant(int(QuantType.Q6_K))
 MXFP4 = constant(int(QuantType.MXFP4))
 F16 = constant(int(QuantType.F16))
 BF16 = constant(int(QuantType.BF16))
-#: FP8 e4m3 with one fp32 scale for 128 x 128 weights (fp8.py): not a type of ggml, so a number of ours.
+#: FP8 e4m3 with one fp32 scale for 128 x 128 weights (Fp8Matrix): not a type of ggml, so a number of ours.
 F8_E4M3_TYPE = int(OwnType.F8_E4M3)
 F8_E4M3 = constant(F8_E4M3_TYPE)
 

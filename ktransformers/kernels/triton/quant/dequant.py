@@ -1,7 +1,7 @@
 """Weights of ggml's block formats inside Triton kernels: from stored bits to numbers in registers.
 
 Three layouts: planes (relay.py, fast: aligned words, neighbouring rows side by side), the CPU kernels'
-(cpu_layout.py) and ggml's (byte by byte, for what packing does not take). Matrices are [N rows, K columns]; tiles here
+(tiles.py) and ggml's (byte by byte, for what packing does not take). Matrices are [N rows, K columns]; tiles here
 are [columns or words, rows], rows fastest, as the re-laid planes lie. MXFP4 and FP8 are small floats times a scale. The
 other block formats are `w = s * u - m` with an unsigned integer u and a scale and a minimum per 16 or 32 columns. In
 the re-laid forms u goes into the mantissa of a float 1 + u / 2^p, so that the integer never has to be converted:

@@ -11,7 +11,7 @@ fp32, which is exactly the number times a power of two, and a sign is one bit of
     IQ3_S     4                   1 .. 15               6 bits    +-value
     IQ1_*     8                   0, 1, 2               2 bits    8 value - 8 +- 1   / 8
 
-Knows bytes and numbers of these types; does not know products (matmul_grid.py).
+Knows bytes and numbers of these types; does not know products (linear/grid.py).
 """
 
 from __future__ import annotations
