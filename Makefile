@@ -1,4 +1,5 @@
-# Two commands: `make chat` talks to the bundled model, `make test` checks everything. See README.md.
+# Two commands: `make chat` talks to the bundled model, `make test` runs the tests, thinned (`make test-all`: every case).
+# See README.md.
 #   make chat TORCH=cpu           torch without CUDA: 1.2 GB on disk instead of 5.6; the default where there is no GPU
 #   make chat PYTHON=python3.13   another interpreter than the first suitable one
 VENV ?= .venv
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 CSRC := $(shell find csrc -type f 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt cmake/tiers.cmake $(CONSTRAINTS) $(CSRC)
 
-.PHONY: chat serve test test-all lint bench format sanitize families readme web clean help
+.PHONY: chat serve test test-all coverage lint bench format sanitize families readme web clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
@@ -21,6 +22,7 @@ help:
 	@echo "make serve   serve the bundled model over HTTP"
 	@echo "make test    run the tests"
 	@echo "make test-all  and all that is thinned there: whole products, long counts of random cases"
+	@echo "make coverage  run the tests and print how much of each package they ran; lines are in build/coverage/html"
 	@echo "make lint    ruff, clang-format, mypy --strict, import layers"
 	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
@@ -43,6 +45,12 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(PYTEST) --exhaustive $(ARGS)
+
+# What the tests ran, however they ended: the status is theirs.
+coverage: $(VENV)/.installed-dev
+	@mkdir -p build/coverage
+	$(PYTEST) --cov --cov-report=json --cov-report=html $(ARGS); status=$$?; \
+	$(BIN)/python tools/coverage_by_package.py build/coverage/coverage.json; exit $$status
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "TokenEvent", "__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AsyncLLM": "ktransformers.engine.api.async_llm",
