@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 CSRC := $(shell find csrc -type f 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt cmake/tiers.cmake $(CONSTRAINTS) $(CSRC)
 
-.PHONY: chat serve test test-all coverage lint bench format sanitize families readme web clean help
+.PHONY: chat serve test test-all coverage lint bench format sanitize families flags readme web clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
@@ -27,7 +27,8 @@ help:
 	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
 	@echo "make families  write the list of families in docs/models.md from ktransformers/models/families.py"
-	@echo "make readme  write the figures in README.md from benchmarks/results"
+	@echo "make flags   write the tables of flags in docs/server.md and docs/chat.md from the command line"
+	@echo "make readme  write the figures in README.md and docs/benchmarks.md from benchmarks/results"
 	@echo "make web     build the chat page of the server (needs node 20 and npm)"
 
 chat: $(VENV)/.installed
@@ -73,6 +74,9 @@ sanitize: $(VENV)/.installed-dev
 
 families: $(VENV)/.installed
 	$(BIN)/python -m docs.families
+
+flags: $(VENV)/.installed
+	$(BIN)/python -m docs.flag_tables
 
 readme: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.readme
