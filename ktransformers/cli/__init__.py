@@ -1,5 +1,8 @@
 """The `ktransformers` command: parses flags, calls the layers below, turns their errors into one line.
 
+`parsing` reads command lines, variables and files; `loading.py` opens a model with a bar; then a folder for each kind
+of command: `models` (pull, list, rm, plan, quantize), `chat`, `serve`, `doctor`, `bench`, and `profile.py`.
+
 Importing it must stay cheap: torch and transformers are imported by the commands that need them, when they run.
 """
 

@@ -1,4 +1,12 @@
-"""How one computation runs: the native CPU kernels and a slow torch oracle of each.
+"""How one computation runs: native kernels of the CPU, Triton kernels of a GPU, and a slow torch oracle of each.
+
+    extension               loads the native extension; nobody else imports it
+    types                   nouns: weights, block formats, steps of states
+    blocks                  decodes ggml's blocks
+    reference, reference_recurrent   the oracles
+    cpu                     checks, then one native call
+    triton                  common, quant, linear, then experts, attention, recurrent
+    transfer, flashinfer    what orders work between CPU and GPU; the only module that imports FlashInfer
 
 This package knows tensors, block formats and threads. It does not know models, rules, caches' owners or files.
 """

@@ -1,1 +1,12 @@
-"""What a model is: facts in types out of its config, what is particular to families, and configs made from GGUF."""
+"""What a model is: facts in types out of its config, what is particular to families, and configs made from GGUF.
+
+`facts.py` reads a Hugging Face config once, checks it, and says it in types (`layers.py`: layers and their kinds,
+heads, windows, experts, lengths). `families.py` is the table of which families run and why others do not, `registry.py`
+has what is particular to a family, `composite.py` takes the text config out of one for images and text.
+`gguf_config.py` makes a config from GGUF metadata, with a module each for values, keys, rotation, recommended sampling
+and refusals (`gguf_*.py`). `heads.py` says whether files hold an output head; `usual_experts.py` makes experts modules
+of a form of their own (DBRX, JetMoE) into the usual one; `synthetic_shapes.py` has shapes of published models for
+measuring.
+
+The only package that knows families by name. Does not know weights, devices or operators.
+"""

@@ -1,1 +1,16 @@
-"""What a rule can inject: one file per role. See `base.Operator` for the contract."""
+"""What a rule can inject: one operator per role. See `base.Operator` for the contract.
+
+    device, marks, usage, shares       a device by its name; timers; counts; parts of a sum in other processes
+    base, context                      an operator's life; which row of a step belongs to which sequence
+    recognize, wrapper                 what a module of transformers computes, found by asking it; its forward kept
+    activation, norm, exact            small ones; what a rule file leaves to torch
+    linear                             matrices
+    attention, experts, recurrent      mixers and experts
+    layers                             whole layers and the loop over them
+
+An operator's life is drawn in `base.py`: planned (its constructor, on meta), loaded (`fill`), attached (`attach`, with
+a `Site`: how long sequences get, what attends and what streams for it), each once, led by `optimize/apply.py`.
+
+A decoder layer's home is the device of its attention: hidden states come to it and its cache is there. Every operator
+hands its result back where its input came from; routed experts cross devices in `submit` and `collect` only.
+"""

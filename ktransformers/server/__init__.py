@@ -1,1 +1,14 @@
-"""HTTP: turns requests into generations and their events into responses. Does not know how a model is run."""
+"""HTTP: turns requests into generations and their events into responses. Does not know how a model is run.
+
+From the outside in: `main.py` is the script, `run.py` binds the port (`listening.py`) and serves, `app.py` puts routes
+together. A request passes `telemetry` (its line in the log), `middleware.py` (path, host, origin, key, size, patience)
+and `bodies.py` (JSON is measured before it is parsed, and sorted by the dialect's table); then a dialect in `api` reads
+it, `answers` makes a job of it, and a backend (`backend`, with the processes in `balance`) yields tokens.
+`admission.py` counts answers in, by key; `ongoing.py` has each request by its ids while it is in; `event_log.py` and
+`journal` keep streams.
+
+    body ── api/DIALECT reads ──> ChatRequest ── prepare ──> Job ── steps ──> AnswerStep ── Writer ──> bytes
+
+`many` serves several models at one address, in front of one app for each. Errors have the shape of their path
+(`responses.py`).
+"""

@@ -1,1 +1,10 @@
-"""Bytes: GGUF and safetensors files, their names in both worlds, and the source protocol that operators read from."""
+"""Bytes: GGUF and safetensors files, their names in both worlds, and the source protocol that operators read from.
+
+`source.py` is the protocol, `mapped_file.py` the memory map, `loader.py` opens whatever a path holds. `gguf` and
+`safetensors` read the two kinds of files, `ollama` and `conversion` have names that other converters use, `experts.py`
+experts as one tensor. `quantize` writes few bits, `digests` has digests of whole files, `read_ahead.py` asks the system
+for bytes before they are wanted, `cut_source.py` gives ranks parts of tensors, `synthetic.py` makes random weights in
+memory.
+
+Does not know devices, operators or which family a model is of.
+"""

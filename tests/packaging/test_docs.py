@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli import build_parser
-from ktransformers.cli.parsing.parser import leaves
-
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 FENCE = re.compile(r"(?ms)^ *```.*?^ *```$")
