@@ -4,6 +4,8 @@
 of command: `models` (pull, list, rm, plan, quantize), `chat`, `serve`, `doctor`, `bench`, and `profile.py`.
 
 Importing it must stay cheap: torch and transformers are imported by the commands that need them, when they run.
+
+Does not know how anything is computed.
 """
 
 from __future__ import annotations

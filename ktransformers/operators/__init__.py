@@ -13,4 +13,6 @@ a `Site`: how long sequences get, what attends and what streams for it), each on
 
 A decoder layer's home is the device of its attention: hidden states come to it and its cache is there. Every operator
 hands its result back where its input came from; routed experts cross devices in `submit` and `collect` only.
+
+Does not know rule files, requests or which family a model is of.
 """
