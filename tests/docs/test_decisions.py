@@ -42,8 +42,16 @@ def test_words_with_several_meanings_say_which() -> None:
 def test_names_in_the_glossary_exist() -> None:
     """Of classes, as docs spell them: `ForwardContext`."""
     classes = set(re.findall(r"`([A-Z][a-z]\w*[A-Z]\w*)`", GLOSSARY))
-    assert len(classes) > 15
+    assert len(classes) >= 10
     found = set()
     for path in (ROOT / "ktransformers").rglob("*.py"):
         found |= classes & set(re.findall(r"(?m)^ *class (\w+)", path.read_text(encoding="utf-8")))
     assert classes - found == set()
+
+
+def test_places_in_the_glossary_exist() -> None:
+    places = re.findall(r"`((?:[a-z_]+/)+[\w.]+)`", GLOSSARY)
+    assert len(places) > 60
+    assert [
+        place for place in places if not any((root / place).exists() for root in (ROOT, ROOT / "ktransformers"))
+    ] == []
