@@ -8,5 +8,6 @@ and refusals (`gguf_*.py`). `heads.py` says whether files hold an output head; `
 of a form of their own (DBRX, JetMoE) into the usual one; `synthetic_shapes.py` has shapes of published models for
 measuring.
 
-The only package that knows families by name. Does not know weights, devices or operators.
+Tables of families are here; which names their tensors have in files, `weights` and `convert` know. Does not know
+weights, devices or operators.
 """

@@ -10,6 +10,6 @@ it, `answers` makes a job of it, and a backend (`backend`, with the processes in
     body ── api/DIALECT reads ──> ChatRequest ── prepare ──> Job ── steps ──> AnswerStep ── Writer ──> bytes
 
 `http` has what requests share below any route (paths, hosts, keys, fields), `sockets` what the kernel knows of
-connections. `many` serves several models at one address, in front of one app for each. Errors have the shape of their path
-(`responses.py`).
+connections. `many` serves several models at one address, in front of one app for each. Errors have the shape of their
+path (`responses.py`).
 """

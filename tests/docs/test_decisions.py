@@ -44,8 +44,10 @@ def test_names_in_the_glossary_exist() -> None:
     classes = set(re.findall(r"`([A-Z][a-z]\w*[A-Z]\w*)`", GLOSSARY))
     assert len(classes) >= 10
     found = set()
-    for path in (ROOT / "ktransformers").rglob("*.py"):
-        found |= classes & set(re.findall(r"(?m)^ *class (\w+)", path.read_text(encoding="utf-8")))
+    for path in (ROOT / "ktransformers").rglob("*.py*"):
+        if path.suffix in (".py", ".pyi"):
+            text = path.read_text(encoding="utf-8")
+            found |= classes & set(re.findall(r"(?m)(?:^ *class | import \w+ as )(\w+)", text))
     assert classes - found == set()
 
 
