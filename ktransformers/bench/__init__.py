@@ -1,9 +1,9 @@
-"""Measurements: what this machine, its kernels, whole models and servers do, beside limits and other programs.
+"""Measurements of the machine that a user has, beside limits and other servers.
 
-`report.py` is what all of them print (a table and one line of JSON), `machine.py` and `bandwidth.py` say what the
-machine can do, `timing.py` how long a call takes, `probe.py` what predictions need to know. Then one module for each
-`bench` command: kernels and operations, whole models (`offline.py`, `model.py`), servers (`serving.py`, `streams.py`,
-`soak.py`), loading and fidelity. `agents` is a load of agents, `gpu` measures a GPU, `peers` runs other programs.
+`common` is what all of them share: tables and records, the machine, clocks, random weights. `probe` measures what
+predictions need, `offline` runs a model without a server, `loading` says how fast one loads. `servers` starts servers
+or finds them running, and measures them; `agents` is a load of agents on them, beside llama.cpp's server if wanted.
+`gpu` measures what passes between a GPU and the CPU. What only developers measure is in `benchmarks/`.
 
 Does not know the command line: `cli/bench` parses flags and prints.
 """

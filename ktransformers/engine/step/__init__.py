@@ -5,7 +5,7 @@ sees); `layout.py` brings hidden states to a layer's device; `forward.py` brings
 runs it; `runner.py` and `paged.py` run steps of one sequence and the scheduler's steps.
 
 A decode step on a GPU is replayed: `decode.py` pads its inputs (`decode_inputs.py`) and brings its logits to the host,
-`graphs.py` captures it at batch sizes 1, 2, 4, 8, ... and replays the smallest that fits. Steps of several rows a
+`cuda_graph_runner.py` captures it at batch sizes 1, 2, 4, 8, ... and replays the smallest that fits. Steps of several rows a
 sequence have sizes of their own (`StepSize`: rows, and sequences, of as many of whose rows logits are kept);
 `step_sizes.py` finds which of them a model allows. A step in which the host decides something runs eagerly
 (`ForwardContext.is_replayable`); the pieces between such decisions are not captured. Rows without a token have slot -1,
