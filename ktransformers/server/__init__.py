@@ -9,7 +9,7 @@ it, `answers` prepares it, and a backend (`backend`, with the processes in `bala
 
     body ── api/DIALECT reads ──> ChatRequest ── prepare ──> Job ── steps ──> AnswerStep ── Writer ──> bytes
 
-`utils` makes the backend that a name means. `http` has what requests share below any route (paths, hosts, keys, fields), `sockets` what the kernel knows of
-connections. `multi_model` serves several models at one address, in front of one app for each. Errors have the shape of their
-path (`responses.py`).
+`utils` makes the backend that a name means. `http` has what requests share below any route (paths, hosts, keys,
+fields), `sockets` what the kernel knows of connections. `multi_model` serves several models at one address, in front
+of one app for each. Errors have the shape of their path (`responses.py`).
 """

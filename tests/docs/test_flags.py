@@ -19,7 +19,8 @@ OTHERS = {
     "docker": "add_host build cpus entrypoint gpus image ipc name network rm ulimit",
     "pip": "find_links force_reinstall index_url no_deps no_index version platform",
     "ray and numactl": "address cpunodebind head membind num_cpus resources",
-    "pytest and scripts of this repository": "check exhaustive random_cases gpus smoke minutes weights backend tokenizer",
+    "pytest": "exhaustive random_cases",
+    "scripts of this repository": "backend check gpus minutes smoke tokenizer weights",
     "benchmarks of this repository": "between_us from kv_types peer_format texts tokens tune types",
     "vLLM, Claude Code, node": "enable_prompt_tokens_details preload from_file system_prompt",
 }

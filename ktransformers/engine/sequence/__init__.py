@@ -1,8 +1,9 @@
 """One sequence: its prompt and parameters, its tokens, its outputs, and its session on disk.
 
-`prompts.py`, `keywords.py` and `outputs.py` are what callers give and get; `session.py` keeps the tokens whose keys and
-values are cached, and `generate.py` an answer that can be left before any forward and gone on with; `output_processor.py` says
-what a token means (text, stop strings, reasons), here and in balance_serve; `profiled.py` records.
+`prompts.py`, `keywords.py` and `outputs.py` are what callers give and get; `session.py` keeps the tokens whose keys
+and values are cached, and `generate.py` an answer that can be left before any forward and gone on with;
+`output_processor.py` says what a token means (text, stop strings, reasons), here and in balance_serve; `profiled.py`
+records.
 
     Session ───┐                                                              ┌─> Session
                ├─ Kept ── write_session ── FILE.safetensors ── open_session ──┤
