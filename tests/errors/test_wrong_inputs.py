@@ -48,7 +48,7 @@ def _would_load(*args: object, **kwargs: object) -> None:
 @pytest.fixture(autouse=True)
 def _no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
-        "ktransformers.engine.load.builder.load_plan",
+        "ktransformers.engine.load.stages.load_plan",
         "ktransformers.engine.load.reference._from_safetensors",
         "ktransformers.engine.load.reference._filled",
         "ktransformers.server.balance.supervisor.Supervisor.start",

@@ -41,7 +41,7 @@ from ktransformers.bench.common.machine import measured_machine, ram_now, ram_pe
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.bench.loading.files import FileFormat, FileShape, write_files
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load import builder
+from ktransformers.engine.load import builder, stages
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.experts import resident
@@ -117,7 +117,7 @@ def _timed(seconds: dict[str, float], label: str, inner: Callable[..., Any]) -> 
 def _watched(threads: int, loads: list[_Load]) -> Iterator[None]:
     """While this is open, each `load_plan` is noted."""
     waits: dict[str, float] = defaultdict(float)
-    inner: Callable[..., None] = getattr(builder, "load_plan")  # noqa: B009 (the builder's own name for it)
+    inner: Callable[..., None] = getattr(stages, "load_plan")  # noqa: B009 (the name by which loading calls it)
 
     def load_plan(*args: Any, **kwargs: Any) -> None:
         reset_ram_peak()
@@ -140,8 +140,8 @@ def _watched(threads: int, loads: list[_Load]) -> Iterator[None]:
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, _timed(waits, label, getattr(owner, name)))
-        stack.callback(setattr, builder, "load_plan", inner)
-        setattr(builder, "load_plan", load_plan)  # noqa: B010 (mypy forbids to assign to a function)
+        stack.callback(setattr, stages, "load_plan", inner)
+        setattr(stages, "load_plan", load_plan)  # noqa: B010 (mypy forbids to assign to a function)
         yield
 
 
