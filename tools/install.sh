@@ -190,10 +190,21 @@ start_compiling() {
     COMPILING=$!
 }
 
+# A process that is just being started can miss the signal: it comes again, and then one that nobody misses.
 stop_compiling() {
     if [ -n "$COMPILING" ]; then
-        kill -s INT -- "-$COMPILING" 2>/dev/null || kill -TERM "$COMPILING" 2>/dev/null || true
+        group="-$COMPILING"
+        kill -s INT -- "$group" 2>/dev/null || kill -TERM "$COMPILING" 2>/dev/null || true
+        (
+            for name in INT KILL; do
+                sleep 3
+                kill -s "$name" -- "$group"
+            done
+        ) </dev/null >/dev/null 2>&1 &
+        again=$!
         wait "$COMPILING" 2>/dev/null || true
+        kill "$again" 2>/dev/null || true
+        kill -s KILL -- "$group" 2>/dev/null || true
         COMPILING=""
     fi
 }

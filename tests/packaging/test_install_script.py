@@ -19,7 +19,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "install.sh"
-NEEDED = ("sh", "sed", "uname", "dirname", "df", "awk", "tr", "grep", "head", "find", "touch", "mkdir", "cat", "rm")
+NEEDED = (
+    "sh",
+    "sed",
+    "uname",
+    "dirname",
+    "df",
+    "awk",
+    "tr",
+    "grep",
+    "head",
+    "find",
+    "touch",
+    "mkdir",
+    "cat",
+    "rm",
+    "sleep",
+)
 
 
 class Machine:
@@ -317,6 +333,21 @@ def test_no_compiler_outlives_the_install(machine: Machine, tmp_path: Path, how:
         reader.read()
     process.communicate()
     assert process.returncode == {"a download fails": 1, "Ctrl-C": 130, "terminated": 143}[how]
+
+
+def test_a_compiler_that_misses_the_first_signal_is_stopped_too(machine: Machine, tmp_path: Path) -> None:
+    """Between fork and exec a shell's child takes a signal for the shell's own, and goes on. This one ignores it."""
+    began, alive = tmp_path / "began", tmp_path / "alive"
+    os.mkfifo(began)
+    os.mkfifo(alive)
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); open(9, 'w').write(chr(10)); signal.pause()"
+    compile = f'exec 9>{alive} 8>{began}; {sys.executable} -c "{code}" 9>&8; exit 0'
+    install = Install(machine, tmp_path / "venv", compile=compile, download=f"read x <{began}; exit 1")
+    process = install.start(TORCH="cuda")
+    with alive.open() as reader:
+        reader.read()
+    process.communicate()
+    assert process.returncode == 1
 
 
 MAKEFILES = ("Makefile", "pyproject.toml", "CMakeLists.txt", "cmake/tiers.cmake", ".ci/constraints.txt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -104,10 +105,12 @@ def test_coverage_is_summed_by_package_the_thinnest_first() -> None:
 
 def test_make_coverage_runs_the_tests_of_make_test() -> None:
     """Its status is that of the tests, its table is printed in any case."""
+    # `make test` hands its own flags and the number of its level to every make below it.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
 
     def said(target: str) -> str:
-        asked = ["make", "-n", "VENV=/no/such/folder", target]
-        return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        asked = ["make", "-n", "--no-print-directory", "VENV=/no/such/folder", target]
+        return subprocess.run(asked, cwd=ROOT, env=alone, capture_output=True, text=True, check=True).stdout
 
     (tests,) = re.findall(r"(?m)^.*-m pytest.*(?:\\\n.*)*", said("test"))
     ran = said("coverage")

@@ -9,15 +9,10 @@ import torch
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.engine.load.ready import forget_positions
-from ktransformers.engine.model.opened import (
-    OpenedModel,
-)
+from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.borders import check_borders
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.layout import (
-    StepLayout,
-    move_into,
-)
+from ktransformers.engine.step.layout import StepLayout, move_into
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.verify.self_check import check_model, is_checked
 from ktransformers.engine.verify.stack_check import StackCheck

@@ -5,7 +5,6 @@ The order matters: everything that can be refused is refused before the first we
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -22,10 +21,7 @@ from ktransformers.engine.load.stages import (
     open_part,
     plan_part,
 )
-from ktransformers.engine.model.opened import (
-    OpenedModel,
-    open_model,
-)
+from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.parallel.ranks.division import division_of, num_processes
 from ktransformers.engine.parallel.ranks.leader import Leader, made_of
 from ktransformers.engine.parallel.ranks.ranks import Alone, Follower, Ranks
@@ -53,8 +49,6 @@ __all__ = [
     "build_paged_engine",
     "plan_model",
 ]
-
-logger = logging.getLogger(__name__)
 
 CacheT = TypeVar("CacheT", bound=PagedCache)
 

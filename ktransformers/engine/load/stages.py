@@ -24,11 +24,7 @@ from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_r
 from ktransformers.engine.load.ready import prepare_decode
 from ktransformers.engine.load.rehearsal import Extent
 from ktransformers.engine.model.fingerprint import Identified, identify
-from ktransformers.engine.model.opened import (
-    ModelDescription,
-    OpenedModel,
-    describe_model,
-)
+from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
 from ktransformers.engine.model.threads import settle_torch_threads
 from ktransformers.engine.parallel.ranks.ranks import Ranks, Settled
@@ -54,9 +50,7 @@ from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.layers.observed import (
-    hand_contexts_on,
-)
+from ktransformers.operators.layers.observed import hand_contexts_on
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from ktransformers.optimize.plan import Plan

@@ -13,6 +13,7 @@ from ktransformers.errors import UnsupportedError
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
     from ktransformers.server.backend.base import BackendInterfaceBase
+    from ktransformers.server.backend.interfaces.transformers import TransformersInterface
     from ktransformers.server.backend.profiler import ProfileConfig
     from ktransformers.server.balance.supervisor import BalanceConfig
 
@@ -28,15 +29,7 @@ def interface_class(backend_type: str) -> type[BackendInterfaceBase]:
         from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 
         return BalanceServeInterface
-    if backend_type == "ktransformers":
-        from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
-
-        return KTransformersInterface
-    if backend_type == "transformers":
-        from ktransformers.server.backend.interfaces.transformers import TransformersInterface
-
-        return TransformersInterface
-    raise _unknown(backend_type)
+    return _single_class(backend_type)
 
 
 def create_interface(
@@ -53,16 +46,17 @@ def create_interface(
         from ktransformers.server.balance.supervisor import BalanceConfig
 
         return BalanceServeInterface(balance or BalanceConfig(config), profile=profile)
+    return _single_class(backend_type)(config, profile)
+
+
+def _single_class(backend_type: str) -> type[TransformersInterface]:
+    """The class of a backend that computes one request at a time."""
     if backend_type == "ktransformers":
         from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
 
-        return KTransformersInterface(config, profile)
+        return KTransformersInterface
     if backend_type == "transformers":
         from ktransformers.server.backend.interfaces.transformers import TransformersInterface
 
-        return TransformersInterface(config, profile)
-    raise _unknown(backend_type)
-
-
-def _unknown(backend_type: str) -> UnsupportedError:
-    return UnsupportedError(f"--backend_type {backend_type} is not one of {', '.join(BACKENDS)}")
+        return TransformersInterface
+    raise UnsupportedError(f"--backend_type {backend_type} is not one of {', '.join(BACKENDS)}")
