@@ -31,7 +31,7 @@ from ktransformers.cli.bench.options import (
 from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.transfer.cuda import CudaDriver
-from ktransformers.kernels.transfer.expert_stream import HandOver
+from ktransformers.kernels.transfer.async_cpu_experts import HandOver
 from ktransformers.system.cores import usable_cores
 
 __all__ = ["bench_gpu_hand_over", "main"]

@@ -33,7 +33,7 @@ from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.core import Phase
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import flashinfer
-from ktransformers.kernels.triton.attention.expanded import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
+from ktransformers.kernels.triton.attention.materialized import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.common.runtime import triton
 from ktransformers.operators.attention.latent_expansion import (

@@ -34,7 +34,7 @@ from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.kernels.triton.linear.linear import Workspace, linear
-from ktransformers.kernels.triton.quant.relay import GPU_TYPES, TILE_TYPES, GpuLayout, relay
+from ktransformers.kernels.triton.quant.repack import GPU_TYPES, TILE_TYPES, GpuLayout, relay
 from ktransformers.kernels.types import OwnType, QuantType, WeightType, row_bytes
 from ktransformers.operators.linear.matrix import gpu_layout
 

@@ -16,7 +16,7 @@ import torch
 
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
-from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts, StreamShape
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, uses_vector_path

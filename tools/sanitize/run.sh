@@ -39,8 +39,8 @@ case $kind in
     thread)
         # A child of fork() without its parent's threads is more than ThreadSanitizer knows.
         fork="::test_fork_and_exit_in_a_fresh_process[fork"
-        [ $# -gt 0 ] || set -- tests/kernels/cpu/test_pool.py tests/kernels/cpu/test_profile.py tests/kernels/transfer/test_expert_stream.py tests/kernels/cpu/test_moe.py \
-            --deselect "tests/kernels/cpu/test_pool.py$fork" --deselect "tests/kernels/transfer/test_expert_stream.py$fork"
+        [ $# -gt 0 ] || set -- tests/kernels/cpu/test_pool.py tests/kernels/cpu/test_profile.py tests/kernels/transfer/test_async_cpu_experts.py tests/kernels/cpu/test_moe.py \
+            --deselect "tests/kernels/cpu/test_pool.py$fork" --deselect "tests/kernels/transfer/test_async_cpu_experts.py$fork"
         export TSAN_OPTIONS=halt_on_error=1
         # Its memory map does not bear random addresses of more than 28 bits.
         preload="$(library libtsan.so) $(library libstdc++.so)"

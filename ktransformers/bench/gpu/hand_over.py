@@ -22,7 +22,7 @@ from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.transfer.cuda import CudaDriver
-from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType
 from ktransformers.operators.linear.packed import pack_experts
 

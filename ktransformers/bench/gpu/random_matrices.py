@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.bench.gpu.device import Gpu
-from ktransformers.kernels.triton.quant.relay import GpuLayout, layout_nbytes
+from ktransformers.kernels.triton.quant.repack import GpuLayout, layout_nbytes
 from ktransformers.kernels.types import WeightType
 from ktransformers.operators.linear.matrix import gpu_layout
 

@@ -27,7 +27,7 @@ from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.workspace import DIGIT_TOKENS, VECTOR_TOKENS, MoeWorkspace
 from ktransformers.kernels.triton.linear.linear import Workspace, linear
-from ktransformers.kernels.triton.quant.relay import GpuLayout
+from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.machine_speed import Curve, GpuSpeed
 

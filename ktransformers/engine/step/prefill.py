@@ -17,7 +17,7 @@ from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import CopyQueue, CudaCopies, PinnedRanges
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
-from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts, StreamShape
 from ktransformers.kernels.types import PackedTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device

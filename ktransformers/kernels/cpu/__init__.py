@@ -18,7 +18,7 @@ from ktransformers.kernels.cpu.base import (
     has_bf16,
     lacking_isa,
 )
-from ktransformers.kernels.cpu.choose import MAX_INDEX_HEADS, choose_positions
+from ktransformers.kernels.cpu.topk_positions import MAX_INDEX_HEADS, choose_positions
 from ktransformers.kernels.cpu.grids import grid_values
 from ktransformers.kernels.cpu.kv import write_kv
 from ktransformers.kernels.cpu.moe import MoeKernel

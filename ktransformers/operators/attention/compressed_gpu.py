@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.triton.attention.choose import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.kernels.triton.attention.compressed import (
     CompressedPages,
     Entries,

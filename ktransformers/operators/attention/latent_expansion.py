@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ktransformers.core import Phase
-from ktransformers.kernels.triton.attention.expanded import ExpandedRun, ExpandedTile, expanded_tile, tiles_of
+from ktransformers.kernels.triton.attention.materialized import ExpandedRun, ExpandedTile, expanded_tile, tiles_of
 from ktransformers.operators.context import ForwardContext
 
 __all__ = [
@@ -142,7 +142,7 @@ class ExpandedBatch:
     """Sequences that are expanded side by side, `num_heads` heads at a time.
 
     slots: cache slots of their positions, int64 on the device, or a slice where they follow one another. tiles: see
-    `kernels.triton.attention.expanded.tiles_of`, on the device.
+    `kernels.triton.attention.materialized.tiles_of`, on the device.
     """
 
     num_positions: int

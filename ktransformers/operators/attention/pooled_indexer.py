@@ -22,7 +22,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.triton.attention.choose import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates

@@ -11,7 +11,7 @@ no step waits for a copy, and none reads a slot that is written. Which experts c
 (cache/hot_experts.py), from what steps that are over picked.
 
 In a step experts that have a slot run on the GPU, the others on the CPU at the same time, in the order of the stream
-(kernels/transfer/expert_stream.py). A token's sum is the CPU's, in the router's order, and on it the GPU's parts in
+(kernels/transfer/async_cpu_experts.py). A token's sum is the CPU's, in the router's order, and on it the GPU's parts in
 the router's order, rounded once. The CPU's experts and the GPU's differ in rounding, so a result depends, within that,
 on which experts have a slot.
 

@@ -15,7 +15,7 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
 from ktransformers.kernels.triton.experts.moe import moe
-from ktransformers.kernels.triton.quant.relay import FP8_COLUMNS, READ_TYPES, GpuLayout, layout_nbytes, relay
+from ktransformers.kernels.triton.quant.repack import FP8_COLUMNS, READ_TYPES, GpuLayout, layout_nbytes, relay
 from ktransformers.kernels.types import (
     ActivationSpec,
     ExpertWeight,

@@ -18,7 +18,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.transfer.expert_stream import StreamedExperts
+from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts
 from ktransformers.kernels.triton.common.compiling import is_rehearsal
 from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix

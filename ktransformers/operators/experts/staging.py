@@ -15,7 +15,7 @@ import torch
 from ktransformers.errors import CapacityError
 from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
-from ktransformers.kernels.triton.quant.relay import GpuLayout
+from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.kernels.types import ExpertWeights, PackedTensor, RawTensor, WeightType
 from ktransformers.operators.experts.resident import can_be_copied
 from ktransformers.system.file_kinds import size_of

@@ -14,7 +14,7 @@ The host waits once a layer, for the router; copies for the next layer are put b
 works on meanwhile: of the experts that had most rows in the layer's last step, which nearly always get some again.
 How many, and what the CPU's part takes beside its products, is learned (split.py). All rows go to the CPU while the
 host waits, so that it begins as soon as the choice is made. Its part is handed over in the stream's order
-(kernels/transfer/expert_stream.py): no thread of Python's, and hidden states and results cross in the type of the
+(kernels/transfer/async_cpu_experts.py): no thread of Python's, and hidden states and results cross in the type of the
 stream's buffers and are converted by all cores. Knows nothing of models.
 
 T tokens, K experts per token, E experts, H hidden, I intermediate.
@@ -34,7 +34,7 @@ from ktransformers.errors import CapacityError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import CopyQueue
 from ktransformers.kernels.transfer.cuda import StreamDriver
-from ktransformers.kernels.transfer.expert_stream import StreamedExperts
+from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts
 from ktransformers.kernels.triton.experts.align import moe_align
 from ktransformers.kernels.triton.experts.matrices import Between
 from ktransformers.kernels.triton.experts.moe import moe_blocks, moe_sum

@@ -17,7 +17,7 @@ from torch import nn
 
 from ktransformers.kernels.triton.common import elementwise
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear_pair
-from ktransformers.kernels.triton.quant.relay import GpuLayout, can_join_rows, join_rows
+from ktransformers.kernels.triton.quant.repack import GpuLayout, can_join_rows, join_rows
 from ktransformers.kernels.types import ActivationSpec, OwnType
 from ktransformers.operators.device import use
 from ktransformers.operators.linear.linear import KTransformersLinear

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear.linear import linear
-from ktransformers.kernels.triton.quant.relay import (
+from ktransformers.kernels.triton.quant.repack import (
     FP8_COLUMNS,
     GPU_TYPES,
     TILE_TYPES,

@@ -10,7 +10,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine, plan_model
-from ktransformers.kernels.triton.quant.relay import GpuLayout
+from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan

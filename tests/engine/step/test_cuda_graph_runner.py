@@ -17,7 +17,7 @@ from ktransformers.engine.step.decode_inputs import (
     mixed_sizes,
 )
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
-from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor
 from tests.support.engines.fake_stream import FakeDriver
 

@@ -12,7 +12,7 @@ from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs
 from ktransformers.errors import EngineError, KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.cuda import CudaDriver
-from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.cache.hot_experts import HotExperts
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
-from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts, StreamShape
 from ktransformers.operators.device import Device
 from tests.operators.experts.test_streamed import E, H, K, all_on_gpu, check, make_kernel
 from tests.support.engines.inline_device import EagerCopies, InlineDriver

@@ -17,7 +17,7 @@ import torch
 from ktransformers.errors import CapacityError, EngineError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
-from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts, StreamShape
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, PackedTensor, QuantType, RawTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
@@ -30,7 +30,7 @@ pytest.importorskip("triton")
 from ktransformers.engine.step.prefill import cuda_tools, open_prefill
 from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
 from ktransformers.kernels.triton.experts.moe import moe
-from ktransformers.kernels.triton.quant.relay import GpuLayout
+from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.operators.experts import streamed as expert_prefill
 from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape

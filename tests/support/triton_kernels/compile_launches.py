@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ktransformers.kernels.triton.attention.choose import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.kernels.triton.attention.compressed import (
     CompressedPages,
     Entries,
@@ -28,7 +28,7 @@ from ktransformers.kernels.triton.attention.compressed import (
     make_entries,
     turn,
 )
-from ktransformers.kernels.triton.attention.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
+from ktransformers.kernels.triton.attention.materialized import ExpandedRun, expanded_attention, expanded_tile, tiles_of
 from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
@@ -47,7 +47,7 @@ from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.quant import dequant
-from ktransformers.kernels.triton.quant.relay import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
+from ktransformers.kernels.triton.quant.repack import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
 from ktransformers.kernels.triton.recurrent import launch as recurrent
 from ktransformers.kernels.triton.recurrent import mixers as recurrent_mixers
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep

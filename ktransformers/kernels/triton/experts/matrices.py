@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.triton.linear.digits_matmul import has_digits, is_strided
+from ktransformers.kernels.triton.linear.block_int16_gemv import has_digits, is_strided
 from ktransformers.kernels.triton.linear.planes import is_plane_type
 from ktransformers.kernels.triton.quant.dequant import check_matrix
-from ktransformers.kernels.triton.quant.relay import GpuLayout, layout_nbytes
-from ktransformers.kernels.triton.quant.tiles_grid import has_grid
+from ktransformers.kernels.triton.quant.repack import GpuLayout, layout_nbytes
+from ktransformers.kernels.triton.quant.cpu_packed_grid import has_grid
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
 __all__ = ["SILU", "Between", "ExpertMatrices", "are_planes", "takes_digits"]

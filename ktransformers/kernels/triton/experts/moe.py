@@ -22,12 +22,12 @@ from ktransformers.kernels.triton.common.elementwise import activated
 from ktransformers.kernels.triton.common.runtime import jit, tl, triton
 from ktransformers.kernels.triton.experts.align import AlignedPairs, known_expert, max_blocks, moe_align
 from ktransformers.kernels.triton.experts.matrices import SILU, Between, ExpertMatrices
-from ktransformers.kernels.triton.experts.vector import launch_vector
+from ktransformers.kernels.triton.experts.gemv import launch_vector
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows, uses_vector_path
 from ktransformers.kernels.triton.linear.linear import check_rows, result
 from ktransformers.kernels.triton.linear.matmul import dot_tile, dot_tile_pair
 from ktransformers.kernels.triton.quant.dequant import runs_ahead
-from ktransformers.kernels.triton.quant.relay import has_vector_loop
+from ktransformers.kernels.triton.quant.repack import has_vector_loop
 from ktransformers.kernels.triton.quant.tables import tables
 
 __all__ = ["moe", "moe_blocks", "moe_sum"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from ktransformers.kernels.triton.common.runtime import triton
 from ktransformers.kernels.triton.experts.align import SMALL_PAIRS, AlignedPairs
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, are_planes
-from ktransformers.kernels.triton.quant.digits import digit_shape
-from ktransformers.kernels.triton.quant.relay import has_vector_loop
+from ktransformers.kernels.triton.quant.block_int16 import digit_shape
+from ktransformers.kernels.triton.quant.repack import has_vector_loop
 
 __all__ = [
     "DIGIT_TOKENS",

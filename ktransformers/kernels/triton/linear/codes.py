@@ -8,8 +8,8 @@ which share a scale. Sums are fp32. Knows tiles_codes.py; does not know grids of
 from __future__ import annotations
 
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.quant.tiles_codes import code_scales, code_word, has_offset, number
-from ktransformers.kernels.triton.quant.vector_inputs import pair
+from ktransformers.kernels.triton.quant.cpu_packed_codes import code_scales, code_word, has_offset, number
+from ktransformers.kernels.triton.quant.gemv_inputs import pair
 
 __all__ = ["code_pair", "code_vector"]
 

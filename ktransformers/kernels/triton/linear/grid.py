@@ -11,7 +11,7 @@ from __future__ import annotations
 from ktransformers.kernels.triton.common.runtime import jit, tl
 from ktransformers.kernels.triton.quant.lookups import code_count, has_codes_of_four, looked_up
 from ktransformers.kernels.triton.quant.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_IQ2_XXS, AT_IQ3_S, AT_IQ3_XXS
-from ktransformers.kernels.triton.quant.tiles_grid import (
+from ktransformers.kernels.triton.quant.cpu_packed_grid import (
     IQ1_M,
     IQ1_S,
     IQ2_S,
@@ -26,7 +26,7 @@ from ktransformers.kernels.triton.quant.tiles_grid import (
     unit,
     with_signs,
 )
-from ktransformers.kernels.triton.quant.vector_inputs import group_inputs, pair
+from ktransformers.kernels.triton.quant.gemv_inputs import group_inputs, pair
 
 __all__ = ["grid_pair", "grid_vector"]
 

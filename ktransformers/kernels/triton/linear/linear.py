@@ -19,7 +19,7 @@ from ktransformers.kernels.triton.common.elementwise import activation_value
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl, triton
 from ktransformers.kernels.triton.linear.matmul import arrive_last, dot_tile, vector_tile
 from ktransformers.kernels.triton.quant.dequant import check_matrix, runs_ahead
-from ktransformers.kernels.triton.quant.relay import GpuLayout, has_vector_loop
+from ktransformers.kernels.triton.quant.repack import GpuLayout, has_vector_loop
 from ktransformers.kernels.triton.quant.tables import tables
 from ktransformers.kernels.types import Activation, WeightType
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from ktransformers.kernels.triton.common.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
 from ktransformers.kernels.triton.common.runtime import jit, tl
 from ktransformers.kernels.triton.linear.codes import code_pair, code_vector
-from ktransformers.kernels.triton.linear.digits_matmul import digit_pair, digit_vector
+from ktransformers.kernels.triton.linear.block_int16_gemv import digit_pair, digit_vector
 from ktransformers.kernels.triton.linear.grid import grid_pair, grid_vector
 from ktransformers.kernels.triton.linear.planes import is_plane_type, plane_pair, plane_vector
 from ktransformers.kernels.triton.quant.dequant import (
@@ -23,9 +23,9 @@ from ktransformers.kernels.triton.quant.dequant import (
     unit,
     weight_tile,
 )
-from ktransformers.kernels.triton.quant.tiles_codes import has_codes
-from ktransformers.kernels.triton.quant.tiles_grid import has_grid
-from ktransformers.kernels.triton.quant.vector_inputs import group_inputs, pair
+from ktransformers.kernels.triton.quant.cpu_packed_codes import has_codes
+from ktransformers.kernels.triton.quant.cpu_packed_grid import has_grid
+from ktransformers.kernels.triton.quant.gemv_inputs import group_inputs, pair
 
 __all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "vector_pair", "vector_tile"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from ktransformers.kernels.triton.common.bits import MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
 from ktransformers.kernels.triton.common.byte_ops import dot_signed, dot_unsigned
 from ktransformers.kernels.triton.common.runtime import jit, static, tl
-from ktransformers.kernels.triton.linear.digits_matmul import nibble_values
+from ktransformers.kernels.triton.linear.block_int16_gemv import nibble_values
 from ktransformers.kernels.triton.quant.dequant import five_bits, group_scales, group_words, six_bits
-from ktransformers.kernels.triton.quant.digits import block_digits, block_sums, plane_word
+from ktransformers.kernels.triton.quant.block_int16 import block_digits, block_sums, plane_word
 from ktransformers.kernels.triton.quant.tables import VALUES_FP4
 from ktransformers.kernels.types import QuantType
 

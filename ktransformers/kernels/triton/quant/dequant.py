@@ -33,10 +33,10 @@ from ktransformers.kernels.triton.common.bits import (
     shifted,
 )
 from ktransformers.kernels.triton.common.runtime import constant, jit, static, tl, triton
-from ktransformers.kernels.triton.quant.relay import READ_TYPES, GpuLayout, layout_nbytes
+from ktransformers.kernels.triton.quant.repack import READ_TYPES, GpuLayout, layout_nbytes
 from ktransformers.kernels.triton.quant.tables import tables
-from ktransformers.kernels.triton.quant.tiles import cpu_tile
-from ktransformers.kernels.triton.quant.tiles_grid import has_grid
+from ktransformers.kernels.triton.quant.cpu_packed import cpu_tile
+from ktransformers.kernels.triton.quant.cpu_packed_grid import has_grid
 from ktransformers.kernels.types import QuantType, WeightType
 
 __all__ = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ktransformers.kernels.triton.common.byte_ops import permute_bytes
 from ktransformers.kernels.triton.common.runtime import jit, static, tl
-from ktransformers.kernels.triton.quant.tiles_grid import IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, byte_of
+from ktransformers.kernels.triton.quant.cpu_packed_grid import IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, byte_of
 from ktransformers.kernels.types import QuantType
 
 __all__ = ["code_count", "has_codes_of_four", "looked_up"]

@@ -18,8 +18,8 @@ from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks,
 from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
 from ktransformers.kernels.triton.experts.moe import moe, moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
-from ktransformers.kernels.triton.quant import relay
-from ktransformers.kernels.triton.quant.relay import GpuLayout
+from ktransformers.kernels.triton.quant import repack as relay
+from ktransformers.kernels.triton.quant.repack import GpuLayout
 
 
 def routing(tokens, top_k, num_experts, device, seed=0):

@@ -31,8 +31,8 @@ from ktransformers.kernels.triton.linear.linear import (
     linear,
     linear_pair,
 )
-from ktransformers.kernels.triton.quant import relay
-from ktransformers.kernels.triton.quant.relay import GpuLayout
+from ktransformers.kernels.triton.quant import repack as relay
+from ktransformers.kernels.triton.quant.repack import GpuLayout
 
 # Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
 # the mean |w| of random bits is at least 2 |s|: 2^-15. The tile kernel rounds each weight to x's type, 11 bits (fp16)

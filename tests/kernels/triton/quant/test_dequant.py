@@ -23,8 +23,9 @@ from tests.support.triton_kernels.quant_cases import (
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton.quant import dequant, relay
-from ktransformers.kernels.triton.quant.relay import GpuLayout
+from ktransformers.kernels.triton.quant import dequant
+from ktransformers.kernels.triton.quant import repack as relay
+from ktransformers.kernels.triton.quant.repack import GpuLayout
 
 # Every kind of code, of scale and of group, with zero points and without; the others are left to `--exhaustive`.
 SOME = ("I4_32_F16", "I8_32_BF16_Z", "I4_128_F32_Z", "F8_128_BF16", "MXFP8", "NVFP4_F32")

@@ -11,7 +11,7 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton.linear.linear import VECTOR_ROWS, linear
-from ktransformers.kernels.triton.quant.relay import GpuLayout, can_join_rows, can_relay, join_rows, relay_fp8
+from ktransformers.kernels.triton.quant.repack import GpuLayout, can_join_rows, can_relay, join_rows, relay_fp8
 from ktransformers.kernels.types import Fp8Matrix, OwnType
 
 FP8 = OwnType.F8_E4M3

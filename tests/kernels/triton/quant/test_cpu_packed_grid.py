@@ -16,7 +16,7 @@ from ktransformers.kernels.cpu import grid_values
 from ktransformers.kernels.triton.common.runtime import jit, tl
 from ktransformers.kernels.triton.linear.grid import grid_pair, grid_vector
 from ktransformers.kernels.triton.quant.tables import tables
-from ktransformers.kernels.triton.quant.tiles_grid import grid_tile
+from ktransformers.kernels.triton.quant.cpu_packed_grid import grid_tile
 
 TYPES = list(GRID_SCALES)
 

@@ -15,10 +15,10 @@ if runtime.triton is None:
 
 from ktransformers.kernels.triton.common.byte_ops import dot_signed, dot_unsigned, permute_bytes
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.linear.digits_matmul import digit_pair, digit_vector, has_digits, is_strided
+from ktransformers.kernels.triton.linear.block_int16_gemv import digit_pair, digit_vector, has_digits, is_strided
 from ktransformers.kernels.triton.linear.planes import is_plane_type, plane_pair, plane_vector
-from ktransformers.kernels.triton.quant.digits import PairOrder, digit_shape, make_digits
-from ktransformers.kernels.triton.quant.relay import relay
+from ktransformers.kernels.triton.quant.block_int16 import PairOrder, digit_shape, make_digits
+from ktransformers.kernels.triton.quant.repack import relay
 from ktransformers.kernels.triton.quant.tables import tables
 
 NIBBLES = [QuantType.IQ4_XS, QuantType.IQ4_NL]

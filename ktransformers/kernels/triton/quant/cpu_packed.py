@@ -24,9 +24,9 @@ from ktransformers.kernels.triton.common.bits import (
     shifted,
 )
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.quant.tile_bytes import byte_pairs, halves, line_words
-from ktransformers.kernels.triton.quant.tiles_codes import code_tile, has_codes
-from ktransformers.kernels.triton.quant.tiles_grid import grid_tile, has_grid
+from ktransformers.kernels.triton.quant.cpu_packed_bytes import byte_pairs, halves, line_words
+from ktransformers.kernels.triton.quant.cpu_packed_codes import code_tile, has_codes
+from ktransformers.kernels.triton.quant.cpu_packed_grid import grid_tile, has_grid
 
 __all__ = ["cpu_tile"]
 

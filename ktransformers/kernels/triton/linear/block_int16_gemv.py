@@ -18,7 +18,7 @@ from __future__ import annotations
 from ktransformers.kernels.triton.common.byte_ops import byte_signs, dot_signed, dot_unsigned, permute_bytes
 from ktransformers.kernels.triton.common.runtime import jit, static, tl
 from ktransformers.kernels.triton.linear.grid import later_words
-from ktransformers.kernels.triton.quant.digits import block_digits, plane_word
+from ktransformers.kernels.triton.quant.block_int16 import block_digits, plane_word
 from ktransformers.kernels.triton.quant.lookups import code_count, has_codes_of_four, looked_up
 from ktransformers.kernels.triton.quant.tables import (
     BYTES_IQ3_S,
@@ -31,9 +31,9 @@ from ktransformers.kernels.triton.quant.tables import (
     VALUES_IQ2,
     VALUES_IQ4,
 )
-from ktransformers.kernels.triton.quant.tile_bytes import line_words
-from ktransformers.kernels.triton.quant.tiles_codes import IQ4_XS, block_bytes, code_scales, head_bytes, tile_bytes
-from ktransformers.kernels.triton.quant.tiles_grid import (
+from ktransformers.kernels.triton.quant.cpu_packed_bytes import line_words
+from ktransformers.kernels.triton.quant.cpu_packed_codes import IQ4_XS, block_bytes, code_scales, head_bytes, tile_bytes
+from ktransformers.kernels.triton.quant.cpu_packed_grid import (
     IQ1_M,
     IQ1_S,
     IQ2_S,

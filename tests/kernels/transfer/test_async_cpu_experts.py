@@ -16,7 +16,7 @@ from ktransformers.errors import EngineError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.cpu.profile import PoolProfile
-from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape, choose_hand_over
+from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape, choose_hand_over
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
 from tests.support.checks.native_records import Experts, Op, records_in
 from tests.support.engines.fake_stream import PATIENCE, FakeDriver
@@ -326,7 +326,7 @@ def test_an_idle_stream_uses_no_cpu(kernels, driver, method):
 
 PROGRAM = """
 import os, torch
-from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights
 from ktransformers.kernels.types import RawTensor

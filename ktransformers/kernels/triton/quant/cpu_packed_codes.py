@@ -13,8 +13,8 @@ from __future__ import annotations
 from ktransformers.kernels.triton.common.bits import e2m1, e4m3, shifted
 from ktransformers.kernels.triton.common.byte_ops import permute_bytes
 from ktransformers.kernels.triton.common.runtime import constant, jit, static, tl
-from ktransformers.kernels.triton.quant.tile_bytes import byte_pairs, halves, line_words
-from ktransformers.kernels.triton.quant.tiles_groups import (
+from ktransformers.kernels.triton.quant.cpu_packed_bytes import byte_pairs, halves, line_words
+from ktransformers.kernels.triton.quant.cpu_packed_groups import (
     E2M1,
     F8,
     code_kind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.attention.expanded import (
+from ktransformers.kernels.triton.attention.materialized import (
     ExpandedRun,
     ExpandedTile,
     expanded_attention,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ktransformers.kernels.triton.common.bits import e4m3, e8m0
 from ktransformers.kernels.triton.common.runtime import constant, jit, static, tl
-from ktransformers.kernels.triton.quant.tile_bytes import byte_pairs, halves, line_words, row_bytes_at
+from ktransformers.kernels.triton.quant.cpu_packed_bytes import byte_pairs, halves, line_words, row_bytes_at
 from ktransformers.kernels.types import GroupType
 
 __all__ = ["E2M1", "F8", "code_kind", "group_scales", "group_word", "has_float_codes", "is_grouped"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention.choose import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from tests.support.checks.products import product
 
 PAGE, PAGES = 16, 12
@@ -44,7 +44,7 @@ def test_the_best_are_chosen_and_ties_go_to_lower_positions(shape, options, is_s
 def test_rows_are_taken_in_parts_where_scores_are_many(device, monkeypatch):
     arguments = case(3, 24, device)
     whole = choose_positions(*arguments[:4], PAGE, *arguments[4:], 0.5, 10)
-    monkeypatch.setattr("ktransformers.kernels.triton.attention.choose._MAX_SCORES", 2 * PAGE * PAGES)
+    monkeypatch.setattr("ktransformers.kernels.triton.attention.topk_positions._MAX_SCORES", 2 * PAGE * PAGES)
     parts = choose_positions(*arguments[:4], PAGE, *arguments[4:], 0.5, 10)
     assert torch.equal(parts[0], whole[0])
     assert torch.equal(parts[1], whole[1])

@@ -10,11 +10,11 @@ from ktransformers.kernels.triton.common.runtime import jit, tl, triton
 from ktransformers.kernels.triton.experts.align import known_expert
 from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices, are_planes, takes_digits
 from ktransformers.kernels.triton.experts.workspace import DOWN_ROWS, MoeWorkspace
-from ktransformers.kernels.triton.linear.digits_matmul import is_strided
+from ktransformers.kernels.triton.linear.block_int16_gemv import is_strided
 from ktransformers.kernels.triton.linear.linear import warps_for
 from ktransformers.kernels.triton.linear.matmul import arrive_last, vector_pair, vector_tile
-from ktransformers.kernels.triton.quant.digits import PairOrder, make_digits, store_digits
-from ktransformers.kernels.triton.quant.relay import GpuLayout
+from ktransformers.kernels.triton.quant.block_int16 import PairOrder, make_digits, store_digits
+from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.kernels.triton.quant.tables import tables
 
 __all__ = ["launch_vector"]
