@@ -30,8 +30,8 @@ from ktransformers.cli.bench.options import (
 )
 from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.transfer.async_cpu_experts import EnqueueMethod
 from ktransformers.kernels.transfer.cuda import CudaDriver
-from ktransformers.kernels.transfer.async_cpu_experts import HandOver
 from ktransformers.system.cores import usable_cores
 
 __all__ = ["bench_gpu_hand_over", "main"]
@@ -55,7 +55,7 @@ def bench_gpu_hand_over(work: HandOverWork) -> Record:
     with closing(WorkerPool(work.threads)) as pool:
         machine, reason = machine_facts(pool), CudaDriver("cuda").memory_operations()
         print(f"{shown_machine(machine)}; {torch.cuda.get_device_name()}, memory operations: {reason or 'yes'}")
-        methods = [HandOver.HOST] if reason else [HandOver.MEMORY, HandOver.HOST]
+        methods = [EnqueueMethod.HOST] if reason else [EnqueueMethod.MEMORY, EnqueueMethod.HOST]
         table = FigureTable(_COLUMNS)
         for name in work.shapes:
             kernels = [make_kernel(SHAPES[name], pool) for _ in range(SHAPES[name].copies)]

@@ -34,7 +34,7 @@ from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.kernels.triton.linear.linear import Workspace, linear
-from ktransformers.kernels.triton.quant.repack import GPU_TYPES, TILE_TYPES, GpuLayout, relay
+from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GPU_TYPES, GpuLayout, repack
 from ktransformers.kernels.types import OwnType, QuantType, WeightType, row_bytes
 from ktransformers.operators.linear.matrix import gpu_layout
 
@@ -57,7 +57,10 @@ _COLUMNS = (
 Q4, Q5, Q6, Q8 = QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0
 
 #: What "types" compares: Q4_K, and then all other block types that the kernels read.
-COMPARED_TYPES: tuple[WeightType, ...] = (Q4, *sorted((GPU_TYPES | TILE_TYPES) - {Q4}, key=lambda qtype: qtype.name))
+COMPARED_TYPES: tuple[WeightType, ...] = (
+    Q4,
+    *sorted((GPU_TYPES | CPU_PACKED_TYPES) - {Q4}, key=lambda qtype: qtype.name),
+)
 
 # (name, rows, cols, types)
 _LINEARS: tuple[tuple[str, int, int, tuple[QuantType, ...]], ...] = (
@@ -220,11 +223,11 @@ def align_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
         yield _Work("align", "128 experts, top 8", f"block {block}", count, calls, ids.numel() * 4)
 
 
-def relay_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
+def repack_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """From a file's layout to the GPU's, whatever the tokens."""
     for qtype in (Q4, Q6):
         raw = random_bytes(gpu, 16 * 2048 * row_bytes(qtype, 768)).view(16, -1)
-        calls = [partial(relay, raw, qtype, 2048, 768)]
+        calls = [partial(repack, raw, qtype, 2048, 768)]
         yield _Work("relay", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
 
 
@@ -234,7 +237,7 @@ _WORKS: dict[str, Callable[[Gpu, Sequence[int]], Iterator[_Work]]] = {
     "moe": moe_works,
     "types": type_works,
     "align": align_works,
-    "relay": relay_works,
+    "relay": repack_works,
 }
 
 

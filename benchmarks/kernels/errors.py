@@ -20,7 +20,7 @@ _TOKENS = 64  # enough for products of bf16
 
 
 def with_wish(weights: ExpertWeights, wants_bf16: bool) -> ExpertWeights:
-    """The same re-laid weights, with another PackedTensor.wants_bf16."""
+    """The same repacked weights, with another PackedTensor.wants_bf16."""
 
     def changed(part: ExpertWeight) -> ExpertWeight:
         return replace(part, wants_bf16=wants_bf16) if isinstance(part, PackedTensor) else part
@@ -30,11 +30,11 @@ def with_wish(weights: ExpertWeights, wants_bf16: bool) -> ExpertWeights:
 
 
 def relative_errors(gate: ExpertWeight, up: ExpertWeight, down: ExpertWeight, pool: WorkerPool) -> dict[str, float]:
-    """|got - want| / |want| of an expert's outputs, by cpu_prefill. gate, up [I, H], down [H, I]: not re-laid."""
+    """|got - want| / |want| of an expert's outputs, by cpu_prefill. gate, up [I, H], down [H, I]: not repacked."""
     rows = torch.randn(_TOKENS, up.shape[1], generator=torch.Generator().manual_seed(0))
     wide = []
     for part in (gate, up, down):
-        assert isinstance(part, (RawTensor, Fp8Matrix)), "re-laid weights cannot be dequantized"
+        assert isinstance(part, (RawTensor, Fp8Matrix)), "repacked weights cannot be dequantized"
         wide.append(reference.dequantize(part).double())
     want = (torch.nn.functional.silu(rows.double() @ wide[0].T) * (rows.double() @ wide[1].T)) @ wide[2].T
     weights = pack_experts(ExpertWeights([gate], [up], [down]), pool)

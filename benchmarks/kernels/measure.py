@@ -118,7 +118,7 @@ def _projection_types(name: str) -> tuple[WeightType, WeightType, WeightType]:
 
 
 class _Ours:
-    """Our kernels on every layer; weights re-laid where they can be."""
+    """Our kernels on every layer; weights repacked where they can be."""
 
     def __init__(self, shape: Shape, name: str, pool: WorkerPool, wide: WorkerPool | None):
         self._shape = shape

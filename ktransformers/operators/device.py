@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, StreamShape
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
-from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts, StreamShape
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
-from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, uses_vector_path
+from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, uses_gemv
 from ktransformers.kernels.triton.linear.linear import SPLIT_ROWS, Workspace
 from ktransformers.operators.marks import Marks
 from ktransformers.operators.usage import ExpertUsage
@@ -76,7 +76,7 @@ class Device:
 
     name: as placements spell it. torch_device: where its tensors are. dtype: of activations, dense weights and cache.
     is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels. make_driver:
-    access to its streams. besides: what else works for it, expert_streams aside; followers: those that follow steps.
+    access to its streams. besides: what else works for it, async_cpu_experts aside; followers: those that follow steps.
     """
 
     name: str
@@ -171,7 +171,7 @@ class Device:
         self, x: torch.Tensor, top_k: int, experts: int, up: ExpertMatrices, down: ExpertMatrices
     ) -> MoeWorkspace:
         """Memory of one layer's experts for x [T, H]; kept, and shared by all layers, for as few rows as decode has."""
-        if not uses_vector_path(x.shape[0], up, down):
+        if not uses_gemv(x.shape[0], up, down):
             return MoeWorkspace.allocate(x, top_k, experts, up, down)
         shape = ("moe", x.shape[0], x.dtype, top_k, up.rows, down.rows)
         made = self._scratch.get(shape)
@@ -179,17 +179,17 @@ class Device:
             made = self._scratch[shape] = MoeWorkspace.allocate(x, top_k, experts, up, down)
         return made
 
-    def expert_stream(self, top_k: int, hidden_size: int, pool: WorkerPool) -> StreamedExperts:
+    def async_cpu_expert_stream(self, top_k: int, hidden_size: int, pool: WorkerPool) -> AsyncCpuExperts:
         """The hand-over of experts on the CPU to this GPU; kept, and shared by all layers of these sizes."""
         shape = StreamShape(STREAM_ROWS, top_k, hidden_size, self.dtype)
         made = self._scratch.get((shape, pool))
-        if not isinstance(made, StreamedExperts):
-            made = self._scratch[shape, pool] = StreamedExperts(pool, shape, self.make_driver(self.torch_device))
+        if not isinstance(made, AsyncCpuExperts):
+            made = self._scratch[shape, pool] = AsyncCpuExperts(pool, shape, self.make_driver(self.torch_device))
         return made
 
-    def expert_streams(self) -> list[StreamedExperts]:
+    def async_cpu_experts(self) -> list[AsyncCpuExperts]:
         """All that were made."""
-        return [made for made in self._scratch.values() if isinstance(made, StreamedExperts)]
+        return [made for made in self._scratch.values() if isinstance(made, AsyncCpuExperts)]
 
     def workspace_nbytes(self) -> int:
         """Bytes that a GPU holds beside weights and cache: workspaces of small steps, and room for a prefill step."""
@@ -213,9 +213,9 @@ class Devices:
             device = self._made[name] = self.gpu(name)
         return device
 
-    def expert_streams(self) -> list[StreamedExperts]:
+    def async_cpu_experts(self) -> list[AsyncCpuExperts]:
         """Those of all devices."""
-        return [stream for device in self._made.values() for stream in device.expert_streams()]
+        return [stream for device in self._made.values() for stream in device.async_cpu_experts()]
 
     def usages(self) -> list[ExpertUsage]:
         """Of all devices that have experts."""
@@ -228,7 +228,7 @@ class Devices:
                 device.followers.pop().close()
             while device.besides:
                 device.besides.pop().close()
-        for stream in self.expert_streams():
+        for stream in self.async_cpu_experts():
             stream.close()
 
 

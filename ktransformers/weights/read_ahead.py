@@ -14,7 +14,7 @@ from ktransformers.kernels.cpu.pages import read_ahead
 __all__ = ["ReadAhead"]
 
 DISTANCE = 1 << 30
-"""Bytes that are asked for before they are used: what a fast disk reads while a slow machine re-lays a few tensors."""
+"""Bytes that are asked for before they are used: what a fast disk reads while a slow machine repacks a few tensors."""
 
 _STEP = 8 << 20
 

@@ -26,11 +26,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits_of(model_path: Path, cpu_bf16: str) -> tuple[torch.Tensor, set[str]]:
-    """And the names of the linear layers and experts that are re-laid."""
+    """And the names of the linear layers and experts that are repacked."""
     engine = build_engine(EngineConfig(model_path=model_path, cpu_infer=2, cache_lens=64, cpu_bf16=cpu_bf16))
     try:
-        relaid = {key.rpartition(".")[2] for key, one in engine.plan.operators.items() if is_relaid(one)}
-        return engine.runner.forward(PROMPT, 0, range(len(PROMPT))), relaid
+        repack_on_device = {key.rpartition(".")[2] for key, one in engine.plan.operators.items() if is_relaid(one)}
+        return engine.runner.forward(PROMPT, 0, range(len(PROMPT))), repack_on_device
     finally:
         engine.close()
 
@@ -50,12 +50,12 @@ def test_fp32_is_what_other_processors_compute(model_path: Path, monkeypatch: py
             monkeypatch.setattr(module, "active_isa", lambda: isa)
 
     use(Isa.SCALAR)
-    want, relaid = logits_of(model_path, "bf16")
-    assert not relaid
+    want, repack_on_device = logits_of(model_path, "bf16")
+    assert not repack_on_device
     use(Isa.AVX512_BF16_EMULATED)
-    got, relaid = logits_of(model_path, "fp32")
-    assert not relaid
+    got, repack_on_device = logits_of(model_path, "fp32")
+    assert not repack_on_device
     assert torch.equal(got, want)
-    rounded, relaid = logits_of(model_path, "bf16")
-    assert relaid == {"experts", "lm_head"}  # and no projection of attention
+    rounded, repack_on_device = logits_of(model_path, "bf16")
+    assert repack_on_device == {"experts", "lm_head"}  # and no projection of attention
     assert not torch.equal(rounded, want)

@@ -21,8 +21,8 @@ from ktransformers.bench.common.report import Row
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.expert_counts import ExpertCounts
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, EnqueueMethod, StreamShape
 from ktransformers.kernels.transfer.cuda import CudaDriver
-from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType
 from ktransformers.operators.linear.packed import pack_experts
 
@@ -60,7 +60,7 @@ class HandOverWork:
 
 
 def make_kernel(shape: ExpertsShape, pool: WorkerPool) -> MoeKernel:
-    """A layer of experts with random weights, re-laid where they can be."""
+    """A layer of experts with random weights, repacked where they can be."""
 
     def some(qtype: QuantType, rows: int, cols: int) -> list[ExpertWeight]:
         return [random_raw(qtype, rows, cols) for _ in range(shape.experts)]
@@ -74,7 +74,7 @@ def make_kernel(shape: ExpertsShape, pool: WorkerPool) -> MoeKernel:
 class ExpertsStep:
     """`layers` layers on static tensors, as a CUDA graph; without `experts` only the kernels between them."""
 
-    def __init__(self, shape: ExpertsShape, tokens: int, layers: int, experts: StreamedExperts | None = None):
+    def __init__(self, shape: ExpertsShape, tokens: int, layers: int, experts: AsyncCpuExperts | None = None):
         cuda: Any = torch.cuda
         self.experts = experts
         self.hidden = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
@@ -161,7 +161,7 @@ class HandOverCase:
 
     shape: str
     tokens: int
-    method: HandOver
+    method: EnqueueMethod
     uses_kernels: bool
 
     def row(self, kernels: list[MoeKernel], pool: WorkerPool, work: HandOverWork) -> Row:
@@ -169,7 +169,7 @@ class HandOverCase:
         shape = SHAPES[self.shape]
         driver = CudaDriver("cuda", self.uses_kernels)
         dims = StreamShape(max(self.tokens, 16), shape.top_k, shape.hidden)
-        with closing(StreamedExperts(pool, dims, driver, self.method)) as experts:
+        with closing(AsyncCpuExperts(pool, dims, driver, self.method)) as experts:
             for kernel in kernels:
                 experts.add_layer(kernel)
             step = ExpertsStep(shape, self.tokens, work.layers, experts)
@@ -201,7 +201,7 @@ class HandOverCase:
 def measure_hand_over(pool: WorkerPool, work: HandOverWork) -> float:
     """Seconds that a layer's hand-over costs besides the computation, by the way that models use on this GPU."""
     reason = CudaDriver("cuda").memory_operations()
-    method = HandOver.HOST if reason else HandOver.MEMORY
+    method = EnqueueMethod.HOST if reason else EnqueueMethod.MEMORY
     shape, tokens = work.shapes[0], work.tokens[0]
     kernels = [make_kernel(SHAPES[shape], pool) for _ in range(SHAPES[shape].copies)]
     microseconds: float = HandOverCase(shape, tokens, method, True).row(kernels, pool, work)["hand_over_us"]

@@ -22,7 +22,7 @@ def _random_matrix(gpu: Gpu, qtype: WeightType, rows: int, cols: int, count: int
     """uint8 [bytes of `count` matrices] as they rest on a GPU; in tiles any bits: codes lie all over their tables."""
     layout = gpu_layout(qtype, rows, cols)
     nbytes = count * layout_nbytes(qtype, rows, cols, layout)
-    if layout == GpuLayout.TILES:
+    if layout == GpuLayout.CPU_PACKED:
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=gpu.device)
     return random_bytes(gpu, nbytes)
 

@@ -187,7 +187,7 @@ def _cut_to_fit(name: str, opened: OpenedModel, routing: str) -> OpenedModel:
 def fitting_layers(plan: Plan) -> int:
     """How many of the plan's layers, from the first on, fit into the machine with all that is no layer; at least 1.
 
-    On the CPU there must be room for one more, which is made before it is re-laid, and SPARE_BYTES.
+    On the CPU there must be room for one more, which is made before it is repacked, and SPARE_BYTES.
     """
     layers: dict[int, dict[str, int]] = {}
     for entry in plan.entries:

@@ -80,7 +80,7 @@ class GraphBackend(Protocol):
 
 
 class ReplayedWork(Protocol):
-    """Work beside the GPU's that a graph sets off: kernels.transfer.async_cpu_experts.StreamedExperts."""
+    """Work beside the GPU's that a graph sets off: kernels.transfer.async_cpu_experts.AsyncCpuExperts."""
 
     def captured(self) -> int:
         """Pieces of work captured since this was asked last."""

@@ -94,7 +94,7 @@ class DecodeSteps:
                 size, num_pages, memory, layout.width, layout.entry.dtype, has_states=cache.states is not None
             ),
             backend,
-            lambda: [stream for place in layout.devices for stream in place.expert_streams()],
+            lambda: [stream for place in layout.devices for stream in place.async_cpu_experts()],
             progress,
             self.mixed,
         )
@@ -150,7 +150,7 @@ class DecodeSteps:
             self._logits = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, device=where)
             # A thread that spins for the GPU would take a core from experts on the CPU. Without such it may: to sleep
             # and to be woken costs a twelfth of a step of 3 ms.
-            spins = not any(device.expert_streams() for device in self._layout.devices)
+            spins = not any(device.async_cpu_experts() for device in self._layout.devices)
             self._fetch = LogitsFetch(self._most_kept, logits.shape[1], where, spins)
         return self._logits[:count].copy_(logits)
 

@@ -78,14 +78,14 @@ class StepLayout:
     def check_experts(self) -> None:
         """Raise EngineError when experts failed on the CPU in a step, which is over."""
         for device in self.devices:
-            for beside in (*device.expert_streams(), *device.besides, *device.followers):
+            for beside in (*device.async_cpu_experts(), *device.besides, *device.followers):
                 beside.check()
 
     @property
     def is_heard(self) -> bool:
         """Whether a step leaves more on the host than its results."""
         devices = self.devices
-        return any(one.usages or one.expert_streams() or one.besides or one.followers for one in devices)
+        return any(one.usages or one.async_cpu_experts() or one.besides or one.followers for one in devices)
 
     def wait(self) -> None:
         """Until the last device is through with the step."""

@@ -15,9 +15,9 @@ import torch
 from ktransformers.config import cpu_name
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, StreamShape
 from ktransformers.kernels.transfer.copies import CopyQueue, CudaCopies, PinnedRanges
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
-from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts, StreamShape
 from ktransformers.kernels.types import PackedTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
@@ -110,11 +110,11 @@ def open_prefill(
     except KernelError as error:
         logger.warning("experts are not streamed to %s: their memory cannot be pinned (%s)", device.name, error)
         return None
-    cpu: StreamedExperts | None = None
+    cpu: AsyncCpuExperts | None = None
     try:
         staging = Staging(size, device.torch_device, tools.copies)
         dtype = torch.bfloat16 if device.dtype is torch.bfloat16 else torch.float32
-        cpu = StreamedExperts(pool, StreamShape(shape.max_rows, shape.top_k, shape.hidden_size, dtype), tools.driver)
+        cpu = AsyncCpuExperts(pool, StreamShape(shape.max_rows, shape.top_k, shape.hidden_size, dtype), tools.driver)
         prefill = ExpertPrefill(device, shape, staging, cpu, tools.driver, stats, least_rows)
         for kernel in kernels:
             prefill.add_layer(kernel)

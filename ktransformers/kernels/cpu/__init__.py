@@ -18,7 +18,6 @@ from ktransformers.kernels.cpu.base import (
     has_bf16,
     lacking_isa,
 )
-from ktransformers.kernels.cpu.topk_positions import MAX_INDEX_HEADS, choose_positions
 from ktransformers.kernels.cpu.grids import grid_values
 from ktransformers.kernels.cpu.kv import write_kv
 from ktransformers.kernels.cpu.moe import MoeKernel
@@ -38,6 +37,7 @@ from ktransformers.kernels.cpu.packing import (
 from ktransformers.kernels.cpu.paged_attention import MAX_BF16_DIMS, attention
 from ktransformers.kernels.cpu.products import batched_linear, linear
 from ktransformers.kernels.cpu.rows import activate, dequantize_rows, rms_norm
+from ktransformers.kernels.cpu.topk_positions import MAX_INDEX_HEADS, choose_positions
 
 __all__ = [
     "MAX_BF16_DIMS",

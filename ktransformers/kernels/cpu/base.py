@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import ConfigError, KernelError
-from ktransformers.kernels.cpu.grids import hand_over_grids
+from ktransformers.kernels.cpu.grids import register_grids
 from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import GroupType, OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
@@ -174,7 +174,7 @@ class WorkerPool:
         chosen = thread_places(num_threads) if places is None else places
         if len(chosen) != num_threads:
             raise ValueError(f"places must be one per thread: got {len(chosen)} for {num_threads} threads")
-        hand_over_grids()
+        register_grids()
         where = [(place.node, list(place.cpus)) for place in chosen]
         self.handle = extension.WorkerPool(where, self.isa.value, planes)
         self.num_nodes = int(self.handle.num_nodes)

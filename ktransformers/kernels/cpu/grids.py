@@ -11,7 +11,7 @@ from gguf import quants
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["grid_values", "hand_over_grids"]
+__all__ = ["grid_values", "register_grids"]
 
 # What a table's values are multiplied with: those of IQ1 are -1, 0, 1 and 1/8 more or less.
 _GRIDS = {
@@ -36,7 +36,7 @@ def grid_values(qtype: QuantType) -> npt.NDArray[np.int8]:
 
 
 @cache
-def hand_over_grids() -> None:
+def register_grids() -> None:
     """Gives the extension its tables; to be called before it computes with such a type. Later calls do nothing."""
     for qtype in _GRIDS:
         extension.set_grid(int(qtype), grid_values(qtype).tobytes())

@@ -25,24 +25,24 @@ from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.transfer.cuda import StreamDriver
 
-__all__ = ["HandOver", "StreamShape", "StreamedExperts", "choose_hand_over"]
+__all__ = ["AsyncCpuExperts", "EnqueueMethod", "StreamShape", "choose_enqueue_method"]
 
 logger = logging.getLogger(__name__)
 
 _FLOATS = (torch.bfloat16, torch.float32)
 
 
-class HandOver(Enum):
+class EnqueueMethod(Enum):
     """How the stream tells the CPU to begin and waits for the end."""
 
     MEMORY = "stream memory operations"
     HOST = "host functions"
 
 
-def choose_hand_over(driver: StreamDriver) -> HandOver:
+def choose_enqueue_method(driver: StreamDriver) -> EnqueueMethod:
     """Memory operations where the device has them: they take a fraction of a host function's time."""
     reason = driver.memory_operations()
-    method = HandOver.MEMORY if reason is None else HandOver.HOST
+    method = EnqueueMethod.MEMORY if reason is None else EnqueueMethod.HOST
     logger.info("CPU experts are handed over by %s%s", method.value, "" if reason is None else f" ({reason})")
     return method
 
@@ -76,7 +76,7 @@ def _stop(handle: extension.ExpertStream, driver: StreamDriver, pid: int) -> Non
         handle.close()
 
 
-class StreamedExperts:
+class AsyncCpuExperts:
     """The routed experts of all layers of one model that run on the CPU for one device.
 
     One set of buffers serves all layers: a layer's copies to it come after the previous layer's wait on the stream,
@@ -89,11 +89,11 @@ class StreamedExperts:
     """
 
     def __init__(
-        self, pool: WorkerPool, shape: StreamShape, driver: StreamDriver, method: HandOver | None = None
+        self, pool: WorkerPool, shape: StreamShape, driver: StreamDriver, method: EnqueueMethod | None = None
     ) -> None:
         if shape.dtype not in _FLOATS:
             raise TypeError(f"experts take bf16 or fp32, got {shape.dtype}")
-        self.shape, self.method = shape, method or choose_hand_over(driver)
+        self.shape, self.method = shape, method or choose_enqueue_method(driver)
         self._driver, self._pool = driver, pool
         with torch.inference_mode(False):  # which may be on in the first step, but not where they are written later
             self._hidden = driver.pinned((shape.max_tokens, shape.hidden_size), shape.dtype)
@@ -102,7 +102,7 @@ class StreamedExperts:
             self._weights = driver.pinned((shape.max_tokens, shape.top_k), torch.float32)
             self._num_tokens = driver.pinned((1,), torch.int32)
             self._word = driver.pinned((1,), torch.int32)
-        self._word_address = driver.device_address(self._word) if self.method is HandOver.MEMORY else 0
+        self._word_address = driver.device_address(self._word) if self.method is EnqueueMethod.MEMORY else 0
         buffers = (self._hidden, self._ids, self._weights, self._out, self._num_tokens)
         is_bf16 = shape.dtype == torch.bfloat16
         self._handle = extension.ExpertStream(

@@ -19,8 +19,8 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions as triton_choose
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
+from ktransformers.kernels.triton.attention.topk_positions import choose_positions as triton_choose
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.rotation import rotated_columns
 from ktransformers.operators.attention.selection import Selection

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.kernels.triton.attention.compressed import (
     CompressedPages,
     Entries,
@@ -25,6 +24,7 @@ from ktransformers.kernels.triton.attention.compressed import (
 )
 from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, expand
 from ktransformers.kernels.triton.attention.mla import mla_attention
+from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use

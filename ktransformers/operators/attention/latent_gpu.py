@@ -13,9 +13,9 @@ import torch
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.attention.materialized import expanded_attention
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
+from ktransformers.kernels.triton.attention.materialized import expanded_attention
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.rope import latent_to_cache
 from ktransformers.kernels.types import RawTensor

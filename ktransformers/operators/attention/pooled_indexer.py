@@ -22,8 +22,8 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
+from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates
 from ktransformers.operators.attention.rotation import rotated_columns

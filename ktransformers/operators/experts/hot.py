@@ -35,7 +35,7 @@ from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks, moe_align
 from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
-from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe_blocks
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.device import Device
@@ -78,7 +78,7 @@ class HotPool:
     ) -> None:
         self.device, self.policy, self.max_rows = device, policy, max_rows
         self.hosts = [HostExperts(kernel.weights) for kernel in kernels]
-        self._copies, self._betweens = copies, [self._between(kernel) for kernel in kernels]
+        self._copies, self._epilogues = copies, [self._epilogue(kernel) for kernel in kernels]
         where, shape = device.torch_device, (len(kernels), policy.num_experts)
         with torch.inference_mode(False):
             self.matrices = self._slots(policy.num_slots)
@@ -93,8 +93,8 @@ class HotPool:
         self._on_the_way: deque[_OnTheWay] = deque()
         self._has_begun = False
 
-    def _between(self, kernel: MoeKernel) -> Between:
-        return Between.of(kernel.weights, kernel.activation, self.device.torch_device)
+    def _epilogue(self, kernel: MoeKernel) -> MoeEpilogue:
+        return MoeEpilogue.of(kernel.weights, kernel.activation, self.device.torch_device)
 
     def _slots(self, num_slots: int) -> tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]:
         made = list[ExpertMatrices]()
@@ -184,7 +184,7 @@ class HotPool:
 
     def layer(self, number: int, prefill: PrefillLayer | None) -> HotLayer:
         """Of the pool's layers the one with this number."""
-        return HotLayer(self, number, self._betweens[number], prefill)
+        return HotLayer(self, number, self._epilogues[number], prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class HotLayer:
 
     pool: HotPool
     number: int
-    between: Between
+    epilogue: MoeEpilogue
     prefill: PrefillLayer | None = None
 
     def split(
@@ -238,7 +238,7 @@ class HotLayer:
             aligned,
         )
         span = (0, max_blocks(pairs, num_experts, block))
-        moe_blocks(rows, ids, weights, gate, up, down, space, span, num_experts, self.between)
+        moe_blocks(rows, ids, weights, gate, up, down, space, span, num_experts, self.epilogue)
         return HotParts(ids, space.parts, num_experts)
 
     def rehearse(

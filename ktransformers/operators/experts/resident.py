@@ -13,9 +13,9 @@ import torch
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe
-from ktransformers.kernels.triton.quant.repack import FP8_COLUMNS, READ_TYPES, GpuLayout, layout_nbytes, relay
+from ktransformers.kernels.triton.quant.repack import FP8_COLUMNS, READ_TYPES, GpuLayout, layout_nbytes, repack
 from ktransformers.kernels.types import (
     ActivationSpec,
     ExpertWeight,
@@ -26,13 +26,13 @@ from ktransformers.kernels.types import (
     WeightType,
 )
 from ktransformers.operators.device import Device
-from ktransformers.operators.linear.matrix import gpu_layout, relaid
+from ktransformers.operators.linear.matrix import gpu_layout, repack_on_device
 from ktransformers.operators.linear.upload import upload
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
 __all__ = ["GpuExperts", "bias_nbytes", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
 
-_AT_ONCE = 64 << 20  # bytes of experts that are re-laid together
+_AT_ONCE = 64 << 20  # bytes of experts that are repacked together
 
 
 def why_not_on_gpu(layout: ExpertsLayout, activation: ActivationSpec | None) -> str | None:
@@ -71,7 +71,7 @@ def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
         total += count * layout_nbytes(part.resident_type, rows, cols, layouts[-1])
     if layouts[0] != layouts[-2]:  # of gate and up, if there is a gate
         raise UnsupportedError(
-            f"{key}: gate and up projections are of types of which only one is re-laid on a GPU, and the kernels want "
+            f"{key}: gate and up projections are of types of which only one is repacked on a GPU, and the kernels want "
             "both or neither; place them on cpu"
         )
     return total
@@ -87,14 +87,14 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool)
     nbytes = layout_nbytes(qtype, rows, cols, layout)
     data = torch.empty(len(weights), nbytes, dtype=torch.uint8, device=device.torch_device)
     for slot, weight in enumerate(fp8):
-        data[slot] = relaid(weight, device, pool)
+        data[slot] = repack_on_device(weight, device, pool)
     step = max(_AT_ONCE // weights[0].nbytes, 1)
     for first in range(0, len(raw), step):
-        packed = cpu.pack_all(raw[first : first + step], pool) if layout == GpuLayout.TILES else None
+        packed = cpu.pack_all(raw[first : first + step], pool) if layout == GpuLayout.CPU_PACKED else None
         parts = [one.data for one in packed or raw[first : first + step]]
         some = upload(parts, device.torch_device, pool).view(len(parts), -1)
         if layout == GpuLayout.PLANES:
-            some = relay(some, raw[0].qtype, rows, cols)
+            some = repack(some, raw[0].qtype, rows, cols)
         data[first : first + step] = some.view(-1, nbytes)
     cpu.let_go([*fp8, *raw])
     return ExpertMatrices(data, qtype, rows, cols, layout)
@@ -102,20 +102,20 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool)
 
 @dataclass(frozen=True, slots=True)
 class GpuExperts:
-    """gate, up: E matrices [I, H]; down: E matrices [H, I]. between: activation and biases."""
+    """gate, up: E matrices [I, H]; down: E matrices [H, I]. epilogue: activation and biases."""
 
     device: Device
     gate: ExpertMatrices
     up: ExpertMatrices
     down: ExpertMatrices
-    between: Between
+    epilogue: MoeEpilogue
 
     @classmethod
     def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: Device, pool: WorkerPool) -> GpuExperts:
         """Bring one layer's experts to a GPU."""
         assert weights.gate is not None
         gate, up, down = (_matrices(part, device, pool) for part in (weights.gate, weights.up, weights.down))
-        return cls(device, gate, up, down, Between.of(weights, activation, device.torch_device))
+        return cls(device, gate, up, down, MoeEpilogue.of(weights, activation, device.torch_device))
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """x [T, H] of any float type, ids [T, K], weights fp32 [T, K], all on the device -> [T, H] of x's type."""
@@ -123,4 +123,4 @@ class GpuExperts:
         space = self.device.moe_workspace(rows, topk_ids.shape[1], self.up.slots, self.up, self.down)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.contiguous()
-        return moe(rows, ids, weights, self.gate, self.up, self.down, out, workspace=space, between=self.between)
+        return moe(rows, ids, weights, self.gate, self.up, self.down, out, workspace=space, epilogue=self.epilogue)

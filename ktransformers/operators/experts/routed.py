@@ -18,7 +18,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
 from ktransformers.kernels.triton.common.compiling import is_rehearsal
 from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
@@ -58,7 +58,7 @@ class Ticket:
     like: torch.Tensor
     identity: torch.Tensor | None = None
     output: torch.Tensor | None = None
-    stream: StreamedExperts | None = None
+    stream: AsyncCpuExperts | None = None
     prefill: PrefillTicket | None = None
     hot: HotParts | None = None
 
@@ -156,7 +156,7 @@ class KTransformersExperts(Operator):
         self._gpu: GpuExperts | None = None
         self._kernel: cpu.MoeKernel | None = None
         self._weights: ExpertWeights | None = None
-        self._streams: dict[StreamedExperts, int] = {}  # and the layer's number in each
+        self._streams: dict[AsyncCpuExperts, int] = {}  # and the layer's number in each
         self._prefill: PrefillLayer | None = None
         self._hot: HotLayer | None = None
 
@@ -332,7 +332,7 @@ class KTransformersExperts(Operator):
         """On the current stream of the layer's GPU: nothing waits, so that a graph can capture it."""
         assert self._kernel is not None
         self.home.mark("experts", self._layer)
-        stream = self.home.expert_stream(topk_ids.shape[-1], self.layout.hidden_size, self._kernel.pool)
+        stream = self.home.async_cpu_expert_stream(topk_ids.shape[-1], self.layout.hidden_size, self._kernel.pool)
         if stream not in self._streams:
             self._streams[stream] = stream.add_layer(self._kernel)
         rows = hidden_states.reshape(-1, self.layout.hidden_size)

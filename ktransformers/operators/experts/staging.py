@@ -86,7 +86,7 @@ class HostExperts:
         if part is None or len(tensors) != len(part) or not can_be_copied(tensors[0].qtype):
             raise ValueError("only experts with a gate, of a type that GPU kernels read, can be copied")
         first, addresses = tensors[0], tuple(weight.data.data_ptr() for weight in tensors)
-        layout = GpuLayout.TILES if isinstance(first, PackedTensor) else GpuLayout.ROWS
+        layout = GpuLayout.CPU_PACKED if isinstance(first, PackedTensor) else GpuLayout.ROWS
         rows, cols = first.shape
         return _Projection(first.qtype, rows, cols, layout, first.nbytes, addresses)
 

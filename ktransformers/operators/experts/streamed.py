@@ -32,11 +32,11 @@ import torch
 
 from ktransformers.errors import CapacityError
 from ktransformers.kernels.cpu import MoeKernel
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
 from ktransformers.kernels.transfer.copies import CopyQueue
 from ktransformers.kernels.transfer.cuda import StreamDriver
-from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts
 from ktransformers.kernels.triton.experts.align import moe_align
-from ktransformers.kernels.triton.experts.matrices import Between
+from ktransformers.kernels.triton.experts.matrices import MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.base import ExpertStats
@@ -80,7 +80,7 @@ class PrefillTicket:
 
 @dataclass(slots=True)
 class _Layer:
-    """number, layer: of the CPU's kernel in its stream, and in the model. between: on the GPU.
+    """number, layer: of the CPU's kernel in its stream, and in the model. epilogue: on the GPU.
 
     counts: rows of each expert in the last step.
     """
@@ -88,7 +88,7 @@ class _Layer:
     host: HostExperts
     number: int
     layer: int
-    between: Between
+    epilogue: MoeEpilogue
     counts: npt.NDArray[np.int64] | None = None
 
 
@@ -146,7 +146,7 @@ class ExpertPrefill:
         device: Device,
         shape: PrefillShape,
         staging: Staging,
-        cpu: StreamedExperts,
+        cpu: AsyncCpuExperts,
         driver: StreamDriver,
         stats: ExpertStats | None = None,
         least_rows: int = 2,
@@ -177,8 +177,8 @@ class ExpertPrefill:
 
     def add_layer(self, kernel: MoeKernel) -> int:
         """The number under which `submit` knows a layer; layers are added in the order in which steps run them."""
-        between = Between.of(kernel.weights, kernel.activation, self.device.torch_device)
-        self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel), kernel.layer, between))
+        epilogue = MoeEpilogue.of(kernel.weights, kernel.activation, self.device.torch_device)
+        self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel), kernel.layer, epilogue))
         return len(self._layers) - 1
 
     def takes(self, num_rows: int) -> bool:
@@ -245,7 +245,7 @@ class ExpertPrefill:
         self._cpu.stage(hidden, weights)
         space, _ = self._workspace(ranks)
         for matrices in self._staging.matrices(host):
-            moe_blocks(rows, ids, weights, *matrices, space, (0, 1), shape.num_experts, self._layers[layer].between)
+            moe_blocks(rows, ids, weights, *matrices, space, (0, 1), shape.num_experts, self._layers[layer].epilogue)
         moe_sum(ranks, torch.empty_like(hidden), space, shape.num_experts)
 
     def collect(self, ticket: PrefillTicket) -> torch.Tensor:
@@ -304,7 +304,7 @@ class ExpertPrefill:
         waiting: Sequence[tuple[int, ...]],
     ) -> torch.Tensor:
         """Launch the GPU's part: copies as buffers become free, the first at once; products as copies arrive."""
-        num_experts, host, between = self.shape.num_experts, self._layers[layer].host, self._layers[layer].between
+        num_experts, host, epilogue = self.shape.num_experts, self._layers[layer].host, self._layers[layer].epilogue
         arriving, left, first = deque(groups), deque(waiting), 0
         while left and len(arriving) < self._staging.size.num_buffers:
             arriving.append(self._staging.bring(host, left.popleft()))
@@ -316,7 +316,7 @@ class ExpertPrefill:
             group = arriving.popleft()
             self._copies.compute_waits(group.ready)
             end = first + int((-(-counts[list(group.experts)] // block)).sum())
-            moe_blocks(rows, ids, weights, *group.matrices, space, (first, end), num_experts, between)
+            moe_blocks(rows, ids, weights, *group.matrices, space, (first, end), num_experts, epilogue)
             self._staging.done(group)
             first = end
             if left:
@@ -356,7 +356,7 @@ class ExpertPrefill:
     def gpu_seconds(self, layer: int, repeats: int = 3) -> float:
         """The GPU's time for one (token, expert) pair of a step of many rows; the first run of all compiles."""
         shape, host, count = self.shape, self._layers[layer].host, self.group_size(layer)
-        between = self._layers[layer].between
+        epilogue = self._layers[layer].epilogue
         group = self._staging.bring(host, range(count))
         tokens = min(shape.max_rows, 64 * shape.num_experts // shape.top_k)
         where = self.device.torch_device
@@ -370,7 +370,7 @@ class ExpertPrefill:
             space, block = self._workspace(self._tables.ranks(ids))
             span = (0, int((-(-counts // block)).sum()))
             begin = self._copies.compute_mark()
-            moe_blocks(rows, ids, weights, *group.matrices, space, span, shape.num_experts, between)
+            moe_blocks(rows, ids, weights, *group.matrices, space, span, shape.num_experts, epilogue)
             end = self._copies.compute_mark()
             self._copies.synchronize(end)
             best = min(best, self._copies.seconds_between(begin, end))

@@ -15,14 +15,14 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear.linear import linear
 from ktransformers.kernels.triton.quant.repack import (
+    CPU_PACKED_TYPES,
     FP8_COLUMNS,
     GPU_TYPES,
-    TILE_TYPES,
     GpuLayout,
-    can_relay,
+    can_repack,
     layout_nbytes,
-    relay,
-    relay_fp8,
+    repack,
+    repack_fp8,
 )
 from ktransformers.kernels.types import Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 from ktransformers.operators.device import Device
@@ -36,7 +36,7 @@ __all__ = [
     "gpu_layout",
     "gpu_matrix",
     "gpu_nbytes",
-    "relaid",
+    "repack_on_device",
     "stays_quantized",
     "takes_fp8",
 ]
@@ -93,7 +93,7 @@ class GpuMatrix(Protocol):
 
 def stays_quantized(qtype: WeightType, is_dense_wanted: bool) -> bool:
     """Whether a matrix of this type is multiplied as it is; others are dense on a GPU."""
-    return (isinstance(qtype, OwnType) or qtype in GPU_TYPES | TILE_TYPES) and not is_dense_wanted
+    return (isinstance(qtype, OwnType) or qtype in GPU_TYPES | CPU_PACKED_TYPES) and not is_dense_wanted
 
 
 def takes_fp8(rows: int, cols: int) -> bool:
@@ -111,9 +111,9 @@ def gpu_nbytes(qtype: WeightType, shape: tuple[int, int], device: Device, is_den
 
 def gpu_layout(qtype: WeightType, rows: int, cols: int) -> GpuLayout:
     """Of matrices that rest on a GPU."""
-    if qtype in TILE_TYPES:
-        return GpuLayout.TILES
-    return GpuLayout.PLANES if can_relay(qtype, rows, cols) else GpuLayout.ROWS
+    if qtype in CPU_PACKED_TYPES:
+        return GpuLayout.CPU_PACKED
+    return GpuLayout.PLANES if can_repack(qtype, rows, cols) else GpuLayout.ROWS
 
 
 def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.Tensor:
@@ -131,15 +131,15 @@ def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.T
     return out.view(weight.shape)
 
 
-def relaid(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> torch.Tensor:
+def repack_on_device(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> torch.Tensor:
     """The bytes of a matrix [N, K] on the device, in the layout that `gpu_layout` says."""
     if isinstance(weight, Fp8Matrix):
         values = upload([weight.values], device.torch_device, pool).view(weight.shape)
-        return relay_fp8(Fp8Matrix(values, weight.scales.to(device.torch_device)))
-    if weight.qtype in TILE_TYPES:
+        return repack_fp8(Fp8Matrix(values, weight.scales.to(device.torch_device)))
+    if weight.qtype in CPU_PACKED_TYPES:
         return upload([cpu.pack(weight, pool).data], device.torch_device, pool)
     data = upload([weight.data], device.torch_device, pool)
-    return relay(data, weight.qtype, *weight.shape) if can_relay(weight.qtype, *weight.shape) else data
+    return repack(data, weight.qtype, *weight.shape) if can_repack(weight.qtype, *weight.shape) else data
 
 
 def gpu_matrix(
@@ -151,7 +151,7 @@ def gpu_matrix(
         made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.take(bias))
         cpu.page_out(weight)
         return made
-    data, layout = relaid(weight, device, pool), gpu_layout(weight.qtype, rows, cols)
+    data, layout = repack_on_device(weight, device, pool), gpu_layout(weight.qtype, rows, cols)
     cpu.let_go([weight])
     bias = None if bias is None else bias.to(device.torch_device)
     return QuantizedMatrix(device, data, weight.qtype, rows, cols, layout, bias)

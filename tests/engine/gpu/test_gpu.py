@@ -132,7 +132,7 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None
     assert graphs.captured == [1]
     assert graphs.replays == 3
     # Of the first step, two captured runs, the prompt and three replays: each GPU hands over its own layers' experts.
-    streams = [engine.plan.devices[name].expert_streams() for name in ("cuda:0", "cuda:1")]
+    streams = [engine.plan.devices[name].async_cpu_experts() for name in ("cuda:0", "cuda:1")]
     assert [[stream.num_forwards for stream in each] for each in streams] == [[7], [14]]
     engine.close()
 
@@ -191,7 +191,7 @@ def test_decode_steps_are_captured_and_change_nothing(tmp_path: Path) -> None:
     assert seen[-2:] == [(0, 1, CAPTURING), (1, 1, CAPTURING)]
     got = logits_in_steps(engine, ids)
     assert graphs.replays == 3
-    (stream,) = engine.plan.devices.expert_streams()
+    (stream,) = engine.plan.devices.async_cpu_experts()
     # Once in the first step, twice while capturing, once for the prompt and once per replay, in each of two layers.
     assert stream.num_forwards == 2 * (1 + 2 + 1 + 3)
     without = build_engine(replace(config, use_cuda_graph=False), hardware=fake_hardware(graphs=graphs))

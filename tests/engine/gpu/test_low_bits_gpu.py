@@ -50,7 +50,7 @@ def test_a_model_of_few_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
     engine, plain = build_engine(config, hardware=fake_hardware()), build_engine(config, hardware=fake_hardware(0))
     held = [operator for operator in engine.plan.operators.values() if isinstance(operator, KTransformersExperts)]
     found = [operator._gpu for operator in held if operator._gpu is not None]
-    assert [(gpu.up.qtype, gpu.up.layout) for gpu in found] == [(QuantType[name], GpuLayout.TILES)]
+    assert [(gpu.up.qtype, gpu.up.layout) for gpu in found] == [(QuantType[name], GpuLayout.CPU_PACKED)]
     ids = list(range(3, 12))
     got, want = (each.runner.forward(ids, 0, range(len(ids))).float() for each in (engine, plain))
     # The CPU rounds activations to 8 bits of a block's largest, 2^-8 of it, the GPU's are fp16: through one layer.
@@ -70,7 +70,7 @@ def test_types_with_a_grid_are_multiplied_in_their_own_bits(tmp_path: Path) -> N
     assert (types_of(engine.plan, ".mlp.experts"), types_of(engine.plan, ".q_proj")) == ({"IQ2_XXS"}, {"IQ3_S"})
     experts = next(one for one in engine.plan.operators.values() if isinstance(one, KTransformersExperts))
     assert experts._gpu is not None
-    assert experts._gpu.down.layout is GpuLayout.TILES
+    assert experts._gpu.down.layout is GpuLayout.CPU_PACKED
     with torch.no_grad():
         want = dequantized(model, of_experts, others)(torch.tensor([ids])).logits[0]
     errors = (engine.runner.forward(ids, 0, range(len(ids))) - want).norm(dim=-1) / want.norm(dim=-1)

@@ -116,7 +116,7 @@ def test_weights_hold_what_was_planned(qtype: QuantType, tmp_path: Path) -> None
     path = tmp_path / "model.gguf"
     write_model(path, qtype)
     found = measured(path, "gguf_path")
-    # Two pages at the edges of a tensor in the file, two at those of its re-laid form; objects of Python and stacks.
+    # Two pages at the edges of a tensor in the file, two at those of its repacked form; objects of Python and stacks.
     margin = found["tensors"] * 4 * 4096 + (8 << 20)
     assert found["planned"] > 4 * margin
     assert 0.9 * found["planned"] < found["held"] < found["planned"] + margin

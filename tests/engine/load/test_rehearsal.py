@@ -149,7 +149,7 @@ def test_quantized_weights_on_the_gpu(tmp_path: Path, rehearsals: list[Rehearsed
     paged = new_paged(path, fake_hardware(dtype=torch.bfloat16))
     check_no_other(paged, rehearsals[0].found, num_steps=0)
     names = {variant[0] for variant in rehearsals[0].found.variants}
-    assert {"_vector_kernel", "_tile_kernel", "_gate_up_vector", "_gate_up_tile"} <= names
+    assert {"_gemv_kernel", "_tile_kernel", "_gate_up_gemv", "_gate_up_tile"} <= names
 
 
 @pytest.fixture

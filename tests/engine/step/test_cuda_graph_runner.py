@@ -17,7 +17,7 @@ from ktransformers.engine.step.decode_inputs import (
     mixed_sizes,
 )
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
-from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, EnqueueMethod, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor
 from tests.support.engines.fake_stream import FakeDriver
 
@@ -357,13 +357,13 @@ class _StreamGraph:
         self.driver.replay(self.graph)
 
 
-@pytest.mark.parametrize("method", HandOver)
+@pytest.mark.parametrize("method", EnqueueMethod)
 def test_experts_on_the_cpu_beside_the_graph(method):
     torch.manual_seed(0)
     pool, driver = WorkerPool(2), FakeDriver()
     experts, rows = 3, [RawTensor.from_tensor(torch.randn(32, 32)) for _ in range(6)]
     kernels = [MoeKernel(ExpertWeights(rows[i : i + 3], rows[:3], rows[3:]), ActivationSpec(), pool) for i in range(2)]
-    streamed = StreamedExperts(pool, StreamShape(8, 1, 32, torch.float32), driver, method)
+    streamed = AsyncCpuExperts(pool, StreamShape(8, 1, 32, torch.float32), driver, method)
     for kernel in kernels:
         streamed.add_layer(kernel)
     embedding = torch.randn(VOCAB, 32)

@@ -1,4 +1,4 @@
-"""Re-laid weights: every product is bit-equal to that of the same weights in block layout, in every tier."""
+"""Repacked weights: every product is bit-equal to that of the same weights in block layout, in every tier."""
 
 from __future__ import annotations
 
@@ -156,13 +156,15 @@ def test_experts_are_bit_equal(isa: cpu.Isa, kinds: tuple[QuantType, ...]) -> No
         for i, (kind, shape) in enumerate(zip(kinds, ((width, hidden), (width, hidden), (hidden, width)), strict=True))
     ]
     plain = MoeKernel(ExpertWeights(*parts), ActivationSpec(), pool)
-    relaid = MoeKernel(ExpertWeights(*([cpu.pack(w, pool) for w in part] for part in parts)), ActivationSpec(), pool)
+    repack_on_device = MoeKernel(
+        ExpertWeights(*([cpu.pack(w, pool) for w in part] for part in parts)), ActivationSpec(), pool
+    )
     for tokens in (1, 2, 7, 40):
         generator = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, hidden, generator=generator)
         ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
         weights = torch.rand(tokens, top_k, generator=generator)
-        assert torch.equal(plain.forward(x, ids, weights), relaid.forward(x, ids, weights))
+        assert torch.equal(plain.forward(x, ids, weights), repack_on_device.forward(x, ids, weights))
     pool.close()
 
 

@@ -16,7 +16,12 @@ from ktransformers.errors import EngineError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.cpu.profile import PoolProfile
-from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape, choose_hand_over
+from ktransformers.kernels.transfer.async_cpu_experts import (
+    AsyncCpuExperts,
+    EnqueueMethod,
+    StreamShape,
+    choose_enqueue_method,
+)
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
 from tests.support.checks.native_records import Experts, Op, records_in
 from tests.support.engines.fake_stream import PATIENCE, FakeDriver
@@ -24,7 +29,7 @@ from tests.support.engines.fake_stream import PATIENCE, FakeDriver
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
 ROOT = Path(__file__).parents[3]
 SHAPES = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
-METHODS = pytest.mark.parametrize("method", HandOver)
+METHODS = pytest.mark.parametrize("method", EnqueueMethod)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -48,7 +53,7 @@ def driver():
 
 
 def make_experts(kernels, driver, method, max_tokens=8, dtype=torch.float32, hidden=HIDDEN):
-    experts = StreamedExperts(kernels[0].pool, StreamShape(max_tokens, TOP_K, hidden, dtype), driver, method)
+    experts = AsyncCpuExperts(kernels[0].pool, StreamShape(max_tokens, TOP_K, hidden, dtype), driver, method)
     assert [experts.add_layer(kernel) for kernel in kernels] == list(range(len(kernels)))
     return experts
 
@@ -172,7 +177,7 @@ def test_rounding_is_that_of_torch(make_weight, pool, driver):
     eye = [make_weight(QuantType.F32, HIDDEN, HIDDEN)]
     torch.from_numpy(eye[0].data.numpy().view("float32")).view(HIDDEN, HIDDEN).copy_(torch.eye(HIDDEN))
     kernel = MoeKernel(ExpertWeights(None, eye, eye), ActivationSpec(Activation.RELU), pool)
-    experts = StreamedExperts(pool, StreamShape(64, 1, HIDDEN), driver, HandOver.HOST)
+    experts = AsyncCpuExperts(pool, StreamShape(64, 1, HIDDEN), driver, EnqueueMethod.HOST)
     experts.add_layer(kernel)
     x = torch.rand(64, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
     x[0, :3] = torch.tensor([float("inf"), 3.3895e38, 1e-40])
@@ -226,7 +231,7 @@ def test_a_submit_that_was_not_collected_is_waited_for(kernels, driver, method):
 
 
 def test_arguments(kernels, driver, make_weight):
-    experts = make_experts(kernels, driver, HandOver.HOST)
+    experts = make_experts(kernels, driver, EnqueueMethod.HOST)
     x, ids, weights = inputs(3)
     with pytest.raises(ValueError, match="hidden_states must be"):
         experts.submit(0, x[:, :-1], ids, weights)
@@ -245,20 +250,20 @@ def test_arguments(kernels, driver, make_weight):
     driver.synchronize()
     experts.close()
     with pytest.raises(TypeError, match="bf16 or fp32"):
-        StreamedExperts(kernels[0].pool, StreamShape(1, 1, 8, torch.float16), driver)
-    other = StreamedExperts(kernels[0].pool, StreamShape(1, 1, 32), driver)
+        AsyncCpuExperts(kernels[0].pool, StreamShape(1, 1, 8, torch.float16), driver)
+    other = AsyncCpuExperts(kernels[0].pool, StreamShape(1, 1, 32), driver)
     with pytest.raises(ValueError, match="hidden size is 64, the stream's 32"):
         other.add_layer(kernels[0])
     other.close()
     with pytest.raises(ValueError, match="max_tokens must be between 1 and 1048575"):
-        StreamedExperts(kernels[0].pool, StreamShape(1 << 20, 1, 1), driver)
+        AsyncCpuExperts(kernels[0].pool, StreamShape(1 << 20, 1, 1), driver)
 
 
 def test_the_method_is_the_driver_s_and_said_once(driver, caplog):
     with caplog.at_level(logging.INFO):
-        assert choose_hand_over(driver) is HandOver.MEMORY
+        assert choose_enqueue_method(driver) is EnqueueMethod.MEMORY
         driver.memory_reason = "too old"
-        assert choose_hand_over(driver) is HandOver.HOST
+        assert choose_enqueue_method(driver) is EnqueueMethod.HOST
     assert [record.message for record in caplog.records] == [
         "CPU experts are handed over by stream memory operations",
         "CPU experts are handed over by host functions (too old)",
@@ -277,7 +282,7 @@ def test_after_closing_nothing_hangs(kernels, driver, method):
     handle.close()
     with pytest.raises(RuntimeError, match="closed"):
         handle.expect(1)
-    if method is HandOver.HOST:
+    if method is EnqueueMethod.HOST:
         call = handle.call_of(word)
         driver.launch_host_func(handle.submit_address, call)
         driver.launch_host_func(handle.wait_address, call)
@@ -301,7 +306,7 @@ def test_closing_while_the_stream_waits(kernels, driver, method):
     finished = threading.Event()
     driver.enqueue(finished.set)
     experts._handle.close()  # in the middle
-    assert method is HandOver.MEMORY or finished.wait(PATIENCE)
+    assert method is EnqueueMethod.MEMORY or finished.wait(PATIENCE)
     ran = experts.num_forwards
     assert ran <= 30
     assert experts._handle.num_forwards == ran
@@ -326,7 +331,7 @@ def test_an_idle_stream_uses_no_cpu(kernels, driver, method):
 
 PROGRAM = """
 import os, torch
-from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import EnqueueMethod, AsyncCpuExperts, StreamShape
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights
 from ktransformers.kernels.types import RawTensor
@@ -339,7 +344,7 @@ want = kernel.forward(*arguments)
 
 def run(pool, kernel):
     driver = FakeDriver()
-    experts = StreamedExperts(pool, StreamShape(2, 1, 64, torch.float32), driver, HandOver.METHOD)
+    experts = AsyncCpuExperts(pool, StreamShape(2, 1, 64, torch.float32), driver, EnqueueMethod.METHOD)
     layer, out = experts.add_layer(kernel), torch.zeros(2, 64)
     experts.submit(layer, *arguments)
     experts.collect(out)
@@ -382,7 +387,7 @@ def test_many_streams_come_and_go(kernels, driver):
     x, ids, weights = inputs(2)
     before = threading.active_count()
     for i in range(20):
-        experts = make_experts(kernels, driver, list(HandOver)[i % 2])
+        experts = make_experts(kernels, driver, list(EnqueueMethod)[i % 2])
         out = torch.zeros_like(x)
         experts.submit(0, x, ids, weights)
         experts.collect(out)
@@ -394,7 +399,7 @@ def test_many_streams_come_and_go(kernels, driver):
 
 def test_two_streams_share_a_pool(kernels):
     drivers = [FakeDriver(), FakeDriver()]
-    streams = [make_experts(kernels, driver, HandOver.MEMORY) for driver in drivers]
+    streams = [make_experts(kernels, driver, EnqueueMethod.MEMORY) for driver in drivers]
     done = []
     for i in range(40):
         x, ids, weights = inputs(1 + i % 8, seed=i)
@@ -414,7 +419,7 @@ def test_a_closed_pool_is_an_error_not_a_hang(make_weight, driver):
     pool = WorkerPool(2)
     weight = make_weight(QuantType.F32, HIDDEN, HIDDEN)
     kernel = MoeKernel(ExpertWeights([weight], [weight], [weight]), ActivationSpec(), pool)
-    experts = StreamedExperts(pool, StreamShape(2, 1, HIDDEN, torch.float32), driver, HandOver.MEMORY)
+    experts = AsyncCpuExperts(pool, StreamShape(2, 1, HIDDEN, torch.float32), driver, EnqueueMethod.MEMORY)
     experts.add_layer(kernel)
     pool.close()
     out = torch.ones(1, HIDDEN)

@@ -11,8 +11,8 @@ from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, CudaGra
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs
 from ktransformers.errors import EngineError, KernelError
 from ktransformers.kernels.cpu import MoeKernel
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, EnqueueMethod, StreamShape
 from ktransformers.kernels.transfer.cuda import CudaDriver
-from ktransformers.kernels.transfer.async_cpu_experts import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -28,13 +28,13 @@ def kernels(make_weight, pool):
     return [MoeKernel(ExpertWeights(*part), ActivationSpec(), pool) for part in parts]
 
 
-@pytest.fixture(params=[(method, kernel) for method in HandOver for kernel in (True, False)], ids=str)
+@pytest.fixture(params=[(method, kernel) for method in EnqueueMethod for kernel in (True, False)], ids=str)
 def experts(request, kernels):
     method, uses_kernels = request.param
     driver = CudaDriver("cuda", uses_kernels)
-    if method is HandOver.MEMORY and driver.memory_operations() is not None:
+    if method is EnqueueMethod.MEMORY and driver.memory_operations() is not None:
         pytest.skip(driver.memory_operations())
-    made = StreamedExperts(kernels[0].pool, StreamShape(100, TOP_K, HIDDEN), driver, method)
+    made = AsyncCpuExperts(kernels[0].pool, StreamShape(100, TOP_K, HIDDEN), driver, method)
     for kernel in kernels:
         made.add_layer(kernel)
     yield made

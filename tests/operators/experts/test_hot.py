@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.cache.hot_experts import HotExperts
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
-from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, StreamShape
 from ktransformers.operators.device import Device
 from tests.operators.experts.test_streamed import E, H, K, all_on_gpu, check, make_kernel
 from tests.support.engines.inline_device import EagerCopies, InlineDriver
@@ -75,7 +75,7 @@ class Rig:
         for part in self.pool.matrices:
             part.data.fill_(0x7E)  # NaN as fp16, wherever a copy is missing
         self.usage = ExpertUsage(2, E, torch.device("cpu"))
-        self.cpu = StreamedExperts(pool, StreamShape(16, K, H, torch.float32), self.driver)
+        self.cpu = AsyncCpuExperts(pool, StreamShape(16, K, H, torch.float32), self.driver)
         self.numbers = [self.cpu.add_layer(kernel) for kernel in self.kernels]
         self.layers: list[HotLayer] = [self.pool.layer(number, None) for number in range(2)]
 

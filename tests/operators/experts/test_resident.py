@@ -38,7 +38,7 @@ def experts(
 
 @pytest.mark.parametrize("qtype", [QuantType.MXFP4, QuantType.Q8_0, QuantType.BF16, QuantType.F16, OwnType.F8_E4M3])
 def test_bytes_are_those_of_the_file_and_of_biases(qtype: WeightType) -> None:
-    """Of these types none grows when it is re-laid."""
+    """Of these types none grows when it is repacked."""
     info = experts(qtype, qtype, qtype, biases=4 * E * (2 * INNER + H))
     assert gpu_experts_nbytes("x", info) == info.nbytes
     assert can_be_copied(qtype)

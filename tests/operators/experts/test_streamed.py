@@ -17,7 +17,7 @@ import torch
 from ktransformers.errors import CapacityError, EngineError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
-from ktransformers.kernels.transfer.async_cpu_experts import StreamedExperts, StreamShape
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, StreamShape
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, PackedTensor, QuantType, RawTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
@@ -28,7 +28,7 @@ from tests.support.engines.inline_device import EagerCopies, InlineDriver, LazyC
 pytest.importorskip("triton")
 
 from ktransformers.engine.step.prefill import cuda_tools, open_prefill
-from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.operators.experts import streamed as expert_prefill
@@ -92,7 +92,7 @@ class Rig:
         for buffer in staging._buffers:
             buffer.data.fill_(0x7E)  # NaN as fp16, wherever a copy is missing
         self.shape = PrefillShape(E, K, H, INNER, max_rows=16)
-        self.cpu = StreamedExperts(pool, StreamShape(16, K, H, torch.float32), self.driver)
+        self.cpu = AsyncCpuExperts(pool, StreamShape(16, K, H, torch.float32), self.driver)
         self.stats = ExpertStats()
         self.prefill = ExpertPrefill(DEVICE, self.shape, staging, self.cpu, self.driver, self.stats)
         self.prefill.rates, self.prefill.threshold = RATES, 2
@@ -137,12 +137,14 @@ def all_on_gpu(kernel: MoeKernel, x: torch.Tensor, ids: torch.Tensor, weights: t
         tensors = [one for one in part if isinstance(one, PackedTensor)]  # type: ignore[attr-defined]
         rows, cols = tensors[0].shape
         assert isinstance(tensors[0].qtype, QuantType)
-        return ExpertMatrices(torch.stack([one.data for one in tensors]), tensors[0].qtype, rows, cols, GpuLayout.TILES)
+        return ExpertMatrices(
+            torch.stack([one.data for one in tensors]), tensors[0].qtype, rows, cols, GpuLayout.CPU_PACKED
+        )
 
     parts = (kernel.weights.gate, kernel.weights.up, kernel.weights.down)
     out = torch.empty_like(x)
-    between = Between.of(kernel.weights, kernel.activation, x.device)
-    return moe(x.half(), ids.int(), weights, *(whole(part) for part in parts), out, between=between)
+    epilogue = MoeEpilogue.of(kernel.weights, kernel.activation, x.device)
+    return moe(x.half(), ids.int(), weights, *(whole(part) for part in parts), out, epilogue=epilogue)
 
 
 def check(got: torch.Tensor, kernel: MoeKernel, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:

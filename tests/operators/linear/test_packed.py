@@ -64,8 +64,8 @@ def test_bf16_is_re_laid_where_it_can_be_multiplied(isa: Isa, monkeypatch: pytes
     assert module.pack_matrix(narrow, pool) is narrow
     assert module.pack_matrix(weight, pool, CpuProducts(takes_bf16=False)) is weight
     experts = ExpertWeights(None, [weight, weight], [RawTensor.from_tensor(values.T.contiguous())] * 2)
-    relaid = module.pack_experts(experts, pool)
-    assert [type(part[1]) for part in (relaid.up, relaid.down)] == [
+    repack_on_device = module.pack_experts(experts, pool)
+    assert [type(part[1]) for part in (repack_on_device.up, repack_on_device.down)] == [
         PackedTensor,
         RawTensor,
     ]  # 100 columns: no whole tiles
@@ -84,8 +84,11 @@ def test_the_wish_for_bf16_comes_from_the_rule_or_the_default() -> None:
     pool = WorkerPool(1)
     made = [module.pack_matrix(weight, pool, CpuProducts(wants_bf16=wish)) for wish in (False, True)]
     assert [isinstance(one, PackedTensor) and one.wants_bf16 for one in made] == [False, True]
-    relaid = module.pack_experts(ExpertWeights(None, [weight], [weight]), pool, CpuProducts(wants_bf16=True))
-    assert [isinstance(part[0], PackedTensor) and part[0].wants_bf16 for part in (relaid.up, relaid.down)] == [
+    repack_on_device = module.pack_experts(ExpertWeights(None, [weight], [weight]), pool, CpuProducts(wants_bf16=True))
+    assert [
+        isinstance(part[0], PackedTensor) and part[0].wants_bf16
+        for part in (repack_on_device.up, repack_on_device.down)
+    ] == [
         True,
         True,
     ]

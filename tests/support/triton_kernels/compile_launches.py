@@ -4,7 +4,8 @@
 
 Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
-there is, for attention and products with digits that spill registers, and for products of codes that are no such.
+there is, for attention and products with block-wise int16 that spill registers, and for products of codes that are no
+such.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.kernels.triton.attention.compressed import (
     CompressedPages,
     Entries,
@@ -28,26 +28,27 @@ from ktransformers.kernels.triton.attention.compressed import (
     make_entries,
     turn,
 )
-from ktransformers.kernels.triton.attention.materialized import ExpandedRun, expanded_attention, expanded_tile, tiles_of
 from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
+from ktransformers.kernels.triton.attention.materialized import ExpandedRun, expanded_attention, expanded_tile, tiles_of
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
 from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.attention.topk_positions import choose_positions
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.triton.common.candidates import BestTokens
 from ktransformers.kernels.triton.common.clock import write_device_time
 from ktransformers.kernels.triton.common.convert import convert_rows
 from ktransformers.kernels.triton.common.elementwise import add_rms_norm, gate_heads
 from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
-from ktransformers.kernels.triton.experts.matrices import SILU, Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.quant import dequant
-from ktransformers.kernels.triton.quant.repack import TILE_TYPES, GpuLayout, can_relay, layout_nbytes
+from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GpuLayout, can_repack, layout_nbytes
 from ktransformers.kernels.triton.recurrent import launch as recurrent
 from ktransformers.kernels.triton.recurrent import mixers as recurrent_mixers
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
@@ -164,19 +165,19 @@ def call_gated(qtype, rows, cols, tokens):
     gated_linear(x, weights(qtype, rows, cols, GpuLayout.PLANES), qtype, rows, cols, Activation.SILU)
 
 
-def call_moe(types, hidden, width, tokens, layout=GpuLayout.PLANES, num=8, top_k=4, between=SILU):
+def call_moe(types, hidden, width, tokens, layout=GpuLayout.PLANES, num=8, top_k=4, epilogue=SILU):
     first, second = types
     gate = ExpertMatrices(weights(first, width, hidden, layout, num), first, width, hidden, layout)
     down = ExpertMatrices(weights(second, hidden, width, layout, num), second, hidden, width, layout)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
-    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, between=between)
+    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, epilogue=epilogue)
 
 
 def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, num=8, hidden=2880):
     biases = (torch.zeros(num, hidden), torch.zeros(num, hidden), torch.zeros(num, hidden))
-    between = Between(ActivationSpec(Activation.SWIGLU_OAI), biases)
-    call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, between=between)
+    epilogue = MoeEpilogue(ActivationSpec(Activation.SWIGLU_OAI), biases)
+    call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, epilogue=epilogue)
 
 
 def call_hot(num_experts, hidden, tokens, top_k=8):
@@ -327,7 +328,7 @@ def call_norm(hidden, tokens):
 
 
 def call_fp8(rows, cols, tokens):
-    layout = GpuLayout.PLANES if can_relay(OwnType.F8_E4M3, rows, cols) else GpuLayout.ROWS
+    layout = GpuLayout.PLANES if can_repack(OwnType.F8_E4M3, rows, cols) else GpuLayout.ROWS
     call_linear(OwnType.F8_E4M3, rows, cols, tokens, layout)
 
 
@@ -432,12 +433,12 @@ def few():
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
     call_hot(128, 2048, 1)
-    call_gpt_oss(QuantType.MXFP4, 600, layout=GpuLayout.TILES)
+    call_gpt_oss(QuantType.MXFP4, 600, layout=GpuLayout.CPU_PACKED)
     call_fp8(576, 7168, 2)
-    call_moe((QuantType.IQ2_XXS, QuantType.IQ3_S), 2048, 768, 1, layout=GpuLayout.TILES)
-    call_linear(QuantType.IQ1_M, 2048, 512, 20, layout=GpuLayout.TILES)
-    call_moe((QuantType.Q2_K, QuantType.IQ4_XS), 2048, 768, 1, layout=GpuLayout.TILES)
-    call_linear(QuantType.Q5_1, 2048, 512, 20, layout=GpuLayout.TILES)
+    call_moe((QuantType.IQ2_XXS, QuantType.IQ3_S), 2048, 768, 1, layout=GpuLayout.CPU_PACKED)
+    call_linear(QuantType.IQ1_M, 2048, 512, 20, layout=GpuLayout.CPU_PACKED)
+    call_moe((QuantType.Q2_K, QuantType.IQ4_XS), 2048, 768, 1, layout=GpuLayout.CPU_PACKED)
+    call_linear(QuantType.Q5_1, 2048, 512, 20, layout=GpuLayout.CPU_PACKED)
 
 
 def some():
@@ -450,11 +451,11 @@ def some():
     call_gated(QuantType.Q4_K, 4096, 7168, 16)
     call_moe((QuantType.Q4_K, QuantType.Q8_0), 2048, 1408, 40)
     call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, layout=GpuLayout.ROWS, num=1, top_k=1)
-    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=GpuLayout.TILES)
+    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=GpuLayout.CPU_PACKED)
     call_gpt_oss(QuantType.MXFP4, 1)
     call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 4, layout=GpuLayout.ROWS)
-    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 600, layout=GpuLayout.TILES)
-    call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, 600, layout=GpuLayout.TILES)
+    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 600, layout=GpuLayout.CPU_PACKED)
+    call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, 600, layout=GpuLayout.CPU_PACKED)
 
 
 def everything():
@@ -468,19 +469,19 @@ def everything():
             dequant.dequantize(weights(qtype, 768, 512, layout), qtype, 768, 512, out, layout=layout)
     for number, qtype in enumerate(GRIDS):
         for tokens in (1 + number % 4, 20 if number % 2 else 300):
-            call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
-        call_moe((qtype, GRIDS[number - 1]), 2048, 768, 1, layout=GpuLayout.TILES)
-        call_moe((qtype, qtype), 2048, 768, 600, layout=GpuLayout.TILES)
+            call_linear(qtype, 768, 2048, tokens, GpuLayout.CPU_PACKED)
+        call_moe((qtype, GRIDS[number - 1]), 2048, 768, 1, layout=GpuLayout.CPU_PACKED)
+        call_moe((qtype, qtype), 2048, 768, 600, layout=GpuLayout.CPU_PACKED)
     for qtype in (*GRIDS, QuantType.IQ4_XS, QuantType.IQ4_NL, QuantType.Q2_K, QuantType.Q3_K):
         for tokens in (1, 16):
-            call_moe((qtype, qtype), 2048, 768, tokens, layout=GpuLayout.TILES, num=128, top_k=8)
-    for number, qtype in enumerate(sorted(TILE_TYPES)):
+            call_moe((qtype, qtype), 2048, 768, tokens, layout=GpuLayout.CPU_PACKED, num=128, top_k=8)
+    for number, qtype in enumerate(sorted(CPU_PACKED_TYPES)):
         for tokens in (1 + number % 4, 20 if number % 2 else 300):
-            call_linear(qtype, 768, 2048, tokens, GpuLayout.TILES)
+            call_linear(qtype, 768, 2048, tokens, GpuLayout.CPU_PACKED)
     call_linear(QuantType.Q8_0, 1416, 1408, 1, bias=torch.zeros(1416))
     call_linear(QuantType.Q4_0, 1416, 1440, 30, dtype=torch.float16)
     call_linear(QuantType.Q4_K, 76032, 2048, 1)
-    assert not can_relay(QuantType.Q4_K, 2052, 256)
+    assert not can_repack(QuantType.Q4_K, 2052, 256)
     call_linear(QuantType.Q4_K, 2052, 256, 1, layout=GpuLayout.ROWS)
     for tokens in (1, 3, 4, 16, 100):
         call_pair((QuantType.Q4_K, QuantType.Q6_K), (4608, 512), 2048, tokens)
@@ -489,14 +490,14 @@ def everything():
         for tokens in (2, 17, 40, 100, 600):
             call_moe(types, 512, 768, tokens)
         call_moe(types, 512, 768, 3, layout=GpuLayout.ROWS)
-        call_moe(types, 512, 768, 2100, layout=GpuLayout.TILES)
+        call_moe(types, 512, 768, 2100, layout=GpuLayout.CPU_PACKED)
     for tokens in (1, 17, 40, 600, 2100):
         for layout in GpuLayout:
             call_gpt_oss(QuantType.MXFP4, tokens, layout)
     for tokens in (1, 17, 600, 2100):
         for layout in GpuLayout:
             call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, tokens, layout)
-        for layout in (GpuLayout.ROWS, GpuLayout.TILES):
+        for layout in (GpuLayout.ROWS, GpuLayout.CPU_PACKED):
             call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, tokens, layout)
         call_moe((QuantType.F16, QuantType.F16), 2048, 768, tokens, GpuLayout.ROWS)
     for tokens in (1, 4, 16, 200):

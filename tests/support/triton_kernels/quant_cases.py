@@ -85,7 +85,7 @@ def random_tile_type(qtype: QuantType | GroupType, rows: int, cols: int, seed: i
 
 
 def pack_for_cpu(raw: Tensor, qtype: QuantType | GroupType, rows: int, cols: int) -> Tensor:
-    """A matrix as the CPU kernels re-lay it, uint8 1-D; BF16 by emulated instructions, where the machine has none."""
+    """A matrix as the CPU kernels repack it, uint8 1-D; BF16 by emulated instructions, where the machine has none."""
     pool = WorkerPool(1, Isa.AVX512_BF16_EMULATED if qtype is QuantType.BF16 else None)
     try:
         return pack(RawTensor(raw.contiguous().reshape(-1), qtype, (rows, cols)), pool).data
@@ -104,7 +104,7 @@ def random_fp8(rows: int, cols: int, seed: int = 0) -> tuple[Fp8Matrix, Tensor]:
 
 
 def pack_fp8_for_cpu(matrix: Fp8Matrix) -> Tensor:
-    """As the CPU kernels re-lay it, uint8 1-D."""
+    """As the CPU kernels repack it, uint8 1-D."""
     pool = WorkerPool(1)
     try:
         return pack_fp8(matrix, pool).data

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.triton.linear.block_int16_gemv import has_digits, is_strided
+from ktransformers.kernels.triton.linear.block_int16_gemv import has_block_int16, is_strided
 from ktransformers.kernels.triton.linear.planes import is_plane_type
+from ktransformers.kernels.triton.quant.cpu_packed_grid import has_grid
 from ktransformers.kernels.triton.quant.dequant import check_matrix
 from ktransformers.kernels.triton.quant.repack import GpuLayout, layout_nbytes
-from ktransformers.kernels.triton.quant.cpu_packed_grid import has_grid
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
-__all__ = ["SILU", "Between", "ExpertMatrices", "are_planes", "takes_digits"]
+__all__ = ["SILU", "ExpertMatrices", "MoeEpilogue", "are_plane_types", "takes_block_int16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ExpertMatrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class MoeEpilogue:
     """What experts compute beside products.
 
     activation: of gate and up. biases: None, or those of gate and up, [E, I], and of down, [E, H], fp32, contiguous, on
@@ -56,7 +56,7 @@ class Between:
     biases: tuple[Tensor, Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: torch.device) -> Between:
+    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: torch.device) -> MoeEpilogue:
         """Of experts with a gate; a bias that is missing beside others is zero."""
         given = (weights.gate_bias, weights.up_bias, weights.down_bias)
         if all(bias is None for bias in given):
@@ -87,18 +87,18 @@ class Between:
         }
 
 
-SILU = Between()
+SILU = MoeEpilogue()
 
 
-def are_planes(*parts: ExpertMatrices) -> bool:
-    """Whether all are of types whose planes are multiplied with digits."""
+def are_plane_types(*parts: ExpertMatrices) -> bool:
+    """Whether all are of types whose planes are multiplied with block-wise int16."""
     return all(is_plane_type(int(part.qtype)) for part in parts)
 
 
-def takes_digits(*parts: ExpertMatrices) -> bool:
-    """Whether the vector loop multiplies these with digits, of one order and in one loop."""
+def takes_block_int16(*parts: ExpertMatrices) -> bool:
+    """Whether the GEMV multiplies these with block-wise int16, of one order and in one loop."""
     types = [int(part.qtype) for part in parts]
-    if are_planes(*parts):
+    if are_plane_types(*parts):
         return True
     kinds = {(is_strided(number), bool(has_grid(number))) for number in types}
-    return all(has_digits(number) for number in types) and len(kinds) == 1
+    return all(has_block_int16(number) for number in types) and len(kinds) == 1

@@ -2,10 +2,10 @@
 
     hidden = silu(x W_gate^T) * (x W_up^T);  out[t] = sum over j of topk_weights[t, j] * (hidden W_down^T)
 
-or with biases behind the three products and another activation (`Between`).
-Two paths. Few tokens with weights in the GPU's layout: one program per pair and tile of rows, on the vector loop (an
+or with biases behind the three products and another activation (`MoeEpilogue`).
+Two paths. Few tokens with weights in the GPU's layout: one program per pair and tile of rows, on the GEMV (an
 expert that two tokens share is read from the L2 cache the second time); two launches, and one before them that makes
-digits of x (digits.py) where gate and up are of types that take them. Otherwise: pairs sorted by expert
+block-wise int16 of x (block_int16.py) where gate and up are of types that take them. Otherwise: pairs sorted by expert
 (align.py), then tensor-core tiles over blocks of one expert. Both add a token's experts in the order of its top-k list.
 Experts lie in slots of one tensor per projection; a staging buffer may hold a few of them (`moe_blocks`), in the layout
 of the CPU kernels too. Launches depend on shapes alone; with `out` and a workspace nothing is allocated.
@@ -21,13 +21,13 @@ from ktransformers.kernels.triton.common.bits import ONE
 from ktransformers.kernels.triton.common.elementwise import activated
 from ktransformers.kernels.triton.common.runtime import jit, tl, triton
 from ktransformers.kernels.triton.experts.align import AlignedPairs, known_expert, max_blocks, moe_align
-from ktransformers.kernels.triton.experts.matrices import SILU, Between, ExpertMatrices
-from ktransformers.kernels.triton.experts.gemv import launch_vector
-from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows, uses_vector_path
+from ktransformers.kernels.triton.experts.gemv import launch_gemv
+from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows, uses_gemv
 from ktransformers.kernels.triton.linear.linear import check_rows, result
 from ktransformers.kernels.triton.linear.matmul import dot_tile, dot_tile_pair
 from ktransformers.kernels.triton.quant.dequant import runs_ahead
-from ktransformers.kernels.triton.quant.repack import has_vector_loop
+from ktransformers.kernels.triton.quant.repack import has_gemv
 from ktransformers.kernels.triton.quant.tables import tables
 
 __all__ = ["moe", "moe_blocks", "moe_sum"]
@@ -99,21 +99,21 @@ def _sum_kernel(parts, ids, out, N: tl.constexpr, E: tl.constexpr,
 
 def _tiles(
     x: Tensor, ids: Tensor, weights: Tensor, num_experts: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, between: Between,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, epilogue: MoeEpilogue,
 ) -> None:  # fmt: skip
     pairs = ids.numel()
     block = block_rows(pairs, num_experts)
     aligned = moe_align(ids, num_experts, block, out=space.aligned)
-    _blocks(x, ids, weights, aligned, (0, max_blocks(pairs, num_experts, block)), block, matrices, space, between)
+    _blocks(x, ids, weights, aligned, (0, max_blocks(pairs, num_experts, block)), block, matrices, space, epilogue)
 
 
 def _blocks(
     x: Tensor, ids: Tensor, weights: Tensor, aligned: AlignedPairs, span: tuple[int, int], block: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, between: Between,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, epilogue: MoeEpilogue,
 ) -> None:  # fmt: skip
     """The blocks span[0] .. span[1] - 1, of `block` rows each."""
     gate, up, down = matrices
-    gate_bias, up_bias, down_bias = between.biases or (x, x, x)
+    gate_bias, up_bias, down_bias = epilogue.biases or (x, x, x)
     pairs, top_k = weights.numel(), weights.shape[1]
     first, blocks = span[0], span[1] - span[0]
     block_n, warps = _tile_shape(up, block, 2)
@@ -121,13 +121,13 @@ def _blocks(
         x, x.stride(0), ids, aligned.pair_ids, aligned.block_slots, gate.data, up.data, gate_bias, up_bias,
         space.hidden, pairs, first, ONE, tables(x.device), int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes,
         int(up.layout), up.cols, up.rows, TOP_K=top_k, BM=block, BN=block_n, BK=64, WARPS=warps, num_warps=warps,
-        **between.options(),
+        **epilogue.options(),
     )  # fmt: skip
     block_n, warps = _tile_shape(down, block, 1)
     _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
         space.hidden, ids, aligned.pair_ids, aligned.block_slots, weights, down.data, down_bias, space.parts, pairs,
         first, ONE, tables(x.device), int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
-        BM=block, BN=block_n, BK=64, WARPS=warps, HAS_BIAS=between.biases is not None, num_warps=warps,
+        BM=block, BN=block_n, BK=64, WARPS=warps, HAS_BIAS=epilogue.biases is not None, num_warps=warps,
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _check(
     if not ids.is_contiguous() or not weights.is_contiguous():
         raise ValueError("topk_ids and topk_weights must be contiguous")
     same = (gate.rows, gate.cols, gate.layout, gate.slots) == (up.rows, up.cols, up.layout, up.slots)
-    loops = {has_vector_loop(int(part.qtype), part.layout) for part in (gate, up)}
+    loops = {has_gemv(int(part.qtype), part.layout) for part in (gate, up)}
     if not same or len(loops) > 1 or (down.cols, down.slots) != (up.rows, up.slots):
         raise ValueError("gate and up must have one shape, layout, kind of loop and number of slots, and down must fit")
 
@@ -159,15 +159,15 @@ def moe(
     out: Tensor | None = None,
     *,
     workspace: MoeWorkspace | None = None,
-    between: Between = SILU,
+    epilogue: MoeEpilogue = SILU,
 ) -> Tensor:
     """The sum of each token's experts, [T, H], times their weights.
 
     x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
     [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. out: fp16, bf16 or fp32, x's
-    dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. between: activation and biases. Between
-    the projections, and on the path of many tokens before the sum, values are rounded to x's dtype, or to digits where
-    down takes them. Raises TypeError or ValueError for arguments that do not fit.
+    dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. epilogue: activation and biases. Between
+    the projections, and on the path of many tokens before the sum, values are rounded to x's dtype, or to
+    block-wise int16 where down takes them. Raises TypeError or ValueError for arguments that do not fit.
     """
     _check(x, topk_ids, topk_weights, gate, up, down)
     num_experts = up.slots
@@ -176,12 +176,12 @@ def moe(
         return target.zero_()
     space = workspace or MoeWorkspace.allocate(x, topk_ids.shape[1], num_experts, up, down)
     space.check(topk_ids.numel(), up.rows, down.rows)
-    between.check(num_experts, up.rows, down.rows)
+    epilogue.check(num_experts, up.rows, down.rows)
     matrices = (gate, up, down)
-    if uses_vector_path(x.shape[0], up, down):
-        launch_vector(x, topk_ids, topk_weights, num_experts, matrices, target, space, between)
+    if uses_gemv(x.shape[0], up, down):
+        launch_gemv(x, topk_ids, topk_weights, num_experts, matrices, target, space, epilogue)
     else:
-        _tiles(x, topk_ids, topk_weights, num_experts, matrices, space, between)
+        _tiles(x, topk_ids, topk_weights, num_experts, matrices, space, epilogue)
         moe_sum(topk_ids, target, space, num_experts)
     return target
 
@@ -196,7 +196,7 @@ def moe_blocks(
     workspace: MoeWorkspace,
     span: tuple[int, int],
     num_experts: int,
-    between: Between = SILU,
+    epilogue: MoeEpilogue = SILU,
 ) -> None:
     """Compute some of the blocks, for experts that come in turns through staging buffers.
 
@@ -210,7 +210,7 @@ def moe_blocks(
     workspace.check(topk_weights.numel(), up.rows, down.rows)
     block = block_rows(topk_weights.numel(), num_experts)
     if span[1] > span[0]:
-        _blocks(x, topk_ids, topk_weights, workspace.aligned, span, block, (gate, up, down), workspace, between)
+        _blocks(x, topk_ids, topk_weights, workspace.aligned, span, block, (gate, up, down), workspace, epilogue)
 
 
 def moe_sum(topk_ids: Tensor, out: Tensor, workspace: MoeWorkspace, num_experts: int) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.common.runtime import triton
 from ktransformers.kernels.triton.experts.align import SMALL_PAIRS, AlignedPairs
-from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, are_planes
-from ktransformers.kernels.triton.quant.block_int16 import digit_shape
-from ktransformers.kernels.triton.quant.repack import has_vector_loop
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, are_plane_types
+from ktransformers.kernels.triton.quant.block_int16 import block_int16_shape
+from ktransformers.kernels.triton.quant.repack import has_gemv
 
 __all__ = [
     "DIGIT_TOKENS",
@@ -20,15 +20,15 @@ __all__ = [
     "MoeWorkspace",
     "block_rows",
     "row_thresholds",
-    "uses_vector_path",
+    "uses_gemv",
 ]
 
 #: Largest number of tokens for which every pair is computed on its own.
 VECTOR_TOKENS = 16
-#: The same for types whose planes are multiplied with digits.
+#: The same for types whose planes are multiplied with block-wise int16.
 DIGIT_TOKENS = 32
 DOWN_ROWS = 64
-"""Of one program of the down projection on the vector path."""
+"""Of one program of the down projection on the GEMV path."""
 _MEANS = (12, 24, 96)  # pairs of an expert, up to which blocks have 16, 32 and 64 rows
 
 
@@ -48,16 +48,17 @@ def block_rows(pairs: int, num_experts: int) -> int:
 class MoeWorkspace:
     """Memory between the kernels of one call; calls that share it must run one after another on one stream.
 
-    hidden: [P, I] in x's dtype. parts: [P, H], fp32 on the vector path, x's dtype on the other.
-    counters: int32, 0 between calls. aligned: of the other path only. digits: of the vector path, those of x and of
-    what is hidden, int32 of `digit_shape`, whether or not this call's types take them; order: int32 [P], see PairOrder.
+    hidden: [P, I] in x's dtype. parts: [P, H], fp32 on the GEMV path, x's dtype on the other.
+    counters: int32, 0 between calls. aligned: of the other path only. block_int16: of the GEMV path, those of x and of
+    what is hidden, int32 of `block_int16_shape`, whether or not this call's types take them; order: int32 [P], see
+    PairOrder.
     """
 
     hidden: Tensor
     parts: Tensor
     counters: Tensor
     aligned: AlignedPairs | None
-    digits: tuple[Tensor, Tensor] | None = None
+    block_int16: tuple[Tensor, Tensor] | None = None
     order: Tensor | None = None
 
     @classmethod
@@ -72,9 +73,9 @@ class MoeWorkspace:
         """For calls with x's number of rows and dtype, on x's device."""
         tokens = x.shape[0]
         pairs = tokens * top_k
-        vector = uses_vector_path(tokens, up, down)
+        vector = uses_gemv(tokens, up, down)
         counters = tokens * triton.cdiv(down.rows, DOWN_ROWS) if vector else 1
-        shapes = (digit_shape(tokens, up.cols), digit_shape(pairs, up.rows))
+        shapes = (block_int16_shape(tokens, up.cols), block_int16_shape(pairs, up.rows))
         made = [torch.empty(shape, dtype=torch.int32, device=x.device) for shape in shapes if vector]
         return cls(
             torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device),
@@ -94,7 +95,7 @@ class MoeWorkspace:
             )
 
 
-def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
+def uses_gemv(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
     """Whether so many tokens take the path of few; gate is as up (`_check`)."""
-    most = DIGIT_TOKENS if are_planes(up, down) else VECTOR_TOKENS
-    return tokens <= most and all(has_vector_loop(int(part.qtype), part.layout) for part in (up, down))
+    most = DIGIT_TOKENS if are_plane_types(up, down) else VECTOR_TOKENS
+    return tokens <= most and all(has_gemv(int(part.qtype), part.layout) for part in (up, down))

@@ -1,7 +1,8 @@
-"""Products of one row of digits with weights that are looked up: IQ1, IQ2, IQ3 and IQ4, four columns at a time.
+"""Products of one row of block-wise int16 with weights that are looked up: IQ1, IQ2, IQ3 and IQ4, four columns at a
+time.
 
-Values of 8 bits (of IQ1: 8 value - 8 +- 1) are multiplied with a word of digits.py, four at once, into int32; sums over
-the columns of one scale then become fp32. Where they come from:
+Values of 8 bits (of IQ1: 8 value - 8 +- 1) are multiplied with a word of block_int16.py, four at once, into int32; sums
+over the columns of one scale then become fp32. Where they come from:
 
 - IQ1 and IQ2 have at most 8 of them, signs included. What is looked up for a code (lookups.py) are only the ranks of
   its columns, a nibble each; values come from registers by a permutation of bytes that takes nibbles as its selector, a
@@ -10,7 +11,7 @@ the columns of one scale then become fp32. Where they come from:
 - IQ3: what is looked up for a code are its four values; their signs are computed.
 - IQ4: a code is the rank.
 
-Knows tiles_grid.py and tiles_codes.py; does not know grids of programs, experts.
+Knows cpu_packed_grid.py and cpu_packed_codes.py; does not know grids of programs, experts.
 """
 
 from __future__ import annotations
@@ -18,19 +19,7 @@ from __future__ import annotations
 from ktransformers.kernels.triton.common.byte_ops import byte_signs, dot_signed, dot_unsigned, permute_bytes
 from ktransformers.kernels.triton.common.runtime import jit, static, tl
 from ktransformers.kernels.triton.linear.grid import later_words
-from ktransformers.kernels.triton.quant.block_int16 import block_digits, plane_word
-from ktransformers.kernels.triton.quant.lookups import code_count, has_codes_of_four, looked_up
-from ktransformers.kernels.triton.quant.tables import (
-    BYTES_IQ3_S,
-    BYTES_IQ3_XXS,
-    RANKS_IQ1,
-    RANKS_IQ2_S,
-    RANKS_IQ2_XS,
-    RANKS_IQ2_XXS,
-    VALUES_IQ1,
-    VALUES_IQ2,
-    VALUES_IQ4,
-)
+from ktransformers.kernels.triton.quant.block_int16 import byte_plane_word, load_block_int16
 from ktransformers.kernels.triton.quant.cpu_packed_bytes import line_words
 from ktransformers.kernels.triton.quant.cpu_packed_codes import IQ4_XS, block_bytes, code_scales, head_bytes, tile_bytes
 from ktransformers.kernels.triton.quant.cpu_packed_grid import (
@@ -45,23 +34,35 @@ from ktransformers.kernels.triton.quant.cpu_packed_grid import (
     part_scales,
     part_signs,
 )
+from ktransformers.kernels.triton.quant.lookups import code_count, has_codes_of_four, looked_up
+from ktransformers.kernels.triton.quant.tables import (
+    BYTES_IQ3_S,
+    BYTES_IQ3_XXS,
+    RANKS_IQ1,
+    RANKS_IQ2_S,
+    RANKS_IQ2_XS,
+    RANKS_IQ2_XXS,
+    VALUES_IQ1,
+    VALUES_IQ2,
+    VALUES_IQ4,
+)
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["digit_pair", "digit_vector", "has_digits", "is_strided"]
+__all__ = ["block_int16_gemv", "digit_pair", "has_block_int16", "is_strided"]
 
 
 _NIBBLES = (int(QuantType.IQ4_XS), int(QuantType.IQ4_NL))
 
 
 @static
-def has_digits(type_number):
-    """Whether rows of digits are multiplied with a type here."""
+def has_block_int16(type_number):
+    """Whether rows of block-wise int16 are multiplied with a type here."""
     return has_grid(type_number) or type_number in _NIBBLES
 
 
 @static
 def is_strided(type_number):
-    """The order of digits that a type takes."""
+    """The order of block-wise int16 that a type takes."""
     return has_grid(type_number) and not has_codes_of_four(type_number)
 
 
@@ -190,15 +191,15 @@ def dots(values, planes, first: tl.constexpr, count: tl.constexpr):
     a = tl.zeros(values[first].shape, tl.int32)
     b = a
     for i in tl.static_range(first, first + count):
-        a = dot_signed(values[i], plane_word(planes, 1, i), a)
-        b = dot_unsigned(values[i], plane_word(planes, 0, i), b)
+        a = dot_signed(values[i], byte_plane_word(planes, 1, i), a)
+        b = dot_unsigned(values[i], byte_plane_word(planes, 0, i), b)
     return (a * 256 + b).to(tl.float32)
 
 
 @jit
-def add_part(acc, digits, values, scales, TYPE: tl.constexpr):
-    """acc [P, BN] plus products of digits with parts of 32 columns. scales: of `part_scales`."""
-    planes, d = digits
+def add_part(acc, block_int16, values, scales, TYPE: tl.constexpr):
+    """acc [P, BN] plus products of block-wise int16 with parts of 32 columns. scales: of `part_scales`."""
+    planes, d = block_int16
     if TYPE == IQ2_XS or TYPE == IQ2_S or TYPE == IQ1_M:
         acc += dots(values, planes, 0, 4) * (scales[0] * d)
         return acc + dots(values, planes, 4, 4) * (scales[1] * d)
@@ -207,7 +208,9 @@ def add_part(acc, digits, values, scales, TYPE: tl.constexpr):
 
 @jit
 def grid_loop(x, base, words, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
-    """`digit_vector` of IQ1 to IQ3; words: of the first step. What the next step reads is asked for a step before."""
+    """`block_int16_gemv` of IQ1 to IQ3; words: of the first step. What the next step reads is asked for a step
+    before.
+    """
     EVEN: tl.constexpr = K // 32 % KS == 0
     acc = tl.zeros((KS, n.shape[1]), tl.float32)
     found = books(tables, TYPE, KS)
@@ -215,7 +218,7 @@ def grid_loop(x, base, words, n, mask, tables, first, last, TYPE: tl.constexpr, 
         part = step * KS + tl.arange(0, KS)[:, None]
         values, scales = grid_bytes(found, words, TYPE), part_scales(words, TYPE)
         words = later_words(base, step + 1, last, n, mask, TYPE, K, KS)
-        acc = add_part(acc, block_digits(x + part * 32, part < K // 32, EVEN), values, scales, TYPE)
+        acc = add_part(acc, load_block_int16(x + part * 32, part < K // 32, EVEN), values, scales, TYPE)
     return tl.sum(acc, axis=0)
 
 
@@ -276,7 +279,7 @@ def nibble_bytes(book, words, TYPE: tl.constexpr):
 
 @jit
 def add_nibbles(acc, first, second, book, nibbles, TYPE: tl.constexpr):
-    """acc [G, BN] plus products with groups of 64 columns; first, second: digits of their halves."""
+    """acc [G, BN] plus products with groups of 64 columns; first, second: block-wise int16 of their halves."""
     words, s, t = nibbles
     values = nibble_bytes(book, words, TYPE)
     acc += dots(values[0], first[0], 0, 8) * (s * first[1])
@@ -285,15 +288,15 @@ def add_nibbles(acc, first, second, book, nibbles, TYPE: tl.constexpr):
 
 @jit
 def nibble_loop(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
-    """`digit_vector` of IQ4."""
+    """`block_int16_gemv` of IQ4."""
     EVEN: tl.constexpr = K // 32 % KS == 0
     acc = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     book = value_words(tables, TYPE, KS // 2)
     words = later_nibbles(base, first, last, n, mask, TYPE, K, KS)
     for step in range(first, last):
         part = 2 * (step * (KS // 2) + tl.arange(0, KS // 2)[:, None])
-        low = block_digits(x + part * 32, part < K // 32, EVEN)
-        high = block_digits(x + part * 32 + 32, part + 1 < K // 32, EVEN)
+        low = load_block_int16(x + part * 32, part < K // 32, EVEN)
+        high = load_block_int16(x + part * 32 + 32, part + 1 < K // 32, EVEN)
         after = later_nibbles(base, step + 1, last, n, mask, TYPE, K, KS)
         acc = add_nibbles(acc, low, high, book, words, TYPE)
         words = after
@@ -312,8 +315,8 @@ def nibble_loop_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constex
     up_words = later_nibbles(up, first, last, n, mask, UP, K, KS)
     for step in range(first, last):
         part = 2 * (step * (KS // 2) + tl.arange(0, KS // 2)[:, None])
-        low = block_digits(x + part * 32, part < K // 32, EVEN)
-        high = block_digits(x + part * 32 + 32, part + 1 < K // 32, EVEN)
+        low = load_block_int16(x + part * 32, part < K // 32, EVEN)
+        high = load_block_int16(x + part * 32 + 32, part + 1 < K // 32, EVEN)
         g = add_nibbles(g, low, high, book, gate_words, GATE)
         gate_words = later_nibbles(gate, step + 1, last, n, mask, GATE, K, KS)
         u = add_nibbles(u, low, high, book, up_words, UP)
@@ -322,8 +325,8 @@ def nibble_loop_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constex
 
 
 @jit
-def digit_vector(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
-    """Products of a row of digits with the rows n [1, BN] of weights in tiles, fp32 [BN]; KS even.
+def block_int16_gemv(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
+    """Products of a row of block-wise int16 with the rows n [1, BN] of weights in tiles, fp32 [BN]; KS even.
 
     x: int32 pointer to the row's first block, in the order that `is_strided` says. first, last: steps of KS parts.
     """
@@ -336,7 +339,7 @@ def digit_vector(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: t
 @jit
 def digit_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                KS: tl.constexpr):  # fmt: skip
-    """`digit_vector` with two matrices of one shape, of types that take one order; with a grid both or neither.
+    """`block_int16_gemv` with two matrices of one shape, of types that take one order; with a grid both or neither.
 
     Of IQ1 to IQ3 one loop after the other: what both need at once leaves room for half as many programs.
     """

@@ -1,8 +1,8 @@
-"""Products of few rows with weights in the CPU's tiles whose codes stand for numbers: a vector loop.
+"""Products of few rows with weights in the CPU's tiles whose codes stand for numbers: a GEMV.
 
 Every lane multiplies groups of 64 columns of its own rows: the words of a line lie side by side for 16 rows, so that
 reads are as wide as those of planes. Numbers are multiplied as they come out of their code and summed over 16 columns,
-which share a scale. Sums are fp32. Knows tiles_codes.py; does not know grids of programs, experts.
+which share a scale. Sums are fp32. Knows cpu_packed_codes.py; does not know grids of programs, experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ktransformers.kernels.triton.common.runtime import jit, tl
 from ktransformers.kernels.triton.quant.cpu_packed_codes import code_scales, code_word, has_offset, number
 from ktransformers.kernels.triton.quant.gemv_inputs import pair
 
-__all__ = ["code_pair", "code_vector"]
+__all__ = ["code_gemv", "code_pair"]
 
 
 @jit
@@ -68,9 +68,9 @@ def add_group(acc, x, group, codes, one, TYPE: tl.constexpr, K: tl.constexpr, HA
 
 
 @jit
-def code_vector(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
+def code_gemv(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
                 M: tl.constexpr):  # fmt: skip
-    """Products of M <= 4 rows of x with the rows n [1, BN] of weights in tiles; as `matmul.vector_tile`, KS even."""
+    """Products of M <= 4 rows of x with the rows n [1, BN] of weights in tiles; as `matmul.gemv_tile`, KS even."""
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     a0 = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     a1, a2, a3 = a0, a0, a0
@@ -90,7 +90,7 @@ def code_vector(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, 
 @jit
 def code_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
               KS: tl.constexpr):  # fmt: skip
-    """`code_vector` of one row of x with two matrices of one shape in one loop."""
+    """`code_gemv` of one row of x with two matrices of one shape in one loop."""
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     g = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     u = g

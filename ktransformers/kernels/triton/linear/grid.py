@@ -1,16 +1,14 @@
-"""Products of few rows with weights whose codes are looked up in a grid: the vector loop of these types.
+"""Products of few rows with weights whose codes are looked up in a grid: the GEMV of these types.
 
 Every lane has the codes of its own rows, a part of 32 columns at a time (lookups.py). Columns are multiplied as the
 subnormal numbers that they are once a field is taken out of its word, with activations times 2^96, and summed place by
 place: four sums, which are powers of two apart. What the next two steps read is asked for first, into registers. Sums
-are fp32. Knows tiles_grid.py; does not know grids of programs, experts.
+are fp32. Knows cpu_packed_grid.py; does not know grids of programs, experts.
 """
 
 from __future__ import annotations
 
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.quant.lookups import code_count, has_codes_of_four, looked_up
-from ktransformers.kernels.triton.quant.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_IQ2_XXS, AT_IQ3_S, AT_IQ3_XXS
 from ktransformers.kernels.triton.quant.cpu_packed_grid import (
     IQ1_M,
     IQ1_S,
@@ -27,8 +25,10 @@ from ktransformers.kernels.triton.quant.cpu_packed_grid import (
     with_signs,
 )
 from ktransformers.kernels.triton.quant.gemv_inputs import group_inputs, pair
+from ktransformers.kernels.triton.quant.lookups import code_count, has_codes_of_four, looked_up
+from ktransformers.kernels.triton.quant.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_IQ2_XXS, AT_IQ3_S, AT_IQ3_XXS
 
-__all__ = ["grid_pair", "grid_vector"]
+__all__ = ["grid_gemv", "grid_pair"]
 
 
 @jit
@@ -140,9 +140,9 @@ def later_words(base, step, last, n, mask, TYPE: tl.constexpr, K: tl.constexpr, 
 
 
 @jit
-def grid_vector(x, stride, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
+def grid_gemv(x, stride, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
                 M: tl.constexpr):  # fmt: skip
-    """Products of M <= 4 rows of x with the rows n [1, BN] of weights in tiles; as `matmul.vector_tile`."""
+    """Products of M <= 4 rows of x with the rows n [1, BN] of weights in tiles; as `matmul.gemv_tile`."""
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     a0 = tl.zeros((KS, n.shape[1]), tl.float32)
@@ -170,7 +170,7 @@ def grid_vector(x, stride, base, n, mask, tables, first, last, TYPE: tl.constexp
 @jit
 def grid_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
               KS: tl.constexpr):  # fmt: skip
-    """`grid_vector` of one row of x with two matrices of one shape in one loop."""
+    """`grid_gemv` of one row of x with two matrices of one shape in one loop."""
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS, n.shape[1]), tl.float32)

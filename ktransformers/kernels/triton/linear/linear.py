@@ -17,9 +17,9 @@ from torch import Tensor
 from ktransformers.kernels.triton.common.bits import ONE
 from ktransformers.kernels.triton.common.elementwise import activation_value
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl, triton
-from ktransformers.kernels.triton.linear.matmul import arrive_last, dot_tile, vector_tile
+from ktransformers.kernels.triton.linear.matmul import arrive_last, dot_tile, gemv_tile
 from ktransformers.kernels.triton.quant.dequant import check_matrix, runs_ahead
-from ktransformers.kernels.triton.quant.repack import GpuLayout, has_vector_loop
+from ktransformers.kernels.triton.quant.repack import GpuLayout, has_gemv
 from ktransformers.kernels.triton.quant.tables import tables
 from ktransformers.kernels.types import Activation, WeightType
 
@@ -37,7 +37,7 @@ _MAX_SPLIT = 32
 
 
 @jit
-def _vector_rows(x, stride, base, bias, out, parts, counter, tile, one, tables, TYPE: tl.constexpr, K: tl.constexpr,
+def _gemv_rows(x, stride, base, bias, out, parts, counter, tile, one, tables, TYPE: tl.constexpr, K: tl.constexpr,
                  N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, M: tl.constexpr,
                  SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """Tile `tile` of a matrix of N rows, which are columns of `parts`, rows WIDTH apart; out and bias start with it."""
@@ -45,9 +45,7 @@ def _vector_rows(x, stride, base, bias, out, parts, counter, tile, one, tables, 
     n = tile * BN + tl.arange(0, BN)
     steps: tl.constexpr = (K // 32 + KS - 1) // KS
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
-    r0, r1, r2, r3 = vector_tile(
-        x, stride, base, n[None, :], n[None, :] < N, one, tables, first, last, TYPE, K, N, KS, M
-    )
+    r0, r1, r2, r3 = gemv_tile(x, stride, base, n[None, :], n[None, :] < N, one, tables, first, last, TYPE, K, N, KS, M)
     mask = n < N
     if SPLIT > 1:
         at = parts + split * M * WIDTH + n
@@ -96,7 +94,7 @@ def _add_parts(parts, bias, out, m, n, N: tl.constexpr, stride: tl.constexpr, WI
 
 
 @jit
-def _vector_kernel(x, stride, base, second, bias, out, parts, counters, one, tables, TYPE: tl.constexpr,
+def _gemv_kernel(x, stride, base, second, bias, out, parts, counters, one, tables, TYPE: tl.constexpr,
                    TYPE2: tl.constexpr,
                    K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr,
                    M: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
@@ -104,15 +102,15 @@ def _vector_kernel(x, stride, base, second, bias, out, parts, counters, one, tab
     tile = tl.program_id(0)
     tiles: tl.constexpr = (N + BN - 1) // BN
     if N2 == 0:
-        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N, BN, KS, M,
+        _gemv_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N, BN, KS, M,
                      SPLIT,
                      HAS_BIAS, ACT)  # fmt: skip
     elif tile < tiles:
-        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N + N2, BN,
+        _gemv_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, tables, TYPE, K, N, N + N2, BN,
                      KS, M,
                      SPLIT, HAS_BIAS, ACT)  # fmt: skip
     else:
-        _vector_rows(x, stride, second, bias + N, out + N, parts + N, counters + tile, tile - tiles, one, tables,
+        _gemv_rows(x, stride, second, bias + N, out + N, parts + N, counters + tile, tile - tiles, one, tables,
                      TYPE2, K, N2,
                      N + N2, BN, KS, M, SPLIT, HAS_BIAS, ACT)  # fmt: skip
 
@@ -123,7 +121,7 @@ def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, tables,
                K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                BK: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
                ACT: tl.constexpr):  # fmt: skip
-    """As `_vector_rows`, for BM rows of x."""
+    """As `_gemv_rows`, for BM rows of x."""
     split = tl.program_id(2)
     t = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
     n = tile * BN + tl.arange(0, BN)[None, :]
@@ -160,7 +158,7 @@ def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, ta
                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr,
                  HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
-    """Grid (tiles of x, tiles as in `_vector_kernel`, splits)."""
+    """Grid (tiles of x, tiles as in `_gemv_kernel`, splits)."""
     tile = tl.program_id(1)
     tiles: tl.constexpr = (N + BN - 1) // BN
     counter = counters + tl.program_id(0) * tl.num_programs(1) + tile
@@ -218,7 +216,7 @@ def warps_for(groups: int, block: int, most: int = 8) -> tuple[int, int]:
     return warps, warps * 128 // block
 
 
-def _vector_plan(rows: int, cols: int) -> tuple[int, int, int, int]:
+def _gemv_plan(rows: int, cols: int) -> tuple[int, int, int, int]:
     """BN, KS, split and warps of the vector kernel for a matrix [rows, cols].
 
     Narrow tiles come first: they fill the device without the round trip to memory that split columns cost.
@@ -382,11 +380,11 @@ def launch(
     counts = (cols, first.rows, second_rows)
     bias_or_x = x if bias is None else bias
     options = {"HAS_BIAS": bias is not None, "ACT": act}
-    if tokens <= VECTOR_ROWS and all(has_vector_loop(weight.type_number, layout) for weight in weights):
-        block, groups, split, warps = _vector_plan(rows, cols)
+    if tokens <= VECTOR_ROWS and all(has_gemv(weight.type_number, layout) for weight in weights):
+        block, groups, split, warps = _gemv_plan(rows, cols)
         tiles = sum(triton.cdiv(weight.rows, block) for weight in weights)
         space = _space(workspace, x, split, tokens, rows, tiles)
-        _vector_kernel[(tiles, split)](
+        _gemv_kernel[(tiles, split)](
             x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, ONE,
             tables(x.device), *types,
             *counts, BN=block, KS=groups, M=tokens, SPLIT=split, num_warps=warps, **options,

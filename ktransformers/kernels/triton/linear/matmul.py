@@ -1,6 +1,6 @@
-"""Device functions of the products with quantized weights: the vector loop, the tile loop and split-K's last step.
+"""Device functions of the products with quantized weights: the GEMV, the tile loop and split-K's last step.
 
-Two ways to multiply. `vector_tile` is for few rows of x and packed weights: every lane unpacks words of its own rows
+Two ways to multiply. `gemv_tile` is for few rows of x and packed weights: every lane unpacks words of its own rows
 and multiplies them with activations that are the same for all lanes; no shared memory, no barrier inside the loop;
 bound by memory. `dot_tile` is for many rows, and for any weights: a tile of weights is dequantized in registers and
 goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does not know grids, bias, experts.
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from ktransformers.kernels.triton.common.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.linear.codes import code_pair, code_vector
-from ktransformers.kernels.triton.linear.block_int16_gemv import digit_pair, digit_vector
-from ktransformers.kernels.triton.linear.grid import grid_pair, grid_vector
-from ktransformers.kernels.triton.linear.planes import is_plane_type, plane_pair, plane_vector
+from ktransformers.kernels.triton.linear.block_int16_gemv import block_int16_gemv, digit_pair
+from ktransformers.kernels.triton.linear.codes import code_gemv, code_pair
+from ktransformers.kernels.triton.linear.grid import grid_gemv, grid_pair
+from ktransformers.kernels.triton.linear.planes import is_plane_type, plane_gemv, plane_pair
+from ktransformers.kernels.triton.quant.cpu_packed_codes import has_codes
+from ktransformers.kernels.triton.quant.cpu_packed_grid import has_grid
 from ktransformers.kernels.triton.quant.dequant import (
     group_scales,
     group_words,
@@ -23,11 +25,9 @@ from ktransformers.kernels.triton.quant.dequant import (
     unit,
     weight_tile,
 )
-from ktransformers.kernels.triton.quant.cpu_packed_codes import has_codes
-from ktransformers.kernels.triton.quant.cpu_packed_grid import has_grid
 from ktransformers.kernels.triton.quant.gemv_inputs import group_inputs, pair
 
-__all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "vector_pair", "vector_tile"]
+__all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "gemv_pair", "gemv_tile"]
 
 
 @jit
@@ -115,27 +115,27 @@ def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.co
 
 
 @jit
-def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr,
+def gemv_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr,
                 KS: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr = 3):  # fmt: skip
     """Products of M <= 4 rows of x with the rows n [1, BN] of packed weights over groups of 32 columns.
 
-    x: rows at multiples of 8 bytes, or, with M = 1, a row of digits (digits.py), which are int32, for a type of which
-    `has_digits` or `is_plane_type` is true. first, last: range of steps of KS groups. Returns four fp32 [BN]; those
-    from M on are zero.
-    STAGES: of planes and digits.
+    x: rows at multiples of 8 bytes, or, with M = 1, a row of block-wise int16 (block_int16.py), which are int32, for a
+    type of which `has_block_int16` or `is_plane_type` is true. first, last: range of steps of KS groups. Returns four
+    fp32 [BN]; those from M on are zero.
+    STAGES: of planes and block-wise int16.
     Loads run two steps ahead, through shared memory (num_stages): left to itself, the compiler issues each one where
     it is needed, and the memory's latency is paid for every word.
     """
     if x.dtype.element_ty == tl.int32:
         zero = tl.zeros((n.shape[1],), tl.float32)
         if is_plane_type(TYPE):
-            return plane_vector(x, base, n, mask, tables, first, last, TYPE, K, N, KS, STAGES), zero, zero, zero
-        return digit_vector(x, base, n, mask, tables, first, last, TYPE, K, KS), zero, zero, zero
+            return plane_gemv(x, base, n, mask, tables, first, last, TYPE, K, N, KS, STAGES), zero, zero, zero
+        return block_int16_gemv(x, base, n, mask, tables, first, last, TYPE, K, KS), zero, zero, zero
     if has_grid(TYPE):
-        return grid_vector(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
+        return grid_gemv(x, stride, base, n, mask, tables, first, last, TYPE, K, KS, M)
     if has_codes(TYPE):
-        return code_vector(x, stride, base, n, mask, one, first, last, TYPE, K, KS, M)
+        return code_gemv(x, stride, base, n, mask, one, first, last, TYPE, K, KS, M)
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     lanes = tl.arange(0, KS)[:, None]
@@ -157,9 +157,9 @@ def vector_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.con
 
 
 @jit
-def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
+def gemv_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
-    """`vector_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
+    """`gemv_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
     if x.dtype.element_ty == tl.int32:
         if is_plane_type(GATE):
             return plane_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, N, KS)
@@ -169,8 +169,8 @@ def vector_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constex
     if has_codes(GATE) and has_codes(UP):
         return code_pair(x, gate, up, n, mask, one, first, last, GATE, UP, K, KS)
     if has_grid(GATE) or has_grid(UP) or has_codes(GATE) or has_codes(UP):
-        one_g, _, _, _ = vector_tile(x, 0, gate, n, mask, one, tables, first, last, GATE, K, N, KS, 1)
-        one_u, _, _, _ = vector_tile(x, 0, up, n, mask, one, tables, first, last, UP, K, N, KS, 1)
+        one_g, _, _, _ = gemv_tile(x, 0, gate, n, mask, one, tables, first, last, GATE, K, N, KS, 1)
+        one_u, _, _, _ = gemv_tile(x, 0, up, n, mask, one, tables, first, last, UP, K, N, KS, 1)
         return one_g, one_u
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0

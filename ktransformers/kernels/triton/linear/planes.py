@@ -1,9 +1,10 @@
-"""Products of one row of digits (digits.py) with weights in the GPU's layout, four columns in one instruction.
+"""Products of one row of block-wise int16 (block_int16.py) with weights in the GPU's layout, four columns in one
+instruction.
 
 The bytes of a word are the values u of four columns, in their order, after one or two operations on what is stored
-(relay.py says why: low nibbles are columns 0-3, high ones 4-7). Sums of u q over the columns of one scale are exact
-int32; what types subtract from u is subtracted as sums of q, which come with the digits. Steps of KS groups of 32
-columns are loaded ahead, as in matmul.py. Knows dequant.py; does not know grids of programs, experts.
+(repack.py says why: low nibbles are columns 0-3, high ones 4-7). Sums of u q over the columns of one scale are exact
+int32; what types subtract from u is subtracted as sums of q, which come with the block-wise int16. Steps of KS groups
+of 32 columns are loaded ahead, as in matmul.py. Knows dequant.py; does not know grids of programs, experts.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from ktransformers.kernels.triton.common.bits import MXFP4, Q4_0, Q4_K, Q5_K, Q6
 from ktransformers.kernels.triton.common.byte_ops import dot_signed, dot_unsigned
 from ktransformers.kernels.triton.common.runtime import jit, static, tl
 from ktransformers.kernels.triton.linear.block_int16_gemv import nibble_values
+from ktransformers.kernels.triton.quant.block_int16 import block_sums, byte_plane_word, load_block_int16
 from ktransformers.kernels.triton.quant.dequant import five_bits, group_scales, group_words, six_bits
-from ktransformers.kernels.triton.quant.block_int16 import block_digits, block_sums, plane_word
 from ktransformers.kernels.triton.quant.tables import VALUES_FP4
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["is_plane_type", "plane_pair", "plane_vector"]
+__all__ = ["is_plane_type", "plane_gemv", "plane_pair"]
 
 _TYPES = frozenset(
     map(int, (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q4_0, QuantType.Q8_0, QuantType.MXFP4))
@@ -26,13 +27,13 @@ _TYPES = frozenset(
 
 @static
 def is_plane_type(type_number):
-    """Whether rows of digits are multiplied with a type here."""
+    """Whether rows of block-wise int16 are multiplied with a type here."""
     return type_number in _TYPES
 
 
 @jit
 def fp4_book(tables, TYPE: tl.constexpr, KS: tl.constexpr):
-    """Twice the values of FP4, as `matmul_digits.value_words` has those of IQ4; of other types nothing is read."""
+    """Twice the values of FP4, as `block_int16_gemv.value_words` has those of IQ4; of other types nothing is read."""
     at = tl.arange(0, KS)[:, None] % 8
     if TYPE != MXFP4:
         return at, at, at, at
@@ -77,15 +78,17 @@ def whole_dots(values, planes, first: tl.constexpr, count: tl.constexpr):
     a = tl.zeros(values[first].shape, tl.int32)
     b = a
     for i in tl.static_range(first, first + count):
-        a = dot_signed(values[i], plane_word(planes, 1, i), a)
-        b = dot_unsigned(values[i], plane_word(planes, 0, i), b)
+        a = dot_signed(values[i], byte_plane_word(planes, 1, i), a)
+        b = dot_unsigned(values[i], byte_plane_word(planes, 0, i), b)
     return a * 256 + b
 
 
 @jit
-def add_bytes(acc, digits, sums, values, sm, TYPE: tl.constexpr):
-    """acc [KS, BN] plus products with groups of 32 columns; digits, sums: of digits.py; sm: of `group_scales`."""
-    planes, d = digits
+def add_bytes(acc, block_int16, sums, values, sm, TYPE: tl.constexpr):
+    """acc [KS, BN] plus products with groups of 32 columns; block-wise int16, sums: of block_int16.py; sm: of
+    `group_scales`.
+    """
+    planes, d = block_int16
     if TYPE == Q6_K:
         first = whole_dots(values, planes, 0, 4) - 32 * sums[0]
         second = whole_dots(values, planes, 4, 4) - 32 * sums[1]
@@ -100,9 +103,9 @@ def add_bytes(acc, digits, sums, values, sm, TYPE: tl.constexpr):
 
 
 @jit
-def plane_vector(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+def plane_gemv(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
                  KS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Products of a row of digits, in the natural order, with the rows n [1, BN] of weights, fp32 [BN].
+    """Products of a row of block-wise int16, in the natural order, with the rows n [1, BN] of weights, fp32 [BN].
 
     x: int32 pointer to the row's first block. first, last: steps of KS groups, STAGES - 1 of
     which are under way while one is multiplied.
@@ -115,15 +118,15 @@ def plane_vector(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: t
         inside = group < K // 32
         live = mask if EVEN else mask & inside
         words, sm = group_words(base, group, n, live, TYPE, N), group_scales(base, group, n, live, TYPE, K, N)
-        digits, sums = block_digits(x + group * 32, inside, EVEN), block_sums(x + group * 32, inside, EVEN)
-        acc = add_bytes(acc, digits, sums, group_bytes(words, book, TYPE), sm, TYPE)
+        block_int16, sums = load_block_int16(x + group * 32, inside, EVEN), block_sums(x + group * 32, inside, EVEN)
+        acc = add_bytes(acc, block_int16, sums, group_bytes(words, book, TYPE), sm, TYPE)
     return tl.sum(acc, axis=0)
 
 
 @jit
 def plane_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
-    """`plane_vector` with two matrices of one shape in one loop."""
+    """`plane_gemv` with two matrices of one shape in one loop."""
     EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS, n.shape[1]), tl.float32)
     u = g
@@ -134,7 +137,7 @@ def plane_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP
         live = mask if EVEN else mask & inside
         gate_words, gate_sm = group_words(gate, group, n, live, GATE, N), group_scales(gate, group, n, live, GATE, K, N)
         up_words, up_sm = group_words(up, group, n, live, UP, N), group_scales(up, group, n, live, UP, K, N)
-        digits, sums = block_digits(x + group * 32, inside, EVEN), block_sums(x + group * 32, inside, EVEN)
-        g = add_bytes(g, digits, sums, group_bytes(gate_words, book, GATE), gate_sm, GATE)
-        u = add_bytes(u, digits, sums, group_bytes(up_words, book, UP), up_sm, UP)
+        block_int16, sums = load_block_int16(x + group * 32, inside, EVEN), block_sums(x + group * 32, inside, EVEN)
+        g = add_bytes(g, block_int16, sums, group_bytes(gate_words, book, GATE), gate_sm, GATE)
+        u = add_bytes(u, block_int16, sums, group_bytes(up_words, book, UP), up_sm, UP)
     return tl.sum(g, axis=0), tl.sum(u, axis=0)

@@ -10,7 +10,7 @@ lost when it became a bf16. One block of 32 columns is 32 words:
 
 Four columns side by side fill a word, in one of two orders. Natural: word i has columns 4 i .. 4 i + 3. Strided: word
 4 h + r has columns 16 h + r + 4 p in its bytes p = 0 .. 3; these are columns whose signs lie four bits apart
-(tiles_grid.py). A block with a number that is not finite has NaN for d. Knows no weights.
+(cpu_packed_grid.py). A block with a number that is not finite has NaN for d. Knows no weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ktransformers.kernels.triton.common.runtime import jit, tl, triton
 __all__ = [
     "BLOCK_WORDS",
     "PairOrder",
-    "block_digits",
+    "block_int16_shape",
     "block_sums",
-    "digit_shape",
-    "make_digits",
-    "plane_word",
-    "store_digits",
+    "byte_plane_word",
+    "load_block_int16",
+    "quantize_block_int16",
+    "store_block_int16",
 ]
 
 #: Words of a block of 32 columns.
@@ -39,7 +39,7 @@ _BLOCKS = 8  # of one program
 
 
 @jit
-def block_digits(at, inside, EVEN: tl.constexpr):
+def load_block_int16(at, inside, EVEN: tl.constexpr):
     """The 16 words of blocks as 8 int64 [P, 1], and d, fp32 [P, 1]; zeros where not inside.
 
     at: int32 pointers to the blocks [P, 1]. EVEN: all are inside.
@@ -58,7 +58,7 @@ def block_digits(at, inside, EVEN: tl.constexpr):
 
 @jit
 def block_sums(at, inside, EVEN: tl.constexpr):
-    """Of the blocks of `block_digits`: sums of q of both halves, int32, and d times their sum, fp32; [P, 1]."""
+    """Of the blocks of `load_block_int16`: sums of q of both halves, int32, and d times their sum, fp32; [P, 1]."""
     mask = None if EVEN else inside
     other = None if EVEN else 0
     first, second = tl.load(at + 17, mask=mask, other=other), tl.load(at + 18, mask=mask, other=other)
@@ -66,8 +66,8 @@ def block_sums(at, inside, EVEN: tl.constexpr):
 
 
 @jit
-def plane_word(planes, plane: tl.constexpr, i: tl.constexpr):
-    """Word i of plane 0 (the lower digits) or 1, of what `block_digits` gave."""
+def byte_plane_word(planes, plane: tl.constexpr, i: tl.constexpr):
+    """Word i of plane 0 (the lower block-wise int16) or 1, of what `load_block_int16` gave."""
     both = planes[4 * plane + i // 2]
     if i % 2 == 1:
         both = both >> 32
@@ -75,7 +75,7 @@ def plane_word(planes, plane: tl.constexpr, i: tl.constexpr):
 
 
 @jit
-def store_digits(row, block, values, mask, STRIDED: tl.constexpr):
+def store_block_int16(row, block, values, mask, STRIDED: tl.constexpr):
     """Write blocks of a row. row: int32 pointer to its first; block: int32 [B]; values: fp32 [B, 32]; mask: [B]."""
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     exponent = tl.maximum(largest >> 23, 40)  # below, all numbers are as good as zero
@@ -114,7 +114,7 @@ def _order_pairs(ids, order, P, first, E: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit(do_not_specialize=["T", "P"])
-def _digits_kernel(x, stride, out, ids, order, T, P, E: tl.constexpr, K: tl.constexpr, STRIDED: tl.constexpr,
+def _block_int16_kernel(x, stride, out, ids, order, T, P, E: tl.constexpr, K: tl.constexpr, STRIDED: tl.constexpr,
                    BLOCKS: tl.constexpr):  # fmt: skip
     """Grid (blocks of a row, T rows, and with P pairs to order one more)."""
     row = tl.program_id(1)
@@ -122,39 +122,43 @@ def _digits_kernel(x, stride, out, ids, order, T, P, E: tl.constexpr, K: tl.cons
         block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
         columns = block[:, None] * 32 + tl.arange(0, 32)[None, :]
         values = tl.load(x + row.to(tl.int64) * stride + columns, mask=columns < K, other=0.0).to(tl.float32)
-        store_digits(out + row * K, block, values, block < K // 32, STRIDED)
+        store_block_int16(out + row * K, block, values, block < K // 32, STRIDED)
     else:
         for first in range(tl.program_id(0) * 32, P, tl.num_programs(0) * 32):
             _order_pairs(ids, order, P, first, E, 32)
 
 
-def digit_shape(rows: int, cols: int) -> tuple[int, int, int]:
+def block_int16_shape(rows: int, cols: int) -> tuple[int, int, int]:
     """Of the int32 tensor for x [rows, cols]."""
     return rows, cols // 32, BLOCK_WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class PairOrder:
-    """Pairs to order by their experts, in the same launch. ids: int32 [T, k]. out: int32 [T * k], see `make_digits`."""
+    """Pairs to order by their experts, in the same launch. ids: int32 [T, k]. out: int32 [T * k], see
+    `quantize_block_int16`.
+    """
 
     ids: Tensor
     num_experts: int
     out: Tensor
 
 
-def make_digits(x: Tensor, out: Tensor, is_strided: bool, pairs: PairOrder | None = None) -> Tensor:
-    """Write x [T, K], of any float type, K in 32s, to `out`: int32, contiguous, of `digit_shape`.
+def quantize_block_int16(x: Tensor, out: Tensor, is_strided: bool, pairs: PairOrder | None = None) -> Tensor:
+    """Write x [T, K], of any float type, K in 32s, to `out`: int32, contiguous, of `block_int16_shape`.
 
     pairs.out becomes the numbers of the pairs in the order of their experts, those of one in their own, and pairs
     with ids outside 0 .. num_experts - 1 at the end.
     """
     rows, cols = x.shape
-    if out.shape != digit_shape(rows, cols) or out.dtype != torch.int32 or not out.is_contiguous():
-        raise ValueError(f"digits must be contiguous int32 {digit_shape(rows, cols)}, got {tuple(out.shape)}")
+    if out.shape != block_int16_shape(rows, cols) or out.dtype != torch.int32 or not out.is_contiguous():
+        raise ValueError(
+            f"block-wise int16 must be contiguous int32 {block_int16_shape(rows, cols)}, got {tuple(out.shape)}"
+        )
     if rows:
         count = 0 if pairs is None else pairs.ids.numel()
         ids, order = (out, out) if pairs is None else (pairs.ids, pairs.out)
-        _digits_kernel[(triton.cdiv(cols // 32, _BLOCKS), rows + (pairs is not None))](
+        _block_int16_kernel[(triton.cdiv(cols // 32, _BLOCKS), rows + (pairs is not None))](
             x, x.stride(0), out, ids, order, rows, count, E=0 if pairs is None else pairs.num_experts, K=cols,
             STRIDED=is_strided, BLOCKS=_BLOCKS, num_warps=2,
         )  # fmt: skip

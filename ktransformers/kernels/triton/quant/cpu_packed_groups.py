@@ -1,4 +1,4 @@
-"""Weights in groups with scales of their own (`GroupType`) in the CPU's tiles, for the readers of tiles_codes.py.
+"""Weights in groups with scales of their own (`GroupType`) in the CPU's tiles, for the readers of cpu_packed_codes.py.
 
 A type's number says in bits what it holds (csrc/runtime/grouped.h); csrc/kernels/packed/groups.inl describes the bytes.
 Codes of 4 bits are integers + 8, of 8 bits integers, here + 128, or e4m3; NVFP4_F32 has e2m1.

@@ -1,10 +1,10 @@
 """Weights of ggml's block formats inside Triton kernels: from stored bits to numbers in registers.
 
-Three layouts: planes (relay.py, fast: aligned words, neighbouring rows side by side), the CPU kernels'
-(tiles.py) and ggml's (byte by byte, for what packing does not take). Matrices are [N rows, K columns]; tiles here
-are [columns or words, rows], rows fastest, as the re-laid planes lie. MXFP4 and FP8 are small floats times a scale. The
-other block formats are `w = s * u - m` with an unsigned integer u and a scale and a minimum per 16 or 32 columns. In
-the re-laid forms u goes into the mantissa of a float 1 + u / 2^p, so that the integer never has to be converted:
+Three layouts: planes (repack.py, fast: aligned words, neighbouring rows side by side), the CPU kernels'
+(cpu_packed.py) and ggml's (byte by byte, for what packing does not take). Matrices are [N rows, K columns]; tiles here
+are [columns or words, rows], rows fastest, as the repacked planes lie. MXFP4 and FP8 are small floats times a scale.
+The other block formats are `w = s * u - m` with an unsigned integer u and a scale and a minimum per 16 or 32 columns.
+In the repacked forms u goes into the mantissa of a float 1 + u / 2^p, so that the integer never has to be converted:
 w = (1 + u / 2^p) (2^p s) - (2^p s + m), with p at most 8, off by less than 2^-14 |s| for its roundings.
 Knows the bits of the formats; does not know matrix products or experts.
 """
@@ -33,10 +33,10 @@ from ktransformers.kernels.triton.common.bits import (
     shifted,
 )
 from ktransformers.kernels.triton.common.runtime import constant, jit, static, tl, triton
-from ktransformers.kernels.triton.quant.repack import READ_TYPES, GpuLayout, layout_nbytes
-from ktransformers.kernels.triton.quant.tables import tables
 from ktransformers.kernels.triton.quant.cpu_packed import cpu_tile
 from ktransformers.kernels.triton.quant.cpu_packed_grid import has_grid
+from ktransformers.kernels.triton.quant.repack import READ_TYPES, GpuLayout, layout_nbytes
+from ktransformers.kernels.triton.quant.tables import tables
 from ktransformers.kernels.types import QuantType, WeightType
 
 __all__ = [
@@ -56,7 +56,7 @@ __all__ = [
 # Layout as constants of the kernels.
 ROWS = constant(int(GpuLayout.ROWS))
 PLANES = constant(int(GpuLayout.PLANES))
-TILES = constant(int(GpuLayout.TILES))
+TILES = constant(int(GpuLayout.CPU_PACKED))
 
 
 @jit
@@ -232,7 +232,7 @@ def fills_lanes(BK, BN, warps):
 @static
 def runs_ahead(type_number, layout):
     """Whether a tile is dequantized one step before its products: it is, where the registers that this takes pay."""
-    return layout == int(GpuLayout.PLANES) or (layout == int(GpuLayout.TILES) and has_grid(type_number))
+    return layout == int(GpuLayout.PLANES) or (layout == int(GpuLayout.CPU_PACKED) and has_grid(type_number))
 
 
 @static
@@ -241,7 +241,7 @@ def lane_rows(type_number, layout, BK, BN, warps):
     if layout == int(GpuLayout.PLANES):
         chunk = 32 if fills_lanes(BK, BN, warps) else 8
         elements = BK // {int(QuantType.Q5_K): 32, int(QuantType.Q6_K): 16}.get(type_number, chunk) * BN
-    elif layout == int(GpuLayout.TILES):
+    elif layout == int(GpuLayout.CPU_PACKED):
         elements = (2 if has_grid(type_number) else 8) * BN
     else:
         return 1
@@ -421,7 +421,7 @@ def dequantize(
     """A matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
 
     raw: uint8, in the layout named. Equal to `gguf.quants.dequantize` up to one rounding of the output type (and
-    |s| 2^-14 in the re-laid forms: see above).
+    |s| 2^-14 in the repacked forms: see above).
     """
     check_matrix(raw, qtype, rows, cols, layout)
     if out is None:

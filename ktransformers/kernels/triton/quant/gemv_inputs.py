@@ -1,4 +1,4 @@
-"""Activations of the vector loops: 16-bit floats, four in an int64, the same for all lanes that multiply a group."""
+"""Activations of the GEMV loops: 16-bit floats, four in an int64, the same for all lanes that multiply a group."""
 
 from __future__ import annotations
 

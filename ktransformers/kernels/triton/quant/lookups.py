@@ -1,9 +1,9 @@
-"""Codes of IQ1, IQ2 and IQ3 looked up in shared memory, for the vector loops of these types.
+"""Codes of IQ1, IQ2 and IQ3 looked up in shared memory, for the GEMV loops of these types.
 
 A table lies in registers, spread over the threads, and each step of a loop brings it to shared memory anew: one or two
 stores a thread. There 32 lanes that read where they please meet in three or four turns of the banks, in the L1 cache
 in 13, and loads from memory may get a layout of their own, which costs a way through shared memory too. Knows
-tiles_grid.py.
+cpu_packed_grid.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ggml matrices re-laid for the GPU, so that one thread reads the same words of neighbouring rows side by side.
+"""ggml matrices repacked for the GPU, so that one thread reads the same words of neighbouring rows side by side.
 
 The numbers stay the same, bit for bit. Rows run fastest in every plane, so a warp reads 512 contiguous bytes, no lane
 needs another lane's scale, and the activations are the same for all lanes. Knows torch; does not know Triton. With
@@ -50,27 +50,27 @@ from ktransformers.kernels.types import (
 )
 
 __all__ = [
+    "CPU_PACKED_TYPES",
     "FP8_COLUMNS",
     "GPU_TYPES",
     "READ_TYPES",
     "ROW_MULTIPLE",
-    "TILE_TYPES",
     "GpuLayout",
     "can_join_rows",
-    "can_relay",
-    "has_vector_loop",
+    "can_repack",
+    "has_gemv",
     "join_rows",
     "layout_nbytes",
-    "relaid_nbytes",
-    "relay",
-    "relay_fp8",
+    "repack",
+    "repack_fp8",
+    "repacked_nbytes",
 ]
 
-#: The block formats that the Triton kernels read; `relay` re-lays them.
+#: The block formats that the Triton kernels read; `repack` repacks them.
 GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4})
 
-#: The block formats that they read from the tiles of the CPU's kernels alone (tiles_codes.py, tiles_grid.py).
-TILE_TYPES: frozenset[WeightType] = frozenset(GroupType) | {
+#: The block formats that they read from the tiles of the CPU's kernels alone (cpu_packed_codes.py, cpu_packed_grid.py).
+CPU_PACKED_TYPES: frozenset[WeightType] = frozenset(GroupType) | {
     QuantType.Q2_K,
     QuantType.Q3_K,
     QuantType.Q4_1,
@@ -92,44 +92,44 @@ TILE_TYPES: frozenset[WeightType] = frozenset(GroupType) | {
 }
 
 #: All types of matrices that they read.
-READ_TYPES: frozenset[WeightType] = GPU_TYPES | TILE_TYPES | {QuantType.BF16, QuantType.F16, OwnType.F8_E4M3}
+READ_TYPES: frozenset[WeightType] = GPU_TYPES | CPU_PACKED_TYPES | {QuantType.BF16, QuantType.F16, OwnType.F8_E4M3}
 
 
 class GpuLayout(IntEnum):
-    """How the bytes of a matrix that a GPU reads lie: as in the file, as `relay` leaves them, or as `cpu.pack` does.
+    """How the bytes of a matrix that a GPU reads lie: as in the file, as `repack` leaves them, or as `cpu.pack` does.
 
     FP8 in rows is codes and then scales.
     """
 
     ROWS = 0
     PLANES = 1
-    TILES = 2
+    CPU_PACKED = 2
 
 
 ROW_MULTIPLE = 8
 FP8_COLUMNS = 32
 """What the columns of an FP8 matrix must be a multiple of."""
-_PIECE = 1 << 22  # weights re-laid at once
+_PIECE = 1 << 22  # weights repacked at once
 _EXTRA = {QuantType.Q4_K: 4, QuantType.Q5_K: 4}
 
 
-def can_relay(qtype: WeightType, rows: int, cols: int) -> bool:
-    """Whether a matrix [rows, cols] can be re-laid; others are read in rows."""
+def can_repack(qtype: WeightType, rows: int, cols: int) -> bool:
+    """Whether a matrix [rows, cols] can be repacked; others are read in rows."""
     if not isinstance(qtype, OwnType) and qtype not in GPU_TYPES:
         return False
     unit = FP8_COLUMNS if isinstance(qtype, OwnType) else block_size(qtype)
     return rows % ROW_MULTIPLE == 0 and cols % unit == 0 and rows * cols > 0
 
 
-def has_vector_loop(type_number: int, layout: GpuLayout) -> bool:
+def has_gemv(type_number: int, layout: GpuLayout) -> bool:
     """Whether few rows are multiplied with a matrix as it streams from memory, not through tensor cores."""
-    return layout == GpuLayout.PLANES or (layout == GpuLayout.TILES and type_number in TILE_TYPES)
+    return layout == GpuLayout.PLANES or (layout == GpuLayout.CPU_PACKED and type_number in CPU_PACKED_TYPES)
 
 
-def relaid_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a re-laid matrix [rows, cols]. Raises ValueError where `can_relay` is False."""
-    if not can_relay(qtype, rows, cols):
-        raise ValueError(f"a {qtype.name} matrix [{rows}, {cols}] has no re-laid form")
+def repacked_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
+    """Bytes of a repacked matrix [rows, cols]. Raises ValueError where `can_repack` is False."""
+    if not can_repack(qtype, rows, cols):
+        raise ValueError(f"a {qtype.name} matrix [{rows}, {cols}] has no repacked form")
     if isinstance(qtype, OwnType):
         return fp8_nbytes(rows, cols)
     return rows * (row_bytes(qtype, cols) + cols // block_size(qtype) * _EXTRA.get(qtype, 0))
@@ -138,12 +138,12 @@ def relaid_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
 def layout_nbytes(qtype: WeightType, rows: int, cols: int, layout: GpuLayout) -> int:
     """Bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form."""
     if layout == GpuLayout.PLANES:
-        return relaid_nbytes(qtype, rows, cols)
-    if layout == GpuLayout.ROWS and qtype in TILE_TYPES:
+        return repacked_nbytes(qtype, rows, cols)
+    if layout == GpuLayout.ROWS and qtype in CPU_PACKED_TYPES:
         raise ValueError(f"a {qtype.name} matrix is read by a GPU in the CPU's tiles alone: pack it first")
     # Also checks the columns.
     nbytes = fp8_nbytes(rows, cols) if isinstance(qtype, OwnType) else row_bytes(qtype, cols) * rows
-    return packed_nbytes(qtype, rows, cols) if layout == GpuLayout.TILES else nbytes
+    return packed_nbytes(qtype, rows, cols) if layout == GpuLayout.CPU_PACKED else nbytes
 
 
 def _nibble_words(values: Tensor) -> Tensor:
@@ -202,14 +202,14 @@ def _planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
     return [(quants, 4), (blocks[..., :2], 2)]
 
 
-def relay(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
-    """Re-lay a matrix, or many of one shape, on the device where it is.
+def repack(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
+    """Repack a matrix, or many of one shape, on the device where it is.
 
     raw: uint8, [rows * row_bytes] or any shape of that many bytes, or [E, ...] with E times as many, in ggml's layout.
-    Returns uint8 [relaid_nbytes] or [E, relaid_nbytes]. Works in pieces: needs about 200 MB beside the result.
-    Raises ValueError for a size that does not fit or a matrix without a re-laid form.
+    Returns uint8 [repacked_nbytes] or [E, repacked_nbytes]. Works in pieces: needs about 200 MB beside the result.
+    Raises ValueError for a size that does not fit or a matrix without a repacked form.
     """
-    nbytes = relaid_nbytes(qtype, rows, cols)
+    nbytes = repacked_nbytes(qtype, rows, cols)
     size = rows * row_bytes(qtype, cols)
     if raw.dtype != torch.uint8 or raw.numel() % size:
         raise ValueError(f"raw must be uint8 in whole matrices of {size} bytes, got {raw.dtype} {tuple(raw.shape)}")
@@ -226,7 +226,7 @@ def relay(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
 
 
 def _write(piece: Tensor, qtype: QuantType, out: Tensor, rows: int, row: int) -> None:
-    """Re-lay rows [E, n, B, size], the first of which is number `row`, into out [E, relaid_nbytes]."""
+    """Repack rows [E, n, B, size], the first of which is number `row`, into out [E, repacked_nbytes]."""
     count = piece.shape[1]
     at = 0
     for values, element in _planes(piece, qtype):
@@ -237,8 +237,8 @@ def _write(piece: Tensor, qtype: QuantType, out: Tensor, rows: int, row: int) ->
         at += nbytes
 
 
-def relay_fp8(weight: Fp8Matrix) -> Tensor:
-    """Re-lay an FP8 matrix on its device, K a multiple of 32; rows, then scales, where `can_relay` says no.
+def repack_fp8(weight: Fp8Matrix) -> Tensor:
+    """Repack an FP8 matrix on its device, K a multiple of 32; rows, then scales, where `can_repack` says no.
 
     Weights must be finite: e4m3's NaN is read as 480. Raises ValueError for a matrix that does not fit.
     """
@@ -246,7 +246,7 @@ def relay_fp8(weight: Fp8Matrix) -> Tensor:
     if cols % FP8_COLUMNS or weight.nbytes >= 2**31:
         raise ValueError(f"an FP8 matrix [{rows}, {cols}] needs columns in {FP8_COLUMNS}s and less than 2 GiB")
     values, scales = weight.values, weight.scales
-    if can_relay(weight.qtype, rows, cols):
+    if can_repack(weight.qtype, rows, cols):
         values, scales = values.reshape(rows, cols // 4, 4).transpose(0, 1), scales.T
     return torch.cat([values.reshape(-1), scales.reshape(-1).view(torch.uint8)])
 
@@ -264,21 +264,21 @@ _PLANES: dict[WeightType, tuple[tuple[int, int, int], ...]] = {
 
 
 def can_join_rows(qtype: WeightType, counts: Sequence[int], cols: int) -> bool:
-    """Whether re-laid matrices of so many rows can become one: no block of scales may lie across two of them."""
+    """Whether repacked matrices of so many rows can become one: no block of scales may lie across two of them."""
     if isinstance(qtype, QuantType):
         return True
     return all(rows % FP8_BLOCK == 0 for rows in counts[:-1]) and fp8_nbytes(sum(counts), cols) < 2**31
 
 
 def join_rows(parts: list[tuple[Tensor, int]], qtype: WeightType, cols: int, *, interleaved: bool = False) -> Tensor:
-    """Re-laid matrices of one type as one with all their rows, one part after another.
+    """Repacked matrices of one type as one with all their rows, one part after another.
 
-    parts: (what `relay` gave, its rows). interleaved: parts of one size take turns, row by row; not FP8. Raises
+    parts: (what `repack` gave, its rows). interleaved: parts of one size take turns, row by row; not FP8. Raises
     ValueError for sizes that do not fit.
     """
     counts = [rows for _, rows in parts]
     for data, rows in parts:
-        if data.numel() != relaid_nbytes(qtype, rows, cols) or (interleaved and rows != counts[0]):
+        if data.numel() != repacked_nbytes(qtype, rows, cols) or (interleaved and rows != counts[0]):
             raise ValueError(f"{data.numel()} bytes are not {rows} rows of {cols} columns of {qtype.name}")
     if not can_join_rows(qtype, counts, cols) or (interleaved and isinstance(qtype, OwnType)):
         raise ValueError(f"{qtype.name} matrices of {counts} rows cannot be joined")

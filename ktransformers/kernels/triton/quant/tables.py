@@ -7,11 +7,11 @@ first call of a kernel compiles it, outside of a graph's capture, and makes the 
     IQ3_XXS, IQ3_S           int32 [256], [512]           4 columns of 6 bits
     IQ1_S and IQ1_M          int16 [2048]                 8 columns of 2 bits, each plus one
 
-The first column is always the lowest. Behind these, for digits_matmul.py, int32 for each code: of IQ2 and IQ1 byte r
+The first column is always the lowest. Behind these, for block_int16_gemv.py, int32 for each code: of IQ2 and IQ1 byte r
 has the rank of column r among the values of the type in its lower nibble, and that of column r + 4 in its upper one; of
 IQ3 byte r is the value of column r. At the end the values by rank, a byte each, in words of four, each word 8 times: of
 IQ2 and of IQ1 those with one sign (or delta) and those with the other, the 16 of IQ4, and twice the 16 of FP4.
-Knows the content; tiles_grid.py, linear/grid.py and linear/digits_matmul.py read it.
+Knows the content; cpu_packed_grid.py, linear/grid.py and linear/block_int16_gemv.py read it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 
-PRODUCTS = ("_vector_kernel", "_tile_kernel", "_gate_up_vector", "_down_vector", "_gate_up_tile", "_down_tile")
+PRODUCTS = ("_gemv_kernel", "_tile_kernel", "_gate_up_gemv", "_down_gemv", "_gate_up_tile", "_down_tile")
 RECURRENT = ("conv_kernel", "rows_kernel", "prepare_kernel", "chunks_kernel", "gates_kernel", "selective_kernel")
 HOT = ("_split_kernel", "_sum_onto_kernel")
 GATED = ("_rope_kernel", "_gate_heads_kernel")

@@ -15,10 +15,10 @@ if runtime.triton is None:
 
 
 from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.experts.matrices import Between, ExpertMatrices
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe, moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
-from ktransformers.kernels.triton.quant import repack as relay
+from ktransformers.kernels.triton.quant import repack as repack
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 
 
@@ -59,8 +59,8 @@ def make(qtype, num, rows, cols, layout, device):
     raws, values = zip(*(random_matrix(qtype, rows, cols, seed) for seed in range(num)), strict=True)
     data = torch.stack(raws).to(device)
     if layout == GpuLayout.PLANES:
-        data = relay.relay(data, qtype, rows, cols)
-    if layout == GpuLayout.TILES:
+        data = repack.repack(data, qtype, rows, cols)
+    if layout == GpuLayout.CPU_PACKED:
         data = torch.stack([pack_for_cpu(raw, qtype, rows, cols) for raw in data.cpu()]).to(device)
     return ExpertMatrices(data, qtype, rows, cols, layout), torch.stack(values).double()
 
@@ -68,11 +68,11 @@ def make(qtype, num, rows, cols, layout, device):
 def make_fp8(num, rows, cols, layout, device):
     """As `make`."""
     matrices, values = zip(*(random_fp8(rows, cols, seed) for seed in range(num)), strict=True)
-    if layout == GpuLayout.TILES:
+    if layout == GpuLayout.CPU_PACKED:
         data = [pack_fp8_for_cpu(one) for one in matrices]
     else:
-        assert relay.can_relay(OwnType.F8_E4M3, rows, cols) == (layout == GpuLayout.PLANES)
-        data = [relay.relay_fp8(one) for one in matrices]
+        assert repack.can_repack(OwnType.F8_E4M3, rows, cols) == (layout == GpuLayout.PLANES)
+        data = [repack.repack_fp8(one) for one in matrices]
     made = ExpertMatrices(torch.stack(data).to(device), OwnType.F8_E4M3, rows, cols, layout)
     return made, torch.stack(values).double()
 
@@ -97,10 +97,10 @@ LOW = (QuantType.Q2_K, QuantType.Q3_K, QuantType.IQ4_XS)
 SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
 FLOATS = (QuantType.BF16, QuantType.F16, QuantType.BF16)
 BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
-GRIDS = (QuantType.IQ2_XXS, QuantType.IQ1_M, QuantType.IQ3_S)  # digits of one order, then of the other
+GRIDS = (QuantType.IQ2_XXS, QuantType.IQ1_M, QuantType.IQ3_S)  # block-wise int16 of one order, then of the other
 THREES = (QuantType.IQ3_S, QuantType.IQ3_XXS, QuantType.IQ2_XS)
 FOURS = (QuantType.IQ4_NL, QuantType.IQ4_NL, QuantType.IQ4_NL)
-APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up take digits in different loops
+APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up take block-wise int16 in different loops
 
 
 @pytest.mark.every(320)
@@ -111,19 +111,19 @@ APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up ta
         (3, GpuLayout.PLANES, SMALL, 96, 64),
         (2, GpuLayout.ROWS, MIXED, 256, 256),
         (33, GpuLayout.PLANES, SMALL, 96, 64),
-        (2, GpuLayout.TILES, MIXED, 256, 256),
-        (2, GpuLayout.TILES, LOW, 256, 256),
-        (33, GpuLayout.TILES, LOW, 256, 256),
+        (2, GpuLayout.CPU_PACKED, MIXED, 256, 256),
+        (2, GpuLayout.CPU_PACKED, LOW, 256, 256),
+        (33, GpuLayout.CPU_PACKED, LOW, 256, 256),
         (2, GpuLayout.ROWS, FLOATS, 100, 72),
-        (3, GpuLayout.TILES, BF16, 96, 32),
+        (3, GpuLayout.CPU_PACKED, BF16, 96, 32),
         (1, GpuLayout.PLANES, FP8, 160, 160),
         (33, GpuLayout.PLANES, FP8, 160, 160),
-        (2, GpuLayout.TILES, FP8, 160, 136),
-        (2, GpuLayout.TILES, GRIDS, 256, 256),
-        (1, GpuLayout.TILES, THREES, 256, 256),
-        (3, GpuLayout.TILES, FOURS, 96, 32),
-        (1, GpuLayout.TILES, APART, 256, 256),
-        (1, GpuLayout.TILES, (*GRIDS[:2], QuantType.Q6_K), 256, 256),  # in blocks
+        (2, GpuLayout.CPU_PACKED, FP8, 160, 136),
+        (2, GpuLayout.CPU_PACKED, GRIDS, 256, 256),
+        (1, GpuLayout.CPU_PACKED, THREES, 256, 256),
+        (3, GpuLayout.CPU_PACKED, FOURS, 96, 32),
+        (1, GpuLayout.CPU_PACKED, APART, 256, 256),
+        (1, GpuLayout.CPU_PACKED, (*GRIDS[:2], QuantType.Q6_K), 256, 256),  # in blocks
     ],
 )
 def test_experts(tokens, layout, types, width, inner, device):
@@ -153,7 +153,7 @@ def test_experts(tokens, layout, types, width, inner, device):
 def test_experts_that_come_in_turns_are_those_that_are_there(qtype, device):
     """Of the CPU's tiles, through a buffer for two experts, overwritten between turns: the same bits."""
     tokens, num, top_k, width = 33, 4, 2, 256
-    held = [make(qtype, num, width, width, GpuLayout.TILES, device)[0] for _ in range(3)]
+    held = [make(qtype, num, width, width, GpuLayout.CPU_PACKED, device)[0] for _ in range(3)]
     ids, weights = routing(tokens, top_k, num, device)
     x = (torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) * 0.02).half().to(device)
     wanted = moe(x, ids, weights, *held)
@@ -163,7 +163,7 @@ def test_experts_that_come_in_turns_are_those_that_are_there(qtype, device):
     moe_align(ids, num, block, slots, space.aligned)
     blocks = [-(-count // block) for count in space.aligned.counts.tolist()]
     buffers = [torch.zeros_like(one.data[:2]) for one in held]
-    turns = [ExpertMatrices(data, qtype, width, width, GpuLayout.TILES) for data in buffers]
+    turns = [ExpertMatrices(data, qtype, width, width, GpuLayout.CPU_PACKED) for data in buffers]
     for turn in range(2):
         for buffer, one in zip(buffers, held, strict=True):
             buffer.copy_(one.data[2 * turn : 2 * turn + 2])
@@ -207,7 +207,7 @@ def reference_oai(x, ids, weights, matrices, biases):
         (3, GpuLayout.PLANES),
         (33, GpuLayout.PLANES),
         (2, GpuLayout.ROWS),
-        (3, GpuLayout.TILES),
+        (3, GpuLayout.CPU_PACKED),
     ],
 )
 def test_experts_of_gpt_oss(tokens, layout, device):
@@ -218,10 +218,10 @@ def test_experts_of_gpt_oss(tokens, layout, device):
     matrices, values = [one for one, _ in made], [value for _, value in made]
     ids, weights = routing(tokens, top_k, num, device)
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)).half().to(device)
-    between = Between(OAI, random_biases(num, inner, width, device))
+    epilogue = MoeEpilogue(OAI, random_biases(num, inner, width, device))
     out = torch.full((tokens, width), torch.nan, device=device)
-    moe(x, ids, weights, *matrices, out, between=between)
-    wanted, size = reference_oai(x, ids, weights, values, between.biases)
+    moe(x, ids, weights, *matrices, out, epilogue=epilogue)
+    wanted, size = reference_oai(x, ids, weights, values, epilogue.biases)
     # Numbers of MXFP4 are numbers of fp16: what is rounded to 11 bits is hidden values and parts, once each.
     assert ((out.cpu().double() - wanted).abs() <= 2 * 2**-11 * size + 1e-6).all()
 
@@ -235,7 +235,7 @@ def test_other_activations_without_biases(tokens, kind, device):
     x = (torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
     ids, weights = torch.zeros(tokens, 1, dtype=torch.int32, device=device), torch.ones(tokens, 1, device=device)
     out = torch.empty(tokens, 64, device=device)
-    moe(x, ids, weights, *matrices, out, between=Between(ActivationSpec(kind)))
+    moe(x, ids, weights, *matrices, out, epilogue=MoeEpilogue(ActivationSpec(kind)))
     act = functional.gelu if kind is Activation.GELU else lambda v: torch.relu(v) ** 2
     wide = x.cpu().double()
     g, u = wide @ gate[0].T, wide @ up[0].T
@@ -251,15 +251,15 @@ def test_biases_of_experts(device):
     """Those that are missing beside others are zero; none at all are none; others' are refused."""
     raw = [RawTensor.from_tensor(torch.zeros(4, 8)) for _ in range(3)]
     down = [RawTensor.from_tensor(torch.zeros(8, 4)) for _ in range(3)]
-    assert Between.of(ExpertWeights(raw, raw, down), OAI, device) == Between(OAI)
+    assert MoeEpilogue.of(ExpertWeights(raw, raw, down), OAI, device) == MoeEpilogue(OAI)
     bias = torch.ones(3, 8)
-    made = Between.of(ExpertWeights(raw, raw, down, down_bias=bias), OAI, device).biases
+    made = MoeEpilogue.of(ExpertWeights(raw, raw, down, down_bias=bias), OAI, device).biases
     assert [tuple(one.shape) for one in made] == [(3, 4), (3, 4), (3, 8)]
     assert [float(one.sum()) for one in made] == [0, 0, 24]
     with pytest.raises(ValueError, match=r"\[2, 4\]"):
-        Between(OAI, made).check(2, 4, 8)
+        MoeEpilogue(OAI, made).check(2, 4, 8)
     with pytest.raises(TypeError, match="float32"):
-        Between(OAI, tuple(one.half() for one in made)).check(3, 4, 8)
+        MoeEpilogue(OAI, tuple(one.half() for one in made)).check(3, 4, 8)
 
 
 def test_a_token_without_experts_and_no_tokens(device):

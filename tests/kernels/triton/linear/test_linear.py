@@ -25,13 +25,13 @@ if runtime.triton is None:
 from ktransformers.kernels.triton.linear.linear import (
     VECTOR_ROWS,
     Workspace,
+    _gemv_plan,
     _tile_plan,
-    _vector_plan,
     gated_linear,
     linear,
     linear_pair,
 )
-from ktransformers.kernels.triton.quant import repack as relay
+from ktransformers.kernels.triton.quant import repack as repack
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 
 # Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
@@ -52,7 +52,7 @@ def check(out, x, values, bias, tolerance):
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_packed_weights(qtype, tokens, device):
     raw, values = random_matrix(qtype, 72, 512)
-    weight = relay.relay(raw.to(device), qtype, 72, 512)
+    weight = repack.repack(raw.to(device), qtype, 72, 512)
     x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(72, generator=torch.Generator().manual_seed(2)).to(device)
     out = torch.full((tokens, 72), torch.nan, device=device)
@@ -71,7 +71,7 @@ def test_weights_with_a_grid(qtype, device):
     space = Workspace.allocate(device, 8)
     for tokens in (1 + int(qtype) % VECTOR_ROWS, 5):
         out = torch.full((tokens, 20), torch.nan, device=device)
-        linear(x[:tokens], weight, qtype, 20, 512, bias, out, layout=GpuLayout.TILES, workspace=space)
+        linear(x[:tokens], weight, qtype, 20, 512, bias, out, layout=GpuLayout.CPU_PACKED, workspace=space)
         check(out, x[:tokens], values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
     assert not space.counters.any()
     with pytest.raises(ValueError, match="in the CPU's tiles alone"):
@@ -99,7 +99,7 @@ def test_weights_in_the_layout_of_the_cpu_kernels(qtype, tokens, device):
     data, values = random_tile_type(qtype, 40, cols)
     x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
     out = torch.full((tokens, 40), torch.nan, device=device)
-    linear(x, data.to(device), qtype, 40, cols, out=out, layout=GpuLayout.TILES)
+    linear(x, data.to(device), qtype, 40, cols, out=out, layout=GpuLayout.CPU_PACKED)
     check(out, x, values, None, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
@@ -108,7 +108,7 @@ def test_bf16_and_a_width_of_odd_blocks(tokens, device):
     if tokens > VECTOR_ROWS and device.type == "cpu":
         pytest.skip("the interpreter multiplies the bits of bf16 in tl.dot")
     raw, values = random_matrix(QuantType.Q8_0, 16, 352)
-    weight = relay.relay(raw.to(device), QuantType.Q8_0, 16, 352)
+    weight = repack.repack(raw.to(device), QuantType.Q8_0, 16, 352)
     x = torch.randn(tokens, 352, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     out = linear(x, weight, QuantType.Q8_0, 16, 352, layout=GpuLayout.PLANES)
     assert out.dtype == torch.bfloat16
@@ -119,15 +119,15 @@ def test_bf16_and_a_width_of_odd_blocks(tokens, device):
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_joined_matrices_are_the_matrix_of_all_rows(qtype, device):
     raws = [random_matrix(qtype, rows, 512, seed)[0].to(device) for seed, rows in enumerate((16, 24))]
-    parts = [(relay.relay(raw, qtype, len(raw), 512), len(raw)) for raw in raws]
-    whole = relay.relay(torch.cat(raws), qtype, 40, 512)
-    assert torch.equal(relay.join_rows(parts, qtype, 512), whole)
+    parts = [(repack.repack(raw, qtype, len(raw), 512), len(raw)) for raw in raws]
+    whole = repack.repack(torch.cat(raws), qtype, 40, 512)
+    assert torch.equal(repack.join_rows(parts, qtype, 512), whole)
     twice = torch.stack([raws[0], raws[0].flip(0)], dim=1).flatten(0, 1)
-    pair = [parts[0], (relay.relay(raws[0].flip(0), qtype, 16, 512), 16)]
-    joined = relay.join_rows(pair, qtype, 512, interleaved=True)
-    assert torch.equal(joined, relay.relay(twice, qtype, 32, 512))
+    pair = [parts[0], (repack.repack(raws[0].flip(0), qtype, 16, 512), 16)]
+    joined = repack.join_rows(pair, qtype, 512, interleaved=True)
+    assert torch.equal(joined, repack.repack(twice, qtype, 32, 512))
     with pytest.raises(ValueError, match="are not 24 rows"):
-        relay.join_rows(parts, qtype, 512, interleaved=True)
+        repack.join_rows(parts, qtype, 512, interleaved=True)
 
 
 @pytest.mark.every(3)
@@ -136,7 +136,7 @@ def test_joined_matrices_are_the_matrix_of_all_rows(qtype, device):
 def test_two_matrices_of_two_types_in_one_launch(tokens, cols, device):
     types, rows = (QuantType.Q4_K, QuantType.Q6_K), (40, 24)
     cases = [random_matrix(qtype, count, cols) for qtype, count in zip(types, rows, strict=True)]
-    packed = [relay.relay(case[0].to(device), *each, cols) for case, *each in zip(cases, types, rows, strict=True)]
+    packed = [repack.repack(case[0].to(device), *each, cols) for case, *each in zip(cases, types, rows, strict=True)]
     x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(64, generator=torch.Generator().manual_seed(2)).to(device)
     space = Workspace.allocate(device, 8)
@@ -152,7 +152,7 @@ def test_two_matrices_of_two_types_in_one_launch(tokens, cols, device):
 @pytest.mark.parametrize("kind", [Activation.SILU, Activation.GELU_TANH], ids=lambda k: k.name)
 def test_gate_up_and_activation_in_one_launch(tokens, kind, device):
     raw, values = random_matrix(QuantType.Q4_K, 64, 1024)
-    weight = relay.relay(raw.to(device), QuantType.Q4_K, 64, 1024)
+    weight = repack.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
     x = (torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
     out = torch.full((tokens, 32), torch.nan, device=device)
     gated_linear(x, weight, QuantType.Q4_K, 64, 1024, kind, out=out, workspace=Workspace.allocate(device, 8))
@@ -170,7 +170,7 @@ def test_gate_up_and_activation_in_one_launch(tokens, kind, device):
 @pytest.mark.exhaustive
 def test_a_row_does_not_depend_on_the_others_and_a_workspace_can_be_used_again(device):
     raw, _ = random_matrix(QuantType.Q4_K, 64, 1024)
-    weight = relay.relay(raw.to(device), QuantType.Q4_K, 64, 1024)
+    weight = repack.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
     x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(1)).half().to(device)
     space = Workspace.allocate(device, 8)
     whole = linear(x, weight, QuantType.Q4_K, 64, 1024, layout=GpuLayout.PLANES, workspace=space)
@@ -215,7 +215,7 @@ def test_a_workspace_suffices_for_every_matrix():
         space = Workspace.allocate("cpu", tokens)
         for rows in (8, 72, 576, 1056, 2048, 7168, 33792, 151936):
             for cols in (256, 1536, 7168, 18432):
-                _, _, split, _ = _vector_plan(rows, cols)
+                _, _, split, _ = _gemv_plan(rows, cols)
                 assert split * VECTOR_ROWS * rows <= space.parts.numel() or split == 1
                 for is_ahead in (True, False):
                     block_m, block_n, _, split, _ = _tile_plan(tokens, rows, cols, is_ahead)

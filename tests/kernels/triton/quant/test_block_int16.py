@@ -1,4 +1,6 @@
-"""Activations as digits, operations on bytes, and products of digits with weights that are looked up."""
+"""Activations as block-wise int16, operations on bytes, and products of block-wise int16 with weights that are looked
+up.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,15 @@ if runtime.triton is None:
 
 from ktransformers.kernels.triton.common.byte_ops import dot_signed, dot_unsigned, permute_bytes
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.linear.block_int16_gemv import digit_pair, digit_vector, has_digits, is_strided
-from ktransformers.kernels.triton.linear.planes import is_plane_type, plane_pair, plane_vector
-from ktransformers.kernels.triton.quant.block_int16 import PairOrder, digit_shape, make_digits
-from ktransformers.kernels.triton.quant.repack import relay
+from ktransformers.kernels.triton.linear.block_int16_gemv import (
+    block_int16_gemv,
+    digit_pair,
+    has_block_int16,
+    is_strided,
+)
+from ktransformers.kernels.triton.linear.planes import is_plane_type, plane_gemv, plane_pair
+from ktransformers.kernels.triton.quant.block_int16 import PairOrder, block_int16_shape, quantize_block_int16
+from ktransformers.kernels.triton.quant.repack import repack
 from ktransformers.kernels.triton.quant.tables import tables
 
 NIBBLES = [QuantType.IQ4_XS, QuantType.IQ4_NL]
@@ -53,13 +60,15 @@ def test_bytes(device):
     assert (got[3] == ((signed * second).sum(1) + b.numpy()).astype(np.int32)).all()
 
 
-def digits_of(x, strided):
-    return make_digits(x, torch.empty(digit_shape(*x.shape), dtype=torch.int32, device=x.device), strided)
+def block_int16_of(x, strided):
+    return quantize_block_int16(
+        x, torch.empty(block_int16_shape(*x.shape), dtype=torch.int32, device=x.device), strided
+    )
 
 
-def numbers(digits, strided):
-    """What digits stand for, fp64 [T, K]."""
-    words = digits.cpu()
+def numbers(block_int16, strided):
+    """What block-wise int16 stand for, fp64 [T, K]."""
+    words = block_int16.cpu()
     planes = words[..., :16].contiguous().view(torch.uint8).view(*words.shape[:2], 2, 32).long()
     q = planes[..., 0, :] + 256 * planes[..., 1, :].to(torch.int8).long()
     if strided:
@@ -69,7 +78,7 @@ def numbers(digits, strided):
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(("dtype", "lowest"), [(torch.bfloat16, -7), (torch.float16, -4)])
-def test_digits_are_the_numbers(dtype, lowest, strided, device):
+def test_block_int16_are_the_numbers(dtype, lowest, strided, device):
     """Exactly, if none is further below the largest of its block than the module says; blocks differ in size."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(3, 288, generator=generator) + 1
@@ -78,17 +87,17 @@ def test_digits_are_the_numbers(dtype, lowest, strided, device):
     x[:, ::32] = 2 - 2**-7  # the largest magnitude has its highest bit where lowest + 7 or 4 bits are left
     x[1, 32:64], x[2, 64:96] = 0, -x[2, 64:96]
     x = (x * 2.0 ** torch.arange(-4, 5).repeat_interleave(32)).to(dtype)
-    assert torch.equal(numbers(digits_of(x.to(device), strided), strided), x.double())
+    assert torch.equal(numbers(block_int16_of(x.to(device), strided), strided), x.double())
 
 
-def test_digits_of_other_numbers(device):
+def test_block_int16_of_other_numbers(device):
     """fp32 is rounded; too small a block is zero; one that is not finite has no number at all."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     x[0, 0] = -(2 - 2**-23)  # rounds up to what q cannot be
     x[0, 1] = 2 - 2**-23
     x[1] *= 1e-37
     x[2, 5], x[3, 40] = torch.inf, torch.nan
-    got = numbers(digits_of(x.to(device), False), False).view(4, 2, 32)
+    got = numbers(block_int16_of(x.to(device), False), False).view(4, 2, 32)
     wide = x.double().view(4, 2, 32)
     largest = wide[0].abs().amax(-1, keepdim=True)
     assert ((got[0] - wide[0]).abs() <= 2.0**-14 * largest).all()
@@ -97,12 +106,12 @@ def test_digits_of_other_numbers(device):
     assert got[3, 1].isnan().all()
     assert got[2, 1].isfinite().all()
     assert got[3, 0].isfinite().all()
-    words = digits_of(x.to(device), False).cpu()
+    words = block_int16_of(x.to(device), False).cpu()
     q = (numbers(words, False).view(4, 2, 2, 16) / words[..., 16:17, None].view(torch.float32)).nan_to_num(0)
     assert (words[..., 17:19] == q.sum(-1))[:2].all()
     assert (words[0, :, 19].view(torch.float32) == got[0].sum(-1)).all()
-    with pytest.raises(ValueError, match="digits must be"):
-        make_digits(x, torch.empty(4, 2, 31, dtype=torch.int32), False)
+    with pytest.raises(ValueError, match="block-wise int16 must be"):
+        quantize_block_int16(x, torch.empty(4, 2, 31, dtype=torch.int32), False)
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 3), (9, 8), (40, 8)])
@@ -112,11 +121,11 @@ def test_pairs_are_ordered(tokens, top_k, device):
     ids = torch.randint(-2, 14, (tokens, top_k), generator=generator).int()
     x = torch.randn(tokens, 512, generator=generator)
     order = torch.full((tokens * top_k,), -1, dtype=torch.int32, device=device)
-    out = torch.empty(digit_shape(*x.shape), dtype=torch.int32, device=device)
-    make_digits(x.to(device), out, False, PairOrder(ids.to(device), 12, order))
+    out = torch.empty(block_int16_shape(*x.shape), dtype=torch.int32, device=device)
+    quantize_block_int16(x.to(device), out, False, PairOrder(ids.to(device), 12, order))
     known = torch.where((ids >= 0) & (ids < 12), ids, 12).flatten()
     assert torch.equal(order.cpu(), known.argsort(stable=True).int())
-    words = digits_of(x.to(device), False)
+    words = block_int16_of(x.to(device), False)
     assert torch.equal(out[..., :20], words[..., :20])
 
 
@@ -125,7 +134,7 @@ def multiply(x, base, second, out, table, first, last, TYPE: tl.constexpr, SECON
              N: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr):  # fmt: skip
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     n, mask = at[None, :], at < N
-    one = digit_vector(x, base, n, mask[None, :], table, first, last, TYPE, K, KS)
+    one = block_int16_gemv(x, base, n, mask[None, :], table, first, last, TYPE, K, KS)
     g, u = digit_pair(x, base, second, n, mask[None, :], table, first, last, TYPE, SECOND, K, KS)
     tl.store(out + at, one, mask=mask)
     tl.store(out + N + at, g, mask=mask)
@@ -135,7 +144,7 @@ def multiply(x, base, second, out, table, first, last, TYPE: tl.constexpr, SECON
 @pytest.mark.exhaustive
 @pytest.mark.every(4)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
-def test_products_with_digits(qtype, device):
+def test_products_with_block_int16(qtype, device):
     """Steps that end within K, a last row that is no tile's, a column that outweighs all others of its block."""
     family = next(each for each in (NIBBLES, THREES, STRIDED) if qtype in each)
     other = family[family.index(qtype) - 1]
@@ -144,9 +153,9 @@ def test_products_with_digits(qtype, device):
     packed = [pack_for_cpu(matrices[i][0], each, rows, cols).to(device) for i, each in enumerate((qtype, other))]
     x = torch.randn(1, cols, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[0, 70] = 500
-    digits = digits_of(x.to(device), is_strided(int(qtype)))
+    block_int16 = block_int16_of(x.to(device), is_strided(int(qtype)))
     out = torch.full((3, rows), 7.0, device=device)
-    multiply[(2,)](digits, *packed, out, tables(device), 0, 2, int(qtype), int(other), cols, rows, BN=16, KS=16)
+    multiply[(2,)](block_int16, *packed, out, tables(device), 0, 2, int(qtype), int(other), cols, rows, BN=16, KS=16)
     assert torch.equal(out[1], out[0])
     for got, (_, values) in zip((out[0], out[2]), matrices, strict=True):
         assert ((got.cpu() - x.double() @ values.double().T).abs() <= bound(x, values)).all()
@@ -157,7 +166,7 @@ def multiply_planes(x, base, second, out, table, first, last, TYPE: tl.constexpr
                     K: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr):  # fmt: skip
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     n, mask = at[None, :], at < N
-    one = plane_vector(x, base, n, mask[None, :], table, first, last, TYPE, K, N, KS, 2)
+    one = plane_gemv(x, base, n, mask[None, :], table, first, last, TYPE, K, N, KS, 2)
     g, u = plane_pair(x, base, second, n, mask[None, :], table, first, last, TYPE, SECOND, K, N, KS)
     tl.store(out + at, one, mask=mask)
     tl.store(out + N + at, g, mask=mask)
@@ -166,17 +175,19 @@ def multiply_planes(x, base, second, out, table, first, last, TYPE: tl.constexpr
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("qtype", PLANES, ids=lambda t: t.name)
-def test_products_of_planes_with_digits(qtype, device):
+def test_products_of_planes_with_block_int16(qtype, device):
     """As above; with 768 columns in steps of 512 the last one ends within K."""
     other = PLANES[PLANES.index(qtype) - 1]
     rows, cols = 24, 768
     matrices = [random_matrix(each, rows, cols, seed) for seed, each in enumerate((qtype, other))]
-    laid = [relay(matrices[i][0].to(device), each, rows, cols) for i, each in enumerate((qtype, other))]
+    laid = [repack(matrices[i][0].to(device), each, rows, cols) for i, each in enumerate((qtype, other))]
     x = torch.randn(1, cols, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[0, 70] = 500
     out = torch.full((3, rows), 7.0, device=device)
-    digits = digits_of(x.to(device), False)
-    multiply_planes[(2,)](digits, *laid, out, tables(device), 0, 2, int(qtype), int(other), cols, rows, BN=16, KS=16)
+    block_int16 = block_int16_of(x.to(device), False)
+    multiply_planes[(2,)](
+        block_int16, *laid, out, tables(device), 0, 2, int(qtype), int(other), cols, rows, BN=16, KS=16
+    )
     assert torch.equal(out[1], out[0])
     for got, (_, values), each in zip((out[0], out[2]), matrices, (qtype, other), strict=True):
         most = bound(x, with_minimum(values, each))
@@ -206,6 +217,6 @@ def bound(x, values):
 def test_types_and_orders():
     assert all(is_plane_type(int(qtype)) for qtype in PLANES)
     assert not any(is_plane_type(int(qtype)) for qtype in TYPES)
-    assert all(has_digits(int(qtype)) for qtype in TYPES)
-    assert not any(has_digits(int(qtype)) for qtype in (QuantType.Q4_K, QuantType.Q2_K, QuantType.Q3_K))
+    assert all(has_block_int16(int(qtype)) for qtype in TYPES)
+    assert not any(has_block_int16(int(qtype)) for qtype in (QuantType.Q4_K, QuantType.Q2_K, QuantType.Q3_K))
     assert [qtype for qtype in TYPES if is_strided(int(qtype))] == STRIDED

@@ -14,9 +14,9 @@ if runtime.triton is None:
 
 from ktransformers.kernels.cpu import grid_values
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.linear.grid import grid_pair, grid_vector
-from ktransformers.kernels.triton.quant.tables import tables
+from ktransformers.kernels.triton.linear.grid import grid_gemv, grid_pair
 from ktransformers.kernels.triton.quant.cpu_packed_grid import grid_tile
+from ktransformers.kernels.triton.quant.tables import tables
 
 TYPES = list(GRID_SCALES)
 
@@ -38,11 +38,11 @@ def read(packed, qtype, rows, cols, dtype):
 @jit
 def multiply(x, stride, base, second, out, table, first, last, TYPE: tl.constexpr, SECOND: tl.constexpr,
              K: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    """Rows 0 to M - 1 by `grid_vector`, then two of the first row by `grid_pair`."""
+    """Rows 0 to M - 1 by `grid_gemv`, then two of the first row by `grid_pair`."""
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     n, mask = at[None, :], at < N
     live = mask[None, :]
-    r0, r1, r2, r3 = grid_vector(x, stride, base, n, live, table, first, last, TYPE, K, KS, M)
+    r0, r1, r2, r3 = grid_gemv(x, stride, base, n, live, table, first, last, TYPE, K, KS, M)
     g, u = grid_pair(x, base, second, n, live, table, first, last, TYPE, SECOND, K, KS)
     tl.store(out + at, r0, mask=mask)
     tl.store(out + N + at, r1, mask=mask)

@@ -24,7 +24,7 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton.quant import dequant
-from ktransformers.kernels.triton.quant import repack as relay
+from ktransformers.kernels.triton.quant import repack as repack
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 
 # Every kind of code, of scale and of group, with zero points and without; the others are left to `--exhaustive`.
@@ -50,8 +50,8 @@ def test_ggml_layout_up_to_one_rounding(qtype, device):
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_packed_layout_holds_the_same_numbers(qtype, device):
     raw, values = random_matrix(qtype, 24, 512)
-    packed = relay.relay(raw.to(device), qtype, 24, 512)
-    assert packed.shape == (relay.relaid_nbytes(qtype, 24, 512),)
+    packed = repack.repack(raw.to(device), qtype, 24, 512)
+    assert packed.shape == (repack.repacked_nbytes(qtype, 24, 512),)
     assert packed.numel() <= 1.03 * raw.numel()
     got = dequant.dequantize(packed, qtype, 24, 512, layout=GpuLayout.PLANES).cpu()
     # (1 + u / 256) 256 s - (256 s + m) in fp32: two roundings at 256 |s| (1 + 31 / 256) + |m|, that is below 512 |s|,
@@ -64,7 +64,7 @@ def test_the_layout_of_the_cpu_kernels_holds_the_same_numbers(qtype, device):
     cols = 512 if qtype in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K) else 480
     raw, values = random_matrix(qtype, 20, cols)
     packed = pack_for_cpu(raw, qtype, 20, cols).to(device)
-    got = dequant.dequantize(packed, qtype, 20, cols, layout=GpuLayout.TILES).cpu()
+    got = dequant.dequantize(packed, qtype, 20, cols, layout=GpuLayout.CPU_PACKED).cpu()
     assert (got - values).abs().max() <= 2**-14 * 1.27  # as above
 
 
@@ -74,22 +74,22 @@ def test_types_that_have_the_layout_of_the_cpu_kernels_alone(qtype, device):
         256 if block_size(qtype) == 256 else 384 if block_size(qtype) == 128 else 320 if qtype.name == "NVFP4" else 96
     )
     data, values = random_tile_type(qtype, 20, cols)
-    got = dequant.dequantize(data.to(device), qtype, 20, cols, layout=GpuLayout.TILES).cpu()
+    got = dequant.dequantize(data.to(device), qtype, 20, cols, layout=GpuLayout.CPU_PACKED).cpu()
     # (1 + u / 256) 256 s - (256 s + m): as above, with the minima and zero points that these types have, below 512 s.
     assert (got - values).abs().max() <= 2**-14 * max(1.27, values.abs().max())
 
 
 def test_packing_of_many_matrices_is_that_of_each(device):
     raws = torch.stack([random_matrix(QuantType.Q6_K, 8, 256, seed)[0] for seed in range(3)]).to(device)
-    together = relay.relay(raws, QuantType.Q6_K, 8, 256)
+    together = repack.repack(raws, QuantType.Q6_K, 8, 256)
     assert together.shape == (3, raws[0].numel())
     for one, row in zip(raws, together, strict=True):
-        assert torch.equal(relay.relay(one, QuantType.Q6_K, 8, 256), row)
+        assert torch.equal(repack.repack(one, QuantType.Q6_K, 8, 256), row)
 
 
 def test_a_width_that_is_no_multiple_of_the_tile(device):
     raw, values = random_matrix(QuantType.Q4_0, 8, 96)
-    packed = relay.relay(raw.to(device), QuantType.Q4_0, 8, 96)
+    packed = repack.repack(raw.to(device), QuantType.Q4_0, 8, 96)
     assert torch.equal(dequant.dequantize(raw.to(device), QuantType.Q4_0, 8, 96).cpu(), values)
     assert (
         dequant.dequantize(packed, QuantType.Q4_0, 8, 96, layout=GpuLayout.PLANES).cpu() - values
@@ -98,11 +98,11 @@ def test_a_width_that_is_no_multiple_of_the_tile(device):
 
 def test_refuses_what_does_not_fit(device):
     raw, _ = random_matrix(QuantType.Q4_K, 12, 256)
-    assert not relay.can_relay(QuantType.Q4_K, 12, 256)
-    with pytest.raises(ValueError, match="no re-laid form"):
-        relay.relay(raw, QuantType.Q4_K, 12, 256)
+    assert not repack.can_repack(QuantType.Q4_K, 12, 256)
+    with pytest.raises(ValueError, match="no repacked form"):
+        repack.repack(raw, QuantType.Q4_K, 12, 256)
     with pytest.raises(ValueError, match="whole matrices"):
-        relay.relay(raw, QuantType.Q4_K, 16, 256)
+        repack.repack(raw, QuantType.Q4_K, 16, 256)
     with pytest.raises(ValueError, match="no GPU kernel"):
         dequant.dequantize(raw, QuantType.F32, 12, 256)
     with pytest.raises(ValueError, match="pack it first"):
@@ -124,8 +124,8 @@ def test_every_exponent_and_code_of_mxfp4(layout, device):
     values = torch.from_numpy(quants.dequantize(raw.numpy(), QuantType.MXFP4))
     data = raw.to(device)
     if layout == GpuLayout.PLANES:
-        data = relay.relay(data, QuantType.MXFP4, 32, 256)
-    if layout == GpuLayout.TILES:
+        data = repack.repack(data, QuantType.MXFP4, 32, 256)
+    if layout == GpuLayout.CPU_PACKED:
         data = pack_for_cpu(raw, QuantType.MXFP4, 32, 256).to(device)
     got = dequant.dequantize(data, QuantType.MXFP4, 32, 256, layout=layout).cpu()
     assert torch.equal(got, values)
@@ -141,15 +141,15 @@ def test_floats_as_they_lie(qtype, device):
 def test_bf16_in_the_layout_of_the_cpu_kernels(cols, device):
     raw, values = random_matrix(QuantType.BF16, 20, cols)
     data = pack_for_cpu(raw, QuantType.BF16, 20, cols).to(device)
-    assert torch.equal(dequant.dequantize(data, QuantType.BF16, 20, cols, layout=GpuLayout.TILES).cpu(), values)
+    assert torch.equal(dequant.dequantize(data, QuantType.BF16, 20, cols, layout=GpuLayout.CPU_PACKED).cpu(), values)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(136, 160), (24, 288), (20, 132)])
 def test_fp8_in_the_layout_of_the_cpu_kernels(rows, cols, device):
     matrix, values = random_fp8(rows, cols)
     data = pack_fp8_for_cpu(matrix).to(device)
-    assert torch.equal(dequant.dequantize(data, OwnType.F8_E4M3, rows, cols, layout=GpuLayout.TILES).cpu(), values)
+    assert torch.equal(dequant.dequantize(data, OwnType.F8_E4M3, rows, cols, layout=GpuLayout.CPU_PACKED).cpu(), values)
     if cols % 32 == 0:
-        layout = GpuLayout.PLANES if relay.can_relay(OwnType.F8_E4M3, rows, cols) else GpuLayout.ROWS
-        got = dequant.dequantize(relay.relay_fp8(matrix).to(device), OwnType.F8_E4M3, rows, cols, layout=layout)
+        layout = GpuLayout.PLANES if repack.can_repack(OwnType.F8_E4M3, rows, cols) else GpuLayout.ROWS
+        got = dequant.dequantize(repack.repack_fp8(matrix).to(device), OwnType.F8_E4M3, rows, cols, layout=layout)
         assert torch.equal(got.cpu(), values)

@@ -11,7 +11,7 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton.linear.linear import VECTOR_ROWS, linear
-from ktransformers.kernels.triton.quant.repack import GpuLayout, can_join_rows, can_relay, join_rows, relay_fp8
+from ktransformers.kernels.triton.quant.repack import GpuLayout, can_join_rows, can_repack, join_rows, repack_fp8
 from ktransformers.kernels.types import Fp8Matrix, OwnType
 
 FP8 = OwnType.F8_E4M3
@@ -34,15 +34,15 @@ def every_number(rows, cols):
 @pytest.mark.parametrize("tokens", [2, 5])
 def test_fp8_linear(rows, cols, tokens, device):
     weight, values = every_number(rows, cols)
-    is_relaid = can_relay(FP8, rows, cols)
+    is_relaid = can_repack(FP8, rows, cols)
     assert is_relaid == (rows % 8 == 0)
     x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(device)
-    data, layout = relay_fp8(weight.to(device)), GpuLayout.PLANES if is_relaid else GpuLayout.ROWS
+    data, layout = repack_fp8(weight.to(device)), GpuLayout.PLANES if is_relaid else GpuLayout.ROWS
     out = linear(x, data, FP8, rows, cols, bias, torch.empty(tokens, rows, device=device), layout=layout)
     exact = x.cpu().double()
     wanted = exact @ values.T + bias.cpu().double()
-    # The vector path keeps fp32: sums of 160 products. The tile path rounds each weight to fp16's 11 bits.
+    # The GEMV path keeps fp32: sums of 160 products. The tile path rounds each weight to fp16's 11 bits.
     tolerance = 2**-16 if is_relaid and tokens <= VECTOR_ROWS else 2**-11 + 2**-16
     assert ((out.cpu().double() - wanted).abs() <= tolerance * (exact.abs() @ values.abs().T) + 1e-6).all()
 
@@ -52,7 +52,7 @@ def test_a_column_is_exact(device):
     x = torch.zeros(4, 32, dtype=torch.float16, device=device)
     columns = [0, 6, 17, 31]
     x[torch.arange(4), columns] = 1
-    data, out = relay_fp8(weight.to(device)), torch.empty(4, 64, device=device)
+    data, out = repack_fp8(weight.to(device)), torch.empty(4, 64, device=device)
     linear(x, data, FP8, 64, 32, out=out, layout=GpuLayout.PLANES)
     assert torch.equal(out.cpu(), values[:, columns].float().T)
 
@@ -60,8 +60,8 @@ def test_a_column_is_exact(device):
 def test_refuses_what_does_not_fit():
     weight, _ = every_number(136, 160)
     with pytest.raises(ValueError, match="32s"):
-        relay_fp8(Fp8Matrix(weight.values[:, :148].contiguous(), weight.scales))
-    part = (relay_fp8(weight), 136)
+        repack_fp8(Fp8Matrix(weight.values[:, :148].contiguous(), weight.scales))
+    part = (repack_fp8(weight), 136)
     with pytest.raises(ValueError, match="cannot be joined"):  # a block of scales would lie across both
         join_rows([part, part], FP8, 160)
     assert not can_join_rows(FP8, [128, 1 << 26], 64)
