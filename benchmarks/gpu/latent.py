@@ -36,14 +36,14 @@ from ktransformers.kernels import flashinfer
 from ktransformers.kernels.triton.attention.materialized import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.common.runtime import triton
-from ktransformers.operators.attention.latent_expansion import (
+from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
+from ktransformers.operators.attention.latent_materialization import (
     EXPANSION_NBYTES,
     ExpansionPolicy,
     LatentDims,
     Rates,
     StepRuns,
 )
-from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.context import ForwardContext
 
 __all__ = ["bench_gpu_latent", "main", "tune_gpu_latent"]

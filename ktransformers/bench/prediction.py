@@ -19,7 +19,7 @@ from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_need
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_paged_engine
 from ktransformers.engine.model.opened import open_synthetic
-from ktransformers.engine.plan.outlook import Outlook, look_ahead
+from ktransformers.engine.plan.dry_run import Outlook, look_ahead
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.optimize.machine_speed import MachineSpeed, best_of
 from ktransformers.optimize.predict import Prediction, predict_decode, predict_prefill

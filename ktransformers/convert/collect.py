@@ -1,7 +1,8 @@
 """Collects activation statistics of a model over a text: how large what is multiplied with each column is.
 
-The model is computed by transformers' own modules in fp32 from the numbers in its files (`engine/verify/twin.py`),
-layer by layer, so that one that does not fit into memory in fp32 can be watched as well.
+The model is computed by transformers' own modules in fp32 from the numbers in its files
+(`engine/verify/reference_module.py`), layer by layer, so that one that does not fit into memory in fp32 can be watched
+as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ktransformers.convert.hf_tensors import WantedNames
 from ktransformers.convert.imatrix import Imatrix, Statistics
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import OpenedModel, describe_model, open_model
-from ktransformers.engine.verify.twin import StoredWeights, build_twin
+from ktransformers.engine.verify.reference_module import StoredWeights, build_twin
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.gguf_of_config import hf_metadata

@@ -33,7 +33,7 @@ from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Devices
-from ktransformers.operators.shares import Shares
+from ktransformers.operators.partial_sums import Shares
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.source import TensorInfo, WeightSource
 

@@ -21,7 +21,7 @@ from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, uses_gemv
 from ktransformers.kernels.triton.linear.linear import SPLIT_ROWS, Workspace
-from ktransformers.operators.marks import Marks
+from ktransformers.operators.gpu_timers import Marks
 from ktransformers.operators.usage import ExpertUsage
 
 __all__ = [

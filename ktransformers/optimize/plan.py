@@ -19,9 +19,9 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import Devices
 from ktransformers.operators.linear.linear import KTransformersLinear
-from ktransformers.operators.shares import Placeholder
+from ktransformers.operators.partial_sums import Placeholder
 from ktransformers.operators.wrapper import DenseState
-from ktransformers.optimize.homes import Home, Homes
+from ktransformers.optimize.layer_devices import Home, Homes
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rule, Rules
 from ktransformers.optimize.tied import TiedSource, tied_names

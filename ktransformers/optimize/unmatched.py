@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ktransformers.errors import RuleError
-from ktransformers.operators.shares import Placeholder
+from ktransformers.operators.partial_sums import Placeholder
 from ktransformers.optimize.aliases import legacy_names
 from ktransformers.optimize.rules import Rule, Rules
 

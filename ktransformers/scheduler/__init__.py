@@ -2,7 +2,7 @@
 
 `scheduler.py` holds the truth of every request (`sequence.py`) and plans steps (`batch.py`, over `page_tables.py`);
 `records.py` is what it exchanges with an engine, `updates.py` what callers hear. How many rows prompts get beside
-decodes: `pacing.py` on the curves of `step_times.py`, `passing.py`, `shared_prompts.py`. Prefixes and states:
+decodes: `prefill_throttle.py` on the curves of `step_times.py`, `passing.py`, `shared_prompts.py`. Prefixes and states:
 `prefixes.py`, `snapshots.py`, which keeps states before the end of a prompt, every so many tokens, and at the end of a
 growing answer. Pages below the cache: `tiering.py`, `tier_records.py`, `tier_rates.py`. `limits.py` is the one check of
 a request's size.

@@ -64,8 +64,8 @@ class SchedulerConfig:
     chunk_size: most tokens one step carries, decodes and prefill together.
     max_batch_size: most sequences one step carries.
     max_itl_ratio: beside prompts, streams are at most so many times slower than alone over any two seconds, as far as
-    scheduler/pacing.py can have it; 0: chunk_size alone decides. max_gap_ms: milliseconds that a step which carries
-    prompts beside decodes may last; 0: no limit.
+    scheduler/prefill_throttle.py can have it; 0: chunk_size alone decides. max_gap_ms: milliseconds that a step which
+    carries prompts beside decodes may last; 0: no limit.
     vocab_size: token ids are 0 .. vocab_size - 1. A prompt with others would kill the engine again and again.
     eos_token_ids: end every answer whose request does not say ignore_eos.
     max_model_len: most tokens of one sequence that the model can do; None: as many as the cache holds.

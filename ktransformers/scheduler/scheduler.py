@@ -7,7 +7,8 @@
 
 A step takes, within chunk_size tokens: first one token of every decode, so that streams do not stall; then chunks of
 prompts in the order of rank (priority, then arrival), of which a part goes to the one with the fewest tokens left
-(passing.py). With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows (pacing.py).
+(passing.py). With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows
+(prefill_throttle.py).
 
 Waiting sequences are admitted in the order of rank while fewer than max_running run and pages are free, with rows in
 this step or without, so that a short prompt is seen behind long ones. Nobody overtakes the head of the queue that
@@ -55,9 +56,9 @@ from operator import attrgetter
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
 from ktransformers.scheduler.batch import Batch, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.pacing import Pacer, Pending
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.passing import Passing
+from ktransformers.scheduler.prefill_throttle import Pacer, Pending
 from ktransformers.scheduler.records import (
     PromptLogprobs,
     Request,

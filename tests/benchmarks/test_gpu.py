@@ -18,7 +18,7 @@ from ktransformers.bench.gpu import attention_case, hand_over
 from ktransformers.bench.gpu.device import Gpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
-from ktransformers.operators.attention.latent_expansion import LatentDims
+from ktransformers.operators.attention.latent_materialization import LatentDims
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")

@@ -15,7 +15,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware
 from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.engine.model.skeleton import check_kinds
-from ktransformers.engine.plan.outlook import Outlook, look_ahead
+from ktransformers.engine.plan.dry_run import Outlook, look_ahead
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.synthetic_shapes import SHAPES

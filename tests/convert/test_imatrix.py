@@ -19,7 +19,7 @@ from ktransformers.convert.imatrix import Imatrix, Statistics, read_imatrix, wri
 from ktransformers.convert.mixtures import TypeRule
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import open_model
-from ktransformers.engine.verify.twin import StoredWeights, build_twin
+from ktransformers.engine.verify.reference_module import StoredWeights, build_twin
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.optimize.tied import TiedSource

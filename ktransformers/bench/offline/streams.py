@@ -16,7 +16,7 @@ import numpy as np
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import PagedEngine
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.pacing import FEWEST_ROWS
+from ktransformers.scheduler.prefill_throttle import FEWEST_ROWS
 from ktransformers.scheduler.records import Request, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 

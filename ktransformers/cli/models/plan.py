@@ -27,7 +27,7 @@ from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
     from ktransformers.engine.model.opened import OpenedModel
-    from ktransformers.engine.plan.outlook import Outlook
+    from ktransformers.engine.plan.dry_run import Outlook
     from ktransformers.optimize.machine_speed import MachineSpeed
     from ktransformers.optimize.predict import Expected
 
@@ -84,7 +84,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         return nodes_command(config, args.synthetic, args.nodes, as_json=args.json)
     from ktransformers.bench.common.bandwidth import bandwidths
-    from ktransformers.engine.plan.outlook import look_ahead
+    from ktransformers.engine.plan.dry_run import look_ahead
     from ktransformers.optimize.machine_speed import SpeedFile
 
     outlook = look_ahead(open_planned(config, args.synthetic), name=args.synthetic)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ktransformers.engine.plan.outlook import Outlook
-from ktransformers.engine.plan.remedies import Remedies, Remedy, needed_bits, shortfall
+from ktransformers.engine.plan.dry_run import Outlook
+from ktransformers.engine.plan.fit_suggestions import Remedies, Remedy, needed_bits, shortfall
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.predict import Expected, Prediction
 from ktransformers.optimize.summary import Summary, SummaryPart

@@ -9,8 +9,10 @@ import torch
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.engine.load.ready import forget_positions
-from ktransformers.engine.model.opened import OpenedModel
-from ktransformers.engine.parallel.pipeline.borders import check_borders
+from ktransformers.engine.model.opened import (
+    OpenedModel,
+)
+from ktransformers.engine.parallel.pipeline.stage_io_check import check_borders
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout, move_into
 from ktransformers.engine.step.runner import ModelRunner
@@ -22,7 +24,7 @@ from ktransformers.kernels.triton.common.compiling import compiles, rehearsal
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers
 from ktransformers.operators.layers.native_stack import stack_cpu_layers
-from ktransformers.operators.layers.observed import (
+from ktransformers.operators.layers.traced import (
     PROBE_ROWS,
     LayerCall,
     check_calls,

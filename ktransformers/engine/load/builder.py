@@ -21,9 +21,12 @@ from ktransformers.engine.load.stages import (
     open_part,
     plan_part,
 )
-from ktransformers.engine.model.opened import OpenedModel, open_model
-from ktransformers.engine.parallel.ranks.division import division_of, num_processes
-from ktransformers.engine.parallel.ranks.leader import Leader, made_of
+from ktransformers.engine.model.opened import (
+    OpenedModel,
+    open_model,
+)
+from ktransformers.engine.parallel.ranks.driver import Leader, made_of
+from ktransformers.engine.parallel.ranks.parallel_strategy import division_of, num_processes
 from ktransformers.engine.parallel.ranks.ranks import Alone, Follower, Ranks
 from ktransformers.engine.plan.cache_plan import CachePlan, OneSequence, SharedPages
 from ktransformers.engine.plan.planning import Hardware, Planner

@@ -9,7 +9,7 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import CAPTURING, COMPILING, Progress
-from ktransformers.engine.load.rehearsal import Extent, rehearse
+from ktransformers.engine.load.warmup import Extent, rehearse
 from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import StepSize

@@ -22,7 +22,7 @@ from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_recurrent
 from ktransformers.engine.load.ready import prepare_decode
-from ktransformers.engine.load.rehearsal import Extent
+from ktransformers.engine.load.warmup import Extent
 from ktransformers.engine.model.fingerprint import Identified, identify
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
@@ -34,6 +34,7 @@ from ktransformers.engine.plan.planning import Hardware, Planned, Planner
 from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.fused_decode import find_short_forward
 from ktransformers.engine.step.hot import HotFile, HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
@@ -43,14 +44,15 @@ from ktransformers.engine.step.layout import (
     settle_buffers,
 )
 from ktransformers.engine.step.prefill import open_prefills
-from ktransformers.engine.step.short_forward import find_short_forward
 from ktransformers.engine.step.step_sizes import replayed_sizes
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.layers.observed import hand_contexts_on
+from ktransformers.operators.layers.traced import (
+    hand_contexts_on,
+)
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from ktransformers.optimize.plan import Plan

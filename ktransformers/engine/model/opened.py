@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.model.bounds import check_layers, check_parameters
 from ktransformers.engine.model.card import ModelCard, card_of
+from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
@@ -24,7 +24,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
-from ktransformers.operators.shares import Shares
+from ktransformers.operators.partial_sums import Shares
 from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
 from ktransformers.weights.digests.states import FileState, states_of

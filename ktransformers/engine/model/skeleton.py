@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from ktransformers.cache.static import LayerShape
-from ktransformers.engine.model.bounds import check_config_values
+from ktransformers.engine.model.config_checks import check_config_values
 from ktransformers.engine.model.file_layouts import arrange
 from ktransformers.engine.model.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
+from ktransformers.models.fused_experts_adapter import give_usual_experts
 from ktransformers.models.layers import number_mixers
 from ktransformers.models.registry import OTHER_NAMES
-from ktransformers.models.usual_experts import give_usual_experts
-from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
 from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.attention.sparse_indexer import Chooser
 from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.system.file_kinds import why_not_json

@@ -1,7 +1,7 @@
 """Which kernels attend on GPUs: Triton's, or FlashInfer's in prefill steps where it is installed and can.
 
-Latent attention has a third way in prefill steps, on expanded keys (operators/attention/latent_expansion.py), which is
-taken sequence by sequence where it is faster than what is chosen here.
+Latent attention has a third way in prefill steps, on expanded keys (operators/attention/latent_materialization.py),
+which is taken sequence by sequence where it is faster than what is chosen here.
 
 What can be known is asked while planning; once the model is loaded, FlashInfer computes something of every shape and
 is used for those on which it agrees with the Triton kernels. Knows plans and operators, not steps.
@@ -23,7 +23,7 @@ from ktransformers.kernels import flashinfer
 from ktransformers.kernels.flashinfer import FlashInfer, Shape
 from ktransformers.operators.attention.flash import FlashLayer, FlashSteps
 from ktransformers.operators.attention.gqa import KAttention
-from ktransformers.operators.attention.latent_expansion import ExpansionPolicy
+from ktransformers.operators.attention.latent_materialization import ExpansionPolicy
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.base import Operator
 from ktransformers.operators.device import Device, use

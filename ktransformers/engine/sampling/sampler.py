@@ -35,7 +35,7 @@ import torch
 
 from ktransformers.core import SamplingParams, TokenLogprobs
 from ktransformers.engine.damage.errors import NotFiniteError
-from ktransformers.engine.sampling.reduced import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits, StepLogits
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits, StepLogits
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, sampling
 
@@ -196,7 +196,9 @@ class RequestSampler:
 
     @property
     def need(self) -> int:
-        """What the next token takes of a row, see sampling/reduced.py: less than all where nothing looks at all."""
+        """What the next token takes of a row, see sampling/logits_request.py: less than all where nothing looks at
+        all.
+        """
         params = self.params
         if self._mask is not None or params.logprobs is not None or self.changes_logits:
             return WHOLE_ROW

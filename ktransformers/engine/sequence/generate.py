@@ -21,7 +21,7 @@ import torch
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.sampling.constraints import check_rules, mask_of
-from ktransformers.engine.sampling.reduced import StepLogits
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
 from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.engine.sequence.profiled import AnswerProfile, ProfileSlot
@@ -81,7 +81,9 @@ class SequenceRunner(Protocol):
         ...
 
     def decode(self, token_id: int, position: int, need: int) -> StepLogits:
-        """`forward` of one token at the end of what is written. need: see sampling/reduced.py; more may come back."""
+        """`forward` of one token at the end of what is written. need: see sampling/logits_request.py; more may come
+        back.
+        """
         ...
 
 

@@ -18,7 +18,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.damage.scan import DamageScan
 from ktransformers.engine.model.card import ModelCard
-from ktransformers.engine.sampling.reduced import StepLogits
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import draw_seed
 from ktransformers.engine.sequence.generate import (
     Control,

@@ -12,7 +12,7 @@ rows a sequence have sizes of their own (`StepSize`: rows, and sequences, of as 
 -1, so nothing is cached, and length 0, so nothing is attended to. What they call CUDA for is an argument, so tests run
 them over a stream that is a thread.
 
-`short_forward.py` leaves the model's own code out where every layer is native, if the logits are the same bits;
+`fused_decode.py` leaves the model's own code out where every layer is native, if the logits are the same bits;
 `logits_fetch.py` brings back what choosing the token takes; `prefill.py` sets up experts streamed over PCIe, `hot.py`
 those in slots of a GPU; `tiered.py` copies pages to and from the tiers below; `kept_states.py` keeps recurrent states
 of one sequence; `hidden.py` pools embeddings.

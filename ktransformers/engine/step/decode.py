@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
-from ktransformers.engine.sampling.reduced import StepLogits
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.context import PREFILL_ROWS
 from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, GraphBackend, StepMarks
 from ktransformers.engine.step.decode_inputs import (
@@ -27,7 +27,7 @@ from ktransformers.engine.step.decode_inputs import (
 from ktransformers.engine.step.forward import ForwardPass, StepInputs
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.logits_fetch import LogitsFetch
-from ktransformers.operators.attention.latent_expansion import ExpansionPolicy, StepRuns
+from ktransformers.operators.attention.latent_materialization import ExpansionPolicy, StepRuns
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.usage import KEPT_ROWS
@@ -166,7 +166,7 @@ class DecodeSteps:
         """A step of T rows that `takes` takes, all on the CPU. launched: called with T before its end is waited for.
 
         Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, or what `needs` says of each of them
-        (engine.sampling.reduced), valid until the next step.
+        (engine.sampling.logits_request), valid until the next step.
         """
         on_device = self.launch(token_ids, positions, context, keep)
         launched(len(token_ids))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.engine.step.fused_decode import ShortForward
 from ktransformers.engine.step.layout import StepLayout
-from ktransformers.engine.step.short_forward import ShortForward
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU

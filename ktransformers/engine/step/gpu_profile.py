@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ktransformers.engine.step.cuda_graph_runner import StepMarks
 from ktransformers.operators.device import Device
-from ktransformers.operators.marks import Label
+from ktransformers.operators.gpu_timers import Label
 from ktransformers.operators.usage import KEPT_ROWS, ExpertUsage
 from ktransformers.profiling.messages import GpuExpertCounts, GpuRecord, GpuTimes
 

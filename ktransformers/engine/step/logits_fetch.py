@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.engine.sampling.reduced import BEST_TOKEN, ROOM, WHOLE_ROW, ReducedLogits, StepLogits
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, ROOM, WHOLE_ROW, ReducedLogits, StepLogits
 from ktransformers.kernels.triton.common.candidates import MAX_VOCAB, BestTokens
 from ktransformers.operators.device import use
 

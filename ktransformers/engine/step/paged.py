@@ -18,7 +18,7 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.damage.errors import NotFiniteError
-from ktransformers.engine.sampling.reduced import BEST_TOKEN, StepLogits
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.step.context import paged_context
 from ktransformers.engine.step.hidden import HiddenTap, Pooled
@@ -288,7 +288,7 @@ class PagedExecutor:
         return kept
 
     def _needs(self, rows: Sequence[Row], kept: _Kept) -> list[int] | None:
-        """What choosing tokens takes of the kept rows (engine.sampling.reduced); None where some are scored."""
+        """What choosing tokens takes of the kept rows (engine.sampling.logits_request); None where some are scored."""
         if kept.scored:
             return None
         samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]

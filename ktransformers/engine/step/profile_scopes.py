@@ -13,7 +13,7 @@ from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.joined import Done
 from ktransformers.operators.layers.native_stack import NativeStack
-from ktransformers.operators.layers.observed import layer_list
+from ktransformers.operators.layers.traced import layer_list
 from ktransformers.profiling.runtime import ModuleScope
 
 __all__ = ["module_scopes"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ktransformers.cache.static import StaticCache
-from ktransformers.engine.sampling.reduced import StepLogits
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.context import static_context
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.forward import ForwardPass
@@ -73,7 +73,8 @@ class ModelRunner:
         keep: torch.Tensor,
         needs: Sequence[int] | None,
     ) -> StepLogits:
-        """As `step`, but a row's need (engine.sampling.reduced) may be all that comes back of it. None: whole rows.
+        """As `step`, but a row's need (engine.sampling.logits_request) may be all that comes back of it. None: whole
+        rows.
 
         Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
         """
@@ -274,7 +275,9 @@ class StaticRunner(ModelRunner):
         return logits
 
     def decode(self, token_id: int, position: int, need: int) -> StepLogits:
-        """`forward` of one token, of whose logits no more than `need` (engine.sampling.reduced) has to come back."""
+        """`forward` of one token, of whose logits no more than `need` (engine.sampling.logits_request) has to come
+        back.
+        """
         return self._forward([token_id], position, [0], [need])
 
     def _forward(

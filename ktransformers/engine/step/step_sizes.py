@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Sequence
 from ktransformers.engine.step.decode_inputs import StepSize, mixed_sizes
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.prefill import PrefillStream
-from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.latent_expansion import ExpansionPolicy
+from ktransformers.operators.attention.latent_materialization import ExpansionPolicy
 from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.attention.sparse_indexer import Chooser
 from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan

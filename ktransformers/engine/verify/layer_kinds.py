@@ -19,7 +19,7 @@ from torch import nn
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.operators.layers.gpu import LayerStack
-from ktransformers.operators.layers.observed import layer_list
+from ktransformers.operators.layers.traced import layer_list
 from ktransformers.optimize.plan import Plan
 
 __all__ = ["layer_kinds", "one_of_each"]

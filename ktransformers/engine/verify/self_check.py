@@ -31,15 +31,15 @@ from ktransformers.engine.step.context import static_context
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.runner import ModelRunner
-from ktransformers.engine.verify.taps import Taps, Trace, model_layers, tapped, watched
-from ktransformers.engine.verify.twin import StoredWeights, build_twin, routed_experts
+from ktransformers.engine.verify.hooks import Taps, Trace, model_layers, tapped, watched
+from ktransformers.engine.verify.reference_module import StoredWeights, build_twin, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import is_tested
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.layers.cpu import FusedLayer
-from ktransformers.operators.layers.observed import LayerCall, layer_list
+from ktransformers.operators.layers.traced import LayerCall, layer_list
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.tied import TiedSource
 

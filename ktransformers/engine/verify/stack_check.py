@@ -22,7 +22,7 @@ from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.layers.gpu import LayerStack
-from ktransformers.operators.layers.observed import decoder_layers
+from ktransformers.operators.layers.traced import decoder_layers
 
 __all__ = ["StackCheck"]
 

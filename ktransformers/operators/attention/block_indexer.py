@@ -21,9 +21,9 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import choose_positions as triton_choose
-from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.rotation import rotated_columns
-from ktransformers.operators.attention.selection import Selection
+from ktransformers.operators.attention.sparse_indexer import Chooser
+from ktransformers.operators.attention.topk_positions import Selection
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use

@@ -27,7 +27,7 @@ from ktransformers.operators.attention.block_indexer import BlockIndex
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GpuCache, GqaParts, gqa_forward
 from ktransformers.operators.attention.pooled_indexer import ChoiceMask, KPooledIndexer
-from ktransformers.operators.attention.selection import Selection
+from ktransformers.operators.attention.topk_positions import Selection
 from ktransformers.operators.base import Site
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use

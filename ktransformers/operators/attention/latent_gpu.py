@@ -1,5 +1,5 @@
 """Latent attention on a GPU: absorbed, in four launches for few rows and its own cache write, or on expanded keys where
-many rows share them. See operators/attention/mla.py and operators/attention/latent_expansion.py.
+many rows share them. See operators/attention/mla.py and operators/attention/latent_materialization.py.
 
 T rows, H heads, R kv_lora_rank, P rotary dimension, N non-rotary dimension, V value dimension
 """
@@ -20,8 +20,8 @@ from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.rope import latent_to_cache
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.flash import Attend
-from ktransformers.operators.attention.latent_expansion import WORKSPACE_ALIGN, ExpandedBatch, Expansion
-from ktransformers.operators.attention.selection import Selection
+from ktransformers.operators.attention.latent_materialization import WORKSPACE_ALIGN, ExpandedBatch, Expansion
+from ktransformers.operators.attention.topk_positions import Selection
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.matrix import dense_tensor

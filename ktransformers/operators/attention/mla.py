@@ -10,7 +10,7 @@ v_b to the attention's result:
     out[t, h]       = v_b[h] sum_j softmax(scores)[j] latent[j]
 
 On a GPU prefill steps may expand a sequence's keys and values for the time of a layer, which takes fewer products where
-many rows share them: operators/attention/latent_expansion.py says when.
+many rows share them: operators/attention/latent_materialization.py says when.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.types import GroupType, RawTensor
 from ktransformers.kernels.untraced import untraced
-from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.indexer import KIndexer
-from ktransformers.operators.attention.latent_expansion import ExpansionPolicy, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
+from ktransformers.operators.attention.latent_materialization import ExpansionPolicy, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_spec import LatentSpec
 from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_projections
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.attention.rotation import rotate
-from ktransformers.operators.attention.selection import Selection
+from ktransformers.operators.attention.sparse_indexer import say_dense
+from ktransformers.operators.attention.topk_positions import Selection
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape, layer_number
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears

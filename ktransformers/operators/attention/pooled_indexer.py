@@ -24,10 +24,10 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import choose_positions
-from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates
 from ktransformers.operators.attention.rotation import rotated_columns
-from ktransformers.operators.attention.selection import Selection
+from ktransformers.operators.attention.sparse_indexer import Chooser
+from ktransformers.operators.attention.topk_positions import Selection
 from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.operators.attention.selection import Selection
+from ktransformers.operators.attention.topk_positions import Selection
 from ktransformers.operators.context import ForwardContext
 
 __all__ = ["PoolStep", "in_order", "pooled_by_gates"]

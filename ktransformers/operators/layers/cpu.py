@@ -45,7 +45,7 @@ from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
-from ktransformers.operators.layers.observed import (
+from ktransformers.operators.layers.traced import (
     PROBE_ROWS,
     LayerCall,
     keep_attention_type,

@@ -24,7 +24,7 @@ from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock
 from ktransformers.operators.layers.joined import Done, handed
-from ktransformers.operators.layers.observed import LayerCall, keep_attention_type, layer_list
+from ktransformers.operators.layers.traced import LayerCall, keep_attention_type, layer_list
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.layer import PartKind, recognize_layer
 from ktransformers.operators.recurrent.base import RecurrentOperator

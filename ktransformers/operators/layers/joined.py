@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.operators.layers.observed import LayerCall, keep_attention_type
+from ktransformers.operators.layers.traced import LayerCall, keep_attention_type
 
 __all__ = ["Done", "handed"]
 

@@ -25,7 +25,7 @@ from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.joined import Done, handed
-from ktransformers.operators.layers.observed import (
+from ktransformers.operators.layers.traced import (
     PROBE_ROWS,
     LayerCall,
     keep_attention_type,

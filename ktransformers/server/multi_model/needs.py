@@ -85,7 +85,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
     from ktransformers.cache.paged import PagedCache
     from ktransformers.engine.model.opened import open_model
     from ktransformers.engine.plan.cache_plan import CachePlan, OneSequence, SharedPages
-    from ktransformers.engine.plan.outlook import on_one_thread
+    from ktransformers.engine.plan.dry_run import on_one_thread
     from ktransformers.engine.plan.planning import Hardware, Planner
 
     shape: CachePlan[PagedCache] = OneSequence()

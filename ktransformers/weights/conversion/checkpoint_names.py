@@ -150,7 +150,9 @@ class _Table:
 
 
 def _own_names(model_type: str) -> list[WeightRenaming | WeightConverter]:
-    """For families whose experts modules are of another form here than in transformers (models/usual_experts.py)."""
+    """For families whose experts modules are of another form here than in transformers
+    (models/fused_experts_adapter.py).
+    """
     if model_type == "dbrx":
         parts = ["experts.mlp.w1", "experts.mlp.v1"]
         return [

@@ -17,7 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.ranks.driver import Leader
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.types import QuantType

@@ -22,7 +22,7 @@ from ktransformers.engine.load.builder import Engine, build_engine, build_paged_
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import reference
 from ktransformers.operators.attention import latent_gpu, mla
-from ktransformers.operators.attention.latent_expansion import Rates
+from ktransformers.operators.attention.latent_materialization import Rates
 from ktransformers.scheduler.records import StepPlan
 from tests.engine.gpu.test_sparse_gpu import BLOCK_TYPE, model_of
 from tests.support.checks.products import product

@@ -14,7 +14,7 @@ from ktransformers.engine.load.builder import build_engine, build_paged_engine, 
 from ktransformers.engine.sequence.session import Session
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs
 from ktransformers.kernels.types import StateStep
-from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES
+from ktransformers.operators.attention.latent_materialization import EXPANSION_NBYTES
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.recurrent_models import recurrent_model

@@ -20,7 +20,7 @@ from ktransformers.engine.load.builder import build_engine, build_follower, buil
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.parallel.pipeline.link import StageLink, gpu_number, joined_stages
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, joined_layers, stage_bounds
-from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.ranks.driver import Leader
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Start
 from ktransformers.engine.parallel.ranks.ranks import Follower
 from ktransformers.engine.plan.cache_plan import SharedPages

@@ -21,7 +21,7 @@ from ktransformers.engine.load.builder import build_paged_engine
 from ktransformers.engine.parallel.pipeline.network import local_address, local_interface, meeting_store
 from ktransformers.engine.parallel.ranks import agent as agent_module
 from ktransformers.engine.parallel.ranks.agent import MOST_PENDING, StageAgent, connect, read_secret
-from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.ranks.driver import Leader
 from ktransformers.errors import ConfigError, EngineError, StageLostError
 from tests.engine.parallel.test_pipeline import logits_in_steps
 from tests.support.models.tiny_models import tiny_model, write_safetensors

@@ -13,7 +13,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.model.opened import open_model
-from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.ranks.driver import Leader
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.step.context import paged_context

@@ -21,7 +21,7 @@ from ktransformers.engine.api.async_llm import AsyncLLM
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.model.fingerprint import Identified
-from ktransformers.engine.sampling.reduced import StepLogits
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sequence.saved_session import SavedSession
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, SessionFileError, UnsupportedError
 from ktransformers.kernels.types import QuantType

@@ -17,7 +17,7 @@ from ktransformers.engine.load.builder import Engine, build_engine, build_paged_
 from ktransformers.errors import ConfigError
 from ktransformers.operators.attention import latent_gpu as gpu_latent
 from ktransformers.operators.attention import mla
-from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES, Rates
+from ktransformers.operators.attention.latent_materialization import EXPANSION_NBYTES, Rates
 from ktransformers.scheduler.records import StepPlan
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines import fake_flashinfer

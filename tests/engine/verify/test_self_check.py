@@ -202,7 +202,7 @@ def test_wide_models_are_compared_in_parts(
 def test_a_large_matrix_is_multiplied_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ktransformers.engine.verify.twin._PIECE", 64 * 33)
+    monkeypatch.setattr("ktransformers.engine.verify.reference_module._PIECE", 64 * 33)
     load(write_safetensors(tiny_model("qwen3_moe"), tmp_path)).close()
     assert "as transformers computes it" in said(caplog)[0]
 

@@ -31,7 +31,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.kernels import reference
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.layers.cpu import FusedLayer
-from ktransformers.operators.layers.observed import decoder_layers
+from ktransformers.operators.layers.traced import decoder_layers
 from tests.support.checks.products import product
 from tests.support.engines.runners import fused_runner, random_ids, runner_of
 from tests.support.gguf.writer import write_gguf

@@ -18,7 +18,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.operators.attention.rope import _say_settled
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.native_stack import NativeStack
-from ktransformers.operators.layers.observed import decoder_layers
+from ktransformers.operators.layers.traced import decoder_layers
 from tests.support.models.agreement import TOLERANCE
 from tests.support.models.tiny_models import (
     SCALED_ROPES,

@@ -19,7 +19,7 @@ from ktransformers.kernels.cpu.stack import NativeLayerStack
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers, watch_step
 from ktransformers.operators.layers.joined import Done
 from ktransformers.operators.layers.native_stack import MOST_ROWS, NativeStack, stack_cpu_layers
-from ktransformers.operators.layers.observed import decoder_layers
+from ktransformers.operators.layers.traced import decoder_layers
 from tests.support.engines.runners import fused_runner, random_ids, runner_of, stacked_runner
 from tests.support.models.family_models import family_config
 from tests.support.models.recurrent_models import recurrent_model

@@ -9,7 +9,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.ranks.driver import Leader
 from ktransformers.engine.step.context import paged_context
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import fake_hardware

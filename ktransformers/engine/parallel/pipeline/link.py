@@ -18,7 +18,7 @@ from typing_extensions import override
 from ktransformers.engine.parallel.pipeline.network import local_interface
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.triton.common.compiling import is_rehearsal
-from ktransformers.operators.shares import Placeholder
+from ktransformers.operators.partial_sums import Placeholder
 
 __all__ = ["Incoming", "Outgoing", "StageLink", "gpu_number", "joined_stages"]
 

@@ -20,7 +20,7 @@ from ktransformers.engine.parallel.pipeline.link import StageLink
 from ktransformers.engine.parallel.pipeline.nodes import LayerCost, Node, best_split, stage_cost
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, joined_layers
 from ktransformers.engine.plan.cache_plan import OneSequence
-from ktransformers.engine.plan.outlook import on_one_thread
+from ktransformers.engine.plan.dry_run import on_one_thread
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
 from ktransformers.errors import CapacityError
 from ktransformers.models.facts import ModelFacts

@@ -2,7 +2,7 @@
 
 The layers keep their numbers in names, by which rules and files know them; in caches they are counted from the stage's
 first one. What a model computes between embedding and layers, or hands from layer to layer besides hidden states,
-cannot be cut: the first steps of a loaded stage show it (engine/parallel/pipeline/borders.py).
+cannot be cut: the first steps of a loaded stage show it (engine/parallel/pipeline/stage_io_check.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.link import Incoming, Outgoing, StageLink
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.operators.layers.observed import layer_list
-from ktransformers.operators.shares import Placeholder
+from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.partial_sums import Placeholder
 from ktransformers.weights.cut_source import CutSource
 
 __all__ = ["cut_stage", "joined_layers", "layer_costs", "stage_bounds", "stage_weights"]

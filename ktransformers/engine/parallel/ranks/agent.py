@@ -195,7 +195,7 @@ class StageAgent:
 
     def __init__(self, host: str, port: int, secret: bytes, command: Sequence[str] | None = None) -> None:
         self._secret = secret
-        self._command = list(command or spawn_code("ktransformers.engine.load.follower"))
+        self._command = list(command or spawn_code("ktransformers.engine.load.worker"))
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closing = False
         self._pending: list[_Handshake] = []  # the oldest first

@@ -1,4 +1,4 @@
-"""The processes of a model that is cut, as the builder sees them: one alone, one that follows, or leader.py's."""
+"""The processes of a model that is cut, as the builder sees them: one alone, one that follows, or driver.py's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
-from ktransformers.engine.parallel.ranks.division import Division, division_of
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Start
+from ktransformers.engine.parallel.ranks.parallel_strategy import Division, division_of
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.engine.step.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.step.decode_inputs import StepSize

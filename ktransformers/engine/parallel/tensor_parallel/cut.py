@@ -27,10 +27,10 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.attention.latent_spec import LatentSpec
 from ktransformers.operators.experts.block import KMoEBlock
-from ktransformers.operators.layers.observed import layer_list
+from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.partial_sums import Placeholder, RankGroup, Shares
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import NormPlace, recognize_attention
-from ktransformers.operators.shares import Placeholder, RankGroup, Shares
 from ktransformers.weights.cut_source import CutSource, TensorSlice, column_unit
 from ktransformers.weights.source import WeightSource
 

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from ktransformers.kernels.triton.common.compiling import is_rehearsal
-from ktransformers.operators.shares import RankGroup
+from ktransformers.operators.partial_sums import RankGroup
 
 __all__ = ["TensorGroup"]
 

@@ -6,7 +6,8 @@ Keys and values of some heads were expanded for the L positions of one or more s
 of a key is shared by all heads and read where it is, beside the latents. The loop is FlashAttention's (arXiv
 2205.14135, running maximum of arXiv 1805.02867), with logits in units of log 2. Products are taken in the keys' type,
 sums in fp32. A program's rows are of one sequence, and what a row gives does not depend on the rows beside it. Knows
-pointers and strides; not pages, who expanded the keys, or when that pays (operators/attention/latent_expansion.py).
+pointers and strides; not pages, who expanded the keys, or when that pays
+(operators/attention/latent_materialization.py).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from ktransformers.bench.common.bandwidth import BandwidthFile, bandwidths
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware, plan_model
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.plan.outlook import Outlook, look_ahead
-from ktransformers.engine.plan.remedies import needed_bits
+from ktransformers.engine.plan.dry_run import Outlook, look_ahead
+from ktransformers.engine.plan.fit_suggestions import needed_bits
 from ktransformers.errors import EngineError
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.optimize.machine import Machine

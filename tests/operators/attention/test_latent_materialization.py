@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ktransformers.core import Phase
-from ktransformers.operators.attention.latent_expansion import (
+from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
+from ktransformers.operators.attention.latent_materialization import (
     EXPANSION_NBYTES,
     ExpansionPolicy,
     LatentDims,
@@ -18,7 +19,6 @@ from ktransformers.operators.attention.latent_expansion import (
     batches_of,
     is_worth_expanding,
 )
-from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.context import ForwardContext
 
 pytest.importorskip("triton")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.sampling.reduced import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, sample_batch, sample_each
 from ktransformers.engine.sequence.session import Session
 from ktransformers.engine.step.logits_fetch import LogitsFetch

@@ -24,7 +24,7 @@ from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.layers.native_stack import NativeStack
-from ktransformers.operators.layers.observed import PROBE_ROWS, layer_list, probe_context
+from ktransformers.operators.layers.traced import PROBE_ROWS, layer_list, probe_context
 from ktransformers.operators.linear.embedding import KEmbedding
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.norm import KRMSNorm

@@ -10,14 +10,14 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_paged_engine
-from ktransformers.engine.load.follower import _build
+from ktransformers.engine.load.worker import _build
 from ktransformers.engine.model.opened import open_model
-from ktransformers.engine.parallel.pipeline.rooms import stage_rooms
+from ktransformers.engine.parallel.pipeline.memory_budgets import stage_rooms
 from ktransformers.engine.parallel.pipeline.stages import stage_weights
-from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.parallel.ranks.driver import Leader
 from ktransformers.engine.parallel.ranks.messages import Begin, Start, decode
-from ktransformers.engine.parallel.ranks.peers import Child
 from ktransformers.engine.parallel.ranks.ranks import Follower
+from ktransformers.engine.parallel.ranks.worker_handles import Child
 from ktransformers.errors import CapacityError
 from ktransformers.optimize.machine import Machine
 from ktransformers.system.child import read_frame

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine
-from ktransformers.engine.step.short_forward import find_short_forward
+from ktransformers.engine.step.fused_decode import find_short_forward
 from tests.support.engines.runners import random_ids, stacked_runner
 from tests.support.models.agreement import TOLERANCE
 from tests.support.models.tiny_models import random_model, tiny_config, tiny_model, write_safetensors
@@ -50,7 +50,7 @@ def test_the_usual_model_has_one(family: str, tmp_path: Path) -> None:
 
 def test_a_model_that_does_more_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
     """Its layers and all else are the usual ones, but what its head gives is divided."""
-    caplog.set_level("DEBUG", "ktransformers.engine.step.short_forward")
+    caplog.set_level("DEBUG", "ktransformers.engine.step.fused_decode")
     runner = stacked_runner(tiny_model("llama"))
     shapes = list(runner.cache.shapes)
     assert find_short_forward(runner.model, shapes, runner.pool, 64) is not None

@@ -15,7 +15,7 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
-from ktransformers.engine.sampling.reduced import BEST_TOKEN
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN
 from ktransformers.engine.step.context import PREFILL_ROWS, StepStateSlots, state_step
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import decode_batch_sizes

@@ -16,7 +16,7 @@ from torch import nn
 
 from ktransformers.engine.parallel.pipeline.link import Incoming, Outgoing
 from ktransformers.errors import UnsupportedError
-from ktransformers.operators.layers.observed import layer_list
+from ktransformers.operators.layers.traced import layer_list
 
 __all__ = ["check_borders"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from ktransformers.errors import ConfigError
-from ktransformers.scheduler.pacing import REFRESH, WINDOW, WORTH, Pacer, Pending, cheapest_rows
+from ktransformers.scheduler.prefill_throttle import REFRESH, WINDOW, WORTH, Pacer, Pending, cheapest_rows
 from ktransformers.scheduler.records import RowResult, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.scheduler.step_times import StepTimes

@@ -16,14 +16,14 @@ from typing_extensions import override
 
 from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.model.opened import OpenedModel
+from ktransformers.engine.parallel.pipeline.memory_budgets import StageRoom
 from ktransformers.engine.parallel.pipeline.network import meeting_store
-from ktransformers.engine.parallel.pipeline.rooms import StageRoom
 from ktransformers.engine.parallel.ranks.agent import read_secret
-from ktransformers.engine.parallel.ranks.crew import Crew
-from ktransformers.engine.parallel.ranks.division import Division, division_of, num_processes
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Made, Regroup, Start, Step, encode
-from ktransformers.engine.parallel.ranks.peers import Child, OnDeath, Peer, RemotePeer
+from ktransformers.engine.parallel.ranks.parallel_strategy import Division, division_of, num_processes
 from ktransformers.engine.parallel.ranks.ranks import Ranks, Settled, Sizes, pairs_of
+from ktransformers.engine.parallel.ranks.worker_group import Crew
+from ktransformers.engine.parallel.ranks.worker_handles import Child, OnDeath, Peer, RemotePeer
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.engine.step.telling import StepTeller
 from ktransformers.errors import CapacityError, ConfigError, EngineError

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from ktransformers.engine.parallel.ranks.crew import MOST_DEATHS, Crew
-from ktransformers.engine.parallel.ranks.peers import OnDeath, Peer
+from ktransformers.engine.parallel.ranks.worker_group import MOST_DEATHS, Crew
+from ktransformers.engine.parallel.ranks.worker_handles import OnDeath, Peer
 from ktransformers.errors import CapacityError, EngineError, StageLostError
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from ktransformers.engine.parallel.ranks.peers import OnDeath, Peer
+from ktransformers.engine.parallel.ranks.worker_handles import OnDeath, Peer
 from ktransformers.errors import EngineError, KTransformersError, StageLostError
 
 __all__ = ["MOST_DEATHS", "Crew"]

@@ -14,8 +14,8 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.plan.cache_plan import OneSequence
+from ktransformers.engine.plan.fit_suggestions import Remedies, find_remedies
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
-from ktransformers.engine.plan.remedies import Remedies, find_remedies
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.summary import Summary, summarize
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.link import StageLink
-from ktransformers.engine.parallel.pipeline.rooms import StageRoom, stage_rooms
+from ktransformers.engine.parallel.pipeline.memory_budgets import StageRoom, stage_rooms
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, stage_weights
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup

@@ -68,7 +68,7 @@ class Child(Peer):
         self.name, self.rank, self._on_death, self._is_closing = name, rank, on_death, False
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else dict(os.environ)
         self.process = subprocess.Popen(
-            spawn_code("ktransformers.engine.load.follower"),
+            spawn_code("ktransformers.engine.load.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -20,8 +20,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import COMPILING
 from ktransformers.engine.load import arrange, ready
 from ktransformers.engine.load.builder import Hardware, PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.load.rehearsal import Extent, row_counts
-from ktransformers.engine.parallel.ranks.leader import Leader
+from ktransformers.engine.load.warmup import Extent, row_counts
+from ktransformers.engine.parallel.ranks.driver import Leader
 from ktransformers.engine.step import prefill as prefill_module
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.verify.layer_kinds import one_of_each
