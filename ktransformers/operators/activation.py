@@ -73,7 +73,7 @@ class KActivation(WrapperOperator):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self.device.take(x)
+        rows = self.device.to_device(x)
         if self.spec is None:
             return give_back(self.inner(rows), x)
         return give_back(activate(self.spec, None, rows, self.device, self.config.pool), x)

@@ -75,7 +75,7 @@ class Placement:
     out_device: str = "cpu"
     generate_op: str | None = None
     prefill_op: str | None = None
-    home: str | None = None
+    layer_device: str | None = None
 
     @classmethod
     def on(cls, device: str, home: str | None = None) -> Placement:
@@ -221,7 +221,7 @@ class Operator(nn.Module, ABC):
         self.config = config
         self.placement = placement or Placement()
         self.device = config.devices[self.placement.generate_device]
-        self.home = config.devices[self.placement.home or self.placement.generate_device]
+        self.layer_device = config.devices[self.placement.layer_device or self.placement.generate_device]
         self._stage = Stage.PLANNED
 
     @classmethod
@@ -252,7 +252,7 @@ class Operator(nn.Module, ABC):
     def load(self, source: WeightSource) -> None:
         """Read the tensors and lay them out. Subclasses say how; `fill` calls it."""
 
-    def settle(self, site: Site) -> None:
+    def bind(self, site: Site) -> None:
         """Take what the site has for it, and share what may be shared. Subclasses say how; `attach` calls it."""
 
     @final
@@ -262,10 +262,10 @@ class Operator(nn.Module, ABC):
         self.load(source)
 
     @final
-    def attach(self, site: Site) -> None:
+    def post_load(self, site: Site) -> None:
         """Give the operator its site, once, when all operators of the model are loaded. Raises RuntimeError before."""
         self._enter(Stage.ATTACHED)
-        self.settle(site)
+        self.bind(site)
 
     def _enter(self, stage: Stage) -> None:
         if self._stage != stage - 1:

@@ -84,7 +84,7 @@ class Device:
     dtype: torch.dtype
     is_gpu: bool
     make_driver: Callable[[torch.device], StreamDriver] = CudaDriver
-    besides: list[Beside] = field(default_factory=list, compare=False, repr=False)
+    services: list[Beside] = field(default_factory=list, compare=False, repr=False)
     followers: list[StepFollower] = field(default_factory=list, compare=False, repr=False)
     _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
     _usages: dict[int, ExpertUsage] = field(default_factory=dict, compare=False, repr=False)
@@ -94,7 +94,7 @@ class Device:
         """Of the activations that quantized products read: fp16 where `dtype` is fp32, which none of them reads."""
         return torch.float16 if self.dtype is torch.float32 else self.dtype
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
+    def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """`x` here: floats in `dtype`, integers and complex numbers as they are. No copy of what is here already.
 
         What an operator does first: kernels launched next go to this device.
@@ -128,21 +128,21 @@ class Device:
         return list(self._usages.values())
 
     @property
-    def marks(self) -> Marks | None:
+    def gpu_timers(self) -> Marks | None:
         """What times the parts of steps here, while somebody wants that."""
         made = self._scratch.get("marks")
         return made if isinstance(made, Marks) and made.is_on else None
 
-    def make_marks(self) -> Marks:
+    def make_gpu_timers(self) -> Marks:
         """Those of this device, off until they are begun."""
         made = self._scratch.get("marks")
         if not isinstance(made, Marks):
             made = self._scratch["marks"] = Marks(self.torch_device)
         return made
 
-    def mark(self, part: str, layer: int | None = None) -> None:
+    def time_part(self, part: str, layer: int | None = None) -> None:
         """From here on, what this device does belongs to this part of a step, and of this layer (None: as before)."""
-        marks = self.marks
+        marks = self.gpu_timers
         if marks is not None:
             marks.at(part, layer)
 
@@ -226,8 +226,8 @@ class Devices:
         for device in self._made.values():
             while device.followers:
                 device.followers.pop().close()
-            while device.besides:
-                device.besides.pop().close()
+            while device.services:
+                device.services.pop().close()
         for stream in self.async_cpu_experts():
             stream.close()
 

@@ -65,7 +65,7 @@ class KRMSNorm(WrapperOperator):
 
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = self.device.take(hidden_states)
+        x = self.device.to_device(hidden_states)
         rows = x.reshape(-1, x.shape[-1])
         if self.spec is None:
             normed = self.inner(x)

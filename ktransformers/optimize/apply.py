@@ -87,7 +87,7 @@ def attach_plan(plan: Plan, max_len: int, services: Mapping[str, object] | None 
     """
     services = services or {}
     for key, operator in plan.operators.items():
-        operator.attach(Site(max_len, services.get(key)))
+        operator.post_load(Site(max_len, services.get(key)))
 
 
 def _stored_bytes(entry: PlanEntry, source: WeightSource) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ def _load_kept(plan: Plan, key: str, source: WeightSource) -> None:
         tensor = _tied_parameter(plan, full)
         if tensor is None:
             expect_shape(source.find(full), full, shape)
-            tensor = device.take(source.dense(full))
+            tensor = device.to_device(source.dense(full))
         if name in module._buffers:
             module._buffers[name] = tensor
         else:

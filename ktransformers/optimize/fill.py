@@ -37,7 +37,7 @@ def experts_for_gpus(plan: Plan, source: WeightSource) -> Filling:
     full: set[str] = set()
     candidates = 0
     for entry in reversed(plan.entries):
-        operator, home = plan.operators.get(entry.key), entry.placement.home
+        operator, home = plan.operators.get(entry.key), entry.placement.layer_device
         if not isinstance(operator, KTransformersExperts) or entry.placement.generate_device != "cpu":
             continue
         nbytes = operator.gpu_nbytes(source)

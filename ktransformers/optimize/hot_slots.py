@@ -106,13 +106,13 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
     found: dict[str, list[_Candidate]] = {}
     for entry in plan.entries:
         operator, place = plan.operators.get(entry.key), entry.placement
-        if not isinstance(operator, KTransformersExperts) or place.home is None or not plan.devices[place.home].is_gpu:
+        if not isinstance(operator, KTransformersExperts) or place.layer_device is None or not plan.devices[place.layer_device].is_gpu:
             continue
-        if place.generate_device != "cpu" or place.prefill_device != place.home:
+        if place.generate_device != "cpu" or place.prefill_device != place.layer_device:
             continue
         nbytes = operator.streamed_nbytes(source)
         if nbytes is not None:
-            found.setdefault(place.home, []).append(_Candidate(entry.key, operator, *nbytes))
+            found.setdefault(place.layer_device, []).append(_Candidate(entry.key, operator, *nbytes))
     return found
 
 

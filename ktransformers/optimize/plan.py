@@ -91,7 +91,7 @@ class Plan:
     tied: Mapping[str, str]
     shared: Mapping[str, str]
     extra_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    homes: tuple[Home, ...] = ()
+    layer_devices: tuple[Home, ...] = ()
     devices: Devices = field(default_factory=Devices)
 
     @property
@@ -193,7 +193,7 @@ def make_plan(
         unmatched=unmatched,
         tied=planner.tied,
         shared=shared,
-        homes=tuple(planner.homes.layers.values()),
+        layer_devices=tuple(planner.homes.layers.values()),
         devices=operator_config.devices,
     )
 
@@ -282,7 +282,7 @@ class _Planner:
         type."""
         placement = self._placement(rule, key)
         if self._is_narrow_linear(module, key):
-            self._keep_bits(module, key, rule, Placement.on(placement.generate_device, placement.home))
+            self._keep_bits(module, key, rule, Placement.on(placement.generate_device, placement.layer_device))
             return
         state = DenseState(module, key, self.config.devices[placement.generate_device])
         if any(len(shape) == 3 and name.endswith("down_proj") for name, shape in state.names()):
@@ -368,7 +368,7 @@ class _Planner:
             out_device=devices[2],
             generate_op=rule.ops.get("generate_op"),
             prefill_op=rule.ops.get("prefill_op"),
-            home=home,
+            layer_device=home,
         )
 
     def _wanted(self, rule: Rule, key: str) -> tuple[str, str, str]:

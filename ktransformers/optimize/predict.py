@@ -133,7 +133,7 @@ class _Step:
         """What the program takes to launch a prompt's step that is not replayed."""
         seconds = 0.0
         for i, layer in enumerate(load.layers if self._is_prefill and not self._is_replayed else ()):
-            side = self._side(layer.home)
+            side = self._side(layer.layer_device)
             cost = side.launches.get(layer.steps) if isinstance(side, GpuSpeed) else None
             if cost is not None:
                 seconds += cost.layer.of(self._rows) + (cost.step.of(self._rows) if i == 0 else 0.0)
@@ -141,7 +141,7 @@ class _Step:
 
     def _is_of_the_host(self, layer: LayerLoad) -> bool:
         """Whether the host must see to this layer in a prompt's step, so that the step cannot be replayed."""
-        side = self._side(layer.home)
+        side = self._side(layer.layer_device)
         if isinstance(side, CpuSpeed) or self._rows > side.replayed_rows:
             return True
         return any("cpu" in (experts.device, experts.prefill_device) for experts in layer.experts)
@@ -158,8 +158,8 @@ class _Step:
         places = {matrix.device for matrix in layer.matrices if matrix.is_shared}
         is_beside = bool(places) and not places & {experts.device for experts in layer.experts}
         alone.update(self._cost(layer, lambda cost: cost.layer))
-        if layer.home != "cpu" and any(experts.device == "cpu" for experts in layer.experts):
-            alone.update(Counter({LAUNCH: self._gpu(layer.home).hand_over}))
+        if layer.layer_device != "cpu" and any(experts.device == "cpu" for experts in layer.experts):
+            alone.update(Counter({LAUNCH: self._gpu(layer.layer_device).hand_over}))
         return alone + (_longer(routed, shared) if is_beside else routed + shared)
 
     def _gpu(self, device: str) -> GpuSpeed:
@@ -222,7 +222,7 @@ class _Step:
         return self._told_apart(attention.device, seconds, nbytes)
 
     def _cost(self, layer: LayerLoad, curve_of: Callable[[StepCost], Curve]) -> Times:
-        side = self._side(layer.home)
+        side = self._side(layer.layer_device)
         cost = side.steps[layer.steps]
         if self._is_replayed and isinstance(side, GpuSpeed):
             cost = side.replayed.get(layer.steps, cost)
@@ -242,4 +242,4 @@ def _longer(one: Times, other: Times) -> Times:
 
 
 def _key(layer: LayerLoad) -> object:
-    return (layer.home, layer.steps, tuple(layer.matrices), tuple(layer.experts), layer.attention)
+    return (layer.layer_device, layer.steps, tuple(layer.matrices), tuple(layer.experts), layer.attention)

@@ -71,7 +71,7 @@ class AttentionLoad:
 class LayerLoad:
     """One decoder layer. steps: the kind under which StepCost knows it. home: the device of its hidden states."""
 
-    home: str = "cpu"
+    layer_device: str = "cpu"
     steps: str = "grouped"
     matrices: list[Matrix] = field(default_factory=list)
     experts: list[ExpertLoad] = field(default_factory=list)
@@ -89,7 +89,7 @@ class StepLoad:
         """All that take part."""
         found = {matrix.device for matrix in self.outside}
         for layer in self.layers:
-            found |= {layer.home, *(one.device for one in layer.matrices), *(one.device for one in layer.experts)}
+            found |= {layer.layer_device, *(one.device for one in layer.matrices), *(one.device for one in layer.experts)}
             found |= {one.prefill_device for one in layer.experts}
             found |= set() if layer.attention is None else {layer.attention.device}
         return found
@@ -112,7 +112,7 @@ def step_load(
         else:
             (outside if layer is None else layer.matrices).extend(_matrices(entry))
         if layer is not None:
-            layer.home = entry.placement.home or layer.home
+            layer.layer_device = entry.placement.layer_device or layer.layer_device
             if any(name.endswith(".sinks") for name in entry.stored_names):
                 layer.steps = "sinks"
     for number, (shape, fact) in enumerate(zip(shapes, facts.layers, strict=True)):

@@ -77,7 +77,7 @@ def step_nbytes(facts: ModelFacts, num_rows: int) -> int:
 def chunk_size_for(asked: int, plan: Plan, facts: ModelFacts) -> int:
     """Most tokens of a prefill step: what is asked for, or else more on a GPU than on the CPU alone, as far as
     activations leave room; the weights that a step reads, over PCIe perhaps, cost the same for all its tokens."""
-    gpus = {home.device for home in plan.homes if plan.devices[home.device].is_gpu}
+    gpus = {home.device for home in plan.layer_devices if plan.devices[home.device].is_gpu}
     if asked or not gpus:
         return asked or DEFAULT_CHUNK_SIZE
     free = min(plan.capacity.get(gpu, 0) for gpu in gpus)
@@ -99,7 +99,7 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
     """By device."""
     found: dict[str, list[_Candidate]] = {}
     for entry in plan.entries:
-        operator, home = plan.operators.get(entry.key), entry.placement.home
+        operator, home = plan.operators.get(entry.key), entry.placement.layer_device
         if not isinstance(operator, KTransformersExperts) or home is None or not plan.devices[home].is_gpu:
             continue
         place = entry.placement

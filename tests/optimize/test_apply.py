@@ -159,7 +159,7 @@ def test_an_operator_lives_through_its_stages_once_and_in_order() -> None:
         one.fill(source)
     assert one.sites == []
     attach_plan(plan, 8)
-    for again in (lambda: one.attach(Site(9)), lambda: one.fill(source)):
+    for again in (lambda: one.post_load(Site(9)), lambda: one.fill(source)):
         with pytest.raises(RuntimeError, match=r"it is ATTACHED$"):
             again()
     assert one.sites == [Site(8)]

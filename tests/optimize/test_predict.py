@@ -105,7 +105,7 @@ def test_layers_and_steps_cost_something_themselves() -> None:
 def test_shared_experts_elsewhere_run_beside_routed_ones() -> None:
     routed = ExpertLoad("cpu", "cpu", ("Q4_K",), 100.0, num_experts=1, top_k=1)
     shared = Matrix("cuda:0", ("Q4_K",), 300.0, is_shared=True)
-    layer = LayerLoad(home="cuda:0", matrices=[shared], experts=[routed])
+    layer = LayerLoad(layer_device="cuda:0", matrices=[shared], experts=[routed])
     found = predict_decode(load(layer), machine())
     assert found.parts == {RAM: pytest.approx(10.0), LAUNCH: 0.125}  # 3 s on the GPU, meanwhile; and the hand-over
     same = replace(shared, device="cpu", nbytes=30.0)
@@ -114,7 +114,7 @@ def test_shared_experts_elsewhere_run_beside_routed_ones() -> None:
 
 def test_streamed_experts_share_the_work_in_prefill_alone() -> None:
     experts = ExpertLoad("cpu", "cuda:0", ("Q4_K",), 100.0, num_experts=1, top_k=1)
-    layer = LayerLoad(home="cuda:0", experts=[experts])
+    layer = LayerLoad(layer_device="cuda:0", experts=[experts])
     found = predict_prefill(load(layer), machine(), tokens=11, chunk_size=11)
     copy, alone = 100.0 / 50.0, 100.0 * 0.2
     assert found.parts[PCIE] == pytest.approx(1 / (1 / copy + 1 / alone) + STEP_COST)
@@ -122,7 +122,7 @@ def test_streamed_experts_share_the_work_in_prefill_alone() -> None:
 
 
 def test_attention_on_a_gpu_multiplies_or_reads() -> None:
-    layer = LayerLoad(home="cuda:0", attention=AttentionLoad("cuda:0", "grouped", 10, 40, None))
+    layer = LayerLoad(layer_device="cuda:0", attention=AttentionLoad("cuda:0", "grouped", 10, 40, None))
     assert predict_decode(load(layer), machine(), context=99).seconds == pytest.approx(100 * 40 / 100.0)
     wide = replace(layer, attention=AttentionLoad("cuda:0", "grouped", 1000, 1, None))
     assert predict_decode(load(wide), machine(), context=99).parts[GPU] == pytest.approx(200.0 - 1.0)
@@ -192,7 +192,7 @@ def on_gpu(**more: object) -> MachineSpeed:
 
 
 def test_a_prompt_takes_as_long_as_its_kernels_or_as_whoever_launches_them() -> None:
-    layer = LayerLoad(home="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 100.0)])
+    layer = LayerLoad(layer_device="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 100.0)])
     slow = StepCost(Curve((1.0, 3.0), (2.0, 4.0)), Curve((1.0,), (0.5,)))
     speed = on_gpu(launches={"grouped": slow})
     assert predict_prefill(load(layer, layer), on_gpu(), 2, 2).seconds == pytest.approx(2.0)
@@ -200,12 +200,12 @@ def test_a_prompt_takes_as_long_as_its_kernels_or_as_whoever_launches_them() -> 
     assert launched.parts == {LAUNCH: pytest.approx(2 * 3.0 + 0.5)}
     assert predict_prefill(load(layer, layer), speed, 4, 2).seconds == pytest.approx(2 * 6.5)
     assert predict_decode(load(layer, layer), speed).seconds == pytest.approx(2.0)  # replayed
-    long = LayerLoad(home="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 1000.0)])
+    long = LayerLoad(layer_device="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 1000.0)])
     assert predict_prefill(load(long, long), speed, 2, 2).seconds == pytest.approx(20.0)
 
 
 def test_a_replayed_prompt_takes_its_kernels_and_what_such_a_step_costs() -> None:
-    layer = LayerLoad(home="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 100.0)])
+    layer = LayerLoad(layer_device="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 100.0)])
     slow = StepCost(Curve((1.0,), (9.0,)), Curve((1.0,), (0.5,)))
     replayed = StepCost(Curve((2.0, 4.0), (0.25, 0.75)), Curve((2.0,), (0.125,)))
     speed = on_gpu(launches={"grouped": slow}, replayed={"grouped": replayed}, replayed_rows=3)
@@ -215,12 +215,12 @@ def test_a_replayed_prompt_takes_its_kernels_and_what_such_a_step_costs() -> Non
     assert predict_prefill(load(layer, layer), speed, 4, 4).seconds == pytest.approx(2 * 9.0 + 0.5)
     assert predict_decode(load(layer, layer), speed).seconds == pytest.approx(2.0)
     experts = ExpertLoad("cuda:0", "cpu", ("Q4_K",), 0.0, num_experts=1, top_k=1)
-    streamed = LayerLoad(home="cuda:0", matrices=layer.matrices, experts=[replace(experts, device="cpu")])
+    streamed = LayerLoad(layer_device="cuda:0", matrices=layer.matrices, experts=[replace(experts, device="cpu")])
     assert predict_prefill(load(layer, streamed), speed, 3, 3).parts[LAUNCH] == pytest.approx(2 * 9.0 + 0.5)
 
 
 def test_attention_on_a_gpu_takes_what_its_kernels_were_measured_to_take() -> None:
-    layer = LayerLoad(home="cuda:0", attention=AttentionLoad("cuda:0", "grouped", 10, 1, None))
+    layer = LayerLoad(layer_device="cuda:0", attention=AttentionLoad("cuda:0", "grouped", 10, 1, None))
     assert predict_decode(load(layer), on_gpu(), context=99).seconds == pytest.approx(2 * 100 * 10 / 1000.0)
     speed = on_gpu(attention={"grouped": Curve((1.0, 4.0), (0.01, 0.04))})
     assert predict_decode(load(layer), speed, context=99).seconds == pytest.approx(100 * 10 * 0.01)

@@ -77,7 +77,7 @@ def arrange_layers(loaded: Arrangeable) -> None:
     if opened.shares is not None:
         if is_checked(opened) and not opened.shares.group.rank:
             logger.warning("self check: a model that is cut over GPUs is not compared; load it without for that")
-        homes = {home.key: plan.devices[home.device] for home in plan.homes}
+        homes = {home.key: plan.devices[home.device] for home in plan.layer_devices}
         stack_gpu_layers(opened.model, homes, move_into, calls)
         hand_contexts_to_recurrent(opened.model, plan)
         return
@@ -88,7 +88,7 @@ def arrange_layers(loaded: Arrangeable) -> None:
     if is_on_cpu:  # stacks stand in for layers, which the check wants to see
         stack_cpu_layers(opened.model, shapes, pool, calls)
     else:
-        homes = {home.key: plan.devices[home.device] for home in plan.homes}
+        homes = {home.key: plan.devices[home.device] for home in plan.layer_devices}
         stacks = StackCheck(opened.model, shapes, pool, loaded.layout, opened.facts.vocab_size)
         if is_checked(opened):
             stacks.begin()

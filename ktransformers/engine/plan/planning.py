@@ -200,11 +200,11 @@ class Planner:
         if len(gpus) < 2 or (config.optimize_config_path is not None and not config.spread_layers):
             return planned
         if config.spread_layers:
-            return self._whole(hardware, spread_layers(len(planned.plan.homes), gpus))
+            return self._whole(hardware, spread_layers(len(planned.plan.layer_devices), gpus))
         is_short = planned.plan.misfit() is not None
         if not is_short and not planned.expert_bytes_on_cpu:
             return planned
-        transfer = spread_layers(len(planned.plan.homes), gpus)
+        transfer = spread_layers(len(planned.plan.layer_devices), gpus)
         spread = self._whole(hardware, transfer)
         is_better = is_short or spread.expert_bytes_on_cpu < planned.expert_bytes_on_cpu
         return planned if spread.plan.misfit() is not None or not is_better else spread
@@ -299,7 +299,7 @@ class Planner:
             ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
             choices=choices,
         )
-        homes = [plan.devices[home.device] for home in plan.homes]
+        homes = [plan.devices[home.device] for home in plan.layer_devices]
         shapes = cache_shapes(model, opened.facts, plan.operators, homes or None)
         kv_types = KvTypes.of(config.kv_type, model, plan.operators, config.attention_products)
         return plan, kv_types.applied(shapes)

@@ -43,13 +43,13 @@ MAX_GRAPH_ROWS = 256
 
 def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
     """Why a step cannot be one CUDA graph, or None when nothing is known to speak against it."""
-    on_cpu = sum(not plan.devices[home.device].is_gpu for home in plan.homes)
+    on_cpu = sum(not plan.devices[home.device].is_gpu for home in plan.layer_devices)
     if on_cpu:
-        return f"{on_cpu} of {len(plan.homes)} layers are on the CPU"
+        return f"{on_cpu} of {len(plan.layer_devices)} layers are on the CPU"
     homes = {device.name for device in layout.devices}
     for entry in plan.entries:
         place, operator = entry.placement.generate_device, plan.operators.get(entry.key)
-        is_inside = entry.placement.home is not None or entry.key.endswith("lm_head")
+        is_inside = entry.placement.layer_device is not None or entry.key.endswith("lm_head")
         if place in homes or not is_inside or not entry.total_bytes:
             continue
         if not isinstance(operator, KTransformersExperts):
@@ -136,7 +136,7 @@ class DecodeSteps:
         ).replicated(device.torch_device for device in self._layout.devices)
         entry, last = self._layout.entry, self._layout.last
         assert inputs.keep is not None, "steps say which rows are kept"
-        hidden, keep = entry.take(inputs.hidden_states), last.move(inputs.keep)
+        hidden, keep = entry.to_device(inputs.hidden_states), last.move(inputs.keep)
         logits = self._forward.run(StepInputs(hidden[None], inputs.positions[None], keep, context))
         return self._kept(logits)
 

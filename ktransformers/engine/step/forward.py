@@ -70,7 +70,7 @@ class ForwardPass:
         layout = self.layout
         assert layout is not None, "steps on the CPU stay there"
         return StepInputs(
-            hidden_states=layout.entry.take(layout.embedding(token_ids[None])),
+            hidden_states=layout.entry.to_device(layout.embedding(token_ids[None])),
             positions=layout.entry.move(positions[None]),
             keep=layout.last.move(keep),
             context=replace(context, token_ids=token_ids).replicated(device.torch_device for device in layout.devices),
@@ -83,7 +83,7 @@ class ForwardPass:
         for device in self.layout.devices:
             if device.is_gpu:
                 device.begin_step(inputs.context.on(device.torch_device).slot_mapping)
-                device.mark("other", -1)
+                device.time_part("other", -1)
         tokens = self.layout.split(inputs.hidden_states)
         return self._logits(positions=inputs.positions, keep=inputs.keep, context=inputs.context, **tokens)
 

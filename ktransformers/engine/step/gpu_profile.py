@@ -72,11 +72,11 @@ class GpuProfile(StepMarks):
     def begin(self) -> None:
         self._launched_ns = time.monotonic_ns()
         for device in self._gpus:
-            device.make_marks().begin()
+            device.make_gpu_timers().begin()
 
     @override
     def take(self) -> _Marked:
-        return {device.name: _named(device.make_marks().take()) for device in self._gpus}
+        return {device.name: _named(device.make_gpu_timers().take()) for device in self._gpus}
 
     @contextmanager
     def marked(self) -> Iterator[None]:
@@ -107,7 +107,7 @@ class GpuProfile(StepMarks):
         """Let the marks of the step that was launched last come to the host behind it."""
         launched = self._launched or {}
         for device in self._gpus:
-            device.make_marks().fetch(len(launched.get(device.name, ())))
+            device.make_gpu_timers().fetch(len(launched.get(device.name, ())))
 
     def finish(self, num_rows: int) -> None:
         """The step is over, its results and what was fetched behind it are here: `latest` says what is known of it."""
@@ -127,7 +127,7 @@ class GpuProfile(StepMarks):
     def _times(self, device: Device, marked: _Marked | None) -> GpuTimes:
         labels = () if marked is None else marked.get(device.name, ())
         number = int(device.name.rpartition(":")[2])
-        return GpuTimes(number, labels, device.make_marks().times() if labels else b"")
+        return GpuTimes(number, labels, device.make_gpu_timers().times() if labels else b"")
 
     def _experts(self, num_rows: int) -> list[GpuExpertCounts]:
         found = []

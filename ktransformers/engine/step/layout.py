@@ -50,7 +50,7 @@ class StepLayout:
         base: Any = next((module for module in modules.values() if _has_layer_inputs(module)), None)
         key = next(name for name, module in modules.items() if module is embedding)
         width = int(embedding.weight.shape[-1])  # type: ignore[index]
-        homes = [plan.devices[home.device] for home in plan.homes] or [plan.devices["cpu"]]
+        homes = [plan.devices[home.device] for home in plan.layer_devices] or [plan.devices["cpu"]]
         ends = homes[0], homes[-1], tuple(distinct(homes))
         table = _scaled(plan.operators.get(key, embedding), modules, key)
         if base is None:
@@ -78,14 +78,14 @@ class StepLayout:
     def check_experts(self) -> None:
         """Raise EngineError when experts failed on the CPU in a step, which is over."""
         for device in self.devices:
-            for beside in (*device.async_cpu_experts(), *device.besides, *device.followers):
+            for beside in (*device.async_cpu_experts(), *device.services, *device.followers):
                 beside.check()
 
     @property
     def is_heard(self) -> bool:
         """Whether a step leaves more on the host than its results."""
         devices = self.devices
-        return any(one.usages or one.async_cpu_experts() or one.besides or one.followers for one in devices)
+        return any(one.usages or one.async_cpu_experts() or one.services or one.followers for one in devices)
 
     def wait(self) -> None:
         """Until the last device is through with the step."""
@@ -158,8 +158,8 @@ def install_moves(modules: Mapping[str, nn.Module], plan: Plan) -> None:
     places = {entry.key: entry.placement.generate_device for entry in plan.entries}
     if all(place == "cpu" for place in places.values()):
         return
-    homes = {home.key: home.device for home in plan.homes}
-    for home in plan.homes:
+    homes = {home.key: home.device for home in plan.layer_devices}
+    for home in plan.layer_devices:
         move_into(modules[home.key], plan.devices[home.device])
     for key in plan.kept:
         home_key = next((name for name in _above(key) if name in homes), None)
@@ -183,14 +183,14 @@ def move_into(layer: nn.Module, home: Device) -> None:
             return args, kwargs
         if args:
             args = tuple(
-                home.take(arg) if isinstance(arg, torch.Tensor) else _shared(arg, home, context) for arg in args
+                home.to_device(arg) if isinstance(arg, torch.Tensor) else _shared(arg, home, context) for arg in args
             )
         moved = {name: _shared(value, home, context) for name, value in kwargs.items() if name in _SHARED}
         if kwargs.get("input_ids", context) is None:  # the model was given hidden states, and the layer looks tokens up
             ids = context.on(home.torch_device).token_ids
             moved["input_ids"] = None if ids is None else ids[None]
         if "hidden_states" in kwargs:
-            moved["hidden_states"] = home.take(kwargs["hidden_states"])
+            moved["hidden_states"] = home.to_device(kwargs["hidden_states"])
         return args, {**kwargs, **moved}
 
     layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -243,7 +243,7 @@ def _visit(module: nn.Module, device: Device) -> None:
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         came_from.append(next((a.device for a in args if isinstance(a, torch.Tensor)), device.torch_device))
-        return tuple(device.take(a) if isinstance(a, torch.Tensor) else a for a in args)
+        return tuple(device.to_device(a) if isinstance(a, torch.Tensor) else a for a in args)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         back = came_from.pop()

@@ -162,6 +162,6 @@ def open_prefills(
         stream = open_prefill(device, kernels, shape, size, tools, stats, least_rows=least)
         if stream is None:
             continue
-        device.besides.append(stream)
+        device.services.append(stream)
         layers |= {key: PrefillLayer(stream.prefill, number) for number, key in enumerate(streaming.keys)}
     return layers

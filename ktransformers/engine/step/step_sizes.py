@@ -54,7 +54,7 @@ def _why_none(plan: Plan, flash: Iterable[FlashLayer]) -> str | None:
 
 def _why_not(rows: int, plan: Plan, layout: StepLayout) -> str | None:
     """Why steps of so many rows cannot be replayed."""
-    streams = [beside for device in layout.devices for beside in device.besides if isinstance(beside, PrefillStream)]
+    streams = [beside for device in layout.devices for beside in device.services if isinstance(beside, PrefillStream)]
     if any(stream.prefill.takes(rows) for stream in streams):
         return "the host chooses the experts that are streamed"
     experts = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts))

@@ -41,13 +41,13 @@ def layer_kinds(model: nn.Module, plan: Plan, shapes: Sequence[LayerShape]) -> l
     model: with its operators loaded, its layers joined or not. shapes: of the layers' caches.
     """
     layers = _layers(model)
-    if not len(layers) == len(plan.homes) == len(shapes):
-        logger.info("a rehearsal runs all layers: %d are in a list, %d in the plan", len(layers), len(plan.homes))
+    if not len(layers) == len(plan.layer_devices) == len(shapes):
+        logger.info("a rehearsal runs all layers: %d are in a list, %d in the plan", len(layers), len(plan.layer_devices))
         return []
     known: dict[Any, int] = {}
     return [
         known.setdefault((_planned(plan, home.key), _kept(shape), _made_of(layer)), len(known))
-        for home, shape, layer in zip(plan.homes, shapes, layers, strict=True)
+        for home, shape, layer in zip(plan.layer_devices, shapes, layers, strict=True)
     ]
 
 

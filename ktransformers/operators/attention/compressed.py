@@ -265,9 +265,9 @@ class KCompressedAttention(WrapperOperator):
         inner: Any = self.inner
         keys, _ = context.cache.layer(self.layer_idx)
         self._check_slots(len(keys))
-        self.device.mark("linear", self.layer)
+        self.device.time_part("linear", self.layer)
         cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
-        merged = gpu(self.device.take(hidden_states)[0], (cos, sin), context.on(keys.device), keys)
+        merged = gpu(self.device.to_device(hidden_states)[0], (cos, sin), context.on(keys.device), keys)
         return inner.o_b_proj(merged), None
 
     def _check_slots(self, num_slots: int) -> None:

@@ -240,13 +240,13 @@ class GpuCompressed:
         if self._choosing is not None:
             weights = made[-1].float() * self._choosing.head_scale
             chosen = self._choosing.choose(turn(queries.pop(), *angles).to(keys.dtype), weights, keys[:, 0], pages)
-        self._device.mark("attention")
+        self._device.time_part("attention")
         # The largest tensors of a step: of a long one, each goes as soon as the next is there.
         query = turn(queries.pop(), *angles, norm=(None, spec.head_eps)).to(keys.dtype)
         out = self._attending.attend(query, keys, pages, chosen)
         del query
         out = turn(out, *angles, is_back=True)
-        self._device.mark("linear")
+        self._device.time_part("linear")
         groups, columns, _ = self._o_a.shape
         return grouped_product(out.view(-1, groups, columns), self._o_a).view(1, len(x), -1)
 

@@ -100,13 +100,13 @@ def gqa_forward(
     """The module's attention of [1, T, hidden] on its GPU; cos and sin are [1, T, P], of any float type."""
     cache = GpuCache.of(context.cache, parts.layer_idx)
     here, spec = context.on(cache.keys.device), parts.spec
-    parts.device.mark("linear", parts.layer)
+    parts.device.time_part("linear", parts.layer)
     q, k, v = parts.projections(hidden_states[0])
     gate = None
     if spec.has_gate:  # by head: a query, then its gate
         q, gate = q.view(len(q), spec.num_heads, -1).chunk(2, dim=-1)
     use(cache.keys.device)
-    parts.device.mark("attention")
+    parts.device.time_part("attention")
     query = _to_cache(parts, (q, k, v), position_embeddings, cache, here.slot_mapping)
     attend = None if parts.flash is None else parts.flash.of(context)
     if attend is not None:
@@ -130,7 +130,7 @@ def gqa_forward(
         )
     if gate is not None:
         gate_heads(out, gate, out=out)
-    parts.device.mark("linear")
+    parts.device.time_part("linear")
     output: torch.Tensor = parts.o_proj(out.view(1, out.shape[0], -1))
     return output
 

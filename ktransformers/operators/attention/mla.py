@@ -315,7 +315,7 @@ class KMLAAttention(WrapperOperator):
         if not self.is_sparse:
             return None
         if not self._has_indexer:
-            return None if given is None else given.to(self.home.torch_device)
+            return None if given is None else given.to(self.layer_device.torch_device)
         keys = context.cache.index_keys(self.layer_idx)
         assert compressed is not None
         return self._require_indexer().choose(x, compressed, angles, context.on(keys.device), keys)
@@ -360,7 +360,7 @@ class KMLAAttention(WrapperOperator):
         assert self._latent_norm is not None
         assert self._norm_weight is not None
         context = forward_context.on(keys.device)
-        self.device.mark("linear", self.layer)
+        self.device.time_part("linear", self.layer)
         query, compressed = self._compressions(hidden_states[0])
         if self.spec.has_rope_norm:
             compressed = torch.cat((compressed[:, : self.rank], self._shared_key(compressed)), dim=-1)
@@ -399,10 +399,10 @@ class KMLAAttention(WrapperOperator):
         compressed_query = None if normed is None else normed[None]
         selection = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
         step = replace(step, selection=selection)
-        self.device.mark("attention")
+        self.device.time_part("attention")
         q = self._padded(self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context))
         out = gpu.attend(q.to(self.device.dtype), step)
-        self.device.mark("linear")
+        self.device.time_part("linear")
         return self._result(self._output(hidden_states, out, gate), selection)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
@@ -422,7 +422,7 @@ class KMLAAttention(WrapperOperator):
         Where nothing is rotated all angles are 0.
         """
         if not self.spec.has_rotation:
-            here = context.on(self.home.torch_device)
+            here = context.on(self.layer_device.torch_device)
             return *here.derived("angles of 0", here.kv_lens, self._angles_of_0), False
         is_interleaved = self.rotates_neighbours(position_embeddings)
         if isinstance(position_embeddings, torch.Tensor):

@@ -66,7 +66,7 @@ class KMoEBlock(WrapperOperator):
 
     @override
     def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> torch.Tensor:
-        rows = self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        rows = self.device.to_device(hidden_states.reshape(-1, hidden_states.shape[-1]))
         output = self.addends(rows, input_ids).total(self)
         return give_back(output, hidden_states).view(hidden_states.shape)
 
@@ -82,7 +82,7 @@ class KMoEBlock(WrapperOperator):
         block: Any = self.inner
         experts, router = block.experts, block.gate
         is_ours = isinstance(experts, KTransformersExperts)
-        self.device.mark("router")
+        self.device.time_part("router")
         routed = chosen = None
         asked = (self.device.move(token_ids),) if self._asks_for_ids and token_ids is not None else ()
         if is_ours and isinstance(router, KRouter) and not asked:
@@ -104,7 +104,7 @@ class KMoEBlock(WrapperOperator):
         """The shared experts' result [T, H] and the score [T, 1] that weighs it, where the family has them."""
         block: Any = self.inner
         if any(getattr(block, name, None) is not None for name in ("shared_experts", "shared_mlp", "shared_expert")):
-            self.device.mark("shared_experts")
+            self.device.time_part("shared_experts")
         shared = getattr(block, "shared_experts", None) or getattr(block, "shared_mlp", None)
         if shared is not None:
             return shared(rows), None

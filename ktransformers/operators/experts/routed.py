@@ -241,7 +241,7 @@ class KTransformersExperts(Operator):
             self._gpu = GpuExperts.of(weights, self.activation, self.device, pool)
             self.config.expert_stats.watch_gpu(self._usage())
             return
-        is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
+        is_streamed = self.layer_device.is_gpu and self.placement.prefill_device == self.layer_device.name
         is_pinned = is_streamed and self.streamed_nbytes(source) is not None
         self._weights = pack_experts(weights, pool, self.products, is_pinned=is_pinned)
         if self.activation is not None:
@@ -256,7 +256,7 @@ class KTransformersExperts(Operator):
         return self._usage().chosen(self._layer, slots, top_k)
 
     def _usage(self) -> ExpertUsage:
-        device = self.device if self._hot is None else self.home
+        device = self.device if self._hot is None else self.layer_device
         facts = self.config.facts
         return device.expert_usage(facts.first_layer + facts.num_layers, self.num_experts)
 
@@ -295,9 +295,9 @@ class KTransformersExperts(Operator):
                 return Ticket(hidden_states, prefill=large)
         if self._runs_in_order(hidden_states):
             return self._submit_in_order(hidden_states, topk_ids, topk_weights)
-        rows = device.take(hidden_states.reshape(-1, self.layout.hidden_size)).contiguous()
+        rows = device.to_device(hidden_states.reshape(-1, self.layout.hidden_size)).contiguous()
         ids, weights = device.move(topk_ids), topk_weights.to(device.torch_device, torch.float32).contiguous()
-        device.mark("experts", self._layer)
+        device.time_part("experts", self._layer)
         if self._gpu is not None:
             if not is_counted:
                 self._count(ids)
@@ -314,7 +314,7 @@ class KTransformersExperts(Operator):
         rows, device = hidden_states.reshape(-1, self.layout.hidden_size), self.device
         if self._gpu is not None:
             ids, weights = device.move(topk_ids), topk_weights.to(device.torch_device, torch.float32).contiguous()
-            self._gpu.forward(device.take(rows).contiguous(), ids, weights)
+            self._gpu.forward(device.to_device(rows).contiguous(), ids, weights)
         elif self._prefill is not None:
             self._prefill.rehearse(rows, topk_ids)
         if self._hot is not None and self._runs_in_order(hidden_states):
@@ -322,7 +322,7 @@ class KTransformersExperts(Operator):
         return Ticket(hidden_states, output=torch.zeros_like(hidden_states))
 
     def _runs_in_order(self, hidden_states: torch.Tensor) -> bool:
-        home, most = self.home, STREAM_ROWS * self.layout.hidden_size
+        home, most = self.layer_device, STREAM_ROWS * self.layout.hidden_size
         is_there = home.is_gpu and hidden_states.device == home.torch_device
         return self._kernel is not None and is_there and hidden_states.numel() <= most
 
@@ -331,16 +331,16 @@ class KTransformersExperts(Operator):
     ) -> Ticket:
         """On the current stream of the layer's GPU: nothing waits, so that a graph can capture it."""
         assert self._kernel is not None
-        self.home.mark("experts", self._layer)
-        stream = self.home.async_cpu_expert_stream(topk_ids.shape[-1], self.layout.hidden_size, self._kernel.pool)
+        self.layer_device.time_part("experts", self._layer)
+        stream = self.layer_device.async_cpu_expert_stream(topk_ids.shape[-1], self.layout.hidden_size, self._kernel.pool)
         if stream not in self._streams:
             self._streams[stream] = stream.add_layer(self._kernel)
         rows = hidden_states.reshape(-1, self.layout.hidden_size)
         if self._hot is None:
             stream.submit(self._streams[stream], rows, topk_ids, topk_weights)
             return Ticket(hidden_states, stream=stream)
-        use(self.home.torch_device)
-        here, there = self._hot.split(topk_ids, self._layer, self._usage(), self.home.slots_of(len(rows)))
+        use(self.layer_device.torch_device)
+        here, there = self._hot.split(topk_ids, self._layer, self._usage(), self.layer_device.slots_of(len(rows)))
         stream.submit(self._streams[stream], rows, there, topk_weights)
         return Ticket(hidden_states, stream=stream, hot=self._hot.launch(rows, here, topk_weights))
 
@@ -357,7 +357,7 @@ class KTransformersExperts(Operator):
         if ticket.prefill is not None and self._prefill is not None:
             return self._prefill.collect(ticket.prefill, ticket.like)
         if ticket.stream is not None:
-            self.home.mark("wait_cpu")
+            self.layer_device.time_part("wait_cpu")
             rows = ticket.like.reshape(-1, self.layout.hidden_size)
             out = ticket.stream.collect(torch.empty(rows.shape, dtype=ticket.stream.shape.dtype, device=rows.device))
             if ticket.hot is not None:

@@ -41,7 +41,7 @@ class KScaledMoEBlock(WrapperOperator):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         block: Any = self.inner
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        self.device.mark("router")
+        self.device.time_part("router")
         _, logits = block.router(rows)
         scores, ids = logits.topk(self._top_k, dim=-1)
         scores = (
@@ -64,7 +64,7 @@ class KScaledMoEBlock(WrapperOperator):
         return shared, logits
 
     def _shared(self, rows: torch.Tensor) -> torch.Tensor:
-        self.device.mark("shared_experts")
+        self.device.time_part("shared_experts")
         block: Any = self.inner
         output: torch.Tensor = block.shared_expert(rows)
         return output

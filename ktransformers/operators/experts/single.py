@@ -77,7 +77,7 @@ class KExpertLinear(Operator):
 
     @override
     def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
-        parts = torch.split(self.device.take(inputs), list(expert_size))
+        parts = torch.split(self.device.to_device(inputs), list(expert_size))
         given = [(index, part) for index, part in enumerate(parts) if len(part)]
         out = torch.cat([self._product(index, part) for index, part in given])
         return give_back(out, inputs)

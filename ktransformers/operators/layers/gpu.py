@@ -100,12 +100,12 @@ class LayerStack(nn.Module):
         total, added = hidden_states.reshape(-1, shape[-1]), None
         for layer, parts in enumerate(self._parts, self.first):
             for part in parts:
-                self.device.mark(part.name, layer)
+                self.device.time_part(part.name, layer)
                 normed, total = _add_norm(added, total, part.norm)
                 added = _mix(part, normed, args, kwargs) if part.is_mixer else _feed_forward(part, normed)
         if added is not None:  # in the bits that the sum has where a norm follows, wherever a stack ends
             _, total = _add_norm(added, total, self._parts[-1][-1].norm)
-        self.device.mark("lm_head", -1)  # or whatever else follows
+        self.device.time_part("lm_head", -1)  # or whatever else follows
         return total.view(shape)
 
 

@@ -45,7 +45,7 @@ class KHyperConnection(WrapperOperator):
     @override
     def forward(self, streams: torch.Tensor) -> Any:
         """What the module returns: how a block's result is mixed with the streams, and its input [1, T, H]."""
-        x, inner = self.device.take(streams), self.inner
+        x, inner = self.device.to_device(streams), self.inner
         if self.spec is None:
             return inner(x)
         weights: Any = inner

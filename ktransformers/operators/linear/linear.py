@@ -137,7 +137,7 @@ class KTransformersLinear(Operator):
 
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = self.device.take(hidden_states)
+        x = self.device.to_device(hidden_states)
         rows = x.reshape(-1, self.in_features).contiguous()
         if self._matrix is not None:
             out = self._matrix(rows, torch.float32 if self.is_head else x.dtype)

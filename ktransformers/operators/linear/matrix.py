@@ -148,7 +148,7 @@ def gpu_matrix(
     """Bring a matrix [N, K] to a GPU. Pages of a file that were read through its map are given back."""
     rows, cols = weight.shape
     if isinstance(weight, RawTensor) and not stays_quantized(weight.qtype, is_dense_wanted):
-        made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.take(bias))
+        made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.to_device(bias))
         cpu.page_out(weight)
         return made
     data, layout = repack_on_device(weight, device, pool), gpu_layout(weight.qtype, rows, cols)

@@ -60,7 +60,7 @@ class KMLP(WrapperOperator):
 
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        block, x = self.inner, self.device.take(hidden_states)
+        block, x = self.inner, self.device.to_device(hidden_states)
         if self.spec is None:
             return give_back(block(x), hidden_states)
         if self._gated is not None:

@@ -123,10 +123,10 @@ class RecurrentOperator(WrapperOperator):
                 f"{self.key} is given no states: it runs outside of the engine, or its model does not hand keyword "
                 "arguments down to it"
             )
-        rows = self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        rows = self.device.to_device(hidden_states.reshape(-1, hidden_states.shape[-1]))
         step = context.on(rows.device).states
         assert step is not None, "the cache has states, and the step names none"
-        self.device.mark("linear", self.layer)
+        self.device.time_part("linear", self.layer)
         with self._math():
             out = self.mix(rows, context.cache.states.layer(self.layer_idx), step)
         return self.answer(give_back(out, hidden_states).view(*hidden_states.shape[:-1], -1))

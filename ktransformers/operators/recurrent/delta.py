@@ -85,7 +85,7 @@ class KGatedDeltaNet(RecurrentOperator):
 
     @override
     def settle(self, site: Site) -> None:
-        super().settle(site)
+        super().bind(site)
         if self.device.is_gpu:
             self._projections = JoinedLinears([self.inner.get_submodule(name) for name in self._inputs()])
 
@@ -195,7 +195,7 @@ class KKimiDeltaAttention(RecurrentOperator):
     @override
     def settle(self, site: Site) -> None:
         """Its forget gate is a module of its own, which is loaded by now."""
-        super().settle(site)
+        super().bind(site)
         if not self.device.is_gpu:
             return
         inner: Any = self.inner

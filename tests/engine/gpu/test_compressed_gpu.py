@@ -74,7 +74,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(
     with closing(build_engine(config, hardware=fake_hardware(num_gpus, graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
         modules = list(engine.runner.model.modules())
-        homes = {home.device for home in engine.plan.homes}
+        homes = {home.device for home in engine.plan.layer_devices}
     assert homes == {f"cuda:{i}" for i in range(num_gpus)}
     assert graphs.replays == 2
     assert sum(isinstance(m, KCompressedAttention) and m.device.is_gpu for m in modules) == 3

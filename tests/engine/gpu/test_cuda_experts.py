@@ -54,7 +54,7 @@ def test_experts_agree_with_transformers(
         experts = [entry for entry in engine.plan.entries if entry.operator == "KTransformersExperts"]
         assert {entry.placement.generate_device for entry in experts} == {"cpu" if is_streamed else "cuda:0"}
         got = logits_in_steps(engine, ids)
-        streams = [one for one in engine.plan.devices["cuda:0"].besides if hasattr(one, "prefill")]
+        streams = [one for one in engine.plan.devices["cuda:0"].services if hasattr(one, "prefill")]
         assert bool(streams) == is_streamed
         assert all(stream.prefill.last_split is not None for stream in streams)
     check(got, want)

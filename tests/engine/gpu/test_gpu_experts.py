@@ -90,7 +90,7 @@ def test_gpt_oss_with_its_experts_streamed(tmp_path: Path, monkeypatch: pytest.M
     want = logits_of(dequantized(model, QuantType.MXFP4, QuantType.F32), ids)
     engine, gpu = streamed(monkeypatch, gguf_path=path)
     staged = engine.plan.extra_bytes[STAGING]["cuda:0"]
-    (stream,) = engine.plan.devices["cuda:0"].besides
+    (stream,) = engine.plan.devices["cuda:0"].services
     biases = sum(bias.numel() for bias in stream.prefill._layers[0].between.biases)
     assert biases == 8 * (96 + 96 + 64)
     buffers = stream.prefill._staging.size

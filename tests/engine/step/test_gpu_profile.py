@@ -102,7 +102,7 @@ def test_parts_of_steps_are_timed_while_somebody_asks(experts: str, tmp_path: Pa
     seen = profile.latest
     engine.runner.forward(ids[6:7], 6, [0])
     assert profile.latest is seen
-    assert engine.plan.devices["cuda:0"].marks is None
+    assert engine.plan.devices["cuda:0"].gpu_timers is None
     engine.close()
 
 

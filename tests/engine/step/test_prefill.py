@@ -69,7 +69,7 @@ def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> Non
     gpu = Gpu()
     engine = build_engine(config, hardware=gpu.hardware())
     assert engine.config.chunk_size == 4096
-    (stream,) = engine.plan.devices["cuda:0"].besides
+    (stream,) = engine.plan.devices["cuda:0"].services
     assert sum(gpu.driver.pinned_ranges.values()) > 0
     ids = prompt(100)
     got = engine.runner.forward(ids, 0, range(len(ids))).clone()
@@ -166,7 +166,7 @@ def test_memory_that_cannot_be_pinned(
     monkeypatch.setattr(gpu.driver, "pin", pin)
     engine = build_engine(config, hardware=gpu.hardware())
     assert [r.levelname for r in caplog.records if "cannot be pinned" in r.getMessage()] == ["WARNING"]
-    assert not engine.plan.devices["cuda:0"].besides
+    assert not engine.plan.devices["cuda:0"].services
     engine.close()
 
 

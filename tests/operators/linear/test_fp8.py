@@ -46,7 +46,7 @@ def layer() -> Iterator[MakeLayer]:
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_joined_matrices_compute_what_each_does(layer: MakeLayer, tokens: int) -> None:
     parts = [layer(256, 160, 0), layer(128, 160, 1), layer(40, 160, 2)]
-    x = parts[0].device.take(torch.randn(tokens, 160, generator=torch.Generator().manual_seed(4)))
+    x = parts[0].device.to_device(torch.randn(tokens, 160, generator=torch.Generator().manual_seed(4)))
     each = [part(x).clone() for part in parts]
     joined = JoinedLinears(parts)
     assert joined.num_products == 1

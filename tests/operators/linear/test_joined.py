@@ -48,7 +48,7 @@ def test_dense_and_quantized_layers_are_joined_each_with_their_like(layer: MakeL
     """As of a Gated DeltaNet whose small projections were not quantized."""
     kinds = [(64, QuantType.Q8_0), (8, QuantType.F32), (40, QuantType.Q8_0), (16, QuantType.F32)]
     parts = [layer(rows, kind) for rows, kind in kinds]
-    x = parts[0].device.take(torch.randn(3, COLS, generator=torch.Generator().manual_seed(1)))
+    x = parts[0].device.to_device(torch.randn(3, COLS, generator=torch.Generator().manual_seed(1)))
     each = [part(x).clone() for part in parts]
     joined = JoinedLinears(parts)
     assert joined.num_products == 2

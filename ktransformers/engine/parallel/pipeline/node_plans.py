@@ -121,7 +121,7 @@ def _stage(
 
 def _costs(planned: Planned, facts: ModelFacts) -> tuple[list[LayerCost], int, LayerCost]:
     """Of each layer; bytes of the embedding; of what comes behind the layers."""
-    plan, costs = planned.plan, [LayerCost(0) for _ in planned.plan.homes]
+    plan, costs = planned.plan, [LayerCost(0) for _ in planned.plan.layer_devices]
     first, last = 0, LayerCost(0)
     for entry in plan.entries:
         layer, operator, size = layer_of(entry), plan.operators.get(entry.key), entry.total_bytes
