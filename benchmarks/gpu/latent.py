@@ -1,7 +1,7 @@
 """Latent attention of prefill steps on a GPU: absorbed, on expanded keys, FlashInfer's.
 
 Microseconds a layer for one sequence of DeepSeek-V3's sizes, median of some calls, on scattered pages. `absorbed`,
-`expanded` and `flashinfer` are attention alone over what the cache holds, absorbed queries given; `expansion` is
+`expanded` and `flashinfer` are attention alone over what the cache holds, absorbed queries given; `materialization` is
 gathering latents and expanding them. `layer` adds what a layer does around it (the query's and the result's
 projections, rotation, the cache write): `absorbed layer` and `expanded layer` are what is compared when a step is
 planned. `bound` is the time that the products of the absorbed and the expanded form (attention and expansion) take at
@@ -33,14 +33,19 @@ from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.core import Phase
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import flashinfer
-from ktransformers.kernels.triton.attention.materialized import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
+from ktransformers.kernels.triton.attention.materialized import (
+    MaterializedRun,
+    MaterializedTile,
+    materialized_attention,
+    tiles_of,
+)
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.common.runtime import triton
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.attention.latent_materialization import (
     EXPANSION_NBYTES,
-    ExpansionPolicy,
     LatentDims,
+    MaterializationPolicy,
     Rates,
     StepRuns,
 )
@@ -52,7 +57,7 @@ PAGE = 64
 CASES = ((64, 8192), (128, 8192), (256, 8192), (512, 8192), (512, 512), (2048, 2048), (4096, 4096), (4096, 32768))
 SWEPT = ((4096, 4096), (512, 8192))
 TILES = [
-    ExpandedTile(*sizes)
+    MaterializedTile(*sizes)
     for sizes in (
         (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 4), (64, 64, 4, 2),
         (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 16, 3),
@@ -119,25 +124,27 @@ class Case:
 
     def expanded_step(self, nbytes: int) -> LatentStep:
         """The step in expanded form, in a workspace of nbytes."""
-        choice = ExpansionPolicy(self.dims, BF16, Rates(), is_forced=True, nbytes=nbytes)
-        expansion = StepRuns(self.context).expansion(choice, self.gpu.device)
+        choice = MaterializationPolicy(self.dims, BF16, Rates(), is_forced=True, nbytes=nbytes)
+        materialization = StepRuns(self.context).materialization(choice, self.gpu.device)
         workspace = torch.empty(choice.room, dtype=BF16, device=self.gpu.device)
-        return replace(self.step, expansion=expansion, workspace=workspace)
+        return replace(self.step, materialization=materialization, workspace=workspace)
 
-    def expanded_call(self, heads: int, tile: ExpandedTile) -> Callable[[], None]:
+    def expanded_call(self, heads: int, tile: MaterializedTile) -> Callable[[], None]:
         """Attention alone, `heads` heads at a time."""
         dims, length = self.dims, self.length
         keys, values = self.random(heads, length, dims.nope), self.random(heads, length, dims.v_dim)
         latents, q_rot = self.random(length, dims.rank + dims.rope), self.random(self.rows, dims.num_heads, dims.rope)
         out = torch.empty(self.rows, dims.num_heads, dims.v_dim, dtype=BF16, device=self.gpu.device)
-        tiles = tiles_of([ExpandedRun(0, self.rows, 0, length)], tile.block_m).to(self.gpu.device)
+        tiles = tiles_of([MaterializedRun(0, self.rows, 0, length)], tile.block_m).to(self.gpu.device)
 
         def call() -> None:
             for first in range(0, dims.num_heads, heads):
                 part = slice(first, min(first + heads, dims.num_heads))
                 count = part.stop - part.start
                 k, v, k_rot = keys[:count], values[:count], latents[:, dims.rank :]
-                expanded_attention(self.q[:, part], q_rot[:, part], k, k_rot, v, tiles, self.scale, out[:, part], tile)
+                materialized_attention(
+                    self.q[:, part], q_rot[:, part], k, k_rot, v, tiles, self.scale, out[:, part], tile
+                )
 
         return call
 
@@ -183,8 +190,8 @@ def _start_flashinfer(gpu: Gpu) -> flashinfer.FlashInfer | None:
 def _row(case: Case, rate: float, flash: flashinfer.FlashInfer | None) -> Row:
     """rate: products a microsecond of a large matrix product."""
     gpu, dims, step = case.gpu, case.dims, case.expanded_step(EXPANSION_NBYTES)
-    assert step.expansion is not None
-    (batch,) = step.expansion.batches
+    assert step.materialization is not None
+    (batch,) = step.materialization.batches
     slots = batch.slots
     if isinstance(slots, slice):
         slots = torch.arange(slots.start, slots.stop, device=gpu.device)
@@ -245,7 +252,7 @@ def tune_gpu_latent(dims: LatentDims, gpu: Gpu | None = None) -> Record:
     return {"machine": facts, "heads": dims.num_heads, "tiles": tiles.rows, "budgets": budgets.rows}
 
 
-def _tile_rate(case: Case, tile: ExpandedTile) -> float:
+def _tile_rate(case: Case, tile: MaterializedTile) -> float:
     dims = case.dims
     products = dims.num_heads * case.pairs * (dims.head_numel() + dims.rope)
     return 2e-6 * products / case.gpu.median_us(case.expanded_call(64, tile), 5)

@@ -20,7 +20,7 @@ from ktransformers.convert.hf_tensors import WantedNames
 from ktransformers.convert.imatrix import Imatrix, Statistics
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import OpenedModel, describe_model, open_model
-from ktransformers.engine.verify.reference_module import StoredWeights, build_twin
+from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.gguf_of_config import hf_metadata
@@ -140,16 +140,16 @@ def collect(
     first = tokenizer.bos_token_id if ids[:1] == [tokenizer.bos_token_id] else None
     chunks = chunks_of(ids, chunk_size, most_chunks, first)
     plan = plan_model(config, opened)
-    twin = build_twin(opened.hf_config, config.trust_remote_code)
-    settle_rotations(twin, chunk_size)
+    reference = build_reference_model(opened.hf_config, config.trust_remote_code)
+    settle_rotations(reference, chunk_size)
     pool = WorkerPool(config.cpu_infer or usable_cores())
     collector = Collector(opened)
-    weights = StoredWeights(twin, TiedSource(opened.source, plan.tied), plan, pool)
+    weights = StoredWeights(reference, TiedSource(opened.source, plan.tied), plan, pool)
     weights.observe = collector.observe
     for start in range(0, len(chunks), _BATCH):
         batch = torch.tensor(chunks[start : start + _BATCH])
         with weights:
-            twin(input_ids=batch, use_cache=False, logits_to_keep=1)
+            reference(input_ids=batch, use_cache=False, logits_to_keep=1)
         done = start + len(batch)
         shown(done, len(chunks))
         yield Imatrix(out, collector.tensors, done, chunk_size, [text.name])

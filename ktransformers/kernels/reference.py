@@ -15,13 +15,13 @@ from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix, GroupType, QuantTy
 
 __all__ = [
     "attention",
-    "choose_positions",
     "dequantize",
     "group_parts",
     "linear",
     "moe",
     "quantize_kv",
     "rms_norm",
+    "select_topk_positions",
 ]
 
 
@@ -169,7 +169,7 @@ def quantize_kv(rows: Tensor, dtype: torch.dtype, split: int = 0) -> tuple[Tenso
     return torch.cat(codes, dim=-1), torch.cat(scales, dim=-1)
 
 
-def choose_positions(  # noqa: PLR0913 - as the kernel
+def select_topk_positions(  # noqa: PLR0913 - as the kernel
     q: Tensor,
     weights: Tensor | None,
     k_cache: Tensor,

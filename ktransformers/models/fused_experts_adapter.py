@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["give_usual_experts"]
+__all__ = ["adapt_fused_experts"]
 
 
-def give_usual_experts(model: PreTrainedModel) -> None:
+def adapt_fused_experts(model: PreTrainedModel) -> None:
     """Replace what is known to be of another form in `model`, just built on meta."""
     for parent in list(model.modules()):
         experts: Any = parent._modules.get("experts")

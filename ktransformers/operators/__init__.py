@@ -8,10 +8,11 @@
     attention, experts, recurrent      mixers and experts
     layers                             whole layers and the loop over them
 
-An operator's life is drawn in `base.py`: planned (its constructor, on meta), loaded (`fill`), attached (`attach`, with
-a `Site`: how long sequences get, what attends and what streams for it), each once, led by `optimize/apply.py`.
+An operator's life is drawn in `base.py`: planned (its constructor, on meta), loaded (`fill`), bound (`post_load`, with
+a `OperatorRuntime`: how long sequences get, what attends and what streams for it), each once, led by
+`optimize/apply.py`.
 
-A decoder layer's home is the device of its attention: hidden states come to it and its cache is there. Every operator
+A decoder layer's device is the device of its attention: hidden states come to it and its cache is there. Every operator
 hands its result back where its input came from; routed experts cross devices in `submit` and `collect` only.
 
 Does not know rule files, requests or which family a model is of.

@@ -18,7 +18,7 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.common import elementwise
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.base import OperatorConfig, Placement
-from ktransformers.operators.device import Device, give_back, use
+from ktransformers.operators.device import Device, to_input, use
 from ktransformers.operators.recognize.activation import recognize_activation
 from ktransformers.operators.wrapper import WrapperOperator
 
@@ -75,5 +75,5 @@ class KActivation(WrapperOperator):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.device.to_device(x)
         if self.spec is None:
-            return give_back(self.inner(rows), x)
-        return give_back(activate(self.spec, None, rows, self.device, self.config.pool), x)
+            return to_input(self.inner(rows), x)
+        return to_input(activate(self.spec, None, rows, self.device, self.config.pool), x)

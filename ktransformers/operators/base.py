@@ -1,13 +1,12 @@
 """What an operator is: a module that a rule puts in the place of a Hugging Face module.
 
-
 The life of an operator, which `optimize/apply.py` leads all operators of a model through, stage by stage:
 
-    the engine calls   constructor ──────> fill(source) ────────> attach(site) ────────> forward, step after step
-    stage              PLANNED             LOADED                 ATTACHED
-    a subclass says    requirements()      load(source)           settle(site)
+    the engine calls   constructor ──────> fill(source) ────────> post_load(runtime) ───> forward, step after step
+    stage              PLANNED             LOADED                 BOUND
+    a subclass says    requirements()      load(source)           bind(runtime)
                        on `meta`, with     reads its tensors,     is told how long sequences get and what works
-                       devices and home;   lays them out in       for it; all operators are loaded, so that what
+                       its devices;         lays them out in       for it; all operators are loaded, so that what
                        no byte is read     final form, one pass   they hold may be laid out anew, together
 
 Each stage is entered once and in this order, and an operator's attributes are its own: nobody else sets them.
@@ -33,7 +32,7 @@ from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Devices
-from ktransformers.operators.partial_sums import Shares
+from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -42,9 +41,9 @@ __all__ = [
     "ExpertStats",
     "Operator",
     "OperatorConfig",
+    "OperatorRuntime",
     "Placement",
     "Requirements",
-    "Site",
     "Stage",
     "layer_number",
 ]
@@ -67,7 +66,7 @@ def layer_number(module: nn.Module) -> int:
 class Placement:
     """Devices and implementation names of one module, resolved by the planner; `op` None is the operator's default.
 
-    home: of the decoder layer that the module is in, where hidden states are; None outside of all layers.
+    layer_device: of the decoder layer that the module is in, where hidden states are; None outside of all layers.
     """
 
     generate_device: str = "cpu"
@@ -78,9 +77,9 @@ class Placement:
     layer_device: str | None = None
 
     @classmethod
-    def on(cls, device: str, home: str | None = None) -> Placement:
+    def on(cls, device: str, layer_device: str | None = None) -> Placement:
         """All on one device, with the operator's default implementations."""
-        return cls(device, device, device, home=home)
+        return cls(device, device, device, layer_device=layer_device)
 
     def device(self, phase: Phase) -> str:
         """Where the module runs in `phase`."""
@@ -143,7 +142,7 @@ class OperatorConfig:
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     devices: Devices = field(default_factory=Devices)
     sparse_attention: str = SPARSE_ATTENTIONS[0]
-    shares: Shares | None = None
+    partial_sums: PartialSums | None = None
 
     def require_pool(self) -> WorkerPool:
         """The worker pool. Raises RuntimeError while only planning."""
@@ -171,7 +170,7 @@ class Requirements:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class OperatorRuntime:
     """What an operator is told when it is attached.
 
     max_len: no step will hold a position beyond max_len - 1. service: what works for this operator alone, if anything
@@ -191,7 +190,7 @@ class Stage(enum.IntEnum):
 
     PLANNED = 0
     LOADED = 1
-    ATTACHED = 2
+    BOUND = 2
 
 
 class Operator(nn.Module, ABC):
@@ -202,14 +201,14 @@ class Operator(nn.Module, ABC):
     to the constructor. OWNED_CHILDREN are direct children that `load` reads itself: the planner does not visit them;
     all others stay in the tree and are planned for themselves. KEEPS_BUFFERS: the wrapped module's own buffers stay
     on the CPU, because its forward runs there whatever the operator's device. PREFILLS_AT_HOME: a rule that names no
-    prefill_device means the layer's home, not the generate_device.
+    prefill_device means the layer's device, not the generate_device.
     """
 
     OPS: ClassVar[dict[str, str]] = {}
     KWARGS: ClassVar[frozenset[str]] = frozenset()
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset()
     KEEPS_BUFFERS: ClassVar[bool] = False
-    PREFILLS_AT_HOME: ClassVar[bool] = False
+    PREFILLS_ON_LAYER_DEVICE: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         """Take over `module`, whose dotted name in the Hugging Face tree is `key`. Reads no weights.
@@ -252,8 +251,8 @@ class Operator(nn.Module, ABC):
     def load(self, source: WeightSource) -> None:
         """Read the tensors and lay them out. Subclasses say how; `fill` calls it."""
 
-    def bind(self, site: Site) -> None:
-        """Take what the site has for it, and share what may be shared. Subclasses say how; `attach` calls it."""
+    def bind(self, runtime: OperatorRuntime) -> None:
+        """Take what the runtime has for it, and share what may be shared. Subclasses say how; `attach` calls it."""
 
     @final
     def fill(self, source: WeightSource) -> None:
@@ -262,10 +261,12 @@ class Operator(nn.Module, ABC):
         self.load(source)
 
     @final
-    def post_load(self, site: Site) -> None:
-        """Give the operator its site, once, when all operators of the model are loaded. Raises RuntimeError before."""
-        self._enter(Stage.ATTACHED)
-        self.bind(site)
+    def post_load(self, runtime: OperatorRuntime) -> None:
+        """Give the operator its runtime, once, when all operators of the model are loaded. Raises RuntimeError
+        before.
+        """
+        self._enter(Stage.BOUND)
+        self.bind(runtime)
 
     def _enter(self, stage: Stage) -> None:
         if self._stage != stage - 1:

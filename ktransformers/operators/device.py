@@ -21,19 +21,19 @@ from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, uses_gemv
 from ktransformers.kernels.triton.linear.linear import SPLIT_ROWS, Workspace
-from ktransformers.operators.gpu_timers import Marks
+from ktransformers.operators.gpu_timers import GpuTimers
 from ktransformers.operators.usage import ExpertUsage
 
 __all__ = [
     "CPU",
     "STREAM_ROWS",
-    "Beside",
     "Device",
+    "DeviceService",
     "Devices",
     "StepFollower",
     "cuda_memory",
     "distinct",
-    "give_back",
+    "to_input",
     "use",
 ]
 
@@ -46,7 +46,7 @@ _LEAST_CAPABILITY = (8, 0)  # of a GPU that has products of bf16
 _COUNTERS = 1 << 14
 
 
-class Beside(Protocol):
+class DeviceService(Protocol):
     """Something that works beside a device for the operators there."""
 
     def check(self) -> None:
@@ -58,7 +58,7 @@ class Beside(Protocol):
         ...
 
 
-class StepFollower(Beside, Protocol):
+class StepFollower(DeviceService, Protocol):
     """A Beside that follows steps, whether they are replayed or not. Called by the thread that runs them."""
 
     def launched(self) -> None:
@@ -76,7 +76,8 @@ class Device:
 
     name: as placements spell it. torch_device: where its tensors are. dtype: of activations, dense weights and cache.
     is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels. make_driver:
-    access to its streams. besides: what else works for it, async_cpu_experts aside; followers: those that follow steps.
+    access to its streams. services: what else works for it, async_cpu_experts aside; followers: those that follow
+    steps.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Device:
     dtype: torch.dtype
     is_gpu: bool
     make_driver: Callable[[torch.device], StreamDriver] = CudaDriver
-    services: list[Beside] = field(default_factory=list, compare=False, repr=False)
+    services: list[DeviceService] = field(default_factory=list, compare=False, repr=False)
     followers: list[StepFollower] = field(default_factory=list, compare=False, repr=False)
     _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
     _usages: dict[int, ExpertUsage] = field(default_factory=dict, compare=False, repr=False)
@@ -128,16 +129,16 @@ class Device:
         return list(self._usages.values())
 
     @property
-    def gpu_timers(self) -> Marks | None:
+    def gpu_timers(self) -> GpuTimers | None:
         """What times the parts of steps here, while somebody wants that."""
         made = self._scratch.get("marks")
-        return made if isinstance(made, Marks) and made.is_on else None
+        return made if isinstance(made, GpuTimers) and made.is_on else None
 
-    def make_gpu_timers(self) -> Marks:
+    def make_gpu_timers(self) -> GpuTimers:
         """Those of this device, off until they are begun."""
         made = self._scratch.get("marks")
-        if not isinstance(made, Marks):
-            made = self._scratch["marks"] = Marks(self.torch_device)
+        if not isinstance(made, GpuTimers):
+            made = self._scratch["marks"] = GpuTimers(self.torch_device)
         return made
 
     def time_part(self, part: str, layer: int | None = None) -> None:
@@ -238,7 +239,7 @@ def use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def give_back(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def to_input(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`result` where the input `like` of an operator is, and in its type."""
     return result.to(like.device, like.dtype)
 

@@ -12,7 +12,7 @@ import torch
 
 from ktransformers.kernels.triton.common.clock import write_time
 
-__all__ = ["END", "Label", "Marks"]
+__all__ = ["END", "GpuTimers", "Label"]
 
 _MOST = 1 << 14
 END = "end"
@@ -27,7 +27,7 @@ class Label:
     layer: int
 
 
-class Marks:
+class GpuTimers:
     """Those of one device. Steps are marked one at a time: `begin`, the step, `take`."""
 
     def __init__(self, device: torch.device):

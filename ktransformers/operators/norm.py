@@ -12,7 +12,7 @@ from ktransformers.core import Phase
 from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.common import elementwise
 from ktransformers.operators.base import OperatorConfig, Placement
-from ktransformers.operators.device import give_back
+from ktransformers.operators.device import to_input
 from ktransformers.operators.recognize.norm import NormSpec, recognize_norm
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
@@ -75,4 +75,4 @@ class KRMSNorm(WrapperOperator):
             normed = cpu.rms_norm(rows.contiguous(), self.weight, self.spec.eps, self.config.require_pool()).view(
                 x.shape
             )
-        return give_back(normed, hidden_states)
+        return to_input(normed, hidden_states)

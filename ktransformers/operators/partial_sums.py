@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-__all__ = ["Placeholder", "RankGroup", "Shares"]
+__all__ = ["PartialSums", "Placeholder", "RankGroup"]
 
 
 class RankGroup(Protocol):
@@ -35,7 +35,7 @@ class Placeholder(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class PartialSums:
     """linears, blocks: keys of the modules whose results are shares: projections back to hidden states, and blocks of
     experts, in which the leader has all routed ones."""
 

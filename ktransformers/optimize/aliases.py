@@ -73,7 +73,7 @@ _RECURRENT = {
     "gated_linear": "KGatedLinearUnit",
     "mamba": "KMamba KMamba2 KMambaHeads",
     "short": "KShortConv KLightningAttention",
-    "per_layer": "KPerLayerEmbedding",
+    "ngram_embedding": "KPerLayerEmbedding",
 }
 """Operators of recurrent layers, by the module that defines them; rule files know them as of `recurrent`."""
 

@@ -1,5 +1,5 @@
 """The plan made real: operators take the places of modules, everything is loaded in tree order, then operators are
-given their sites. The stages of an operator's life are drawn in operators/base.py.
+given their runtimes. The stages of an operator's life are drawn in operators/base.py.
 
 A replaced module stays the parent of its children: its operator holds it, so a child is replaced inside the original
 parent, whether or not that parent is replaced too.
@@ -15,7 +15,7 @@ from torch import nn
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.cpu.pages import trim_heap, without_cache
-from ktransformers.operators.base import Operator, Site, expect_shape
+from ktransformers.operators.base import Operator, OperatorRuntime, expect_shape
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan, PlanEntry
@@ -24,7 +24,7 @@ from ktransformers.system.file_kinds import size_of
 from ktransformers.weights.read_ahead import ReadAhead
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["apply_plan", "attach_plan", "load_plan"]
+__all__ = ["apply_plan", "bind_plan", "load_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,14 @@ def load_plan(
         )
 
 
-def attach_plan(plan: Plan, max_len: int, services: Mapping[str, object] | None = None) -> None:
-    """Give every operator its site. Call after `load_plan`.
+def bind_plan(plan: Plan, max_len: int, services: Mapping[str, object] | None = None) -> None:
+    """Give every operator its runtime. Call after `load_plan`.
 
     max_len: most positions of a sequence. services: by the key of the operator that each works for, see Site.
     """
     services = services or {}
     for key, operator in plan.operators.items():
-        operator.post_load(Site(max_len, services.get(key)))
+        operator.post_load(OperatorRuntime(max_len, services.get(key)))
 
 
 def _stored_bytes(entry: PlanEntry, source: WeightSource) -> list[torch.Tensor]:

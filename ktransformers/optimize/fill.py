@@ -37,16 +37,16 @@ def experts_for_gpus(plan: Plan, source: WeightSource) -> Filling:
     full: set[str] = set()
     candidates = 0
     for entry in reversed(plan.entries):
-        operator, home = plan.operators.get(entry.key), entry.placement.layer_device
+        operator, layer_device = plan.operators.get(entry.key), entry.placement.layer_device
         if not isinstance(operator, KTransformersExperts) or entry.placement.generate_device != "cpu":
             continue
         nbytes = operator.gpu_nbytes(source)
-        if home not in left or nbytes is None:
+        if layer_device not in left or nbytes is None:
             continue
         candidates += 1
-        if nbytes > left[home]:
-            full.add(home)
-        if home not in full:
-            left[home] -= nbytes
-            chosen[entry.key] = home
+        if nbytes > left[layer_device]:
+            full.add(layer_device)
+        if layer_device not in full:
+            left[layer_device] -= nbytes
+            chosen[entry.key] = layer_device
     return Filling(chosen, candidates, left)

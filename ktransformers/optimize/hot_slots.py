@@ -29,7 +29,7 @@ _MAP_BYTES = 20  # of an expert: where its slot is, how often it was picked
 
 @dataclass(frozen=True, slots=True)
 class HotSlots:
-    """Of the layers at home on one GPU.
+    """The layers whose layer device is one GPU.
 
     slots: by experts module, in the order of layers. expert_nbytes: of one expert of each; other_nbytes: what a layer
     has there beside, biases and maps.
@@ -106,7 +106,11 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
     found: dict[str, list[_Candidate]] = {}
     for entry in plan.entries:
         operator, place = plan.operators.get(entry.key), entry.placement
-        if not isinstance(operator, KTransformersExperts) or place.layer_device is None or not plan.devices[place.layer_device].is_gpu:
+        if (
+            not isinstance(operator, KTransformersExperts)
+            or place.layer_device is None
+            or not plan.devices[place.layer_device].is_gpu
+        ):
             continue
         if place.generate_device != "cpu" or place.prefill_device != place.layer_device:
             continue

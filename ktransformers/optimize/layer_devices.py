@@ -1,8 +1,8 @@
 """Which device each decoder layer lives on: where its hidden states and its cache are.
 
-A layer's home is the device of its attention, or of what stands in its place. `cuda` without a number means the device
-that the layer loop's transfer_map names for the layer, else the first one; modules that no rule places go where their
-layer is. Knows rules and the module tree; reads no weights.
+A layer's device is the device of its attention, or of what stands in its place. `cuda` without a number means the
+device that the layer loop's transfer_map names for the layer, else the first one; modules that no rule places go where
+their layer is. Knows rules and the module tree; reads no weights.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from ktransformers.models.layers import mixers
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rules
 
-__all__ = ["Home", "Homes"]
+__all__ = ["LayerDevice", "LayerDevices"]
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class LayerDevice:
     """One decoder layer. key: its dotted name. device: where it lives, as placements spell it."""
 
     key: str
     device: str
 
 
-class Homes:
-    """The homes of a model's layers under some rules, on a machine. transfer: used where no rule has a transfer_map."""
+class LayerDevices:
+    """The devices of a model's layers under some rules, on a machine. transfer: used where no rule has a
+    transfer_map.
+    """
 
     def __init__(
         self,
@@ -42,12 +44,12 @@ class Homes:
         attention = mixers(model)
         self._transfer = _transfer_map(model, rules, model_type) or transfer or {}
         self._layer_of = {_layer_key(key): layer for layer, key in attention.items()}
-        self.layers: dict[int, Home] = {}
+        self.layers: dict[int, LayerDevice] = {}
         for layer, key in sorted(attention.items()):
             rule = rules.first_match(key, model.get_submodule(key), model_type)
             named = {} if rule is None else rule.devices
             wanted = named.get("generate_device", named.get("prefill_device", self.default_device(key)))
-            self.layers[layer] = Home(_layer_key(key), self.resolve(wanted, key))
+            self.layers[layer] = LayerDevice(_layer_key(key), self.resolve(wanted, key))
 
     def _layer(self, key: str) -> int | None:
         while key:

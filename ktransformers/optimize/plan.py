@@ -21,7 +21,7 @@ from ktransformers.operators.device import Devices
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.partial_sums import Placeholder
 from ktransformers.operators.wrapper import DenseState
-from ktransformers.optimize.layer_devices import Home, Homes
+from ktransformers.optimize.layer_devices import LayerDevice, LayerDevices
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rule, Rules
 from ktransformers.optimize.tied import TiedSource, tied_names
@@ -78,7 +78,7 @@ class Plan:
     operators: the operators built for planning, by key; `apply_plan` puts these very objects into the model.
     kept: modules with parameters or persistent buffers that stay, by key. extra_bytes: bytes besides weights, as
     {what: {device: bytes}} ("kv cache"). tied: {tensor name: name it is tied to}. shared: {module: module whose
-    memory it uses}, counted once. homes: where the decoder layers live, in order. devices: what the names mean.
+    memory it uses}, counted once. layer_devices: where the decoder layers live, in order. devices: what the names mean.
     """
 
     model_type: str
@@ -91,7 +91,7 @@ class Plan:
     tied: Mapping[str, str]
     shared: Mapping[str, str]
     extra_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    layer_devices: tuple[Home, ...] = ()
+    layer_devices: tuple[LayerDevice, ...] = ()
     devices: Devices = field(default_factory=Devices)
 
     @property
@@ -175,8 +175,8 @@ def make_plan(
     """
     choices = choices or Choices()
     model_type = operator_config.facts.model_type
-    homes = Homes(model, model_type, rules, machine, choices.transfer)
-    planner = _Planner(model, rules, operator_config, source, machine, choices.moved, homes)
+    layer_devices = LayerDevices(model, model_type, rules, machine, choices.transfer)
+    planner = _Planner(model, rules, operator_config, source, machine, choices.moved, layer_devices)
     planner.visit(model, "", None)
     planner.report_fallback()
     unmatched = report_unmatched(model, model_type, rules, planner.decided, strict)
@@ -193,7 +193,7 @@ def make_plan(
         unmatched=unmatched,
         tied=planner.tied,
         shared=shared,
-        layer_devices=tuple(planner.homes.layers.values()),
+        layer_devices=tuple(planner.layer_devices.layers.values()),
         devices=operator_config.devices,
     )
 
@@ -209,9 +209,9 @@ class _Planner:
         source: WeightSource,
         machine: Machine,
         moved: Mapping[str, str],
-        homes: Homes,
+        layer_devices: LayerDevices,
     ):
-        self.moved, self.homes = moved, homes
+        self.moved, self.layer_devices = moved, layer_devices
         self.rules, self.config, self.machine = rules, config, machine
         self.model_type = config.facts.model_type
         self.tied = tied_names(model)
@@ -355,11 +355,11 @@ class _Planner:
 
     def _placement(self, rule: Rule | None, key: str) -> Placement:
         """The rule's devices on this machine. A missing prefill or out device is the generate device."""
-        home = self.homes.of(key)
+        layer_device = self.layer_devices.of(key)
         if rule is None:
-            return Placement.on(self.homes.default_device(key), home)
+            return Placement.on(self.layer_devices.default_device(key), layer_device)
         if key in self.moved:
-            return Placement.on(self.moved[key], home)
+            return Placement.on(self.moved[key], layer_device)
         wanted = self._wanted(rule, key)
         devices = [self._device(device, rule, key) for device in wanted]
         return Placement(
@@ -368,18 +368,18 @@ class _Planner:
             out_device=devices[2],
             generate_op=rule.ops.get("generate_op"),
             prefill_op=rule.ops.get("prefill_op"),
-            layer_device=home,
+            layer_device=layer_device,
         )
 
     def _wanted(self, rule: Rule, key: str) -> tuple[str, str, str]:
         named = rule.devices
-        generate = named.get("generate_device", named.get("prefill_device", self.homes.default_device(key)))
-        is_at_home = rule.operator is not None and rule.operator.PREFILLS_AT_HOME
-        prefill = self.homes.default_device(key) if is_at_home else generate
+        generate = named.get("generate_device", named.get("prefill_device", self.layer_devices.default_device(key)))
+        is_at_home = rule.operator is not None and rule.operator.PREFILLS_ON_LAYER_DEVICE
+        prefill = self.layer_devices.default_device(key) if is_at_home else generate
         return generate, named.get("prefill_device", prefill), named.get("out_device", generate)
 
     def _device(self, named: str, rule: Rule, key: str) -> str:
-        device = self.homes.resolve(named, key)
+        device = self.layer_devices.resolve(named, key)
         if device in self.machine.devices:
             return device
         raise rule.error(f"there is no {named} here; this machine has {', '.join(self.machine.devices)}")

@@ -69,7 +69,9 @@ class AttentionLoad:
 
 @dataclass(slots=True)
 class LayerLoad:
-    """One decoder layer. steps: the kind under which StepCost knows it. home: the device of its hidden states."""
+    """One decoder layer. steps: the kind under which StepCost knows it. layer_device: the device of its hidden
+    states.
+    """
 
     layer_device: str = "cpu"
     steps: str = "grouped"
@@ -89,7 +91,11 @@ class StepLoad:
         """All that take part."""
         found = {matrix.device for matrix in self.outside}
         for layer in self.layers:
-            found |= {layer.layer_device, *(one.device for one in layer.matrices), *(one.device for one in layer.experts)}
+            found |= {
+                layer.layer_device,
+                *(one.device for one in layer.matrices),
+                *(one.device for one in layer.experts),
+            }
             found |= {one.prefill_device for one in layer.experts}
             found |= set() if layer.attention is None else {layer.attention.device}
         return found

@@ -1,8 +1,8 @@
 """Which experts on the CPU are streamed to a GPU in large prefill steps, what that takes of its memory, and how many
 tokens a step should carry.
 
-A layer's experts qualify when its home is a GPU, the rule's prefill_device is that GPU (or is not said: then it is),
-and GPU kernels read their type. Pure: reads headers only.
+A layer's experts qualify when its layer device is a GPU, the rule's prefill_device is that GPU (or is not said: then it
+is), and GPU kernels read their type. Pure: reads headers only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def step_nbytes(facts: ModelFacts, num_rows: int) -> int:
 def chunk_size_for(asked: int, plan: Plan, facts: ModelFacts) -> int:
     """Most tokens of a prefill step: what is asked for, or else more on a GPU than on the CPU alone, as far as
     activations leave room; the weights that a step reads, over PCIe perhaps, cost the same for all its tokens."""
-    gpus = {home.device for home in plan.layer_devices if plan.devices[home.device].is_gpu}
+    gpus = {layer_device.device for layer_device in plan.layer_devices if plan.devices[layer_device.device].is_gpu}
     if asked or not gpus:
         return asked or DEFAULT_CHUNK_SIZE
     free = min(plan.capacity.get(gpu, 0) for gpu in gpus)
@@ -99,13 +99,17 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
     """By device."""
     found: dict[str, list[_Candidate]] = {}
     for entry in plan.entries:
-        operator, home = plan.operators.get(entry.key), entry.placement.layer_device
-        if not isinstance(operator, KTransformersExperts) or home is None or not plan.devices[home].is_gpu:
+        operator, layer_device = plan.operators.get(entry.key), entry.placement.layer_device
+        if (
+            not isinstance(operator, KTransformersExperts)
+            or layer_device is None
+            or not plan.devices[layer_device].is_gpu
+        ):
             continue
         place = entry.placement
         nbytes = operator.streamed_nbytes(source)
-        if place.generate_device == "cpu" and place.prefill_device == home and nbytes:
-            found.setdefault(home, []).append(_Candidate(entry.key, operator, *nbytes))
+        if place.generate_device == "cpu" and place.prefill_device == layer_device and nbytes:
+            found.setdefault(layer_device, []).append(_Candidate(entry.key, operator, *nbytes))
     return found
 
 

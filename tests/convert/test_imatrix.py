@@ -19,7 +19,7 @@ from ktransformers.convert.imatrix import Imatrix, Statistics, read_imatrix, wri
 from ktransformers.convert.mixtures import TypeRule
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import open_model
-from ktransformers.engine.verify.reference_module import StoredWeights, build_twin
+from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.optimize.tied import TiedSource
@@ -75,7 +75,7 @@ def test_statistics_are_those_of_plain_hooks(model_type: str, is_gguf: bool, tmp
     else:
         config = EngineConfig(model_path=write_safetensors(model, tmp_path / "m"))
     opened = open_model(config)
-    plan, twin, collector = plan_model(config, opened), build_twin(opened.hf_config), Collector(opened)
+    plan, twin, collector = plan_model(config, opened), build_reference_model(opened.hf_config), Collector(opened)
     weights = StoredWeights(twin, TiedSource(opened.source, plan.tied), plan, WorkerPool(1))
     weights.observe = collector.observe
     with torch.inference_mode(), weights:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.operators.base import Requirements, Site
-from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
+from ktransformers.operators.base import OperatorRuntime, Requirements
+from ktransformers.optimize.apply import apply_plan, bind_plan, load_plan
 from tests.support.engines.fake_operators import (
     EXPERTS_RULE,
     FakeExperts,
@@ -150,19 +150,19 @@ def test_an_operator_lives_through_its_stages_once_and_in_order() -> None:
     key = "model.layers.0.mlp.up_proj"
     one = plan.operators[key]
     assert isinstance(one, Attachable)
-    with pytest.raises(RuntimeError, match=rf"^{key} cannot become ATTACHED: it is PLANNED$"):
-        attach_plan(plan, 8)
+    with pytest.raises(RuntimeError, match=rf"^{key} cannot become BOUND: it is PLANNED$"):
+        bind_plan(plan, 8)
     apply_plan(model, plan)
     load_plan(model, plan, source)
     assert one.is_loaded
     with pytest.raises(RuntimeError, match=rf"^{key} cannot become LOADED: it is LOADED$"):
         one.fill(source)
-    assert one.sites == []
-    attach_plan(plan, 8)
-    for again in (lambda: one.post_load(Site(9)), lambda: one.fill(source)):
-        with pytest.raises(RuntimeError, match=r"it is ATTACHED$"):
+    assert one.runtimes == []
+    bind_plan(plan, 8)
+    for again in (lambda: one.post_load(OperatorRuntime(9)), lambda: one.fill(source)):
+        with pytest.raises(RuntimeError, match=r"it is BOUND$"):
             again()
-    assert one.sites == [Site(8)]
+    assert one.runtimes == [OperatorRuntime(8)]
 
 
 class Attachable(FakeLinear):
@@ -170,7 +170,7 @@ class Attachable(FakeLinear):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.sites: list[Site] = []
+        self.runtimes: list[OperatorRuntime] = []
 
-    def settle(self, site: Site) -> None:
-        self.sites.append(site)
+    def bind(self, runtime: OperatorRuntime) -> None:
+        self.runtimes.append(runtime)

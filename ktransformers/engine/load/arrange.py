@@ -30,8 +30,8 @@ from ktransformers.operators.layers.traced import (
     check_calls,
     failing_module,
     hand_contexts_down,
-    observe_step,
     probe_context,
+    trace_step,
 )
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.plan import Plan
@@ -74,11 +74,11 @@ def arrange_layers(loaded: Arrangeable) -> None:
     calls = _first_step(loaded)
     check_calls(opened.model, calls, loaded.longest, shapes)
     is_on_cpu = all(entry.placement.generate_device == "cpu" for entry in plan.entries)
-    if opened.shares is not None:
-        if is_checked(opened) and not opened.shares.group.rank:
+    if opened.partial_sums is not None:
+        if is_checked(opened) and not opened.partial_sums.group.rank:
             logger.warning("self check: a model that is cut over GPUs is not compared; load it without for that")
-        homes = {home.key: plan.devices[home.device] for home in plan.layer_devices}
-        stack_gpu_layers(opened.model, homes, move_into, calls)
+        layer_devices = {layer_device.key: plan.devices[layer_device.device] for layer_device in plan.layer_devices}
+        stack_gpu_layers(opened.model, layer_devices, move_into, calls)
         hand_contexts_to_recurrent(opened.model, plan)
         return
     if is_on_cpu:
@@ -88,11 +88,11 @@ def arrange_layers(loaded: Arrangeable) -> None:
     if is_on_cpu:  # stacks stand in for layers, which the check wants to see
         stack_cpu_layers(opened.model, shapes, pool, calls)
     else:
-        homes = {home.key: plan.devices[home.device] for home in plan.layer_devices}
+        layer_devices = {layer_device.key: plan.devices[layer_device.device] for layer_device in plan.layer_devices}
         stacks = StackCheck(opened.model, shapes, pool, loaded.layout, opened.facts.vocab_size)
         if is_checked(opened):
             stacks.begin()
-        stack_gpu_layers(opened.model, homes, move_into, calls)
+        stack_gpu_layers(opened.model, layer_devices, move_into, calls)
         hand_contexts_to_recurrent(opened.model, plan)  # stacks stand where layers stood
         stacks.compare()
 
@@ -117,7 +117,7 @@ def _first_step(loaded: Arrangeable) -> list[LayerCall]:
             with rehearsal():  # its kernels are compiled side by side
                 step()
         check_borders(opened.model, opened.facts.model_type, step)
-        return observe_step(opened.model, step)
+        return trace_step(opened.model, step)
     except KTransformersError:
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:

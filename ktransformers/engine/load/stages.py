@@ -54,7 +54,7 @@ from ktransformers.operators.layers.traced import (
     hand_contexts_on,
 )
 from ktransformers.operators.linear.linear import KTransformersLinear
-from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
+from ktransformers.optimize.apply import apply_plan, bind_plan, load_plan
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.cores import describe_quota
 
@@ -207,7 +207,7 @@ def load_weights(planned_part: PlannedPart[CacheT], progress: Progress | None) -
     prefill = open_prefills(plan, planned.streamings, tools, batch)
     hot = open_hot(plan, planned.hots, prefill, tools, batch)
     rotations = rotations_of(part.opened.model, plan)
-    attach_plan(plan, planned_part.longest, {**flash, **prefill, **hot.layers, **rotations})
+    bind_plan(plan, planned_part.longest, {**flash, **prefill, **hot.layers, **rotations})
     return LoadedWeights(planned_part, layout, flash, hot)
 
 

@@ -105,7 +105,7 @@ def _shown(identity: ModelIdentity, name: str) -> str:
 
 
 def identify(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPool) -> Identified:
-    """A model whose operators are attached, with its cache. Reads some bytes of the weights' files."""
+    """A model whose operators are bound, with its cache. Reads some bytes of the weights' files."""
     folders = () if opened.config.kv_disk_path is None else (opened.config.kv_disk_path,)
     return Identified(_sampled(opened, plan, cache, pool), WeightDigest(opened.states, folders))
 

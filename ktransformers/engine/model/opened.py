@@ -24,7 +24,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
-from ktransformers.operators.partial_sums import Shares
+from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
 from ktransformers.weights.digests.states import FileState, states_of
@@ -91,7 +91,7 @@ class OpenedModel:
     files: tuple[Path, ...] = ()
     states: tuple[FileState, ...] = ()
     stored: Mapping[str, int] = field(default_factory=dict)
-    shares: Shares | None = None
+    partial_sums: PartialSums | None = None
     has_head: bool = True
 
 

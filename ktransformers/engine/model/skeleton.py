@@ -19,13 +19,13 @@ from ktransformers.engine.model.file_layouts import arrange
 from ktransformers.engine.model.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
-from ktransformers.models.fused_experts_adapter import give_usual_experts
+from ktransformers.models.fused_experts_adapter import adapt_fused_experts
 from ktransformers.models.layers import number_mixers
 from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.operators.attention.sparse_indexer import Chooser
+from ktransformers.operators.attention.sparse_indexer import SparseIndexer
 from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.system.file_kinds import why_not_json
@@ -134,7 +134,7 @@ def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options
     model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
     number_mixers(model)
     arrange(model, hf_config)
-    give_usual_experts(model)
+    adapt_fused_experts(model)
     return model
 
 
@@ -214,11 +214,14 @@ def _is_meta(tensor: torch.Tensor | None) -> bool:
 
 
 def cache_shapes(
-    model: nn.Module, facts: ModelFacts, operators: Mapping[str, nn.Module], homes: Sequence[Device] | None = None
+    model: nn.Module,
+    facts: ModelFacts,
+    operators: Mapping[str, nn.Module],
+    layer_devices: Sequence[Device] | None = None,
 ) -> list[LayerShape]:
     """The cache that each layer needs, in the order of layer_idx; `operators` are the planned ones by key.
 
-    homes: where the layers live, in order; the CPU when None.
+    layer_devices: where the layers live, in order; the CPU when None.
 
     Latent shapes are for layers that run our absorbed MLA; any other attention module caches what it hands to the
     attention function. Recurrent layers keep a state, and layers that work row by row nothing.
@@ -245,9 +248,9 @@ def cache_shapes(
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
             if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
-        chooser = operators.get(f"{key}.indexer")
-        if isinstance(chooser, Chooser):
-            shapes[layer_idx] = replace(shapes[layer_idx], index_dim=chooser.index_dim, index_pool=chooser.index_pool)
+        indexer = operators.get(f"{key}.indexer")
+        if isinstance(indexer, SparseIndexer):
+            shapes[layer_idx] = replace(shapes[layer_idx], index_dim=indexer.index_dim, index_pool=indexer.index_pool)
     _add_states(shapes, facts, operators)
     if sorted(shapes) != list(range(facts.num_layers)):
         what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"
@@ -255,10 +258,16 @@ def cache_shapes(
             f"model type {facts.model_type} attends by code of its own: modules that go through transformers' "
             f"attention interface were found {what}"
         )
-    places = [CPU] * len(shapes) if homes is None else homes
+    places = [CPU] * len(shapes) if layer_devices is None else layer_devices
     placed = [
-        replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype, row_dtype=home.dtype)
-        for i, home in enumerate(places)
+        replace(
+            shapes[i],
+            place=layer_device.name,
+            device=layer_device.torch_device,
+            dtype=layer_device.dtype,
+            row_dtype=layer_device.dtype,
+        )
+        for i, layer_device in enumerate(places)
     ]
     sources = [None if i in projecting else layer.shares for i, layer in enumerate(facts.layers)]
     return [_shared(placed, i, source) for i, source in enumerate(sources)]

@@ -23,13 +23,13 @@ from ktransformers.kernels import flashinfer
 from ktransformers.kernels.flashinfer import FlashInfer, Shape
 from ktransformers.operators.attention.flash import FlashLayer, FlashSteps
 from ktransformers.operators.attention.gqa import KAttention
-from ktransformers.operators.attention.latent_materialization import ExpansionPolicy
+from ktransformers.operators.attention.latent_materialization import MaterializationPolicy
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.base import Operator
 from ktransformers.operators.device import Device, use
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["AttentionChoice", "choose_attention", "expansion_nbytes", "find_flash"]
+__all__ = ["AttentionChoice", "choose_attention", "find_flash", "materialization_nbytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def choose_attention(plan: Plan, backend: str, kv_type: str = KV_TYPES[0]) -> At
     return AttentionChoice(flash, "; ".join(reasons) or None)
 
 
-def expansion_nbytes(plan: Plan, backend: str) -> dict[str, int]:
+def materialization_nbytes(plan: Plan, backend: str) -> dict[str, int]:
     """Bytes of each device that latent attention expands keys into. backend: of EngineConfig."""
     if backend == "flashinfer":
         return {}
@@ -144,7 +144,7 @@ def find_flash(plan: Plan, backend: str, page_size: int, kv_type: str = KV_TYPES
         raise _refusal(failures[0])
     reasons = [*dict.fromkeys(failures), *([choice.reason] if choice.reason else [])]
     _say(len(found), len(asked), reasons)
-    _say_expansion([op.expansion_choice(found.get(key)) for key, op in asked if isinstance(op, KMLAAttention)])
+    _log_materialization([op.expansion_choice(found.get(key)) for key, op in asked if isinstance(op, KMLAAttention)])
     return found
 
 
@@ -187,7 +187,7 @@ def _say(num_layers: int, num_asked: int, reasons: list[str]) -> None:
         )
 
 
-def _say_expansion(choices: list[ExpansionPolicy | None]) -> None:
+def _log_materialization(choices: list[MaterializationPolicy | None]) -> None:
     for choice in set(choices):
         least = None if choice is None else choice.least_rows(_SAID_LEN)
         if least is None:

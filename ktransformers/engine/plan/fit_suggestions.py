@@ -90,7 +90,7 @@ def _trials(planned: Planned, config: EngineConfig, hardware: Hardware) -> Itera
     yield caches
     kv_types = _KV_TYPES.get(config.kv_type, ())
     yield [(f"--kv_type {name}", replace(config, kv_type=name)) for name in kv_types]
-    if any(planned.plan.devices[home.device].is_gpu for home in planned.plan.layer_devices):
+    if any(planned.plan.devices[layer_device.device].is_gpu for layer_device in planned.plan.layer_devices):
         smaller = (size for size in _CHUNKS if size < planned.chunk_size)
         yield [(f"--chunk_size {size}", replace(config, chunk_size=size)) for size in smaller]
     if config.cpu_memory_size_GB:

@@ -16,7 +16,7 @@ from ktransformers.cache.state import StateCache
 from ktransformers.config import EngineConfig, hot_slots
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.model.skeleton import cache_shapes
-from ktransformers.engine.plan.attention import choose_attention, expansion_nbytes
+from ktransformers.engine.plan.attention import choose_attention, materialization_nbytes
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
@@ -227,10 +227,10 @@ class Planner:
         step = step_nbytes(opened.facts, chunk_size)
         gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
         if gpus:
-            expansion = expansion_nbytes(plan, opened.config.attention_backend)
+            materialization = materialization_nbytes(plan, opened.config.attention_backend)
             scans = _scans(plan, chunk_size)
             extra["workspace"] = {
-                gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) + scans.get(gpu.name, 0)
+                gpu.name: max(gpu.workspace_nbytes(), step) + materialization.get(gpu.name, 0) + scans.get(gpu.name, 0)
                 for gpu in gpus
             }
             rows = largest_graph(hardware.graph_rows, chunk_size)
@@ -291,7 +291,7 @@ class Planner:
                 self.expert_stats,
                 hardware.devices,
                 config.sparse_attention,
-                opened.shares,
+                opened.partial_sums,
             ),
             source=opened.source,
             machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
@@ -299,8 +299,8 @@ class Planner:
             ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
             choices=choices,
         )
-        homes = [plan.devices[home.device] for home in plan.layer_devices]
-        shapes = cache_shapes(model, opened.facts, plan.operators, homes or None)
+        layer_devices = [plan.devices[layer_device.device] for layer_device in plan.layer_devices]
+        shapes = cache_shapes(model, opened.facts, plan.operators, layer_devices or None)
         kv_types = KvTypes.of(config.kv_type, model, plan.operators, config.attention_products)
         return plan, kv_types.applied(shapes)
 

@@ -25,7 +25,7 @@ __all__ = [
     "GraphBackend",
     "Replayable",
     "ReplayedWork",
-    "StepMarks",
+    "StepTimers",
 ]
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class _Captured:
     marks: object | None = None
 
 
-class StepMarks(Protocol):
+class StepTimers(Protocol):
     """Times the parts of a step on its devices (engine.step.gpu_profile.GpuProfile)."""
 
     def begin(self) -> None:
@@ -241,7 +241,7 @@ class CUDAGraphRunner:
         self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, works
         self._captured: dict[StepSize, _Captured] = {}
         self._timed: dict[StepSize, _Captured] = {}  # the same with marks, while somebody wants them
-        self._marks: StepMarks | None = None
+        self._marks: StepTimers | None = None
         self._most_timed: int | None = None
         self.reason: str | None = None  # why not all sizes were captured
         decode = {StepSize(size, size) for size in batch_sizes}
@@ -293,7 +293,7 @@ class CUDAGraphRunner:
         graph, logits = backend.capture(lambda: self._run(static.inputs))
         return _Captured(graph, logits, static, tuple((work, work.captured()) for work in works))
 
-    def time_steps(self, marks: StepMarks | None, most_rows: int | None = None) -> None:
+    def time_steps(self, marks: StepTimers | None, most_rows: int | None = None) -> None:
         """From the next step on have those timed that are due; None: none. Captures the sizes again, with marks.
 
         most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.

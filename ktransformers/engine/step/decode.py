@@ -16,7 +16,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.context import PREFILL_ROWS
-from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, GraphBackend, StepMarks
+from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, GraphBackend, StepTimers
 from ktransformers.engine.step.decode_inputs import (
     DecodeInputs,
     InputMemory,
@@ -27,7 +27,7 @@ from ktransformers.engine.step.decode_inputs import (
 from ktransformers.engine.step.forward import ForwardPass, StepInputs
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.logits_fetch import LogitsFetch
-from ktransformers.operators.attention.latent_materialization import ExpansionPolicy, StepRuns
+from ktransformers.operators.attention.latent_materialization import MaterializationPolicy, StepRuns
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.usage import KEPT_ROWS
@@ -43,14 +43,14 @@ MAX_GRAPH_ROWS = 256
 
 def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
     """Why a step cannot be one CUDA graph, or None when nothing is known to speak against it."""
-    on_cpu = sum(not plan.devices[home.device].is_gpu for home in plan.layer_devices)
+    on_cpu = sum(not plan.devices[layer_device.device].is_gpu for layer_device in plan.layer_devices)
     if on_cpu:
         return f"{on_cpu} of {len(plan.layer_devices)} layers are on the CPU"
-    homes = {device.name for device in layout.devices}
+    layer_devices = {device.name for device in layout.devices}
     for entry in plan.entries:
         place, operator = entry.placement.generate_device, plan.operators.get(entry.key)
         is_inside = entry.placement.layer_device is not None or entry.key.endswith("lm_head")
-        if place in homes or not is_inside or not entry.total_bytes:
+        if place in layer_devices or not is_inside or not entry.total_bytes:
             continue
         if not isinstance(operator, KTransformersExperts):
             return f"{entry.key} is on {place}"
@@ -76,7 +76,7 @@ class DecodeSteps:
         backend: GraphBackend | None,
         progress: Callable[[int, int], None] | None = None,
         mixed: Sequence[StepSize] = (),
-        choices: Sequence[ExpansionPolicy] = (),
+        choices: Sequence[MaterializationPolicy] = (),
     ) -> None:
         layout = forward.layout
         assert layout is not None, "steps on the CPU are not padded"
@@ -105,7 +105,7 @@ class DecodeSteps:
         decode = [StepSize(rows, rows) for rows in self._graphs.batch_sizes]
         return sorted({*decode, *self._graphs.mixed_sizes}, reverse=True)
 
-    def time_steps(self, marks: StepMarks | None) -> None:
+    def time_steps(self, marks: StepTimers | None) -> None:
         """See CUDAGraphRunner.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
         self._graphs.time_steps(marks, KEPT_ROWS)
 
@@ -116,7 +116,7 @@ class DecodeSteps:
             return True
         if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
             return False
-        return not StepRuns.is_expanded(context, self._choices)
+        return not StepRuns.is_materialized(context, self._choices)
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
         """Logits fp32 [N, V] on the first device, valid until the next run."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from ktransformers.engine.step.cuda_graph_runner import StepMarks
+from ktransformers.engine.step.cuda_graph_runner import StepTimers
 from ktransformers.operators.device import Device
 from ktransformers.operators.gpu_timers import Label
 from ktransformers.operators.usage import KEPT_ROWS, ExpertUsage
@@ -35,7 +35,7 @@ _Marked = Mapping[str, _Named]
 
 
 @dataclass(slots=True)
-class GpuProfile(StepMarks):
+class GpuProfile(StepTimers):
     """Of the GPUs among `devices`. Asked by one thread, the one that runs steps."""
 
     devices: Sequence[Device]

@@ -156,7 +156,7 @@ class HotGpu(StepFollower):
 
 @dataclass(frozen=True, slots=True)
 class HotService:
-    """All GPUs' slots. layers: by experts module, for its site."""
+    """All GPUs' slots. layers: by experts module, for its runtime."""
 
     layers: Mapping[str, HotLayer] = field(default_factory=dict)
     gpus: Sequence[HotGpu] = ()

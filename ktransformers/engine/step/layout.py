@@ -1,7 +1,8 @@
 """Hidden states follow the layers over devices: what is moved where, once the plan is in the model.
 
-A decoder layer gets its hidden states on its home, and everything inside hands its result back where its input came
-from; so one hook per layer is all that a pipeline over several devices needs. Knows modules and devices, no arithmetic.
+A decoder layer gets its hidden states on its layer device, and everything inside hands its result back where its input
+came from; so one hook per layer is all that a pipeline over several devices needs. Knows modules and devices, no
+arithmetic.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ class StepLayout:
         base: Any = next((module for module in modules.values() if _has_layer_inputs(module)), None)
         key = next(name for name, module in modules.items() if module is embedding)
         width = int(embedding.weight.shape[-1])  # type: ignore[index]
-        homes = [plan.devices[home.device] for home in plan.layer_devices] or [plan.devices["cpu"]]
-        ends = homes[0], homes[-1], tuple(distinct(homes))
+        layer_devices = [plan.devices[layer_device.device] for layer_device in plan.layer_devices] or [
+            plan.devices["cpu"]
+        ]
+        ends = layer_devices[0], layer_devices[-1], tuple(distinct(layer_devices))
         table = _scaled(plan.operators.get(key, embedding), modules, key)
         if base is None:
             return cls(*ends, table, width)
@@ -78,8 +81,8 @@ class StepLayout:
     def check_experts(self) -> None:
         """Raise EngineError when experts failed on the CPU in a step, which is over."""
         for device in self.devices:
-            for beside in (*device.async_cpu_experts(), *device.services, *device.followers):
-                beside.check()
+            for service in (*device.async_cpu_experts(), *device.services, *device.followers):
+                service.check()
 
     @property
     def is_heard(self) -> bool:
@@ -158,12 +161,12 @@ def install_moves(modules: Mapping[str, nn.Module], plan: Plan) -> None:
     places = {entry.key: entry.placement.generate_device for entry in plan.entries}
     if all(place == "cpu" for place in places.values()):
         return
-    homes = {home.key: home.device for home in plan.layer_devices}
-    for home in plan.layer_devices:
-        move_into(modules[home.key], plan.devices[home.device])
+    layer_devices = {layer_device.key: layer_device.device for layer_device in plan.layer_devices}
+    for layer_device in plan.layer_devices:
+        move_into(modules[layer_device.key], plan.devices[layer_device.device])
     for key in plan.kept:
-        home_key = next((name for name in _above(key) if name in homes), None)
-        if home_key is None or homes[home_key] != places[key]:
+        home_key = next((name for name in _above(key) if name in layer_devices), None)
+        if home_key is None or layer_devices[home_key] != places[key]:
             _visit(modules[key], plan.devices[places[key]])
 
 
@@ -172,8 +175,8 @@ def _above(key: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
-def move_into(layer: nn.Module, home: Device) -> None:
-    """Hidden states, and what the model hands to all layers, come to the layer's home."""
+def move_into(layer: nn.Module, layer_device: Device) -> None:
+    """Hidden states, and what the model hands to all layers, come to the layer's device."""
 
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,14 +186,15 @@ def move_into(layer: nn.Module, home: Device) -> None:
             return args, kwargs
         if args:
             args = tuple(
-                home.to_device(arg) if isinstance(arg, torch.Tensor) else _shared(arg, home, context) for arg in args
+                layer_device.to_device(arg) if isinstance(arg, torch.Tensor) else _shared(arg, layer_device, context)
+                for arg in args
             )
-        moved = {name: _shared(value, home, context) for name, value in kwargs.items() if name in _SHARED}
+        moved = {name: _shared(value, layer_device, context) for name, value in kwargs.items() if name in _SHARED}
         if kwargs.get("input_ids", context) is None:  # the model was given hidden states, and the layer looks tokens up
-            ids = context.on(home.torch_device).token_ids
+            ids = context.on(layer_device.torch_device).token_ids
             moved["input_ids"] = None if ids is None else ids[None]
         if "hidden_states" in kwargs:
-            moved["hidden_states"] = home.to_device(kwargs["hidden_states"])
+            moved["hidden_states"] = layer_device.to_device(kwargs["hidden_states"])
         return args, {**kwargs, **moved}
 
     layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -230,16 +234,18 @@ def _hand_context(layer: nn.Module, operator: RecurrentOperator) -> None:
 _SHARED = frozenset({"position_ids", "position_embeddings", "cache_position"})
 
 
-def _shared(value: Any, home: Device, context: ForwardContext) -> Any:
+def _shared(value: Any, layer_device: Device, context: ForwardContext) -> Any:
     if isinstance(value, torch.Tensor):
-        return context.moved(value, home.torch_device)
+        return context.moved(value, layer_device.torch_device)
     if isinstance(value, dict):
-        return {name: _shared(part, home, context) for name, part in value.items()}
-    return tuple(_shared(part, home, context) for part in value) if isinstance(value, tuple) else value
+        return {name: _shared(part, layer_device, context) for name, part in value.items()}
+    return tuple(_shared(part, layer_device, context) for part in value) if isinstance(value, tuple) else value
 
 
 def _visit(module: nn.Module, device: Device) -> None:
-    """A kept module away from its layer's home: inputs go to its device, its results back where they came from."""
+    """A kept module away from its layer's layer_device: inputs go to its device, its results back where they came
+    from.
+    """
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         came_from.append(next((a.device for a in args if isinstance(a, torch.Tensor)), device.torch_device))

@@ -16,9 +16,9 @@ from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.prefill import PrefillStream
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.latent_materialization import ExpansionPolicy
+from ktransformers.operators.attention.latent_materialization import MaterializationPolicy
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.operators.attention.sparse_indexer import Chooser
+from ktransformers.operators.attention.sparse_indexer import SparseIndexer
 from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
@@ -36,7 +36,7 @@ def largest_graph(rows: Sequence[int], chunk_size: int) -> int:
     return min(max(rows, default=0), chunk_size)
 
 
-def choices_of(plan: Plan) -> tuple[ExpansionPolicy, ...]:
+def choices_of(plan: Plan) -> tuple[MaterializationPolicy, ...]:
     """How the latent attention of a loaded model chooses the sequences whose keys it expands: each choice once."""
     found = (op.prefill_choice for op in plan.operators.values() if isinstance(op, KMLAAttention))
     return tuple(dict.fromkeys(choice for choice in found if choice is not None))
@@ -45,7 +45,7 @@ def choices_of(plan: Plan) -> tuple[ExpansionPolicy, ...]:
 def _why_none(plan: Plan, flash: Iterable[FlashLayer]) -> str | None:
     """Why no step of several rows a sequence can be replayed; None where nothing is known to speak against it."""
     for operator in plan.operators.values():
-        if isinstance(operator, KCompressedAttention) or (isinstance(operator, Chooser) and operator.is_used):
+        if isinstance(operator, KCompressedAttention) or (isinstance(operator, SparseIndexer) and operator.is_used):
             return "sparse attention would choose among as many positions as the longest sequence may have"
     if any(layer.is_required for layer in flash):
         return "--attention_backend flashinfer, which plans each step on the host"
@@ -54,7 +54,9 @@ def _why_none(plan: Plan, flash: Iterable[FlashLayer]) -> str | None:
 
 def _why_not(rows: int, plan: Plan, layout: StepLayout) -> str | None:
     """Why steps of so many rows cannot be replayed."""
-    streams = [beside for device in layout.devices for beside in device.services if isinstance(beside, PrefillStream)]
+    streams = [
+        service for device in layout.devices for service in device.services if isinstance(service, PrefillStream)
+    ]
     if any(stream.prefill.takes(rows) for stream in streams):
         return "the host chooses the experts that are streamed"
     experts = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts))

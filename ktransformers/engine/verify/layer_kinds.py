@@ -42,12 +42,14 @@ def layer_kinds(model: nn.Module, plan: Plan, shapes: Sequence[LayerShape]) -> l
     """
     layers = _layers(model)
     if not len(layers) == len(plan.layer_devices) == len(shapes):
-        logger.info("a rehearsal runs all layers: %d are in a list, %d in the plan", len(layers), len(plan.layer_devices))
+        logger.info(
+            "a rehearsal runs all layers: %d are in a list, %d in the plan", len(layers), len(plan.layer_devices)
+        )
         return []
     known: dict[Any, int] = {}
     return [
-        known.setdefault((_planned(plan, home.key), _kept(shape), _made_of(layer)), len(known))
-        for home, shape, layer in zip(plan.layer_devices, shapes, layers, strict=True)
+        known.setdefault((_planned(plan, layer_device.key), _kept(shape), _made_of(layer)), len(known))
+        for layer_device, shape, layer in zip(plan.layer_devices, shapes, layers, strict=True)
     ]
 
 
@@ -117,15 +119,15 @@ def one_of_each(model: nn.Module, kinds: Sequence[int]) -> Iterator[list[int]]:
     if layers is None or not kinds:
         yield list(range(0 if layers is None else len(layers)))
         return
-    chooser = _Chooser(kinds)
+    indexer = _Chooser(kinds)
     replaced: list[nn.Module] = []
     try:
         for index, layer in enumerate(layers):
-            if index >= chooser.done:  # others were found in a stack
-                layer.forward = chooser.stand_in(layer)
+            if index >= indexer.done:  # others were found in a stack
+                layer.forward = indexer.stand_in(layer)
                 replaced.append(layer)
-        logger.debug("a rehearsal runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
-        yield chooser.run
+        logger.debug("a rehearsal runs layers %s of %d", ", ".join(map(str, indexer.run)), len(kinds))
+        yield indexer.run
     finally:
         for layer in replaced:
             del layer.forward

@@ -1,8 +1,8 @@
-"""A model's twin: transformers' own modules, on meta, whose parameters are read from the files when they are used.
+"""A model's reference: transformers' own modules, on meta, whose parameters are read from the files when they are used.
 
-The twin computes in fp32 what the model's authors wrote. It holds no weights: an operation that takes a parameter gets
-the numbers that are in the files, a matrix in pieces and of routed experts those that are chosen, so that some layers
-of any model can be computed beside ours.
+The reference module computes in fp32 what the model's authors wrote. It holds no weights: an operation that takes a
+parameter gets the numbers that are in the files, a matrix in pieces and of routed experts those that are chosen, so
+that some layers of any model can be computed beside ours.
 
     module's forward ── functional.linear(x, weight on meta) ──> StoredWeights ── x, numbers of the file ──> torch
 """
@@ -49,7 +49,7 @@ from ktransformers.weights.source import ExpertsLayout, WeightSource
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["StoredWeights", "build_twin", "routed_experts"]
+__all__ = ["StoredWeights", "build_reference_model", "routed_experts"]
 
 _KEPT_BYTES = 1 << 30
 """Most fp32 numbers that are kept for the next operation that wants them, and at most an eighth of the free memory."""
@@ -59,7 +59,7 @@ _LARGE = 1 << 26
 """Multiplications of a product that is worth handing to threads."""
 
 
-def build_twin(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+def build_reference_model(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal LM of `hf_config` on meta, with transformers' own eager attention and experts.
 
     Raises what transformers raises, and UnsupportedError for buffers that cannot be computed.

@@ -1,16 +1,17 @@
 """A loaded model of a family that no test covers, compared with transformers' own modules before it answers anything.
 
 Layers, the embeddings and the head are computed by both on random tokens, more than any window holds: ours through the
-cache, in one step and in two chunks; the twin's (see `twin`) in fp32 from the same numbers. Each layer of ours is given
-what the twin's was given, so that a difference has one place:
+cache, in one step and in two chunks; the reference module's (reference_module.py) in fp32 from the same numbers. Each
+layer of ours is given what the reference module's was given, so that a difference has one place:
 
-    twin   tokens ── embeddings ── layer 0 ── (handed on) ── layer 7 ── ... ── norm, head ── logits
+    theirs tokens ── embeddings ── layer 0 ── (handed on) ── layer 7 ── ... ── norm, head ── logits
                           │           │                         │                              │
     ours   tokens ── embeddings =? ── layer 0 =? ────────────── layer 7 =? ────────────── logits =?
 
 One layer of each kind is computed, and the last of the kind; the others hand on what they are given. Errors are
 measured row by row against what a layer changes. How large they may be is measured too, where activations are rounded
-to int8 or bf16: by rounding them in the twin in front of every product, which is what rounding alone does to a layer.
+to int8 or bf16: by rounding them in the reference module in front of every product, which is what rounding alone does
+to a layer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.verify.hooks import Taps, Trace, model_layers, tapped, watched
-from ktransformers.engine.verify.reference_module import StoredWeights, build_twin, routed_experts
+from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
@@ -53,20 +54,21 @@ _FLOOR, _FLOOR_BF16 = 1e-4, 2e-2
 """Of a layer's change: what sums in another order, tables of angles and other exponentials may differ by, in fp32 and
 where a GPU attends in bf16. A wrong formula is off by 0.1 and more."""
 _MARGIN = 4.0
-"""How much further off ours may be than rounding in front of every product puts the twin: ours rounds elsewhere too
-(between the experts' two products, in the parts of latent attention), and other values of the same blocks."""
+"""How much further off ours may be than rounding in front of every product puts the reference: ours rounds elsewhere
+too (between the experts' two products, in the parts of latent attention), and other values of the same blocks."""
 _EXPERT_BYTES = 2 << 30
 """Of experts in fp32, per layer. Where there are more, they are computed for the last rows alone."""
 _MOST_WORK_OF_A_PART, _MOST_WORK = 1 << 33, 1 << 37
-"""Products of a feed-forward part, and of all layers, in a pass of the twin: a core takes some tenths of a second, and
-some seconds, for them. Wider parts see the last rows alone; beyond the latter one layer of each kind is computed."""
+"""Products of a feed-forward part, and of all layers, in a pass of the reference: a core takes some tenths of a second,
+and some seconds, for them. Wider parts see the last rows alone; beyond the latter one layer of each kind is
+computed."""
 _LEAST_ROWS_OF_A_PART = 64
 _MOST_LAYERS = 8
 
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 
 
-class _TwinFails(Exception):
+class _ReferenceFails(Exception):
     """transformers' own modules cannot be computed here."""
 
 
@@ -100,7 +102,7 @@ def check_model(
     try:
         check = _Check(opened, plan, ours, _num_rows(opened.facts, calls, max_len), max_len)
         found = check.run()
-    except _TwinFails as error:
+    except _ReferenceFails as error:
         logger.warning(
             "self check: transformers' own modules of model type %s fail here (%s), so nothing was compared",
             kind,
@@ -160,7 +162,9 @@ class _Ours:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Hidden states or logits that are compared. base: what a layer was given; rounded: with rounding in the twin."""
+    """Hidden states or logits that are compared. base: what a layer was given; rounded: with rounding in the reference
+    module.
+    """
 
     what: str
     ours: torch.Tensor
@@ -223,10 +227,10 @@ class _Check:
         self.ids = torch.randint(0, int(config.vocab_size), (num_rows,), generator=generator)
         self.is_rough = any(device.dtype is not torch.float32 for device in ours.layout.devices)
         try:
-            self.twin = build_twin(config, opened.config.trust_remote_code)
-            settle_rotations(self.twin, max_len)
-            self.layers = model_layers(self.twin)
-            self.weights = StoredWeights(self.twin, TiedSource(opened.source, plan.tied), plan, ours.pool)
+            self.reference = build_reference_model(config, opened.config.trust_remote_code)
+            settle_rotations(self.reference, max_len)
+            self.layers = model_layers(self.reference)
+            self.weights = StoredWeights(self.reference, TiedSource(opened.source, plan.tied), plan, ours.pool)
             self.last_rows = self._limit_experts()
             self.last_rows |= self._limit_feed_forward()
         except (*_FAILURES, KTransformersError) as error:
@@ -239,7 +243,7 @@ class _Check:
         """What differs, in words; None when nothing does."""
         try:
             exact = self._twin(self.selected, None, is_rounded=False)
-        except _TwinFails:  # layers that take something from each other
+        except _ReferenceFails:  # layers that take something from each other
             logger.debug("self check: layers alone cannot be computed", exc_info=True)
             self.selected = frozenset(range(len(self.layers)))
             exact = self._twin(self.selected, None, is_rounded=False)
@@ -272,25 +276,25 @@ class _Check:
         return max(min(most, len(self.ids) // 3), 1)
 
     def _twin(self, selected: frozenset[int], given: Trace | None, *, is_rounded: bool) -> Trace:
-        """One pass of the twin. Raises _TwinFails."""
+        """One pass of the reference module. Raises _ReferenceFails."""
         taps = Taps(selected, given)
         self.weights.is_rounded = is_rounded
         num_rows = len(self.ids)
         keep = torch.arange(num_rows - self._num_logits, num_rows)
         try:
             with self.weights, tapped(self.layers, taps):
-                output = self.twin(input_ids=self.ids[None], use_cache=False, logits_to_keep=keep)
+                output = self.reference(input_ids=self.ids[None], use_cache=False, logits_to_keep=keep)
         except (*_FAILURES, KTransformersError) as error:
             raise _failed(error) from error
         taps.trace.logits = output.logits[0].float().clone()
         if not all(bool(out.isfinite().all()) for out in taps.trace.outputs.values()):
-            raise _TwinFails("its hidden states are not finite")
+            raise _ReferenceFails("its hidden states are not finite")
         return taps.trace
 
     def _limit_experts(self) -> dict[str, int]:
         """Let experts that are many and large see the last rows alone; how many, by the name of the module."""
         limited = {}
-        for key, (module, layout) in routed_experts(self.twin).items():
+        for key, (module, layout) in routed_experts(self.reference).items():
             expert = 4 * (3 if layout.has_gate else 2) * layout.hidden_size * layout.intermediate_size
             if expert * layout.num_experts > _EXPERT_BYTES:
                 limited[key] = max(_EXPERT_BYTES // expert // 8, 1)
@@ -299,8 +303,8 @@ class _Check:
 
     def _limit_feed_forward(self) -> dict[str, int]:
         """The same for feed-forward parts that are wide."""
-        limited, names = {}, {id(module): name for name, module in self.twin.named_modules()}
-        routed = {id(module) for module, _ in routed_experts(self.twin).values()}
+        limited, names = {}, {id(module): name for name, module in self.reference.named_modules()}
+        routed = {id(module) for module, _ in routed_experts(self.reference).values()}
         for layer in self.layers:
             for _, part in _feed_forward_parts(layer):
                 rows = max(_MOST_WORK_OF_A_PART // max(_num_weights(part), 1), _LEAST_ROWS_OF_A_PART)
@@ -312,10 +316,12 @@ class _Check:
     def _work_of(self, index: int) -> int:
         """Products of a layer in a pass; experts, of which a row sees few, excepted."""
         work, inside = _num_weights(self.layers[index]) * len(self.ids), f".{index}."
-        routed = {key: _num_weights(module) for key, (module, _) in routed_experts(self.twin).items() if inside in key}
+        routed = {
+            key: _num_weights(module) for key, (module, _) in routed_experts(self.reference).items() if inside in key
+        }
         for key, rows in self.last_rows.items():
             if inside in key and key not in routed:
-                work -= _num_weights(self.twin.get_submodule(key)) * (len(self.ids) - rows)
+                work -= _num_weights(self.reference.get_submodule(key)) * (len(self.ids) - rows)
         return work - sum(routed.values()) * len(self.ids)
 
     def _compare(self, got: Trace, exact: Trace, rounded: Trace | None, how: str) -> str | None:
@@ -356,7 +362,7 @@ class _Check:
             self._twin(self.selected, exact, is_rounded=False)
         with watched(model_layers(self.ours.model)[index]) as got:
             self.ours.step(self.ids, (rows.stop,), lambda rows: Taps(self.selected, exact, rows), self._num_logits)
-        key = next(name for name, module in self.twin.named_modules() if module is self.layers[index])
+        key = next(name for name, module in self.reference.named_modules() if module is self.layers[index])
         near, last = 0.1 if self.is_rough or self.weights.rounds else 1e-3, self._rows_of(index)
         for name, want in wanted.items():
             if (
@@ -388,7 +394,7 @@ class _Check:
         yield torch.median
         yield lambda rows: torch.median(rows[-_BEYOND:])
         yield lambda rows: torch.quantile(rows, 0.9)
-        if not routed_experts(self.twin):
+        if not routed_experts(self.reference):
             yield torch.max
 
 
@@ -423,5 +429,5 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "no message")
 
 
-def _failed(error: BaseException) -> _TwinFails:
-    return _TwinFails(f"{type(error).__name__}: {_first_line(error)}")
+def _failed(error: BaseException) -> _ReferenceFails:
+    return _ReferenceFails(f"{type(error).__name__}: {_first_line(error)}")

@@ -37,7 +37,7 @@ from ktransformers.kernels.cpu.packing import (
 from ktransformers.kernels.cpu.paged_attention import MAX_BF16_DIMS, attention
 from ktransformers.kernels.cpu.products import batched_linear, linear
 from ktransformers.kernels.cpu.rows import activate, dequantize_rows, rms_norm
-from ktransformers.kernels.cpu.topk_positions import MAX_INDEX_HEADS, choose_positions
+from ktransformers.kernels.cpu.topk_positions import MAX_INDEX_HEADS, select_topk_positions
 
 __all__ = [
     "MAX_BF16_DIMS",
@@ -54,7 +54,6 @@ __all__ = [
     "available_isas",
     "batched_linear",
     "can_pack",
-    "choose_positions",
     "copy_parts",
     "dequantize_rows",
     "empty_bytes",
@@ -70,5 +69,6 @@ __all__ = [
     "packed_nbytes",
     "page_out",
     "rms_norm",
+    "select_topk_positions",
     "write_kv",
 ]

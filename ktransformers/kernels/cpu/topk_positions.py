@@ -9,12 +9,12 @@ from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
 from ktransformers.kernels.cpu.paged_attention import row_numbers
 from ktransformers.kernels.extension import extension
 
-__all__ = ["MAX_INDEX_HEADS", "choose_positions"]
+__all__ = ["MAX_INDEX_HEADS", "select_topk_positions"]
 
 MAX_INDEX_HEADS = extension.MAX_INDEX_HEADS
 
 
-def choose_positions(  # noqa: PLR0913 - what a call of the kernel takes; the rest is by keyword
+def select_topk_positions(  # noqa: PLR0913 - what a call of the kernel takes; the rest is by keyword
     q: Tensor,
     weights: Tensor | None,
     k_cache: Tensor,

@@ -20,10 +20,10 @@ from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions as triton_choose
+from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions as triton_choose
 from ktransformers.operators.attention.rotation import rotated_columns
-from ktransformers.operators.attention.sparse_indexer import Chooser
-from ktransformers.operators.attention.topk_positions import Selection
+from ktransformers.operators.attention.sparse_indexer import SparseIndexer
+from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
@@ -45,7 +45,7 @@ class BlockIndex:
     sin: torch.Tensor
     spec: BlockSpec
 
-    def choose(self, context: ForwardContext, layer_idx: int) -> Selection | None:
+    def choose(self, context: ForwardContext, layer_idx: int) -> TopkPositions | None:
         """Caches the keys, and what rows and heads attend to, the heads of a row side by side.
 
         None where all of them see so few positions that they take them all. context: on the device of the cache.
@@ -64,8 +64,8 @@ class BlockIndex:
         given = (q, None, keys, table, size, seqs, lens, 1.0, spec.num_chosen)
         options: dict[str, Any] = {"block": spec.block, "num_local": spec.num_local}
         if context.cache.is_on_gpu(layer_idx):
-            return Selection(*triton_choose(*given, **options))
-        return Selection(*cpu.choose_positions(*given, context.pool, **options))
+            return TopkPositions(*triton_choose(*given, **options))
+        return TopkPositions(*cpu.select_topk_positions(*given, context.pool, **options))
 
     def _cached_on_gpu(self, keys: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Writes the keys; returns the rotated queries."""
@@ -82,7 +82,7 @@ class BlockIndex:
         )  # fmt: skip
 
 
-class KBlockIndexer(Chooser):
+class KBlockIndexer(SparseIndexer):
     """Makes the queries and keys of a choice; the attention that it is a child of has it made."""
 
     OPS: ClassVar[dict[str, str]] = {

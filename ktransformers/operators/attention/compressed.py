@@ -30,7 +30,14 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.compressed_gpu import CompressedSpec, GpuCompressed, Series
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape, layer_number
+from ktransformers.operators.base import (
+    OperatorConfig,
+    OperatorRuntime,
+    Placement,
+    Requirements,
+    expect_shape,
+    layer_number,
+)
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.linear.matrix import dense_tensor
@@ -215,7 +222,7 @@ class KCompressedAttention(WrapperOperator):
             ]
 
     @override
-    def settle(self, site: Site) -> None:
+    def bind(self, runtime: OperatorRuntime) -> None:
         if self._epsilons is None:
             return
         assert self._o_a is not None, f"{self.key} is not loaded"
@@ -225,7 +232,7 @@ class KCompressedAttention(WrapperOperator):
         spec = CompressedSpec(self.window, self.num_heads, self.head_dim, units, *self._epsilons, compressor, indexer)
         weight = dense_tensor(self._o_a, self.device, self.config.require_pool()).transpose(1, 2).contiguous()
         self._o_a = None
-        self._gpu = GpuCompressed(self.inner, self.key, spec, weight, self._biases, self.device, site.max_len)
+        self._gpu = GpuCompressed(self.inner, self.key, spec, weight, self._biases, self.device, runtime.max_len)
 
     @override
     def forward(

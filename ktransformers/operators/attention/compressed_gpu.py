@@ -24,7 +24,7 @@ from ktransformers.kernels.triton.attention.compressed import (
 )
 from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, expand
 from ktransformers.kernels.triton.attention.mla import mla_attention
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
@@ -105,7 +105,7 @@ class Choosing:
             return torch.empty(len(query), 0, dtype=torch.int32, device=query.device)
         runs = cached[: len(cached) // rate * rate].view(-1, rate, cached.shape[1])
         keys = runs[:, rate - 1, first : first + self.entries.dim]
-        slots, _ = choose_positions(
+        slots, _ = select_topk_positions(
             query, weights, keys, pages.block_table, size // rate, pages.seq_ids, pages.kv_lens // rate,
             self.scale, self.num_chosen,
         )  # fmt: skip

@@ -27,8 +27,8 @@ from ktransformers.operators.attention.block_indexer import BlockIndex
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GpuCache, GqaParts, gqa_forward
 from ktransformers.operators.attention.pooled_indexer import ChoiceMask, KPooledIndexer
-from ktransformers.operators.attention.topk_positions import Selection
-from ktransformers.operators.base import Site
+from ktransformers.operators.attention.topk_positions import TopkPositions
+from ktransformers.operators.base import OperatorRuntime
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.recognize.attention import recognize_attention, recognize_temperature
@@ -82,18 +82,18 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     shape = context.cache.shape(layer_idx)
     options = _options(module, shape, sliding_window, softcap, s_aux)
     context = context.on(keys.device)
-    selection = _selection(module, block_indices, context, options)
+    topk_positions = _selection(module, block_indices, context, options)
     # [T, heads, D]; keys and values that another layer made may be on that one's device
     rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
     if context.cache.is_on_gpu(layer_idx):
         kept = GpuCache.of(context.cache, layer_idx)
-        return _gpu_attention(rows, kept, context, scale, options, selection)[None], None
+        return _gpu_attention(rows, kept, context, scale, options, topk_positions)[None], None
     scales = context.cache.scales(layer_idx)
     if shape.shares is None:
         for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
             cpu.write_kv(made, context.slot_mapping, cache, of, context.pool)
-    if selection is not None:
-        given = rows[0], (keys, values), scales, selection, scale, context.pool
+    if topk_positions is not None:
+        given = rows[0], (keys, values), scales, topk_positions, scale, context.pool
         return _attend_to_chosen(*given, shape.bf16_products)[None], None
     places = context.block_table, context.page_size, context.seq_ids, context.kv_lens
     options |= {"scales": scales, "bf16_products": shape.bf16_products}
@@ -151,12 +151,12 @@ def _here(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 def _selection(
     module: Any, block_indices: object, context: ForwardContext, options: dict[str, Any]
-) -> Selection | None:
+) -> TopkPositions | None:
     """What rows and KV heads attend to, by an indexer; None: all positions."""
     if block_indices is None:
         return None
     if isinstance(block_indices, ChoiceMask):
-        return block_indices.selection
+        return block_indices.topk_positions
     if not isinstance(block_indices, BlockIndex):
         raise UnsupportedError(
             f"{type(module).__name__} has an indexer that chooses what is attended to: add a rule with class "
@@ -171,7 +171,7 @@ def _attend_to_chosen(
     query: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     scales: Scales,
-    selection: Selection,
+    topk_positions: TopkPositions,
     scale: float,
     pool: cpu.WorkerPool | None,
     bf16_products: bool = False,
@@ -184,18 +184,18 @@ def _attend_to_chosen(
     num_rows, num_heads, dim = query.shape
     keys, values = cache
     kv_heads, dim_v = values.shape[1:]
-    if len(selection.counts) == num_rows:
-        chosen = (query, keys, values, selection.slots, 1, selection.seq_ids, selection.counts, scale)
+    if len(topk_positions.counts) == num_rows:
+        chosen = (query, keys, values, topk_positions.slots, 1, topk_positions.seq_ids, topk_positions.counts, scale)
         if pool is None:
             return attention(*chosen, scales=scales)
         return cpu.attention(query.contiguous(), *chosen[1:], pool, scales=scales, bf16_products=bf16_products)
-    if len(selection.counts) != num_rows * kv_heads:
-        raise UnsupportedError(f"an indexer of {len(selection.counts) // num_rows} heads for {kv_heads} KV heads")
+    if len(topk_positions.counts) != num_rows * kv_heads:
+        raise UnsupportedError(f"an indexer of {len(topk_positions.counts) // num_rows} heads for {kv_heads} KV heads")
     heads = torch.arange(kv_heads, dtype=torch.int32, device=query.device).repeat(num_rows)
-    table = selection.slots * kv_heads + heads[:, None]
+    table = topk_positions.slots * kv_heads + heads[:, None]
     rows = query.reshape(num_rows * kv_heads, num_heads // kv_heads, dim)
     caches = keys.view(-1, 1, dim), values.view(-1, 1, dim_v)
-    given = (rows, *caches, table, 1, selection.seq_ids, selection.counts, scale)
+    given = (rows, *caches, table, 1, topk_positions.seq_ids, topk_positions.counts, scale)
     of_keys, of_values = (None if of is None else of.view(-1, 1, 1) for of in scales)
     of_slots = (of_keys, of_values)
     if pool is None:
@@ -216,7 +216,7 @@ def _gpu_attention(
     context: ForwardContext,
     scale: float,
     options: dict[str, Any],
-    selection: Selection | None,
+    topk_positions: TopkPositions | None,
 ) -> torch.Tensor:
     """`attention_forward` on a GPU: rows are query, key and value [T, heads, D] of any type; returns [T, Hq, D]."""
     device = cache.keys.device
@@ -235,8 +235,8 @@ def _gpu_attention(
         scales=cache.scales,
         q_out=torch.empty(rows[0].shape, dtype=cache.row_dtype, device=device),
     )
-    if selection is not None:
-        return _attend_to_chosen(query, (cache.keys, cache.values), cache.scales, selection, scale, None)
+    if topk_positions is not None:
+        return _attend_to_chosen(query, (cache.keys, cache.values), cache.scales, topk_positions, scale, None)
     return attention(
         query,
         cache.keys,
@@ -291,13 +291,13 @@ class KAttention(WrapperOperator):
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_attention(self.inner) if self.device.is_gpu and not self._has_chunks() else None
-        self._parts: GqaParts | None = None  # on a GPU, once attached
+        self._parts: GqaParts | None = None  # on a GPU, once bound
         self.can_be_sparse = getattr(self.inner, "indexer", None) is not None
         self._has_pools = hasattr(getattr(self.inner, "indexer", None), "compress_ratio")
         if self._has_pools:
             self.spec = None
         self._temperature = recognize_temperature(self.inner) if _is_tempered(self.inner) else None
-        self._factors: torch.Tensor | None = None  # by position, once attached
+        self._factors: torch.Tensor | None = None  # by position, once bound
         if self._temperature is not None:
             self.spec = None
             self.inner.attn_temperature_tuning = False  # type: ignore[assignment]  # it is done here
@@ -313,16 +313,16 @@ class KAttention(WrapperOperator):
         return None if self.spec is None else self.spec.shape(self.device.dtype)
 
     @override
-    def settle(self, site: Site) -> None:
+    def bind(self, runtime: OperatorRuntime) -> None:
         if self._has_pools and not isinstance(self.inner.get_submodule("indexer"), KPooledIndexer):
             raise UnsupportedError(
                 f"{self.key}.indexer chooses what is attended to: add a rule with class KPooledIndexer for it, as "
                 "Qwen4Exp.yaml has"
             )
         if self._temperature is not None:
-            self._factors = self.device.move(self._temperature.factors(site.max_len))
+            self._factors = self.device.move(self._temperature.factors(runtime.max_len))
         if self.spec is not None:
-            self._parts = GqaParts.of(self.inner, self.spec, self.device, site.find(FlashLayer))
+            self._parts = GqaParts.of(self.inner, self.spec, self.device, runtime.find(FlashLayer))
 
     @override
     def op(self, phase: Phase) -> str:

@@ -21,10 +21,10 @@ from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.rotation import rotated_columns
-from ktransformers.operators.attention.sparse_indexer import Chooser
-from ktransformers.operators.attention.topk_positions import Selection
+from ktransformers.operators.attention.sparse_indexer import SparseIndexer
+from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
@@ -33,7 +33,7 @@ from ktransformers.operators.recognize.indexer import recognize_indexer
 __all__ = ["KIndexer"]
 
 
-class KIndexer(Chooser):
+class KIndexer(SparseIndexer):
     """Chooses positions for the latent attention that it is a child of; its projections are operators of their own."""
 
     OPS: ClassVar[dict[str, str]] = {
@@ -70,7 +70,7 @@ class KIndexer(Chooser):
         angles: tuple[torch.Tensor, torch.Tensor],
         context: ForwardContext,
         keys: torch.Tensor,
-    ) -> Selection | None:
+    ) -> TopkPositions | None:
         """What the rows attend to; None where all of them see so few positions that they take them all.
 
         x: [1, T, hidden]. query: the compressed query, [1, T, q_lora_rank]. angles: cos and sin [T, P / 2]. context: on
@@ -90,8 +90,8 @@ class KIndexer(Chooser):
         table, size, seqs, lens = context.block_table, context.page_size, context.seq_ids, context.kv_lens
         pool = self.config.require_pool()
         weights = weights.contiguous()
-        return Selection(
-            *cpu.choose_positions(q, weights, keys, table, size, seqs, lens, spec.scale, spec.num_chosen, pool)
+        return TopkPositions(
+            *cpu.select_topk_positions(q, weights, keys, table, size, seqs, lens, spec.scale, spec.num_chosen, pool)
         )
 
     @property
@@ -107,7 +107,7 @@ class KIndexer(Chooser):
         angles: tuple[torch.Tensor, torch.Tensor],
         context: ForwardContext,
         keys: torch.Tensor,
-    ) -> Selection | None:
+    ) -> TopkPositions | None:
         """How long sequences are is known on the device alone, so that steps can be replayed."""
         use(keys.device)
         spec, rotary = self.spec, self.spec.rotary_dim
@@ -121,4 +121,6 @@ class KIndexer(Chooser):
         table, size, seqs, lens = context.block_table, context.page_size, context.seq_ids, context.kv_lens
         if table.shape[1] * size <= spec.num_chosen:
             return None
-        return Selection(*choose_positions(q, weights, keys, table, size, seqs, lens, spec.scale, spec.num_chosen))
+        return TopkPositions(
+            *select_topk_positions(q, weights, keys, table, size, seqs, lens, spec.scale, spec.num_chosen)
+        )

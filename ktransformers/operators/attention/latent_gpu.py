@@ -15,13 +15,13 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
-from ktransformers.kernels.triton.attention.materialized import expanded_attention
+from ktransformers.kernels.triton.attention.materialized import materialized_attention
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.rope import latent_to_cache
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.flash import Attend
-from ktransformers.operators.attention.latent_materialization import WORKSPACE_ALIGN, ExpandedBatch, Expansion
-from ktransformers.operators.attention.topk_positions import Selection
+from ktransformers.operators.attention.latent_materialization import WORKSPACE_ALIGN, Materialization, MaterializedBatch
+from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.matrix import dense_tensor
@@ -45,9 +45,9 @@ class LatentStep:
     compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
     angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. scales: of a cache of codes, fp32
     [slots, 1, 2]. is_cached: the latents are in the cache. attend: over the cache, None for Triton's kernels.
-    expansion: rows that attend on expanded keys instead, None for none. workspace: values that keys are expanded into,
-    as many as it was chosen for. selection: the positions that rows attend to, None for all. window: most positions
-    that a row sees, 0 for all.
+    materialization: rows that attend on expanded keys instead, None for none. workspace: values that keys are expanded
+    into, as many as it was chosen for. topk_positions: the positions that rows attend to, None for all. window: most
+    positions that a row sees, 0 for all.
     """
 
     compressed: torch.Tensor
@@ -59,9 +59,9 @@ class LatentStep:
     scales: torch.Tensor | None = None
     is_cached: bool = False
     attend: Attend | None = None
-    expansion: Expansion | None = None
+    materialization: Materialization | None = None
     workspace: torch.Tensor | None = None
-    selection: Selection | None = None
+    topk_positions: TopkPositions | None = None
     window: int = 0
     sinks: torch.Tensor | None = None  # fp32 [H], with nothing expanded
 
@@ -82,7 +82,7 @@ class GpuLatent:
     @staticmethod
     def is_small(step: LatentStep) -> bool:
         """Whether the kernels for few rows take the step."""
-        return step.expansion is None and step.compressed.shape[0] <= MAX_LATENT_ROWS
+        return step.materialization is None and step.compressed.shape[0] <= MAX_LATENT_ROWS
 
     def cache_and_norm(self, step: LatentStep, query: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
         """Write a small step's latents to the cache; returns its compressed queries [T, Q] normalized by `norm`."""
@@ -96,8 +96,8 @@ class GpuLatent:
     def attend(self, q: torch.Tensor, step: LatentStep) -> torch.Tensor:
         """Values [T, H, V] that the queries [T, H, N + P] attend to, the step's own latents included."""
         use(step.cache.device)
-        if step.expansion is not None:
-            return self._attend_expanded(q, step, step.expansion)
+        if step.materialization is not None:
+            return self._attend_expanded(q, step, step.materialization)
         context, is_small = step.context, self.is_small(step)
         if is_small and not step.is_cached:
             given = (step.compressed, step.norm, step.angles, step.cache, context.slot_mapping)
@@ -113,7 +113,7 @@ class GpuLatent:
 
     def _attend_latents(self, query: torch.Tensor, step: LatentStep, rows: slice | torch.Tensor) -> torch.Tensor:
         """Latents [n, H, R] that some rows' absorbed queries [n, H, R + P] attend to, by Triton's kernels."""
-        context, chosen = step.context, step.selection
+        context, chosen = step.context, step.topk_positions
         if chosen is not None:
             table, seq_ids, kv_lens = chosen.slots, chosen.seq_ids[rows], chosen.counts[rows]
             given = (query, step.cache, self.rank, table, 1, seq_ids, kv_lens, step.scale)
@@ -167,15 +167,15 @@ class GpuLatent:
             q_out=q_out,
         )
 
-    def _attend_expanded(self, q: torch.Tensor, step: LatentStep, expansion: Expansion) -> torch.Tensor:
+    def _attend_expanded(self, q: torch.Tensor, step: LatentStep, materialization: Materialization) -> torch.Tensor:
         """`attend` where some sequences, or all, have their keys expanded."""
         num_rows, num_heads = q.shape[:2]
         q_rot = q.new_empty(num_rows, num_heads, step.cache.shape[-1] - self.rank)
         self._rotate_and_cache(q, step, q_rot)
         out = q.new_empty(num_rows, num_heads, self.v_b.shape[2])
-        for batch in expansion.batches:
+        for batch in materialization.batches:
             self._attend_batch(q, q_rot, step, batch, out)
-        rest = expansion.rest
+        rest = materialization.rest
         if rest is not None:
             query = self._absorb_rows(q[rest], step)
             query[..., self.rank :] = q_rot[rest]
@@ -183,7 +183,7 @@ class GpuLatent:
         return out
 
     def _attend_batch(
-        self, q: torch.Tensor, q_rot: torch.Tensor, step: LatentStep, batch: ExpandedBatch, out: torch.Tensor
+        self, q: torch.Tensor, q_rot: torch.Tensor, step: LatentStep, batch: MaterializedBatch, out: torch.Tensor
     ) -> None:
         """The rows of a batch of sequences: some heads' keys and values at a time are expanded, then attended to."""
         assert step.workspace is not None, "an expansion comes with its workspace"
@@ -208,7 +208,7 @@ class GpuLatent:
             latent = gathered[:, :rank].expand(len(k_b), -1, -1)
             torch.bmm(latent, k_b.transpose(1, 2), out=keys)
             torch.bmm(latent, v_b, out=values)
-            expanded_attention(
+            materialized_attention(
                 q[:, heads], q_rot[:, heads], keys, gathered[:, rank:], values, batch.tiles, step.scale,
                 out[:, heads], batch.tile,
             )  # fmt: skip

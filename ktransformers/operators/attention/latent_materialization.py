@@ -24,20 +24,25 @@ from dataclasses import dataclass, replace
 import torch
 
 from ktransformers.core import Phase
-from ktransformers.kernels.triton.attention.materialized import ExpandedRun, ExpandedTile, expanded_tile, tiles_of
+from ktransformers.kernels.triton.attention.materialized import (
+    MaterializedRun,
+    MaterializedTile,
+    materialized_tile,
+    tiles_of,
+)
 from ktransformers.operators.context import ForwardContext
 
 __all__ = [
     "EXPANSION_NBYTES",
     "WORKSPACE_ALIGN",
-    "ExpandedBatch",
-    "Expansion",
-    "ExpansionPolicy",
     "LatentDims",
+    "Materialization",
+    "MaterializationPolicy",
+    "MaterializedBatch",
     "Rates",
     "StepRuns",
     "batches_of",
-    "is_worth_expanding",
+    "is_worth_materializing",
 ]
 
 EXPANSION_NBYTES = 256 << 20
@@ -51,14 +56,14 @@ WORKSPACE_ALIGN = 128
 class Rates:
     """TFLOP/s of the kernels on an H100; only their ratios matter, so that they serve for other devices.
 
-    absorbed, expanded: attention. dense: projections of rows. expansion: of positions, which also writes the results.
-    launch_us: what expanding a sequence costs however short it is. `benchmarks.gpu.latent` measures them.
+    absorbed, expanded: attention. dense: projections of rows. materialization: of positions, which also writes the
+    results. launch_us: what expanding a sequence costs however short it is. `benchmarks.gpu.latent` measures them.
     """
 
     absorbed: float = 218.0
     expanded: float = 430.0
     dense: float = 600.0
-    expansion: float = 400.0
+    materialization: float = 400.0
     launch_us: float = 30.0
 
     def with_flashinfer(self) -> Rates:
@@ -93,17 +98,17 @@ class LatentDims:
         return -(-self.num_heads // turns)
 
 
-def is_worth_expanding(dims: LatentDims, num_rows: int, length: int, rates: Rates) -> bool:
+def is_worth_materializing(dims: LatentDims, num_rows: int, length: int, rates: Rates) -> bool:
     """Whether num_rows rows at the end of a sequence of `length` positions take less time on expanded keys."""
     heads, pairs = dims.num_heads, num_rows * length - num_rows * (num_rows - 1) // 2
     projection = dims.rank * dims.head_numel()
     absorbed = pairs * (2 * dims.rank + dims.rope) / rates.absorbed + num_rows * projection / rates.dense
-    expanded = pairs * (dims.head_numel() + dims.rope) / rates.expanded + length * projection / rates.expansion
+    expanded = pairs * (dims.head_numel() + dims.rope) / rates.expanded + length * projection / rates.materialization
     return 2e-6 * heads * (absorbed - expanded) > rates.launch_us
 
 
 @dataclass(frozen=True, slots=True)
-class ExpansionPolicy:
+class MaterializationPolicy:
     """How a layer chooses. is_forced: all sequences with more than one row, if they fit. nbytes: of the workspace."""
 
     dims: LatentDims
@@ -116,15 +121,15 @@ class ExpansionPolicy:
     def room(self) -> int:
         return self.nbytes // self.dtype.itemsize
 
-    def expands(self, num_rows: int, length: int) -> bool:
+    def materializes(self, num_rows: int, length: int) -> bool:
         """Whether so many rows of a sequence are to attend on expanded keys."""
         if num_rows < 2 or not self.dims.heads_at_once(length, self.room):
             return False
-        return self.is_forced or is_worth_expanding(self.dims, num_rows, length, self.rates)
+        return self.is_forced or is_worth_materializing(self.dims, num_rows, length, self.rates)
 
     def least_rows(self, length: int) -> int | None:
         """From how many rows on a sequence of `length` positions is expanded; None: never."""
-        return next((rows for rows in range(2, length + 1) if self.expands(rows, length)), None)
+        return next((rows for rows in range(2, length + 1) if self.materializes(rows, length)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpandedBatch:
+class MaterializedBatch:
     """Sequences that are expanded side by side, `num_heads` heads at a time.
 
     slots: cache slots of their positions, int64 on the device, or a slice where they follow one another. tiles: see
@@ -149,14 +154,14 @@ class ExpandedBatch:
     num_heads: int
     slots: torch.Tensor | slice
     tiles: torch.Tensor
-    tile: ExpandedTile
+    tile: MaterializedTile
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion:
+class Materialization:
     """A step whose sequences are expanded, but for `rest`: rows, a slice or int64 on the device, that stay absorbed."""
 
-    batches: tuple[ExpandedBatch, ...]
+    batches: tuple[MaterializedBatch, ...]
     rest: slice | torch.Tensor | None
 
 
@@ -182,51 +187,53 @@ class StepRuns:
         self._table, self._page_size = context.block_table, context.page_size
         self.num_rows = len(context.seq_ids)
         self.runs = _runs_of(context.seq_ids, context.kv_lens)
-        self._made: dict[tuple[ExpansionPolicy, torch.device], Expansion | None] = {}
+        self._made: dict[tuple[MaterializationPolicy, torch.device], Materialization | None] = {}
 
     @staticmethod
-    def expansion_of(context: ForwardContext, choice: ExpansionPolicy, device: torch.device) -> Expansion | None:
+    def materialization_of(
+        context: ForwardContext, choice: MaterializationPolicy, device: torch.device
+    ) -> Materialization | None:
         """What is expanded in the step of `context`, as the model was given it; None: nothing.
 
         Steps that CUDA graphs replay have contexts with nothing on the CPU: they are chosen where nothing is expanded.
         """
         if context.phase is not Phase.PREFILL or context.is_replayable:
             return None
-        return context.derived("runs", context.block_table, lambda _: StepRuns(context)).expansion(choice, device)
+        return context.derived("runs", context.block_table, lambda _: StepRuns(context)).materialization(choice, device)
 
     @staticmethod
-    def is_expanded(context: ForwardContext, choices: Iterable[ExpansionPolicy]) -> bool:
+    def is_materialized(context: ForwardContext, choices: Iterable[MaterializationPolicy]) -> bool:
         """Whether some sequence of a step is expanded by one of `choices`. context: with tensors on the CPU."""
         runs = _runs_of(context.seq_ids, context.kv_lens)
-        return any(choice.expands(run.num_rows, run.length) for choice in choices for run in runs)
+        return any(choice.materializes(run.num_rows, run.length) for choice in choices for run in runs)
 
-    def expansion(self, choice: ExpansionPolicy, device: torch.device) -> Expansion | None:
+    def materialization(self, choice: MaterializationPolicy, device: torch.device) -> Materialization | None:
         """What is expanded by `choice`; None: nothing."""
         key = (choice, device)
         if key not in self._made:
             self._made[key] = self._make(choice, device)
         return self._made[key]
 
-    def _make(self, choice: ExpansionPolicy, device: torch.device) -> Expansion | None:
-        chosen = [run for run in self.runs if choice.expands(run.num_rows, run.length)]
+    def _make(self, choice: MaterializationPolicy, device: torch.device) -> Materialization | None:
+        chosen = [run for run in self.runs if choice.materializes(run.num_rows, run.length)]
         if not chosen:
             return None
         numbers = batches_of([run.length for run in chosen], choice.dims, choice.room)
         batches = tuple(self._batch([chosen[i] for i in group], choice, device) for group in numbers)
-        return Expansion(batches, self._rest(chosen, device))
+        return Materialization(batches, self._rest(chosen, device))
 
-    def _batch(self, runs: list[_Run], choice: ExpansionPolicy, device: torch.device) -> ExpandedBatch:
+    def _batch(self, runs: list[_Run], choice: MaterializationPolicy, device: torch.device) -> MaterializedBatch:
         num_positions, num_rows = sum(run.length for run in runs), sum(run.num_rows for run in runs)
         num_heads = choice.dims.heads_at_once(num_positions, choice.room)
-        tile = expanded_tile(num_rows, num_heads, choice.dtype, device)
+        tile = materialized_tile(num_rows, num_heads, choice.dtype, device)
         placed, offset = [], 0
         for run in runs:
-            placed.append(ExpandedRun(run.first_row, run.num_rows, offset, run.length))
+            placed.append(MaterializedRun(run.first_row, run.num_rows, offset, run.length))
             offset += run.length
         slots = torch.cat([self._slots(run) for run in runs])
         first = int(slots[0])
         is_plain = bool((slots == torch.arange(first, first + num_positions)).all())
-        return ExpandedBatch(
+        return MaterializedBatch(
             num_positions,
             num_heads,
             slice(first, first + num_positions) if is_plain else slots.to(device),

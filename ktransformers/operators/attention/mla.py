@@ -34,14 +34,21 @@ from ktransformers.kernels.untraced import untraced
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
-from ktransformers.operators.attention.latent_materialization import ExpansionPolicy, LatentDims, Rates, StepRuns
+from ktransformers.operators.attention.latent_materialization import LatentDims, MaterializationPolicy, Rates, StepRuns
 from ktransformers.operators.attention.latent_spec import LatentSpec
 from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_projections
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.attention.rotation import rotate
-from ktransformers.operators.attention.sparse_indexer import say_dense
-from ktransformers.operators.attention.topk_positions import Selection
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape, layer_number
+from ktransformers.operators.attention.sparse_indexer import log_dense
+from ktransformers.operators.attention.topk_positions import TopkPositions
+from ktransformers.operators.base import (
+    OperatorConfig,
+    OperatorRuntime,
+    Placement,
+    Requirements,
+    expect_shape,
+    layer_number,
+)
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -110,7 +117,7 @@ class KMLAAttention(WrapperOperator):
         self._is_native: bool | None = None  # on the CPU, once it has run
         self.absorb_for_prefill = absorb_for_prefill
         self._flash: FlashLayer | None = None
-        self._choice: ExpansionPolicy | None = None
+        self._choice: MaterializationPolicy | None = None
         if absorb_for_prefill is False and not self.device.is_gpu:
             _say_absorbed()
         if self.device.is_gpu:
@@ -123,7 +130,7 @@ class KMLAAttention(WrapperOperator):
         self.can_be_sparse = indexer is not None or spec.hands_selection
         self.is_sparse = self.can_be_sparse and config.sparse_attention != "off"
         if self.can_be_sparse and not self.is_sparse:
-            say_dense()
+            log_dense()
         self._has_indexer = self.is_sparse and indexer is not None
         self.k_b: RawTensor | None = None  # [H, R, N]
         self.v_b: RawTensor | None = None  # [H, V, R]
@@ -138,8 +145,10 @@ class KMLAAttention(WrapperOperator):
             return None
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
-    def expansion_choice(self, flash: FlashLayer | None = None) -> ExpansionPolicy | None:
-        """How prefill steps would choose between the two forms on a site with `flash`; None where all are absorbed."""
+    def expansion_choice(self, flash: FlashLayer | None = None) -> MaterializationPolicy | None:
+        """How prefill steps would choose between the two forms with a runtime that has `flash`; None where all are
+        absorbed.
+        """
         is_bound = flash is not None and flash.is_required
         if (
             not self.device.is_gpu
@@ -152,10 +161,10 @@ class KMLAAttention(WrapperOperator):
             return None
         rates = Rates() if flash is None else Rates().with_flashinfer()
         dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
-        return ExpansionPolicy(dims, self.device.dtype, rates, is_forced=self.absorb_for_prefill is False)
+        return MaterializationPolicy(dims, self.device.dtype, rates, is_forced=self.absorb_for_prefill is False)
 
     @property
-    def prefill_choice(self) -> ExpansionPolicy | None:
+    def prefill_choice(self) -> MaterializationPolicy | None:
         """How its prefill steps choose, once it is settled."""
         return self._choice
 
@@ -213,10 +222,10 @@ class KMLAAttention(WrapperOperator):
             self.k_b = self.v_b = None
 
     @override
-    def settle(self, site: Site) -> None:
+    def bind(self, runtime: OperatorRuntime) -> None:
         if self._has_indexer:
             self._require_indexer()
-        self._flash = site.find(FlashLayer)
+        self._flash = runtime.find(FlashLayer)
         self._choice = self.expansion_choice(self._flash)
         if not self.device.is_gpu:
             return
@@ -279,16 +288,18 @@ class KMLAAttention(WrapperOperator):
         scales = forward_context.cache.scales(self.layer_idx)
         row = self._latent(hidden_states, cos, sin, is_interleaved)
         cpu.write_kv(row, forward_context.slot_mapping, keys, scales[0], pool, split=self.rank)
-        selection = self._selection(hidden_states, compressed, (cos, sin), forward_context, given)
-        if selection is None:
+        topk_positions = self._selection(hidden_states, compressed, (cos, sin), forward_context, given)
+        if topk_positions is None:
             table, page_size = forward_context.block_table, forward_context.page_size
             seq_ids, kv_lens = forward_context.seq_ids, forward_context.kv_lens
         else:
-            table, page_size, seq_ids, kv_lens = selection.slots, 1, selection.seq_ids, selection.counts
+            table, page_size, seq_ids, kv_lens = topk_positions.slots, 1, topk_positions.seq_ids, topk_positions.counts
         places = (table, page_size, seq_ids, kv_lens)
         options: dict[str, Any] = {"window": self.spec.window, "sinks": self._sinks, "scales": scales}
         latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, **options)
-        return self._result(self._output(hidden_states, cpu.batched_linear(latent, self.v_b, pool), gate), selection)
+        return self._result(
+            self._output(hidden_states, cpu.batched_linear(latent, self.v_b, pool), gate), topk_positions
+        )
 
     @property
     def _sinks(self) -> torch.Tensor | None:
@@ -296,9 +307,9 @@ class KMLAAttention(WrapperOperator):
         inner: Any = self.inner
         return inner.sinks.float() if self.spec.has_sinks else None
 
-    def _result(self, output: torch.Tensor, selection: Selection | None) -> tuple[Any, ...]:
+    def _result(self, output: torch.Tensor, topk_positions: TopkPositions | None) -> tuple[Any, ...]:
         """As the module returns it: with what was chosen, where layers behind this one are to attend to the same."""
-        return (output, None, selection) if self.spec.hands_selection else (output, None)
+        return (output, None, topk_positions) if self.spec.hands_selection else (output, None)
 
     def _selection(
         self,
@@ -306,8 +317,8 @@ class KMLAAttention(WrapperOperator):
         compressed: torch.Tensor | None,
         angles: tuple[torch.Tensor, torch.Tensor],
         context: ForwardContext,
-        given: Selection | None,
-    ) -> Selection | None:
+        given: TopkPositions | None,
+    ) -> TopkPositions | None:
         """The positions that rows x [1, T, hidden] attend to, by the layer's indexer or as given; None: all.
 
         compressed: the compressed query [1, T, q_lora_rank].
@@ -351,7 +362,7 @@ class KMLAAttention(WrapperOperator):
         hidden_states: torch.Tensor,
         position_embeddings: Any,
         forward_context: ForwardContext,
-        given: Selection | None,
+        given: TopkPositions | None,
     ) -> tuple[Any, ...]:
         inner: Any = self.inner
         angles = self.angles(position_embeddings, forward_context)
@@ -366,7 +377,7 @@ class KMLAAttention(WrapperOperator):
             compressed = torch.cat((compressed[:, : self.rank], self._shared_key(compressed)), dim=-1)
         compressed = self._padded(compressed)
         choice = self._choice if forward_context.phase is Phase.PREFILL else None
-        expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
+        materialization = None if choice is None else StepRuns.materialization_of(forward_context, choice, keys.device)
         step = LatentStep(
             compressed,
             (self._norm_weight, self._latent_norm.eps),
@@ -374,12 +385,12 @@ class KMLAAttention(WrapperOperator):
             keys,
             context,
             self.spec.scale,
-            attend=None if self._flash is None or expansion is not None else self._flash.of(forward_context),
-            expansion=expansion,
+            attend=None if self._flash is None or materialization is not None else self._flash.of(forward_context),
+            materialization=materialization,
             scales=context.cache.scales(self.layer_idx)[0],
             window=self.spec.window,
             sinks=self._sinks,
-            workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
+            workspace=None if materialization is None or choice is None else self.device.latent_workspace(choice.room),
         )
         normed = None
         if getattr(inner, "q_a_proj", None) is None:
@@ -397,13 +408,13 @@ class KMLAAttention(WrapperOperator):
         else:
             q = inner.q_b_proj(normed)
         compressed_query = None if normed is None else normed[None]
-        selection = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
-        step = replace(step, selection=selection)
+        topk_positions = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
+        step = replace(step, topk_positions=topk_positions)
         self.device.time_part("attention")
         q = self._padded(self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context))
         out = gpu.attend(q.to(self.device.dtype), step)
         self.device.time_part("linear")
-        return self._result(self._output(hidden_states, out, gate), selection)
+        return self._result(self._output(hidden_states, out, gate), topk_positions)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         """With columns of zeros where there should be rotary ones."""

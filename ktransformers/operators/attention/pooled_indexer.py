@@ -23,12 +23,12 @@ from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates
 from ktransformers.operators.attention.rotation import rotated_columns
-from ktransformers.operators.attention.sparse_indexer import Chooser
-from ktransformers.operators.attention.topk_positions import Selection
-from ktransformers.operators.base import OperatorConfig, Placement, Site
+from ktransformers.operators.attention.sparse_indexer import SparseIndexer
+from ktransformers.operators.attention.topk_positions import TopkPositions
+from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.exact import NativeMathMode
@@ -41,18 +41,18 @@ __all__ = ["ChoiceMask", "KPooledIndexer"]
 class ChoiceMask:
     """Goes where a module makes a mask of what its indexer chose, and brings the choice to attention.
 
-    selection: None for all positions.
+    topk_positions: None for all positions.
     """
 
     context: ForwardContext
-    selection: Selection | None = None
+    topk_positions: TopkPositions | None = None
     dtype: ClassVar[torch.dtype] = torch.bool
 
     def __and__(self, other: ChoiceMask) -> ChoiceMask:
         return other
 
 
-class KPooledIndexer(Chooser):
+class KPooledIndexer(SparseIndexer):
     """Chooses pools for the attention that it is a child of; its projections and norms are operators of their own."""
 
     OPS: ClassVar[dict[str, str]] = {
@@ -80,10 +80,10 @@ class KPooledIndexer(Chooser):
         return "KPooledIndexerTriton" if self.device.is_gpu else "KPooledIndexerNative"
 
     @override
-    def settle(self, site: Site) -> None:
+    def bind(self, runtime: OperatorRuntime) -> None:
         """What rotates, which is asked for the first positions of pools."""
         if self.is_used and not self.spec.is_gated:
-            self._rotary = site.find(nn.Module)
+            self._rotary = runtime.find(nn.Module)
             if self._rotary is None:
                 raise UnsupportedError(f"{self.key}: the model has no module rotary_emb, which rotates its entries")
 
@@ -109,7 +109,7 @@ class KPooledIndexer(Chooser):
         angles: tuple[Tensor, Tensor],
         context: ForwardContext,
         keys: Tensor,
-    ) -> Selection | None:
+    ) -> TopkPositions | None:
         """What the rows attend to; None where all of them take all that they see.
 
         x: [1, T, hidden]. query: what queries are made of where that is not x, [1, T, q_lora_rank]. angles: cos and sin
@@ -129,11 +129,11 @@ class KPooledIndexer(Chooser):
         if step.most <= spec.num_chosen:
             return None
         given = (q, weights, keys[:, : spec.head_dim], step.table, 1, context.seq_ids, step.counts)
-        return step.expanded(*cpu.choose_positions(*given, spec.scale, spec.num_chosen, pool))
+        return step.expanded(*cpu.select_topk_positions(*given, spec.scale, spec.num_chosen, pool))
 
     def _choose_on_gpu(
         self, x: Tensor, q: Tensor, columns: Tensor, weights: Tensor, context: ForwardContext, keys: Tensor
-    ) -> Selection | None:
+    ) -> TopkPositions | None:
         """How long sequences are, and which rows end pools, is known on the device alone: steps can be replayed."""
         use(keys.device)
         inner: Any = self.inner
@@ -149,7 +149,7 @@ class KPooledIndexer(Chooser):
         if step.most <= spec.num_chosen:
             return None
         given = (q.to(keys.dtype), weights, keys[:, : spec.head_dim], step.table, 1, context.seq_ids, step.counts)
-        return step.expanded(*choose_positions(*given, spec.scale, spec.num_chosen))
+        return step.expanded(*select_topk_positions(*given, spec.scale, spec.num_chosen))
 
     def _gated(self, x: Tensor, query: Tensor | None, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], what is cached [T, 2 D], weights [T, H]."""
@@ -182,7 +182,7 @@ class KPooledIndexer(Chooser):
 
     def _rotated(self, x: Tensor, entries: Tensor, kv_lens: Tensor) -> Tensor:
         """Entries [N, D] rotated as the first positions of the pools that end at kv_lens [N]; of others, any way."""
-        assert self._rotary is not None, f"{self.key} is not attached"
+        assert self._rotary is not None, f"{self.key} is not bound"
         cos, sin = self._rotary(x, (kv_lens.long() - self.spec.pool).clamp(min=0)[None])
         half = cos.shape[-1] // 2
         return rotated_columns(entries[:, None], cos[0, :, :half], sin[0, :, :half])[:, 0]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.operators.attention.topk_positions import Selection
+from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.context import ForwardContext
 
 __all__ = ["PoolStep", "in_order", "pooled_by_gates"]
@@ -68,7 +68,7 @@ class PoolStep:
         last = ((context.kv_lens % self.size == 0) & (context.kv_lens > 0)).nonzero()[:, 0]
         return last, context.slot_mapping[last][:, None] - (self.size - 1) + torch.arange(self.size)
 
-    def expanded(self, chosen: Tensor, num_chosen: Tensor) -> Selection:
+    def expanded(self, chosen: Tensor, num_chosen: Tensor) -> TopkPositions:
         """The positions of chosen pools, and those behind a row's last whole pool.
 
         chosen: int32 [T, K], slots of pools' last positions, the first num_chosen [T] of each row in use.
@@ -86,7 +86,7 @@ class PoolStep:
         pages = context.block_table[context.seq_ids.long()].gather(1, positions // context.page_size)
         tail = pages * context.page_size + positions % context.page_size
         slots = torch.where(behind < 0, pooled, tail)
-        return Selection(slots.to(torch.int32).contiguous(), (of_pools + context.kv_lens - first).to(torch.int32))
+        return TopkPositions(slots.to(torch.int32).contiguous(), (of_pools + context.kv_lens - first).to(torch.int32))
 
 
 def pooled_by_gates(keys: Tensor, gates: Tensor, bias: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.core import Phase
-from ktransformers.operators.base import OperatorConfig, Placement, Site
+from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.wrapper import WrapperOperator
 
@@ -114,15 +114,15 @@ class KRotaryEmbedding(WrapperOperator):
         return "KRotaryTable" if self._is_plain else "KRotaryTorch"
 
     @override
-    def settle(self, site: Site) -> None:
+    def bind(self, runtime: OperatorRuntime) -> None:
         if _depends_on_sequence(self.inner):
-            _say_settled(str(getattr(self.inner, "rope_type", None)), site.max_len)
-            self.inner = SettledRotation(self.inner, site.max_len - 1)
+            _say_settled(str(getattr(self.inner, "rope_type", None)), runtime.max_len)
+            self.inner = SettledRotation(self.inner, runtime.max_len - 1)
         if self.device.is_gpu:  # in a step, asking for the largest position would stop the GPU
-            self._grow(torch.empty(1, 1, 1), site.max_len)
+            self._grow(torch.empty(1, 1, 1), runtime.max_len)
 
     def table_nbytes(self, max_len: int) -> int:
-        """Bytes that `settle` will take on the operator's GPU: cosines and sines, fp32, of every position."""
+        """Bytes that `bind` will take on the operator's GPU: cosines and sines, fp32, of every position."""
         names = ["inv_freq" if kind is None else f"{kind}_inv_freq" for kind in self._kinds]
         found = [getattr(self.inner, name, None) for name in names]
         if not self.device.is_gpu or not self._is_plain:

@@ -12,13 +12,13 @@ from ktransformers.operators.base import OperatorConfig, Placement, Requirements
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["Chooser", "say_dense"]
+__all__ = ["SparseIndexer", "log_dense"]
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def say_dense() -> None:
+def log_dense() -> None:
     """Once, not for every layer."""
     logger.warning(
         "--sparse_attention off: the model attends to all positions, where it was trained to choose some; answers "
@@ -26,7 +26,7 @@ def say_dense() -> None:
     )
 
 
-class Chooser(WrapperOperator):
+class SparseIndexer(WrapperOperator):
     """Stands in for an indexer; its projections and norms are operators of their own.
 
     is_used: False with --sparse_attention off, which reads none of its tensors. index_dim: of its keys in the cache.
@@ -38,7 +38,7 @@ class Chooser(WrapperOperator):
         self.is_used = config.sparse_attention != "off"
         self.index_dim, self.index_pool = 0, 1
         if not self.is_used:
-            say_dense()
+            log_dense()
 
     @override
     def owned_children(self) -> frozenset[str]:

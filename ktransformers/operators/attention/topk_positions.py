@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Selection"]
+__all__ = ["TopkPositions"]
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class TopkPositions:
     """slots: int32 [n, K], the first counts[i] (int32 [n]) of row i in use. n: rows, or rows times heads apart."""
 
     slots: torch.Tensor
@@ -26,8 +26,8 @@ class Selection:
         """int32 [n]: each choice has a row of `slots` for itself."""
         return torch.arange(len(self.counts), dtype=torch.int32, device=self.counts.device)
 
-    def to(self, device: torch.device) -> Selection:
+    def to(self, device: torch.device) -> TopkPositions:
         """The same choice for layers on another device: slots mean the same there."""
         if self.counts.device == device:
             return self
-        return Selection(self.slots.to(device), self.counts.to(device))
+        return TopkPositions(self.slots.to(device), self.counts.to(device))

@@ -13,7 +13,7 @@ from typing_extensions import override
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.activation import sigmoid
 from ktransformers.operators.base import OperatorConfig, Placement
-from ktransformers.operators.device import give_back
+from ktransformers.operators.device import to_input
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.recognize.block import weighs_outputs
@@ -50,7 +50,7 @@ class KMoEBlock(WrapperOperator):
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         router: Any = getattr(module, "gate", None)
-        self._group = None if config.shares is None else config.shares.of_block(key)
+        self._group = None if config.partial_sums is None else config.partial_sums.of_block(key)
         self._asks_for_ids = router is not None and "input_ids" in inspect.signature(router.forward).parameters
         if not self.is_for(module):
             raise UnsupportedError(
@@ -68,7 +68,7 @@ class KMoEBlock(WrapperOperator):
     def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> torch.Tensor:
         rows = self.device.to_device(hidden_states.reshape(-1, hidden_states.shape[-1]))
         output = self.addends(rows, input_ids).total(self)
-        return give_back(output, hidden_states).view(hidden_states.shape)
+        return to_input(output, hidden_states).view(hidden_states.shape)
 
     def addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None = None) -> Addends:
         """What the block computes of rows [T, H] on its device, not yet added up, unless it is a share of a sum.

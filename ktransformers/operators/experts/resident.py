@@ -26,7 +26,7 @@ from ktransformers.kernels.types import (
     WeightType,
 )
 from ktransformers.operators.device import Device
-from ktransformers.operators.linear.matrix import gpu_layout, repack_on_device
+from ktransformers.operators.linear.matrix import gpu_layout, to_gpu_layout
 from ktransformers.operators.linear.upload import upload
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
@@ -87,7 +87,7 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool)
     nbytes = layout_nbytes(qtype, rows, cols, layout)
     data = torch.empty(len(weights), nbytes, dtype=torch.uint8, device=device.torch_device)
     for slot, weight in enumerate(fp8):
-        data[slot] = repack_on_device(weight, device, pool)
+        data[slot] = to_gpu_layout(weight, device, pool)
     step = max(_AT_ONCE // weights[0].nbytes, 1)
     for first in range(0, len(raw), step):
         packed = cpu.pack_all(raw[first : first + step], pool) if layout == GpuLayout.CPU_PACKED else None

@@ -22,8 +22,15 @@ from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
 from ktransformers.kernels.triton.common.compiling import is_rehearsal
 from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
-from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, Site, empty_parameter
-from ktransformers.operators.device import STREAM_ROWS, give_back, use
+from ktransformers.operators.base import (
+    Operator,
+    OperatorConfig,
+    OperatorRuntime,
+    Placement,
+    Requirements,
+    empty_parameter,
+)
+from ktransformers.operators.device import STREAM_ROWS, to_input, use
 from ktransformers.operators.experts.hot import HotLayer, HotParts
 from ktransformers.operators.experts.resident import (
     GpuExperts,
@@ -105,8 +112,8 @@ class KTransformersExperts(Operator):
     CPU as KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on
     another device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the
     CPU of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
-    its site has a PrefillLayer, steps from its threshold on are run by GPU and CPU together; where it has a HotLayer,
-    smaller ones are, as far as experts have a slot on the GPU.
+    its runtime has a PrefillLayer, steps from its threshold on are run by GPU and CPU together; where it has a
+    HotLayer, smaller ones are, as far as experts have a slot on the GPU.
     cpu_prefill, cpu_bf16: see KTransformersLinear. hot_experts: "auto", "off" or a number of slots on the GPU, in the
     place of what is said for the whole model; None: that.
     """
@@ -130,7 +137,7 @@ class KTransformersExperts(Operator):
         **options: str | None,
     ):
         super().__init__(module, key, config, placement)
-        self._group = None if config.shares is None else config.shares.of_block(key)
+        self._group = None if config.partial_sums is None else config.partial_sums.of_block(key)
         self.hot_experts = None if hot_experts is None else str(hot_experts)
         self.products = CpuProducts.of(key, config, **options)
         self.layout = read_layout(module, key)
@@ -161,9 +168,9 @@ class KTransformersExperts(Operator):
         self._hot: HotLayer | None = None
 
     @override
-    def settle(self, site: Site) -> None:
-        self._hot = site.find(HotLayer)
-        self._prefill = site.find(PrefillLayer) if self._hot is None else self._hot.prefill
+    def bind(self, runtime: OperatorRuntime) -> None:
+        self._hot = runtime.find(HotLayer)
+        self._prefill = runtime.find(PrefillLayer) if self._hot is None else self._hot.prefill
         if self._hot is not None:
             self.config.expert_stats.watch_gpu(self._usage())
 
@@ -322,8 +329,8 @@ class KTransformersExperts(Operator):
         return Ticket(hidden_states, output=torch.zeros_like(hidden_states))
 
     def _runs_in_order(self, hidden_states: torch.Tensor) -> bool:
-        home, most = self.layer_device, STREAM_ROWS * self.layout.hidden_size
-        is_there = home.is_gpu and hidden_states.device == home.torch_device
+        layer_device, most = self.layer_device, STREAM_ROWS * self.layout.hidden_size
+        is_there = layer_device.is_gpu and hidden_states.device == layer_device.torch_device
         return self._kernel is not None and is_there and hidden_states.numel() <= most
 
     def _submit_in_order(
@@ -332,7 +339,9 @@ class KTransformersExperts(Operator):
         """On the current stream of the layer's GPU: nothing waits, so that a graph can capture it."""
         assert self._kernel is not None
         self.layer_device.time_part("experts", self._layer)
-        stream = self.layer_device.async_cpu_expert_stream(topk_ids.shape[-1], self.layout.hidden_size, self._kernel.pool)
+        stream = self.layer_device.async_cpu_expert_stream(
+            topk_ids.shape[-1], self.layout.hidden_size, self._kernel.pool
+        )
         if stream not in self._streams:
             self._streams[stream] = stream.add_layer(self._kernel)
         rows = hidden_states.reshape(-1, self.layout.hidden_size)
@@ -362,9 +371,9 @@ class KTransformersExperts(Operator):
             out = ticket.stream.collect(torch.empty(rows.shape, dtype=ticket.stream.shape.dtype, device=rows.device))
             if ticket.hot is not None:
                 out = ticket.hot.sum_onto(out, rows)
-            return give_back(out.view(ticket.like.shape), ticket.like)
+            return to_input(out.view(ticket.like.shape), ticket.like)
         assert ticket.output is not None
-        return give_back(ticket.output, ticket.like)
+        return to_input(ticket.output, ticket.like)
 
     @override
     def forward(

@@ -22,7 +22,7 @@ from ktransformers.operators.base import (
     empty_parameter,
     expect_shape,
 )
-from ktransformers.operators.device import give_back
+from ktransformers.operators.device import to_input
 from ktransformers.operators.linear.matrix import dense_tensor
 from ktransformers.weights.source import WeightSource
 
@@ -80,7 +80,7 @@ class KExpertLinear(Operator):
         parts = torch.split(self.device.to_device(inputs), list(expert_size))
         given = [(index, part) for index, part in enumerate(parts) if len(part)]
         out = torch.cat([self._product(index, part) for index, part in given])
-        return give_back(out, inputs)
+        return to_input(out, inputs)
 
     def _product(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         if self._dense is not None:

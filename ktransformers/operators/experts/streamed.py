@@ -403,7 +403,7 @@ class PrefillLayer:
     number: int
 
     def submit(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PrefillTicket | None:
-        """See ExpertPrefill.submit; None for a step that is not run here. hidden: [..., H] on the layer's home."""
+        """See ExpertPrefill.submit; None for a step that is not run here. hidden: [..., H] on the layer's device."""
         rows = hidden.view(-1, hidden.shape[-1])
         if rows.device != self.prefill.device.torch_device or not self.prefill.takes(rows.shape[0]):
             return None

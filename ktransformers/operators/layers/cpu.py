@@ -50,15 +50,15 @@ from ktransformers.operators.layers.traced import (
     LayerCall,
     keep_attention_type,
     layer_list,
-    observe_step,
     probe_context,
+    trace_step,
 )
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.linear.tiled import TiledInput
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.activation import recognize_activation
-from ktransformers.operators.recognize.probe import Draws, close
+from ktransformers.operators.recognize.probe import ProbeInputs, close
 from ktransformers.operators.recurrent.delta import KGatedDeltaNet
 from ktransformers.operators.wrapper import WrapperOperator
 
@@ -384,7 +384,7 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     """Whether the fused layer and the modules give the same on random rows behind a random history."""
     layer = fused.inner
     hidden = layer.get_parameter("input_layernorm.weight").shape[0]
-    rows = Draws().normal(1, PROBE_ROWS, hidden)
+    rows = ProbeInputs().normal(1, PROBE_ROWS, hidden)
     window = max((asked.window for asked in call.attention), default=0)
     past = min(window + 2, _PROBE_BYTES // max(shape.read_nbytes(1), 1))
     results = []
@@ -458,7 +458,7 @@ def watch_step(
                 forward_context=context,
             )
 
-    return observe_step(model, run)
+    return trace_step(model, run)
 
 
 @torch.inference_mode()

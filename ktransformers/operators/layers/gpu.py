@@ -134,20 +134,20 @@ def _feed_forward(part: _Part, rows: torch.Tensor) -> Addends:
 
 def stack_gpu_layers(
     model: nn.Module,
-    homes: Mapping[str, Device],
+    layer_devices: Mapping[str, Device],
     watch: Callable[[nn.Module, Device], None],
     calls: Sequence[LayerCall],
 ) -> int:
     """Put LayerStacks in the places of a loaded model's decoder layers on GPUs; returns how many layers they compute.
 
-    homes: devices of the layers by name, in order. calls: of the layers in one step; neighbours that are handed
+    layer_devices: devices of the layers by name, in order. calls: of the layers in one step; neighbours that are handed
     different things, the angles of their kind of attention say, are not joined. watch: what else has to be done to a
     module that takes a layer's place on a device (hidden states are brought there).
     """
     layers = layer_list(model)
-    if layers is None or len(layers) != len(homes):
+    if layers is None or len(layers) != len(layer_devices):
         return 0
-    devices, count = list(homes.values()), 0
+    devices, count = list(layer_devices.values()), 0
     before = getattr(layers, "first", 0)  # layers that other stages of a pipeline have
     parts = [_parts(layer, device) if device.is_gpu else None for layer, device in zip(layers, devices, strict=True)]
     same = handed(calls)

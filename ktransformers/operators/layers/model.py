@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class KModel(WrapperOperator):
     """The `model` of a causal LM.
 
-    transfer_map: {layer index: device}: what `cuda` means from that layer on (optimize/homes). Hidden states follow the
-    layers. On the CPU alone all devices are one, so that a pipeline over several GPUs runs as a plain loop.
+    transfer_map: {layer index: device}: what `cuda` means from that layer on (optimize/layer_devices). Hidden states
+    follow the layers. On the CPU alone all devices are one, so that a pipeline over several GPUs runs as a plain loop.
     per_layer_prefill_intput_threshold (sic): rows from which a layer's weights were swapped in during prefill; 0 = off.
     """
 

@@ -42,8 +42,8 @@ __all__ = [
     "hand_contexts_on",
     "keep_attention_type",
     "layer_list",
-    "observe_step",
     "probe_context",
+    "trace_step",
 ]
 
 _WATCHED = "ktransformers_watched"
@@ -218,7 +218,7 @@ def _one_sequence(rows: int, read_slot: int, kv_lens: torch.Tensor) -> StateStep
     return StateStep(bounds, read, write, saves, kv_lens, rows)
 
 
-def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
+def trace_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
     """Watch `run`, which runs one step of `model`: one LayerCall a decoder layer, in order.
 
     Raises UnsupportedError when a layer is not called once, or attention is asked for by nobody's layer.

@@ -21,7 +21,7 @@ from ktransformers.operators.base import (
     empty_parameter,
     expect_shape,
 )
-from ktransformers.operators.device import give_back
+from ktransformers.operators.device import to_input
 from ktransformers.operators.linear.matrix import GpuMatrix, gpu_matrix, gpu_nbytes, takes_fp8
 from ktransformers.operators.linear.packed import CpuProducts, pack_matrix, resident_nbytes
 from ktransformers.weights.source import TensorInfo, WeightSource
@@ -75,7 +75,7 @@ class KTransformersLinear(Operator):
         self.weight = empty_parameter((self.out_features, self.in_features))
         self.is_dense_wanted = self.placement.generate_op == "KLinearTorch"
         self.is_head = key.rpartition(".")[2] == "lm_head"
-        self._group = None if config.shares is None else config.shares.of_linear(key)
+        self._group = None if config.partial_sums is None else config.partial_sums.of_linear(key)
         self._weight: RawTensor | PackedTensor | None = None
         self._matrix: GpuMatrix | None = None  # the weight on a GPU; may be a share of a larger one
         self._bias: torch.Tensor | None = None
@@ -147,4 +147,4 @@ class KTransformersLinear(Operator):
         if self._group is not None:
             out = self._group.sum(out)
         out = out.view(*hidden_states.shape[:-1], self.out_features)
-        return out.to(hidden_states.device) if self.is_head else give_back(out, hidden_states)
+        return out.to(hidden_states.device) if self.is_head else to_input(out, hidden_states)

@@ -36,9 +36,9 @@ __all__ = [
     "gpu_layout",
     "gpu_matrix",
     "gpu_nbytes",
-    "repack_on_device",
     "stays_quantized",
     "takes_fp8",
+    "to_gpu_layout",
 ]
 
 _FLOATS = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
@@ -131,7 +131,7 @@ def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.T
     return out.view(weight.shape)
 
 
-def repack_on_device(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> torch.Tensor:
+def to_gpu_layout(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> torch.Tensor:
     """The bytes of a matrix [N, K] on the device, in the layout that `gpu_layout` says."""
     if isinstance(weight, Fp8Matrix):
         values = upload([weight.values], device.torch_device, pool).view(weight.shape)
@@ -151,7 +151,7 @@ def gpu_matrix(
         made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.to_device(bias))
         cpu.page_out(weight)
         return made
-    data, layout = repack_on_device(weight, device, pool), gpu_layout(weight.qtype, rows, cols)
+    data, layout = to_gpu_layout(weight, device, pool), gpu_layout(weight.qtype, rows, cols)
     cpu.let_go([weight])
     bias = None if bias is None else bias.to(device.torch_device)
     return QuantizedMatrix(device, data, weight.qtype, rows, cols, layout, bias)

@@ -12,8 +12,8 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.kernels.types import ActivationSpec
 from ktransformers.operators.activation import activate
-from ktransformers.operators.base import OperatorConfig, Placement, Site
-from ktransformers.operators.device import give_back
+from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement
+from ktransformers.operators.device import to_input
 from ktransformers.operators.linear.joined import GatedLinears
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.wrapper import WrapperOperator
@@ -53,7 +53,7 @@ class KMLP(WrapperOperator):
         return () if self.spec is None else (self.inner.get_submodule("act_fn"),)
 
     @override
-    def settle(self, site: Site) -> None:
+    def bind(self, runtime: OperatorRuntime) -> None:
         if self.spec is not None and self.device.is_gpu:
             gate, up = (self.inner.get_submodule(name) for name in ("gate_proj", "up_proj"))
             self._gated = GatedLinears(gate, up, self.spec)
@@ -62,11 +62,11 @@ class KMLP(WrapperOperator):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         block, x = self.inner, self.device.to_device(hidden_states)
         if self.spec is None:
-            return give_back(block(x), hidden_states)
+            return to_input(block(x), hidden_states)
         if self._gated is not None:
             rows = self._gated(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-            return give_back(block.down_proj(rows), hidden_states)  # type: ignore[operator]
+            return to_input(block.down_proj(rows), hidden_states)  # type: ignore[operator]
         gate = block.gate_proj(x)  # type: ignore[operator]
         up = block.up_proj(x)  # type: ignore[operator]
         acted = activate(self.spec, gate, up, self.device, self.config.pool, out=gate)
-        return give_back(block.down_proj(acted), hidden_states)  # type: ignore[operator]
+        return to_input(block.down_proj(acted), hidden_states)  # type: ignore[operator]

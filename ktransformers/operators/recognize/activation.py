@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktransformers.kernels.types import Activation, ActivationSpec
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer, twin_of
+from ktransformers.operators.recognize.probe import (
+    NotRecognized,
+    ProbeInputs,
+    answer,
+    matching,
+    probe_module,
+    recognizer,
+)
 from ktransformers.weights.source import ExpertsLayout
 
 __all__ = ["expert_activation", "recognize_activation", "recognize_expert_activation", "recognize_gated_mlp"]
@@ -30,7 +37,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 def _rows(cols: int) -> Tensor:
     """Beyond +-20, to tell clamped activations from others."""
-    return Draws().normal(64, cols, scale=8.0)
+    return ProbeInputs().normal(64, cols, scale=8.0)
 
 
 def _gated(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
@@ -47,7 +54,7 @@ def _gated(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
 def recognize_activation(module: nn.Module) -> ActivationSpec:
     """The activation that `module` computes element by element; None for another one, or anything else."""
     if any(True for _ in module.children()) or any(True for _ in module.parameters()):
-        raise Unlike("it holds other modules or weights")
+        raise NotRecognized("it holds other modules or weights")
     rows = _rows(_COLS)
     return matching(answer(lambda: module(rows)), _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
 
@@ -79,12 +86,12 @@ def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
     parts: dict[str, nn.Module] = {name: _Product(2.0 + i) for i, name in enumerate(_PROJECTIONS)}
     children = {name: child for name, child in module.named_children() if child is not None}
     if children.keys() != {*_PROJECTIONS, "act_fn"}:
-        raise Unlike(f"it is made of {', '.join(sorted(children))}")
+        raise NotRecognized(f"it is made of {', '.join(sorted(children))}")
     spec = recognize_activation(children["act_fn"])
     if spec is None:
-        raise Unlike("no kernel computes its activation")
+        raise NotRecognized("no kernel computes its activation")
     rows = _rows(_COLS)
-    got = answer(lambda: twin_of(module, modules={**parts, "act_fn": children["act_fn"]})(rows))
+    got = answer(lambda: probe_module(module, modules={**parts, "act_fn": children["act_fn"]})(rows))
     gate, up, down = parts.values()
     specs, limit = [spec], getattr(module, "limit", None)
     if spec.kind is Activation.SILU and isinstance(limit, int | float):
@@ -96,9 +103,9 @@ def _forward_of_one(module: nn.Module, rows: Tensor) -> Tensor:
     """[T, I] of rows [T, 2 I] by the forward of an experts module, whose first expert hands them on."""
     cols = rows.shape[-1]
     first, last = torch.eye(cols)[None], torch.eye(cols, cols // 2)[None]
-    twin = twin_of(module, parameters={"gate_up_proj": first, "down_proj": last})
+    probe = probe_module(module, parameters={"gate_up_proj": first, "down_proj": last})
     ids = torch.zeros(len(rows), 2, dtype=torch.int64)  # one expert a row is a case that some forwards do not know
-    output: Tensor = twin(rows, ids, torch.tensor([1.0, 0.0]).expand(len(rows), 2))
+    output: Tensor = probe(rows, ids, torch.tensor([1.0, 0.0]).expand(len(rows), 2))
     return output[:, : cols // 2]
 
 

@@ -18,14 +18,14 @@ from ktransformers.kernels.flashinfer import GqaShape
 from ktransformers.models.layers import named_cache
 from ktransformers.operators.recognize.norm import recognize_norm, rms_norm
 from ktransformers.operators.recognize.probe import (
-    Draws,
-    Unlike,
+    NotRecognized,
+    ProbeInputs,
     answer,
     close,
     first_of,
     matching,
+    probe_module,
     recognizer,
-    twin_of,
 )
 
 __all__ = ["GqaSpec", "NormPlace", "QueryNorms", "TemperatureSpec", "recognize_attention", "recognize_temperature"]
@@ -139,7 +139,7 @@ class _Fixed(nn.Module):
 def _record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, *, calls: list[_Call], **options: object
 ) -> tuple[Tensor, None]:
-    result = Draws(3).normal(1, _ROWS, query.shape[1], value.shape[-1])
+    result = ProbeInputs(3).normal(1, _ROWS, query.shape[1], value.shape[-1])
     calls.append(_Call(query, key, value, {name: o for name, o in options.items() if o is not None}, result))
     return result, None
 
@@ -152,9 +152,9 @@ def recognize_attention(module: nn.Module) -> GqaSpec:
     names = next((pair for pair in _NORM_NAMES if children == _PROJECTIONS | set(pair)), ())
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if not isinstance(head_dim, int) or children != _PROJECTIONS | set(names) or not own <= {"sinks"}:
-        raise Unlike(f"it is made of {', '.join(sorted(children | own))}")
+        raise NotRecognized(f"it is made of {', '.join(sorted(children | own))}")
     if any("weight" not in dict(module.get_submodule(name).named_parameters()) for name in names):
-        raise Unlike("its norms have no weight")
+        raise NotRecognized("its norms have no weight")
     # Angles are given twice side by side, or once: both are usual.
     return first_of(partial(_asked, module, head_dim, names, copies) for copies in (2, 1))
 
@@ -165,25 +165,25 @@ def recognize_temperature(module: nn.Module) -> TemperatureSpec:
     head_dim, names = getattr(module, "head_dim", None), {name for name, _ in module.named_children()}
     step, scale = getattr(module, "floor_scale", None), getattr(module, "attn_scale", None)
     if not isinstance(head_dim, int) or names != _PROJECTIONS:
-        raise Unlike(f"it is made of {', '.join(sorted(names))}")
+        raise NotRecognized(f"it is made of {', '.join(sorted(names))}")
     if not isinstance(step, int | float) or not isinstance(scale, int | float) or step <= 0:
-        raise Unlike("it does not say by how much")
+        raise NotRecognized("it does not say by how much")
     spec = TemperatureSpec(float(step), float(scale))
-    twin, parts = _twin(module, head_dim, ())
+    probe, parts = _twin(module, head_dim, ())
     for first in (0, int(step) - 2, int(5 * step)):
-        call = _answer(twin, torch.zeros(_ROWS, head_dim), **named_cache(twin, _Past(first)))
+        call = _answer(probe, torch.zeros(_ROWS, head_dim), **named_cache(probe, _Past(first)))
         want = parts["q_proj"] * spec.factors(_ROWS, first)[:, None, None]
         if not close(call.query[0].transpose(0, 1), want) or not close(call.key[0].transpose(0, 1), parts["k_proj"]):
-            raise Unlike("it scales them in its own way")
+            raise NotRecognized("it scales them in its own way")
     return spec
 
 
 def _asked(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int) -> GqaSpec:
     rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-    angles = Draws(1).normal(_ROWS, int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2)
+    angles = ProbeInputs(1).normal(_ROWS, int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2)
     has_gate = _width(module, "q_proj") == 2 * int(getattr(module.get_submodule("o_proj"), "in_features", 0))
-    twin, parts = _twin(module, head_dim, names, has_gate=has_gate)
-    call = _answer(twin, torch.cat([angles] * copies, dim=-1), parts.get("gate"))
+    probe, parts = _twin(module, head_dim, names, has_gate=has_gate)
+    call = _answer(probe, torch.cat([angles] * copies, dim=-1), parts.get("gate"))
     _check_plain(call, parts)
     scaling = call.options.get("scaling")
     specs = [
@@ -207,14 +207,16 @@ def _asked(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int
 
 
 def _possible_norms(module: nn.Module, head_dim: int, names: tuple[str, ...]) -> list[QueryNorms | None]:
-    """None alone for a module without norms. Raises Unlike for norms that are not plain RMSNorm of one epsilon."""
+    """None alone for a module without norms. Raises NotRecognized for norms that are not plain RMSNorm of one
+    epsilon.
+    """
     if not names:
         return [None]
     norms = [module.get_submodule(name) for name in names]
     specs = {recognize_norm(norm) for norm in norms}
     spec = specs.pop()
     if specs or spec is None:
-        raise Unlike("its norms are not plain RMSNorm of one epsilon")
+        raise NotRecognized("its norms are not plain RMSNorm of one epsilon")
     widths = [tuple(norm.get_parameter("weight").shape) for norm in norms]
     heads = [(_width(module, name),) for name in ("q_proj", "k_proj")]
     places = [NormPlace.HEADS, NormPlace.ROTATED] if widths == [(head_dim,)] * 2 else []
@@ -234,12 +236,12 @@ def _twin(
 
     has_gate: half of each head of q_proj is a "gate", of numbers small enough that its logistic function is not 0 or 1.
     """
-    draws, parts = Draws(), dict[str, Tensor]()
+    probe_inputs, parts = ProbeInputs(), dict[str, Tensor]()
     children: dict[str, nn.Module] = {"o_proj": nn.Identity()}
     for name in ("q_proj", "k_proj", "v_proj"):
-        value = draws.normal(1, _ROWS, _width(module, name), scale=_SIZE)
+        value = probe_inputs.normal(1, _ROWS, _width(module, name), scale=_SIZE)
         if value.shape[-1] % head_dim:
-            raise Unlike(f"{name} gives {value.shape[-1]} columns, which are no heads of {head_dim}")
+            raise NotRecognized(f"{name} gives {value.shape[-1]} columns, which are no heads of {head_dim}")
         parts[name] = value.view(_ROWS, -1, head_dim)
         if has_gate and name == "q_proj":
             parts[name], gate = value.view(_ROWS, -1, 2 * head_dim).chunk(2, dim=-1)
@@ -248,16 +250,16 @@ def _twin(
         children[name] = _Fixed(value)
     for name in norm_names:
         norm = module.get_submodule(name)
-        parts[name] = draws.positive(*norm.get_parameter("weight").shape)
-        children[name] = twin_of(norm, parameters={"weight": parts[name]})
-    sinks = {name: draws.normal(parts["q_proj"].shape[1]) for name, _ in module.named_parameters(recurse=False)}
+        parts[name] = probe_inputs.positive(*norm.get_parameter("weight").shape)
+        children[name] = probe_module(norm, parameters={"weight": parts[name]})
+    sinks = {name: probe_inputs.normal(parts["q_proj"].shape[1]) for name, _ in module.named_parameters(recurse=False)}
     config = copy.copy(vars(module)["config"])
     config._attn_implementation = _PROBE
-    return twin_of(module, parameters=sinks, modules=children, config=config), parts | sinks
+    return probe_module(module, parameters=sinks, modules=children, config=config), parts | sinks
 
 
-def _answer(twin: nn.Module, angles: Tensor, gate: Tensor | None = None, **given: object) -> _Call:
-    """What the twin hands to attention. Raises Unlike unless it calls it once, and hands on what that gives.
+def _answer(probe: nn.Module, angles: Tensor, gate: Tensor | None = None, **given: object) -> _Call:
+    """What the probe hands to attention. Raises NotRecognized unless it calls it once, and hands on what that gives.
 
     gate: [T, heads, D], what the result is to be multiplied by, as logits; None: nothing.
     """
@@ -266,9 +268,9 @@ def _answer(twin: nn.Module, angles: Tensor, gate: Tensor | None = None, **given
     AttentionInterface.register(_PROBE, _record)
     calls, embeddings = list[_Call](), (angles.cos()[None], angles.sin()[None])
     rows = torch.zeros(1, _ROWS, 8)
-    output = answer(lambda: twin(rows, position_embeddings=embeddings, attention_mask=None, calls=calls, **given)[0])
+    output = answer(lambda: probe(rows, position_embeddings=embeddings, attention_mask=None, calls=calls, **given)[0])
     if len(calls) != 1 or not close(output, _gated(calls[0].result, gate)):
-        raise Unlike("it calls attention otherwise than once, or changes its result")
+        raise NotRecognized("it calls attention otherwise than once, or changes its result")
     return calls[0]
 
 
@@ -277,20 +279,22 @@ def _gated(result: Tensor, gate: Tensor | None) -> Tensor:
     if gate is None:
         return result.reshape(1, _ROWS, -1)
     if gate.shape != result.shape[1:]:
-        raise Unlike(f"its gates {list(gate.shape)} are not of its results {list(result.shape[1:])}")
+        raise NotRecognized(f"its gates {list(gate.shape)} are not of its results {list(result.shape[1:])}")
     return (result * torch.sigmoid(gate)).reshape(1, _ROWS, -1)
 
 
 def _check_plain(call: _Call, parts: dict[str, Tensor]) -> None:
-    """Raise Unlike when attention gets more than kernels know, or values or sinks other than the module's own."""
+    """Raise NotRecognized when attention gets more than kernels know, or values or sinks other than the module's
+    own.
+    """
     unknown = call.options.keys() - _OPTIONS
     if unknown or call.number("dropout"):
-        raise Unlike(f"it hands {', '.join(sorted(unknown)) or 'dropout'} to attention")
+        raise NotRecognized(f"it hands {', '.join(sorted(unknown)) or 'dropout'} to attention")
     if not close(call.value[0].transpose(0, 1), parts["v_proj"]):
-        raise Unlike("it changes its values")
+        raise NotRecognized("it changes its values")
     sinks, given = parts.get("sinks"), call.options.get("s_aux")
     if not (given is None if sinks is None else close(given, sinks)):
-        raise Unlike("its sinks are not its parameter")
+        raise NotRecognized("its sinks are not its parameter")
 
 
 def _rotated(parts: dict[str, Tensor], index: int, angles: Tensor, spec: GqaSpec) -> Tensor:

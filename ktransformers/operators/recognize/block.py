@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, recognizer, twin_of
+from ktransformers.operators.recognize.probe import NotRecognized, ProbeInputs, answer, close, probe_module, recognizer
 
 __all__ = ["scales_inputs", "weighs_outputs"]
 
@@ -53,21 +53,21 @@ def scales_inputs(module: nn.Module) -> bool:
     """True for a block that computes shared(x) + sum of expert(x sigmoid(logit)) over the top_k; None for others."""
     parts = {name for name, child in module.named_children() if child is not None}
     if parts != {"router", "experts", "shared_expert"}:
-        raise Unlike(f"it is made of {', '.join(sorted(parts))}")
+        raise NotRecognized(f"it is made of {', '.join(sorted(parts))}")
     top_k, count = getattr(module, "top_k", None), getattr(module, "num_experts", None)
     if not isinstance(top_k, int) or not isinstance(count, int) or not 0 < top_k <= count:
-        raise Unlike("it does not say how many experts a row has")
-    draws = Draws()
-    rows, logits = draws.normal(_ROWS, _COLS), draws.normal(_ROWS, count)
+        raise NotRecognized("it does not say how many experts a row has")
+    probe_inputs = ProbeInputs()
+    rows, logits = probe_inputs.normal(_ROWS, _COLS), probe_inputs.normal(_ROWS, count)
     children: dict[str, nn.Module] = {"router": _Scores(logits, top_k), "experts": _Experts(count)}
     children["shared_expert"] = _Shared()
-    got = answer(lambda: twin_of(module, modules=children, hidden_dim=_COLS)(rows)[0])
+    got = answer(lambda: probe_module(module, modules=children, hidden_dim=_COLS)(rows)[0])
     best, ids = logits.topk(top_k, dim=-1)
     want = torch.cos(rows)
     for rank in range(top_k):
         want = want + torch.sin((ids[:, rank, None] + 1) * rows * best[:, rank, None].sigmoid())
     if not close(got, want):
-        raise Unlike("it weighs its experts in its own way")
+        raise NotRecognized("it weighs its experts in its own way")
     return True
 
 
@@ -107,19 +107,19 @@ def weighs_outputs(module: nn.Module) -> bool:
     shared = sorted(parts & set(_SHARED))
     has_score = shared == ["shared_expert"]
     if len(shared) > 1 or parts != {"gate", "experts", *shared, *([_SCORE] if has_score else [])}:
-        raise Unlike(f"it is made of {', '.join(sorted(parts))}")
+        raise NotRecognized(f"it is made of {', '.join(sorted(parts))}")
     if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
-        raise Unlike("it holds more than its parts")
-    draws, experts = Draws(), _Weighed()
-    rows, logits = draws.normal(_ROWS, _COLS), draws.normal(_ROWS, _EXPERTS)
-    weights, ids = draws.positive(_ROWS, _TOP_K), logits.topk(_TOP_K, dim=-1)[1]
+        raise NotRecognized("it holds more than its parts")
+    probe_inputs, experts = ProbeInputs(), _Weighed()
+    rows, logits = probe_inputs.normal(_ROWS, _COLS), probe_inputs.normal(_ROWS, _EXPERTS)
+    weights, ids = probe_inputs.positive(_ROWS, _TOP_K), logits.topk(_TOP_K, dim=-1)[1]
     children: dict[str, nn.Module] = {"gate": _Router(logits, weights, ids), "experts": experts}
     children |= {name: _Shared() for name in shared} | ({_SCORE: _Score()} if has_score else {})
     sizes: dict[str, Any] = {name: _COLS for name in _SIZES if hasattr(module, name)}
-    got = answer(lambda: twin_of(module, modules=children, training=False, **sizes)(rows[None]))
+    got = answer(lambda: probe_module(module, modules=children, training=False, **sizes)(rows[None]))
     want = experts(rows, ids, weights)
     if shared:
         want = want + torch.cos(rows) * (_Score()(rows).sigmoid() if has_score else 1.0)
     if not close(got, want[None]):
-        raise Unlike("it adds up in its own way")
+        raise NotRecognized("it adds up in its own way")
     return True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, recognizer, twin_of
+from ktransformers.operators.recognize.probe import NotRecognized, ProbeInputs, answer, close, probe_module, recognizer
 
 __all__ = ["BlockSpec", "recognize_block_indexer"]
 
@@ -43,23 +43,23 @@ class _Fixed(nn.Module):
 def recognize_block_indexer(module: nn.Module) -> BlockSpec:
     """How `module` chooses blocks; None when that is something else."""
     if {name for name, _ in module.named_children()} != _CHILDREN:
-        raise Unlike("it is made of other parts")
+        raise NotRecognized("it is made of other parts")
     sized: Any = module
     spec = BlockSpec(
         *(int(getattr(sized, n)) for n in ("num_heads", "head_dim", "block_size", "topk_blocks", "local_blocks"))
     )
     if not 0 <= spec.num_local <= spec.num_chosen:
-        raise Unlike(f"it chooses {spec.num_chosen} blocks and {spec.num_local} of them always")
-    draws, num_local = Draws(), min(spec.num_local, _CHOSEN - 1)
-    q, k = draws.normal(1, _ROWS, spec.num_heads * spec.head_dim), draws.normal(1, _ROWS, spec.head_dim)
+        raise NotRecognized(f"it chooses {spec.num_chosen} blocks and {spec.num_local} of them always")
+    probe_inputs, num_local = ProbeInputs(), min(spec.num_local, _CHOSEN - 1)
+    q, k = probe_inputs.normal(1, _ROWS, spec.num_heads * spec.head_dim), probe_inputs.normal(1, _ROWS, spec.head_dim)
     children = {"q_proj": _Fixed(q), "k_proj": _Fixed(k), "q_norm": nn.Identity(), "k_norm": nn.Identity()}
-    twin = twin_of(module, modules=children, block_size=_BLOCK, topk_blocks=_CHOSEN, local_blocks=num_local)
+    probe = probe_module(module, modules=children, block_size=_BLOCK, topk_blocks=_CHOSEN, local_blocks=num_local)
     angles = torch.zeros(1, _ROWS, spec.head_dim)  # how it is rotated, its attention shows
     rows = torch.zeros(1, _ROWS, 8)
-    chosen = answer(lambda: twin(rows, (angles.cos(), angles.sin()), None, torch.arange(_ROWS)[None]))
+    chosen = answer(lambda: probe(rows, (angles.cos(), angles.sin()), None, torch.arange(_ROWS)[None]))
     want = answer(lambda: _as_mask(chosen[0].transpose(0, 1)))
     if not close(_as_mask(_choose(q.view(_ROWS, -1, spec.head_dim), k[0], num_local)), want):
-        raise Unlike("no formula that kernels know gives its choices")
+        raise NotRecognized("no formula that kernels know gives its choices")
     return spec
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, recognizer, twin_of
+from ktransformers.operators.recognize.probe import NotRecognized, ProbeInputs, answer, close, probe_module, recognizer
 
 __all__ = ["recognize_embedding", "recognize_input_scale"]
 
@@ -25,13 +25,13 @@ def recognize_embedding(module: nn.Module) -> float:
     scale, buffers = getattr(module, _SCALE_NUMBER, None), {name for name, _ in module.named_buffers()}
     names = {name for name, _ in module.named_parameters()}
     if not isinstance(scale, float) or buffers != {_SCALE} or names != {"weight"}:
-        raise Unlike("it holds other things than a table and a scale")
+        raise NotRecognized("it holds other things than a table and a scale")
     factor, ids = torch.tensor(scale), torch.tensor([[2, 0, 3]])
-    weight = Draws().normal(4, 8)
-    twin = twin_of(module, parameters={"weight": weight}, buffers={_SCALE: factor}, padding_idx=None)
-    got = answer(lambda: twin(ids))
+    weight = ProbeInputs().normal(4, 8)
+    probe = probe_module(module, parameters={"weight": weight}, buffers={_SCALE: factor}, padding_idx=None)
+    got = answer(lambda: probe(ids))
     if not torch.equal(got, functional.embedding(ids, weight) * factor):
-        raise Unlike("it does something else to the rows")
+        raise NotRecognized("it does something else to the rows")
     return float(factor)
 
 
@@ -59,15 +59,15 @@ def recognize_input_scale(model: nn.Module, table: str) -> float:
 
     Its layers and norms are left out, so that it answers with what goes into them.
     """
-    rows = Draws().normal(1, 3, 8)
+    rows = ProbeInputs().normal(1, 3, 8)
     parts: dict[str, nn.Module] = {
         name: nn.ModuleList() if isinstance(child, nn.ModuleList) else _Same() for name, child in model.named_children()
     }
-    twin = twin_of(model, modules={**parts, table: _Rows(rows)})
+    probe = probe_module(model, modules={**parts, table: _Rows(rows)})
     others = {"position_ids": torch.arange(3)[None], "use_cache": False}
-    handed = answer(lambda: twin(inputs_embeds=rows.clone(), **others)[0])
-    looked_up = answer(lambda: twin(input_ids=torch.zeros(1, 3, dtype=torch.int64), **others)[0])
+    handed = answer(lambda: probe(inputs_embeds=rows.clone(), **others)[0])
+    looked_up = answer(lambda: probe(input_ids=torch.zeros(1, 3, dtype=torch.int64), **others)[0])
     factor = float((looked_up / handed).median())
     if not close(looked_up, handed * factor):
-        raise Unlike("it does something else to the rows that it looks up")
+        raise NotRecognized("it does something else to the rows that it looks up")
     return 1.0 if close(looked_up, handed) else factor

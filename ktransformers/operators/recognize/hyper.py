@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.kernels.triton.attention.hyper import HyperSpec
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, recognizer, twin_of
+from ktransformers.operators.recognize.probe import NotRecognized, ProbeInputs, answer, close, probe_module, recognizer
 
 __all__ = ["collapsed", "recognize_hyper"]
 
@@ -37,7 +37,7 @@ def collapsed(
 def recognize_hyper(module: nn.Module) -> HyperSpec:
     """How `module` collapses streams, of any width; None for anything else."""
     if set(module._parameters) != set(_NAMES):
-        raise Unlike(f"it holds {', '.join(sorted(module._parameters)) or 'no weights'}")
+        raise NotRecognized(f"it holds {', '.join(sorted(module._parameters)) or 'no weights'}")
     given: Any = module
     spec = answer(
         lambda: HyperSpec(
@@ -45,15 +45,19 @@ def recognize_hyper(module: nn.Module) -> HyperSpec:
         )
     )
     if spec.streams & (spec.streams - 1):
-        raise Unlike(f"its {spec.streams} streams are no power of two")
-    draws, width = Draws(), 16
-    streams = draws.normal(3, spec.streams, width)
-    weights = draws.normal(spec.width, spec.streams * width), draws.normal(spec.width), draws.positive(3)
-    twin = twin_of(module, parameters=dict(zip(_NAMES, weights, strict=True)))
-    got = answer(lambda: twin(streams[None]))
+        raise NotRecognized(f"its {spec.streams} streams are no power of two")
+    probe_inputs, width = ProbeInputs(), 16
+    streams = probe_inputs.normal(3, spec.streams, width)
+    weights = (
+        probe_inputs.normal(spec.width, spec.streams * width),
+        probe_inputs.normal(spec.width),
+        probe_inputs.positive(3),
+    )
+    probe = probe_module(module, parameters=dict(zip(_NAMES, weights, strict=True)))
+    got = answer(lambda: probe(streams[None]))
     want = collapsed(streams, *weights, spec)
     if not isinstance(got, tuple) or len(got) != 3:
-        raise Unlike("it returns something else")
+        raise NotRecognized("it returns something else")
     if not all(close(a, b[None]) for a, b in zip(got, want, strict=True)):
-        raise Unlike("no formula that kernels know gives its numbers")
+        raise NotRecognized("no formula that kernels know gives its numbers")
     return spec

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer, twin_of
+from ktransformers.operators.recognize.probe import (
+    NotRecognized,
+    ProbeInputs,
+    answer,
+    matching,
+    probe_module,
+    recognizer,
+)
 
 __all__ = ["IndexSpec", "choose", "recognize_indexer"]
 
@@ -65,20 +72,24 @@ class _Handed(nn.Module):
 def recognize_indexer(module: nn.Module) -> IndexSpec:
     """How `module` scores positions; None when that is something else."""
     if {name for name, _ in module.named_children()} != _CHILDREN:
-        raise Unlike("it is made of other parts")
+        raise NotRecognized("it is made of other parts")
     sized: Any = module
     heads, dim, rotary = (int(getattr(sized, name)) for name in ("n_heads", "head_dim", "qk_rope_head_dim"))
     if not 0 < rotary <= dim or rotary % 2:
-        raise Unlike(f"it rotates {rotary} of {dim} columns")
-    draws = Draws()
-    q, k, weights = draws.normal(1, _ROWS, heads * dim), draws.normal(1, _ROWS, dim), draws.normal(1, _ROWS, heads)
-    angles = draws.normal(_ROWS, rotary // 2)
+        raise NotRecognized(f"it rotates {rotary} of {dim} columns")
+    probe_inputs = ProbeInputs()
+    q, k, weights = (
+        probe_inputs.normal(1, _ROWS, heads * dim),
+        probe_inputs.normal(1, _ROWS, dim),
+        probe_inputs.normal(1, _ROWS, heads),
+    )
+    angles = probe_inputs.normal(_ROWS, rotary // 2)
     children = {"wq_b": _Fixed(q), "wk": _Fixed(k), "k_norm": _Handed(), "weights_proj": _Fixed(weights)}
-    twin = twin_of(module, modules=children, index_topk=_CHOSEN)
+    probe = probe_module(module, modules=children, index_topk=_CHOSEN)
     mask = torch.full((1, _ROWS, _ROWS), float("-inf")).triu(1)
     twice = torch.cat((angles, angles), dim=-1)[None]
     rows = torch.zeros(1, _ROWS, 8)
-    chosen = answer(lambda: twin(rows, rows, (twice.cos(), twice.sin()), mask, torch.arange(_ROWS)[None]))
+    chosen = answer(lambda: probe(rows, rows, (twice.cos(), twice.sin()), mask, torch.arange(_ROWS)[None]))
     sizes = (heads, dim, rotary)
     specs = [
         IndexSpec(*sizes, is_interleaved, int(sized.index_topk), float(sized.softmax_scale), heads**-0.5, is_last)

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.models.layers import named_cache
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, first_of, recognizer, twin_of
+from ktransformers.operators.recognize.probe import (
+    NotRecognized,
+    ProbeInputs,
+    answer,
+    close,
+    first_of,
+    probe_module,
+    recognizer,
+)
 
 __all__ = ["LayerSpec", "PartKind", "PartSpec", "keeps_keywords", "recognize_layer"]
 
@@ -76,7 +84,7 @@ def recognize_layer(layer: nn.Module) -> LayerSpec:
     names = {name for name, child in layer.named_children() if child is not None}
     specs = list(_possible(names))
     if not specs or any(True for _ in layer.parameters(recurse=False)):
-        raise Unlike(f"it is made of {', '.join(sorted(names))}")
+        raise NotRecognized(f"it is made of {', '.join(sorted(names))}")
     return first_of(partial(_asked, layer, spec) for spec in specs)
 
 
@@ -98,11 +106,11 @@ def keeps_keywords(layer: nn.Module) -> bool:
     if "self_attn" not in children:
         return False
     attention, probe = _StandIn(1.3, in_tuple=True), object()
-    twin = twin_of(layer, modules={name: _StandIn(0.7) for name in children} | {"self_attn": attention})
-    x, given = Draws().normal(1, 3, 8), {"attention_mask": None, "position_embeddings": object(), "probe": probe}
+    probe = probe_module(layer, modules={name: _StandIn(0.7) for name in children} | {"self_attn": attention})
+    x, given = ProbeInputs().normal(1, 3, 8), {"attention_mask": None, "position_embeddings": object(), "probe": probe}
     try:
-        answer(lambda: twin(x, use_cache=False, position_ids=object(), **given, **named_cache(twin, None)))
-    except Unlike:
+        answer(lambda: probe(x, use_cache=False, position_ids=object(), **given, **named_cache(probe, None)))
+    except NotRecognized:
         return False  # a layer of another make, which the first step shows
     return bool(attention.seen) and attention.seen.get("probe") is not probe
 
@@ -113,24 +121,24 @@ def _asked(layer: nn.Module, spec: LayerSpec) -> LayerSpec:
     parts = [_StandIn(1.3 + 0.4 * i, in_tuple=part.kind in in_tuples) for i, part in enumerate(spec.parts)]
     modules = {part.norm: norm for part, norm in zip(spec.parts, norms, strict=True)}
     modules |= {part.name: stand_in for part, stand_in in zip(spec.parts, parts, strict=True)}
-    twin, x = twin_of(layer, modules=modules), Draws().normal(1, 3, 8)
+    probe, x = probe_module(layer, modules=modules), ProbeInputs().normal(1, 3, 8)
     given = {"attention_mask": None, "position_embeddings": object(), "probe": object()}
-    more = named_cache(twin, None)
-    got = answer(lambda: twin(x.clone(), use_cache=False, position_ids=object(), **given, **more))
+    more = named_cache(probe, None)
+    got = answer(lambda: probe(x.clone(), use_cache=False, position_ids=object(), **given, **more))
     want = x
     for norm, stand_in in zip(norms, parts, strict=True):
         want = want + stand_in.apply_to(norm.apply_to(want))
     if not close(got, want):
-        raise Unlike("it adds or normalizes in its own way")
+        raise NotRecognized("it adds or normalizes in its own way")
     for part, stand_in in zip(spec.parts, parts, strict=True):
         _check_handed(part, stand_in.seen, given)
     return spec
 
 
 def _check_handed(part: PartSpec, seen: dict[str, object], given: dict[str, object]) -> None:
-    """Raise Unlike unless a part was handed (`seen`) what its kind is, of what its layer was given."""
+    """Raise NotRecognized unless a part was handed (`seen`) what its kind is, of what its layer was given."""
     if part.kind is PartKind.ATTENTION:
         if any(seen.get(name) is not value for name, value in given.items()):
-            raise Unlike("it does not hand its keywords to attention")
+            raise NotRecognized("it does not hand its keywords to attention")
     elif bool(seen) != (part.kind is PartKind.RECURRENT):
-        raise Unlike(f"it hands {', '.join(sorted(seen)) or 'nothing'} to {part.name}")
+        raise NotRecognized(f"it hands {', '.join(sorted(seen)) or 'nothing'} to {part.name}")

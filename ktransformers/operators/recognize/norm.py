@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer, twin_of
+from ktransformers.operators.recognize.probe import (
+    NotRecognized,
+    ProbeInputs,
+    answer,
+    matching,
+    probe_module,
+    recognizer,
+)
 
 __all__ = ["NormSpec", "recognize_norm", "recognize_weightless_norm", "rms_norm"]
 
@@ -34,10 +41,10 @@ def recognize_norm(module: nn.Module) -> NormSpec:
     specs = [NormSpec(eps) for eps in epsilons if isinstance(eps, float)][:1]
     specs += [NormSpec(spec.eps, 1.0) for spec in specs]
     if not isinstance(weight, Tensor) or weight.dim() != 1 or any(p is not weight for p in module.parameters()):
-        raise Unlike("it holds other things than one weight")
-    draws = Draws()
-    rows, scale = draws.normal(3, len(weight)), draws.positive(len(weight))
-    got = answer(lambda: twin_of(module, parameters={"weight": scale})(rows))
+        raise NotRecognized("it holds other things than one weight")
+    probe_inputs = ProbeInputs()
+    rows, scale = probe_inputs.normal(3, len(weight)), probe_inputs.positive(len(weight))
+    got = answer(lambda: probe_module(module, parameters={"weight": scale})(rows))
     return matching(got, specs, lambda spec: rms_norm(rows, spec.offset + scale, spec.eps))
 
 
@@ -46,6 +53,6 @@ def recognize_weightless_norm(module: nn.Module) -> float:
     """The epsilon of x / sqrt(mean(x^2) + eps) over the last axis; None for anything else."""
     eps = getattr(module, "eps", None)
     if not isinstance(eps, float) or any(True for _ in module.parameters()):
-        raise Unlike("it holds weights, or no epsilon")
-    rows = Draws().normal(3, 32)
+        raise NotRecognized("it holds weights, or no epsilon")
+    rows = ProbeInputs().normal(3, 32)
     return matching(answer(lambda: module(rows)), [eps], lambda found: rms_norm(rows, torch.ones(32), found))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, recognizer, twin_of
+from ktransformers.operators.recognize.probe import NotRecognized, ProbeInputs, answer, close, probe_module, recognizer
 
 __all__ = ["PoolSpec", "recognize_pooled_indexer"]
 
@@ -72,19 +72,19 @@ def recognize_pooled_indexer(module: nn.Module) -> PoolSpec:
     elif children == _MEAN and hasattr(module, "compress_ratio"):
         spec, ask = _mean_spec(module), _asked_mean
     else:
-        raise Unlike("it is made of other parts")
-    draws, heads, dim = Draws(), spec.num_heads, spec.head_dim
+        raise NotRecognized("it is made of other parts")
+    probe_inputs, heads, dim = ProbeInputs(), spec.num_heads, spec.head_dim
     given = _Given(
-        draws.normal(_ROWS, heads, dim),
-        draws.normal(_ROWS, dim),
-        draws.normal(_ROWS, heads),
-        draws.normal(_ROWS, dim),
-        draws.normal(_POOL, dim),
-        draws.normal(_ROWS, max(dim // 4, 1)),
+        probe_inputs.normal(_ROWS, heads, dim),
+        probe_inputs.normal(_ROWS, dim),
+        probe_inputs.normal(_ROWS, heads),
+        probe_inputs.normal(_ROWS, dim),
+        probe_inputs.normal(_POOL, dim),
+        probe_inputs.normal(_ROWS, max(dim // 4, 1)),
     )
     want = answer(lambda: ask(module, given))
     if not close(_choose(given, spec), want):
-        raise Unlike("no formula that kernels know gives its choices")
+        raise NotRecognized("no formula that kernels know gives its choices")
     return spec
 
 
@@ -92,9 +92,11 @@ def _gated_spec(module: nn.Module) -> PoolSpec:
     sized: Any = module
     heads, dim, pool = (int(getattr(sized, name)) for name in ("n_heads", "head_dim", "index_kpool"))
     if not sized.index_kpool_always_select_tail:
-        raise Unlike("it leaves out the positions behind the last whole pool, so that the first rows see nothing")
+        raise NotRecognized(
+            "it leaves out the positions behind the last whole pool, so that the first rows see nothing"
+        )
     if int(sized.index_topk) % pool:
-        raise Unlike(f"it chooses {sized.index_topk} positions in pools of {pool}")
+        raise NotRecognized(f"it chooses {sized.index_topk} positions in pools of {pool}")
     chosen = int(sized.index_topk) // pool
     return PoolSpec(heads, dim, pool, chosen, float(sized.softmax_scale), heads**-0.5, is_gated=True)
 
@@ -103,7 +105,7 @@ def _mean_spec(module: nn.Module) -> PoolSpec:
     sized: Any = module
     heads, keys, dim = (int(getattr(sized, f"index_{name}")) for name in ("n_heads", "kv_heads", "head_dim"))
     if keys != 1:
-        raise Unlike(f"it has {keys} heads of keys")
+        raise NotRecognized(f"it has {keys} heads of keys")
     return PoolSpec(heads, dim, int(sized.compress_ratio), int(sized.block_topk), dim**-0.5, 1.0, is_gated=False)
 
 
@@ -119,11 +121,11 @@ def _asked_gated(module: nn.Module, given: _Given) -> Tensor:
         "index_kpool_compress_ape": given.bias,
         "index_kpool_compress_gate": torch.eye(given.gates.shape[1]),  # so that rows are the gates
     }
-    twin = twin_of(
+    probe = probe_module(
         module, modules=children, parameters=parameters, index_topk=_CHOSEN * _POOL, index_kpool=_POOL
     )  # fmt: skip
     rows = given.gates[None]
-    chosen = twin(rows, rows, torch.ones(1, _ROWS, dtype=torch.bool), None)[0].long()
+    chosen = probe(rows, rows, torch.ones(1, _ROWS, dtype=torch.bool), None)[0].long()
     mask = torch.zeros(_ROWS, _ROWS + 1)
     return mask.scatter(-1, torch.where(chosen < 0, _ROWS, chosen), 1.0)[:, :_ROWS]
 
@@ -135,12 +137,12 @@ def _asked_mean(module: nn.Module, given: _Given) -> Tensor:
         "q_layernorm": nn.Identity(),
         "k_layernorm": nn.Identity(),
     }
-    twin = twin_of(
+    probe = probe_module(
         module, modules=children, compress_ratio=_POOL, block_topk=_CHOSEN, token_budget=_CHOSEN * _POOL
     )  # fmt: skip
     twice = torch.cat((given.angles, given.angles), dim=-1)[None]
     causal = torch.ones(1, 1, _ROWS, _ROWS, dtype=torch.bool).tril()
-    chosen: Tensor = twin(torch.zeros(1, _ROWS, 8), (twice.cos(), twice.sin()), causal, None)
+    chosen: Tensor = probe(torch.zeros(1, _ROWS, 8), (twice.cos(), twice.sin()), causal, None)
     return chosen[0, 0].float()
 
 

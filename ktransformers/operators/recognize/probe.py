@@ -22,7 +22,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Draws", "Unlike", "answer", "close", "first_of", "matching", "recognizer", "twin_of"]
+__all__ = ["NotRecognized", "ProbeInputs", "answer", "close", "first_of", "matching", "probe_module", "recognizer"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 _logged = set[tuple[str, type[nn.Module]]]()
 
 
-class Unlike(Exception):
+class NotRecognized(Exception):
     """A module is not what is looked for. The message says why."""
 
 
@@ -47,7 +47,7 @@ def close(got: object, want: Tensor, *, relative: float = 1e-4, absolute: float 
     )
 
 
-class Draws:
+class ProbeInputs:
     """Random fp32 numbers, the same in every run."""
 
     def __init__(self, seed: int = 0):
@@ -62,7 +62,7 @@ class Draws:
         return torch.rand(shape, generator=self._generator) + 0.5
 
 
-def twin_of(
+def probe_module(
     module: nn.Module,
     *,
     parameters: Mapping[str, Tensor] | None = None,
@@ -71,36 +71,36 @@ def twin_of(
     **attributes: object,
 ) -> nn.Module:
     """A copy of `module`, which may be on `meta`, that holds these instead of its own; None: it shares its own."""
-    twin = copy.copy(module)
+    probe = copy.copy(module)
     held = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
-    twin.__dict__.update(attributes, **{name: dict(own) for name, own in held.items() if own is not None})
-    return twin
+    probe.__dict__.update(attributes, **{name: dict(own) for name, own in held.items() if own is not None})
+    return probe
 
 
 def answer(call: Callable[[], Spec]) -> Spec:
-    """What a call of a module returns. Raises Unlike when it raises anything."""
+    """What a call of a module returns. Raises NotRecognized when it raises anything."""
     try:
         with torch.no_grad():
             return call()
     except Exception as error:
-        raise Unlike(f"asked, it raises {type(error).__name__}: {error}") from error
+        raise NotRecognized(f"asked, it raises {type(error).__name__}: {error}") from error
 
 
 def matching(want: object, specs: Iterable[Spec], compute: Callable[[Spec], Tensor]) -> Spec:
-    """The first spec whose numbers are `want`, a module's. Raises Unlike when there is none."""
+    """The first spec whose numbers are `want`, a module's. Raises NotRecognized when there is none."""
     for spec in specs:
         if close(want, compute(spec)):
             return spec
-    raise Unlike("no formula that kernels know gives its numbers")
+    raise NotRecognized("no formula that kernels know gives its numbers")
 
 
 def first_of(ways: Iterable[Callable[[], Spec]]) -> Spec:
-    """What the first way of asking finds. Raises Unlike, for the reason of the last, when all do."""
-    reason = Unlike("there is no way to ask it")
+    """What the first way of asking finds. Raises NotRecognized, for the reason of the last, when all do."""
+    reason = NotRecognized("there is no way to ask it")
     for way in ways:
         try:
             return way()
-        except Unlike as error:
+        except NotRecognized as error:
             reason = error
     raise reason
 
@@ -108,7 +108,7 @@ def first_of(ways: Iterable[Callable[[], Spec]]) -> Spec:
 def recognizer(
     what: str, level: int = logging.INFO
 ) -> Callable[[Callable[Concatenate[nn.Module, P], Spec]], Callable[Concatenate[nn.Module, P], Spec | None]]:
-    """Let a function return None where it raises Unlike, and log why, once for each class of modules.
+    """Let a function return None where it raises NotRecognized, and log why, once for each class of modules.
 
     what: the modules that it looks for, as the log names them.
     """
@@ -118,7 +118,7 @@ def recognizer(
         def asked(module: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> Spec | None:
             try:
                 return ask(module, *args, **kwargs)
-            except Unlike as reason:
+            except NotRecognized as reason:
                 key = what, type(module)
                 if key not in _logged:
                     _logged.add(key)

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.kernels.cpu.router import RouterSpec
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, matching, recognizer, twin_of
+from ktransformers.operators.recognize.probe import (
+    NotRecognized,
+    ProbeInputs,
+    answer,
+    close,
+    matching,
+    probe_module,
+    recognizer,
+)
 
 __all__ = ["CHOICE_BIAS", "ROUTER_CHILD", "recognize_router", "route"]
 
@@ -52,35 +60,35 @@ def recognize_router(module: nn.Module) -> RouterSpec:
     names = {name for name, _ in module.named_parameters()}
     names = {name.removeprefix(f"{ROUTER_CHILD}.") for name in names}
     if not isinstance(weight, Tensor) or weight.dim() != 2 or set(module._modules) - {ROUTER_CHILD}:
-        raise Unlike("it is not one matrix")
+        raise NotRecognized("it is not one matrix")
     if child is not None and names != {"weight"}:
-        raise Unlike("it has a matrix in a child, and more")
+        raise NotRecognized("it has a matrix in a child, and more")
     if not buffers <= {CHOICE_BIAS} or not names <= {"weight", "bias"} or len(weight) > _MOST_EXPERTS:
-        raise Unlike("it holds more than a weight and biases, or too many experts")
-    experts, draws = len(weight), Draws()
-    logits = draws.normal(_ROWS, experts, scale=2.0)
+        raise NotRecognized("it holds more than a weight and biases, or too many experts")
+    experts, probe_inputs = len(weight), ProbeInputs()
+    logits = probe_inputs.normal(_ROWS, experts, scale=2.0)
     logits[::2] *= 0.1  # where one expert has most of the score, groups rank alike by their best and their best two
-    choice_bias = {name: draws.normal(experts, scale=0.1) for name in buffers}
-    logit_bias = {name: draws.normal(experts) for name in names - {"weight"}}
+    choice_bias = {name: probe_inputs.normal(experts, scale=0.1) for name in buffers}
+    logit_bias = {name: probe_inputs.normal(experts) for name in names - {"weight"}}
     held: dict[str, Tensor] = {"weight": torch.eye(experts), **logit_bias}
     if child is not None:
         matrix = nn.Linear(experts, experts, bias=False)
         matrix.weight = nn.Parameter(held["weight"])
-        twin = twin_of(module, modules={ROUTER_CHILD: matrix}, buffers=choice_bias, hidden_dim=experts)
+        probe = probe_module(module, modules={ROUTER_CHILD: matrix}, buffers=choice_bias, hidden_dim=experts)
     else:
-        twin = twin_of(module, parameters=held, buffers=choice_bias, hidden_dim=experts)
-    got_logits, want, top_k = answer(lambda: _routed(twin, logits))
+        probe = probe_module(module, parameters=held, buffers=choice_bias, hidden_dim=experts)
+    got_logits, want, top_k = answer(lambda: _routed(probe, logits))
     logits = logits + sum(logit_bias.values())
     if not close(got_logits, logits):
-        raise Unlike("its logits are not its matrix times its rows")
+        raise NotRecognized("its logits are not its matrix times its rows")
     bias = choice_bias.get(CHOICE_BIAS)
     specs = answer(lambda: list(_candidates(module, experts, top_k)))  # of counts that may fit no spec
     return matching(want, specs, lambda spec: route(logits, spec, bias))
 
 
-def _routed(twin: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor, int]:
+def _routed(probe: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor, int]:
     """Logits, weights [T, E] as `route` gives them, and how many experts a row has."""
-    logits, weights, ids = twin(rows)
+    logits, weights, ids = probe(rows)
     return logits, torch.zeros(rows.shape).scatter_(1, ids, weights.float()), ids.shape[-1]
 
 

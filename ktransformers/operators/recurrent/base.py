@@ -21,7 +21,7 @@ from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, layer_number
 from ktransformers.operators.context import ForwardContext, StateStep
-from ktransformers.operators.device import give_back
+from ktransformers.operators.device import to_input
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.recurrent.scans import Scans
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
@@ -31,7 +31,8 @@ __all__ = ["RecurrentOperator"]
 
 
 class RecurrentOperator(WrapperOperator):
-    """Base. Hidden states [1, T, H] in and out, of the home's type; the states' part of the step in the context.
+    """Base. Hidden states [1, T, H] in and out, of the layer device's type; the states' part of the step in the
+    context.
 
     CHILDREN: names of the module's children, a set for each arrangement that is known. CONV: the convolution among
     them, which the operator reads itself as it does OWNED_CHILDREN. NUMBERS: attributes that have to be there.
@@ -129,7 +130,7 @@ class RecurrentOperator(WrapperOperator):
         self.device.time_part("linear", self.layer)
         with self._math():
             out = self.mix(rows, context.cache.states.layer(self.layer_idx), step)
-        return self.answer(give_back(out, hidden_states).view(*hidden_states.shape[:-1], -1))
+        return self.answer(to_input(out, hidden_states).view(*hidden_states.shape[:-1], -1))
 
     def _math(self) -> AbstractContextManager[Any]:
         """Exponentials that do not depend on where in a tensor a value stands."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.triton.recurrent.launch import workspace_nbytes
 from ktransformers.kernels.triton.recurrent.mixers import DeltaNet, gated_delta_net, interleaved_columns
-from ktransformers.operators.base import OperatorConfig, Placement, Site
+from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement
 from ktransformers.operators.context import StateStep
 from ktransformers.operators.device import use
 from ktransformers.operators.linear.joined import JoinedLinears, side_by_side
@@ -84,8 +84,8 @@ class KGatedDeltaNet(RecurrentOperator):
         )
 
     @override
-    def settle(self, site: Site) -> None:
-        super().bind(site)
+    def bind(self, runtime: OperatorRuntime) -> None:
+        super().bind(runtime)
         if self.device.is_gpu:
             self._projections = JoinedLinears([self.inner.get_submodule(name) for name in self._inputs()])
 
@@ -193,9 +193,9 @@ class KKimiDeltaAttention(RecurrentOperator):
         return workspace_nbytes(num_rows, self.num_heads, self.head_dim, self.head_dim) + gates
 
     @override
-    def settle(self, site: Site) -> None:
+    def bind(self, runtime: OperatorRuntime) -> None:
         """Its forget gate is a module of its own, which is loaded by now."""
-        super().bind(site)
+        super().bind(runtime)
         if not self.device.is_gpu:
             return
         inner: Any = self.inner

@@ -74,13 +74,13 @@ def test_chunks_and_replayed_steps_agree_with_transformers(
     with closing(build_engine(config, hardware=fake_hardware(num_gpus, graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
         modules = list(engine.runner.model.modules())
-        homes = {home.device for home in engine.plan.layer_devices}
-    assert homes == {f"cuda:{i}" for i in range(num_gpus)}
+        layer_devices = {layer_device.device for layer_device in engine.plan.layer_devices}
+    assert layer_devices == {f"cuda:{i}" for i in range(num_gpus)}
     assert graphs.replays == 2
     assert sum(isinstance(m, KCompressedAttention) and m.device.is_gpu for m in modules) == 3
     assert sum(isinstance(m, KHyperConnection) and m.spec is not None for m in modules) == 6
     experts = {m.placement.generate_device for m in modules if isinstance(m, KTransformersExperts)}
-    assert experts == (homes if place == "experts-in-vram" else {"cpu"})
+    assert experts == (layer_devices if place == "experts-in-vram" else {"cpu"})
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     assert (got - want).abs().max() <= tolerance * want.abs().max()

@@ -41,7 +41,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def cuda_engine(config: EngineConfig, ranks: Leader | None = None) -> PagedEngine:
     config = replace(config, cache_lens=96, cpu_infer=2, self_check=False)
     engine = build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)
-    assert any(home.device.startswith("cuda") for home in engine.plan.layer_devices)
+    assert any(layer_device.device.startswith("cuda") for layer_device in engine.plan.layer_devices)
     return engine
 
 

@@ -51,7 +51,7 @@ def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: P
         want = model(torch.tensor([ids])).logits[0]
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=2)
     with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
-        assert {home.device for home in engine.plan.layer_devices} == {"cuda:0"}
+        assert {layer_device.device for layer_device in engine.plan.layer_devices} == {"cuda:0"}
         check(logits_in_steps(engine, ids), want)
 
 
@@ -75,7 +75,7 @@ def test_compressed_keys_agree_with_transformers(rules: str | None, tmp_path: Pa
         with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
             experts = {e.placement.generate_device for e in engine.plan.entries if e.key.endswith("experts")}
             assert ("cpu" in experts) == (rules is not None)
-            assert {home.device for home in engine.plan.layer_devices} == {"cuda:0"}
+            assert {layer_device.device for layer_device in engine.plan.layer_devices} == {"cuda:0"}
             check(logits_in_steps(engine, ids), want)
 
 
@@ -127,7 +127,7 @@ def test_a_full_gpu_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         plan = plan_model(config, hardware=hardware)
     assert "the GPU is left alone" in caplog.text
-    assert {home.device for home in plan.layer_devices} <= {"cpu"}
+    assert {layer_device.device for layer_device in plan.layer_devices} <= {"cpu"}
     with pytest.raises(CapacityError, match="cuda:0"):
         build_engine(replace(config, use_cuda=True), hardware=hardware).close()
 
@@ -151,7 +151,7 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(
             caplog.at_level(logging.INFO),
             closing(engine_of(path, on_gpu=True, optimize_config_path=rules, use_cuda_graph=graphs)) as engine,
         ):
-            assert [home.device for home in engine.plan.layer_devices] == ["cuda:0", "cuda:1", "cuda:1"]
+            assert [layer_device.device for layer_device in engine.plan.layer_devices] == ["cuda:0", "cuda:1", "cuda:1"]
             results.append(logits_in_steps(engine, ids))
             ids[-1] += 1  # what a graph reads is a step's own
             results.append(logits_in_steps(engine, ids))

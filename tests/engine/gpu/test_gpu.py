@@ -73,7 +73,7 @@ def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: P
     ids = prompt(model.config.vocab_size)
     write_safetensors(model, tmp_path)
     engine = gpu_engine(tmp_path)
-    assert {home.device for home in engine.plan.layer_devices} == {"cuda:0"}
+    assert {layer_device.device for layer_device in engine.plan.layer_devices} == {"cuda:0"}
     ops = {entry.generate_op for entry in engine.plan.entries if entry.key.endswith("self_attn")}
     assert ops == {ATTENTION[model_type]}
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None
     )
     config, graphs = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1), FakeGraphs()
     engine = build_engine(replace(config, optimize_config_path=rules), hardware=fake_hardware(2, graphs=graphs))
-    assert [home.device for home in engine.plan.layer_devices] == ["cuda:0", "cuda:1", "cuda:1"]
+    assert [layer_device.device for layer_device in engine.plan.layer_devices] == ["cuda:0", "cuda:1", "cuda:1"]
     assert engine.plan.device_of("model.layers.2.self_attn.q_proj") == "cuda:1"
     total = engine.plan.extra_bytes["kv cache"]
     assert total["cuda:1"] == 2 * total["cuda:0"]
@@ -153,7 +153,7 @@ def test_a_layer_and_some_modules_on_the_cpu(tmp_path: Path) -> None:
     write_safetensors(model, tmp_path)
     rules = rules_of("qwen3_moe", tmp_path, "- match", "- match", before=LAYER_0_ON_CPU)
     engine = gpu_engine(tmp_path, optimize_config_path=rules)
-    assert [home.device for home in engine.plan.layer_devices] == ["cpu", "cuda:0"]
+    assert [layer_device.device for layer_device in engine.plan.layer_devices] == ["cpu", "cuda:0"]
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
@@ -313,13 +313,13 @@ def test_layers_are_spread_over_gpus_where_that_helps(tmp_path: Path, caplog: py
     path = write_gguf(tiny_model("qwen3_moe", seed=1, layers=4), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1)
     everything = plan_model(config, hardware=fake_hardware(2))
-    assert [home.device for home in everything.layer_devices] == ["cuda:0"] * 4
+    assert [layer_device.device for layer_device in everything.layer_devices] == ["cuda:0"] * 4
     experts = [entry.key for entry in everything.entries if entry.operator == "KTransformersExperts"]
     one = next(entry.nbytes["cuda:0"] for entry in everything.entries if entry.key == experts[0])
     small = fake_hardware(2, gpu_bytes=everything.total_bytes["cuda:0"] - 2 * one + one // 2)
     with caplog.at_level(logging.INFO):
         plan = plan_model(config, hardware=small)
-    assert [home.device for home in plan.layer_devices] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert [layer_device.device for layer_device in plan.layer_devices] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
     assert [plan.device_of(key) for key in experts] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
     assert plan.misfit() is None
     assert (
@@ -328,7 +328,7 @@ def test_layers_are_spread_over_gpus_where_that_helps(tmp_path: Path, caplog: py
     assert caplog.text.count("go to the GPU") == 1
     # A rule file of the user's says itself where layers go.
     rules = replace(config, optimize_config_path=shipped_path(RULES["qwen3_moe"]))
-    assert {home.device for home in plan_model(rules, hardware=small).layer_devices} == {"cuda:0"}
+    assert {layer_device.device for layer_device in plan_model(rules, hardware=small).layer_devices} == {"cuda:0"}
 
 
 def test_upstreams_files_for_several_gpus_spread_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -337,10 +337,10 @@ def test_upstreams_files_for_several_gpus_spread_layers(tmp_path: Path, caplog: 
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
     with caplog.at_level(logging.INFO):
         plan = plan_model(config, hardware=fake_hardware(2))
-    assert [home.device for home in plan.layer_devices] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert [layer_device.device for layer_device in plan.layer_devices] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
     assert "spread over the GPUs" in caplog.text
     one = plan_model(config, hardware=fake_hardware(1))
-    assert {home.device for home in one.layer_devices} == {"cuda:0"}
+    assert {layer_device.device for layer_device in one.layer_devices} == {"cuda:0"}
 
 
 @pytest.mark.every(3)
@@ -378,5 +378,12 @@ def test_a_dense_model_that_one_gpu_cannot_hold_is_spread(tmp_path: Path) -> Non
     whole = plan_model(config, hardware=fake_hardware()).total_bytes["cuda:0"]
     weights = plan_model(config, hardware=fake_hardware()).weight_bytes["cuda:0"]
     plan = plan_model(config, hardware=fake_hardware(3, gpu_bytes=whole - weights // 3))
-    assert [home.device for home in plan.layer_devices] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cuda:2", "cuda:2"]
+    assert [layer_device.device for layer_device in plan.layer_devices] == [
+        "cuda:0",
+        "cuda:0",
+        "cuda:1",
+        "cuda:1",
+        "cuda:2",
+        "cuda:2",
+    ]
     assert plan.misfit() is None

@@ -136,7 +136,7 @@ def test_families_agree_with_the_cpu(model_type: str, kv_type: str, tmp_path: Pa
 def expanded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The rotated keys of all calls of the kernel on expanded keys."""
     seen: list[torch.Tensor] = []
-    kernel: Callable[..., None] = latent_gpu.expanded_attention  # type: ignore[attr-defined]
+    kernel: Callable[..., None] = latent_gpu.materialized_attention  # type: ignore[attr-defined]
 
     def noted(*args: Any) -> None:
         seen.append(args[3])

@@ -96,7 +96,7 @@ def test_gates_made_with_queries_and_sinks(model_type: str, tmp_path: Path) -> N
     settings = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, self_check=False)
     with closing(build_engine(settings, hardware=fake_hardware(graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
-        assert {home.device for home in engine.plan.layer_devices} == {"cuda:0"}
+        assert {layer_device.device for layer_device in engine.plan.layer_devices} == {"cuda:0"}
     assert graphs.replays > 0
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]

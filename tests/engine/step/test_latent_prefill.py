@@ -45,7 +45,7 @@ and 105 pairs, and a position costs 8192 / 1400 units."""
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of the calls of the kernel on expanded keys."""
     seen: list[int] = []
-    kernel = gpu_latent.expanded_attention
+    kernel = gpu_latent.materialized_attention
 
     def counted(*args):  # type: ignore[no-untyped-def]
         seen.append(int(args[5][:, 1].sum()))

@@ -61,12 +61,12 @@ def test_the_list_is_what_the_tests_of_models_cover() -> None:
 
 
 def test_what_tests_cover_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_twin(*args: object) -> None:
-        raise EOFError("a twin was built")
+    def build_reference_model(*args: object) -> None:
+        raise EOFError("a reference module was built")
 
-    monkeypatch.setattr(self_check, "build_twin", build_twin)
+    monkeypatch.setattr(self_check, "build_reference_model", build_reference_model)
     load(write_safetensors(tiny_model("qwen3"), tmp_path)).close()
-    with pytest.raises(EOFError, match="a twin"):
+    with pytest.raises(EOFError, match="a reference module"):
         load(write_safetensors(tiny_model("arcee"), tmp_path))
     load(tmp_path, self_check=False).close()
 
@@ -208,13 +208,13 @@ def test_a_large_matrix_is_multiplied_in_pieces(
 
 
 @pytest.mark.usefixtures("_all_untested")
-def test_a_twin_that_fails_is_a_warning(
+def test_a_reference_module_that_fails_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def build_twin(*args: object) -> None:
+    def build_reference_model(*args: object) -> None:
         raise ImportError("This needs a package that is not here\nand more")
 
-    monkeypatch.setattr(self_check, "build_twin", build_twin)
+    monkeypatch.setattr(self_check, "build_reference_model", build_reference_model)
     load(write_safetensors(tiny_model("qwen3"), tmp_path)).close()
     (line,) = said(caplog)
     assert "nothing was compared" in line

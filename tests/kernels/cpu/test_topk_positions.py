@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.cpu import choose_positions
+from ktransformers.kernels.cpu import select_topk_positions
 from tests.support.checks.products import product
 
 PAGE = 16
@@ -37,18 +37,18 @@ def test_the_best_are_chosen_and_ties_go_to_lower_positions(shape, options, is_s
     q, weights, keys, table, seq_ids, kv_lens = case(*shape)
     given = weights if is_summed else None
     arguments = (keys, table, PAGE)
-    slots, counts = choose_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, pools[0], **options)
-    want = reference.choose_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, **options)
+    slots, counts = select_topk_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, pools[0], **options)
+    want = reference.select_topk_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, **options)
     assert [row[:count].tolist() for row, count in zip(slots, counts.tolist(), strict=True)] == want
     for each in pools[1:]:
-        other = choose_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, each, **options)
+        other = select_topk_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, each, **options)
         assert torch.equal(other[0], slots)
         assert torch.equal(other[1], counts)
     apart = 1 if is_summed else shape[0]
     for start, stop in ((0, 1), (4, 7), (10, 11)):
         weights_part = None if given is None else given[start:stop]
         of_rows = seq_ids[start:stop], kv_lens[start:stop], 0.5, 10, pools[-1]
-        part = choose_positions(q[start:stop], weights_part, *arguments, *of_rows, **options)
+        part = select_topk_positions(q[start:stop], weights_part, *arguments, *of_rows, **options)
         assert torch.equal(part[0], slots[start * apart : stop * apart])
 
 
@@ -57,7 +57,7 @@ def test_scores_of_any_numbers_are_near_those_of_fp64(pool):
     generator = torch.Generator().manual_seed(4)
     q, weights, keys, table, seq_ids, kv_lens = case(8, 40)
     q, weights, keys = (torch.randn(part.shape, generator=generator) for part in (q, weights, keys))
-    slots, counts = choose_positions(q, weights, keys, table, PAGE, seq_ids, kv_lens, 0.2, 30, pool)
+    slots, counts = select_topk_positions(q, weights, keys, table, PAGE, seq_ids, kv_lens, 0.2, 30, pool)
     for t, (seq, length) in enumerate(zip(seq_ids.tolist(), kv_lens.tolist(), strict=True)):
         positions = torch.arange(length)
         seen = table[seq, positions // PAGE].long() * PAGE + positions % PAGE
@@ -74,7 +74,7 @@ def test_bad_arguments_are_named(pool):
     q, weights, keys, table, seq_ids, kv_lens = case(2, 8)
 
     def run(q=q, weights=weights, keys=keys, lens=kv_lens, **options):
-        return choose_positions(q, weights, keys, table, PAGE, seq_ids, lens, 0.5, 10, pool, **options)
+        return select_topk_positions(q, weights, keys, table, PAGE, seq_ids, lens, 0.5, 10, pool, **options)
 
     with pytest.raises(ValueError, match="weights must have shape"):
         run(weights=weights[:, :1])

@@ -74,6 +74,6 @@ def test_experts_without_weights_and_two_attentions_of_a_layer_from_files(tmp_pa
         want = model(torch.tensor([ids])).logits[0]
     with closing(build_engine(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1))) as engine:
         got = engine.runner.forward(ids, 0, range(PROMPT_LEN))
-        homes = [home.key for home in engine.plan.layer_devices]
+        layer_devices = [layer_device.key for layer_device in engine.plan.layer_devices]
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
-    assert homes == ["model.layers.0", "model.layers.0", "model.layers.1", "model.layers.1"]
+    assert layer_devices == ["model.layers.0", "model.layers.0", "model.layers.1", "model.layers.1"]

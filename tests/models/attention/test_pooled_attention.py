@@ -27,7 +27,7 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, RuleError, TensorMismatchError, UnsupportedError
-from ktransformers.operators.attention.sparse_indexer import say_dense
+from ktransformers.operators.attention.sparse_indexer import log_dense
 from ktransformers.operators.recurrent.ngram_embedding import hash_multipliers
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import fake_hardware
@@ -170,7 +170,7 @@ def test_off_attends_to_all_positions(made: Made, caplog: pytest.LogCaptureFixtu
     sparse, name = logits_of(made.model, ids), made.model.config.model_type
     kinds = {"glm5_next_text": {"index_topk": PROMPT_LEN}, "qwen4_exp_text": {"indexer_budget": PROMPT_LEN}}
     dense = logits_of(pooled_model(name, **kinds[name]), ids)
-    say_dense.cache_clear()
+    log_dense.cache_clear()
     with caplog.at_level(logging.WARNING), closing(build_engine(replace(made.config, sparse_attention="off"))) as one:
         got = one.runner.forward(ids, 0, range(PROMPT_LEN))
         assert [shape.index_dim for shape in one.runner.cache.shapes] == [0] * 4

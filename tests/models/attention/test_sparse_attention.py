@@ -20,7 +20,7 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.errors import ConfigError, RuleError, UnsupportedError
 from ktransformers.operators.attention.indexer import KIndexer
-from ktransformers.operators.attention.sparse_indexer import say_dense
+from ktransformers.operators.attention.sparse_indexer import log_dense
 from ktransformers.operators.context import ForwardContext
 from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.runners import fused_runner, random_ids, runner_of
@@ -117,7 +117,7 @@ def test_off_attends_to_all_positions(saved: Path, caplog: pytest.LogCaptureFixt
     for layer in model.model.layers:
         layer.self_attn.indexer.index_topk = PROMPT_LEN
     dense = logits_of(model, ids)
-    say_dense.cache_clear()
+    log_dense.cache_clear()
     with caplog.at_level(logging.WARNING), closing(engine_of(saved, sparse_attention="off")) as engine:
         got = engine.runner.forward(ids, 0, range(PROMPT_LEN))
         indexers = [module for module in engine.runner.model.modules() if isinstance(module, KIndexer)]

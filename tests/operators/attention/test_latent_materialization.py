@@ -12,12 +12,12 @@ from ktransformers.core import Phase
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.attention.latent_materialization import (
     EXPANSION_NBYTES,
-    ExpansionPolicy,
     LatentDims,
+    MaterializationPolicy,
     Rates,
     StepRuns,
     batches_of,
-    is_worth_expanding,
+    is_worth_materializing,
 )
 from ktransformers.operators.context import ForwardContext
 
@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 DEEPSEEK = LatentDims(num_heads=128, rank=512, nope=128, rope=64, v_dim=128)
 TINY = LatentDims(num_heads=3, rank=32, nope=16, rope=8, v_dim=24)
-EQUAL = Rates(absorbed=1.0, expanded=1.0, dense=1.0, expansion=1.0, launch_us=0.0)
+EQUAL = Rates(absorbed=1.0, expanded=1.0, dense=1.0, materialization=1.0, launch_us=0.0)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def context_of(sequences, page_size, device, phase=Phase.PREFILL):
 
 
 def forced(dims, dtype, nbytes=EXPANSION_NBYTES):
-    return ExpansionPolicy(dims, dtype, Rates(), is_forced=True, nbytes=nbytes)
+    return MaterializationPolicy(dims, dtype, Rates(), is_forced=True, nbytes=nbytes)
 
 
 def test_products_decide_when_rates_are_equal():
@@ -60,22 +60,22 @@ def test_products_decide_when_rates_are_equal():
         pairs = sum(length - num_rows + 1 + i for i in range(num_rows))
         absorbed = pairs * (512 + 64 + 512) + num_rows * (128 * 512 + 512 * 128)
         expanded = pairs * (128 + 64 + 128) + length * 512 * (128 + 128)
-        assert is_worth_expanding(dims, num_rows, length, EQUAL) == (expanded < absorbed), (num_rows, length)
-    assert not is_worth_expanding(dims, 160, 100_000, EQUAL)
-    assert is_worth_expanding(dims, 180, 100_000, EQUAL)
+        assert is_worth_materializing(dims, num_rows, length, EQUAL) == (expanded < absorbed), (num_rows, length)
+    assert not is_worth_materializing(dims, 160, 100_000, EQUAL)
+    assert is_worth_materializing(dims, 180, 100_000, EQUAL)
 
 
 def test_a_launch_is_not_worth_it_for_little():
-    assert is_worth_expanding(TINY, 16, 16, EQUAL)
-    assert not is_worth_expanding(TINY, 16, 16, dataclasses.replace(EQUAL, launch_us=1e9))
+    assert is_worth_materializing(TINY, 16, 16, EQUAL)
+    assert not is_worth_materializing(TINY, 16, 16, dataclasses.replace(EQUAL, launch_us=1e9))
 
 
 def test_the_rates_of_an_h100_expand_long_chunks_and_nothing_short():
     for rates in (Rates(), Rates().with_flashinfer()):
-        assert not is_worth_expanding(DEEPSEEK, 1, 100_000, rates)
-        assert not is_worth_expanding(DEEPSEEK, 16, 8192, rates)
-        assert is_worth_expanding(DEEPSEEK, 4096, 4096, rates)
-        assert is_worth_expanding(DEEPSEEK, 4096, 32768, rates)
+        assert not is_worth_materializing(DEEPSEEK, 1, 100_000, rates)
+        assert not is_worth_materializing(DEEPSEEK, 16, 8192, rates)
+        assert is_worth_materializing(DEEPSEEK, 4096, 4096, rates)
+        assert is_worth_materializing(DEEPSEEK, 4096, 32768, rates)
 
 
 def test_heads_share_the_budget():
@@ -88,7 +88,7 @@ def test_heads_share_the_budget():
         more = -(-128 // max(1, turns - 1))
         assert turns == 1 or length * (576 + more * 256) + 3 * 128 > room, "fewer turns would have fitted"
     assert DEEPSEEK.heads_at_once(1 << 20, room) == 0
-    assert not forced(DEEPSEEK, torch.bfloat16).expands(4096, 1 << 20)
+    assert not forced(DEEPSEEK, torch.bfloat16).materializes(4096, 1 << 20)
 
 
 def test_sequences_are_expanded_together_while_all_heads_fit():
@@ -100,14 +100,14 @@ def test_sequences_are_expanded_together_while_all_heads_fit():
 def test_a_step_is_planned_once(device):
     context = context_of([(1, 9), (12, 20), (1, 3), (2, 2), (7, 7)], 4, device)
     choice = forced(TINY, torch.float32)
-    expansion = StepRuns.expansion_of(context, choice, device)
-    assert StepRuns.expansion_of(context, forced(TINY, torch.float32), device) is expansion
-    (batch,) = expansion.batches
+    materialization = StepRuns.materialization_of(context, choice, device)
+    assert StepRuns.materialization_of(context, forced(TINY, torch.float32), device) is materialization
+    (batch,) = materialization.batches
     assert (batch.num_positions, batch.num_heads) == (20 + 2 + 7, 3)
-    assert expansion.rest.tolist() == [0, 13]
+    assert materialization.rest.tolist() == [0, 13]
     few = dataclasses.replace(choice, is_forced=False)
-    assert StepRuns.expansion_of(context, few, device) is None
-    assert StepRuns.expansion_of(dataclasses.replace(context, phase=Phase.GENERATE), choice, device) is None
+    assert StepRuns.materialization_of(context, few, device) is None
+    assert StepRuns.materialization_of(dataclasses.replace(context, phase=Phase.GENERATE), choice, device) is None
 
 
 def test_rows_in_another_order_are_runs_of_their_own(device):
@@ -168,12 +168,12 @@ def test_results_are_those_of_the_definition(page_size, device):
     results = []
     for nbytes in (EXPANSION_NBYTES, 4 * (4000 + 3 * 128)):
         choice = forced(TINY, torch.float32, nbytes)
-        expansion = StepRuns.expansion_of(context, choice, device)
+        materialization = StepRuns.materialization_of(context, choice, device)
         workspace = torch.full((choice.room,), float("nan"), device=device)
-        expanded = dataclasses.replace(step, expansion=expansion, workspace=workspace)
+        expanded = dataclasses.replace(step, materialization=materialization, workspace=workspace)
         results.append(gpu.attend(q, expanded))
         assert workspace.numel() * 4 <= nbytes
-        assert len(expansion.batches) == (1 if nbytes == EXPANSION_NBYTES else 2)
+        assert len(materialization.batches) == (1 if nbytes == EXPANSION_NBYTES else 2)
     results.append(gpu.attend(q, step))
     want = defined(gpu, q, step)
     for got in results:
@@ -185,13 +185,13 @@ def test_positions_that_follow_one_another_are_not_gathered(device):
     dims = dataclasses.replace(TINY, num_heads=5)
     gpu, q, step, context = step_of(dims, [(10, 30)], 64, torch.float32, device)
     choice = forced(dims, torch.float32, 4 * (30 * (40 + 2 * 40) + 3 * 128))
-    expansion = StepRuns.expansion_of(context, choice, device)
-    (batch,) = expansion.batches
+    materialization = StepRuns.materialization_of(context, choice, device)
+    (batch,) = materialization.batches
     assert isinstance(batch.slots, slice)
     assert batch.num_heads == 2
-    assert expansion.rest is None
+    assert materialization.rest is None
     workspace = torch.full((choice.room,), float("nan"), device=device)
-    got = gpu.attend(q, dataclasses.replace(step, expansion=expansion, workspace=workspace))
+    got = gpu.attend(q, dataclasses.replace(step, materialization=materialization, workspace=workspace))
     torch.testing.assert_close(got.cpu(), defined(gpu, q, step), rtol=3e-5, atol=3e-5)
 
 
@@ -200,7 +200,7 @@ def test_no_position_is_lost_between_batches(device):
     context = context_of(lengths, 4, device)
     runs = StepRuns(context)
     for nbytes in (4 * 3000, 4 * 5000, EXPANSION_NBYTES):
-        expansion = runs.expansion(forced(TINY, torch.float32, nbytes), device)
-        tiles = list(itertools.chain.from_iterable(batch.tiles.tolist() for batch in expansion.batches))
+        materialization = runs.materialization(forced(TINY, torch.float32, nbytes), device)
+        tiles = list(itertools.chain.from_iterable(batch.tiles.tolist() for batch in materialization.batches))
         assert sorted(row for first, n, _, _ in tiles for row in range(first, first + n)) == list(range(15))
-        assert sum(batch.num_positions for batch in expansion.batches) == sum(length for _, length in lengths)
+        assert sum(batch.num_positions for batch in materialization.batches) == sum(length for _, length in lengths)

@@ -31,12 +31,17 @@ from ktransformers.kernels.triton.attention.compressed import (
 from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
-from ktransformers.kernels.triton.attention.materialized import ExpandedRun, expanded_attention, expanded_tile, tiles_of
+from ktransformers.kernels.triton.attention.materialized import (
+    MaterializedRun,
+    materialized_attention,
+    materialized_tile,
+    tiles_of,
+)
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
 from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.triton.common.candidates import BestTokens
 from ktransformers.kernels.triton.common.clock import write_device_time
@@ -253,7 +258,7 @@ def call_chosen(heads, tokens, is_summed=True, chosen=32):
     cache, ids = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     q, weights = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16), torch.zeros(tokens, heads)
     table = torch.zeros(tokens, 2, dtype=torch.int32)
-    slots, counts = choose_positions(q, weights if is_summed else None, cache, table, 128, ids, ids, 0.1, chosen)
+    slots, counts = select_topk_positions(q, weights if is_summed else None, cache, table, 128, ids, ids, 0.1, chosen)
     if is_summed:  # what pools of positions are made of
         keys = torch.zeros(256, 256, dtype=torch.bfloat16)
         rows_to_cache(keys[:tokens], keys, ids, ids)
@@ -307,13 +312,13 @@ def call_hyper(tokens, streams=4, width=4096):
 
 
 def call_expanded(heads, rows, length, nope=128, rotary=64, width=128):
-    tile = expanded_tile(rows, heads, torch.bfloat16, torch.device("cpu"))
+    tile = materialized_tile(rows, heads, torch.bfloat16, torch.device("cpu"))
     q = torch.zeros(rows, heads, nope + rotary, dtype=torch.bfloat16)
     latents = torch.zeros(length, 512 + rotary, dtype=torch.bfloat16)
     keys = torch.zeros(heads, length, nope, dtype=torch.bfloat16)
     values, out = keys.new_zeros(heads, length, width), keys.new_zeros(rows, heads, width)
-    tiles = tiles_of([ExpandedRun(0, rows, 0, length)], tile.block_m)
-    expanded_attention(q, q[..., nope:].contiguous(), keys, latents[:, 512:], values, tiles, 0.1, out, tile)
+    tiles = tiles_of([MaterializedRun(0, rows, 0, length)], tile.block_m)
+    materialized_attention(q, q[..., nope:].contiguous(), keys, latents[:, 512:], values, tiles, 0.1, out, tile)
 
 
 def call_candidates(vocab, rows=2, room=128):

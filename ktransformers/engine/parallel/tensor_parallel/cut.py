@@ -28,7 +28,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.attention.latent_spec import LatentSpec
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.layers.traced import layer_list
-from ktransformers.operators.partial_sums import Placeholder, RankGroup, Shares
+from ktransformers.operators.partial_sums import PartialSums, Placeholder, RankGroup
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import NormPlace, recognize_attention
 from ktransformers.weights.cut_source import CutSource, TensorSlice, column_unit
@@ -162,8 +162,8 @@ def cut_model(opened: OpenedModel, group: RankGroup) -> OpenedModel:
         )
     linears = frozenset(key for key in cut.linears if not any(key.startswith(f"{block}.") for block in blocks))
     source = CutSource(opened.source, cut.parts, cut.zeros, is_whole=not group.rank)
-    shares = Shares(group, linears, frozenset(blocks))
-    return replace(opened, source=source, facts=_facts(opened.facts, cut.heads), shares=shares)
+    partial_sums = PartialSums(group, linears, frozenset(blocks))
+    return replace(opened, source=source, facts=_facts(opened.facts, cut.heads), partial_sums=partial_sums)
 
 
 def _facts(facts: ModelFacts, heads: dict[int, tuple[int, int]]) -> ModelFacts:

@@ -23,13 +23,13 @@ from ktransformers.kernels.triton.attention.launch import compute_type
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, num_multiprocessors, power_of_two, shared_bytes, tl
 
-__all__ = ["ExpandedRun", "ExpandedTile", "expanded_attention", "expanded_tile", "tiles_of"]
+__all__ = ["MaterializedRun", "MaterializedTile", "materialized_attention", "materialized_tile", "tiles_of"]
 
 _LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
-class ExpandedRun:
+class MaterializedRun:
     """Neighbouring rows of one sequence, at its last positions: row first_row sees length - num_rows + 1 positions, the
     last one all `length`, of which the first is expanded at `offset`."""
 
@@ -40,7 +40,7 @@ class ExpandedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpandedTile:
+class MaterializedTile:
     """Sizes of a launch: block_m rows against block_n positions at a time."""
 
     block_m: int
@@ -67,7 +67,7 @@ def _read(base, rows, stride, keep, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr,
 
 
 @jit
-def _attend_expanded(
+def _attend_materialized(
     m, total, acc, q0, q1, k_ptr, r_ptr, v_ptr, row_hi, start, stop, end, scale,
     N: tl.constexpr, N_P2: tl.constexpr, P: tl.constexpr, P_P2: tl.constexpr, V: tl.constexpr, V_P2: tl.constexpr,
     R_ROW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -97,7 +97,7 @@ def _attend_expanded(
 
 
 @jit(do_not_specialize=["num_positions"])
-def _expanded_kernel(
+def _materialized_kernel(
     q_ptr, q_rot_ptr, k_ptr, r_ptr, v_ptr, out_ptr, tile_ptr,
     q_row, q_head, q_rot_row, q_rot_head, out_row, out_head, num_positions, scale,
     N: tl.constexpr, N_P2: tl.constexpr, P: tl.constexpr, P_P2: tl.constexpr, V: tl.constexpr, V_P2: tl.constexpr,
@@ -123,11 +123,11 @@ def _expanded_kernel(
     row_hi = shortest + local
     end = shortest + num_rows - 1
     middle = shortest // BLOCK_N * BLOCK_N  # before it every row sees every position
-    m, total, acc = _attend_expanded(
+    m, total, acc = _attend_materialized(
         m, total, acc, q0, q1, k_base, r_base, v_base, row_hi, 0, middle, end, scale,
         N, N_P2, P, P_P2, V, V_P2, R_ROW, BLOCK_N, False, PRECISION, COMPUTE,
     )  # fmt: skip
-    m, total, acc = _attend_expanded(
+    m, total, acc = _attend_materialized(
         m, total, acc, q0, q1, k_base, r_base, v_base, row_hi, middle, end, end, scale,
         N, N_P2, P, P_P2, V, V_P2, R_ROW, BLOCK_N, True, PRECISION, COMPUTE,
     )  # fmt: skip
@@ -137,21 +137,21 @@ def _expanded_kernel(
     tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=mine[:, None] & (columns < V)[None, :])
 
 
-def expanded_tile(num_rows: int, num_heads: int, dtype: torch.dtype, device: torch.device) -> ExpandedTile:
+def materialized_tile(num_rows: int, num_heads: int, dtype: torch.dtype, device: torch.device) -> MaterializedTile:
     """Sizes of a launch for so many rows and heads: 128 rows of a head, fewer where that leaves processors idle.
 
     The fastest of those measured on an H100 (`benchmarks.gpu.latent --tune`), with as many stages as shared
     memory has room for: 90, 131 and 213 KB for two, three and four (tests/support/triton_kernels/compile_launches.py).
     """
     if dtype.itemsize == 4:
-        return ExpandedTile(64, 32, 4, 2)
+        return MaterializedTile(64, 32, 4, 2)
     if -(-num_rows // 128) * num_heads < num_multiprocessors(device):
-        return ExpandedTile(64, 64, 4, 2)
+        return MaterializedTile(64, 64, 4, 2)
     room = shared_bytes(device)
-    return ExpandedTile(128, 64, 8, 4 if room >= 213 << 10 else 3 if room >= 132 << 10 else 2)
+    return MaterializedTile(128, 64, 8, 4 if room >= 213 << 10 else 3 if room >= 132 << 10 else 2)
 
 
-def tiles_of(runs: Iterable[ExpandedRun], block_m: int) -> Tensor:
+def tiles_of(runs: Iterable[MaterializedRun], block_m: int) -> Tensor:
     """What programs do, int32 [tiles, 4] on the CPU: first row, rows, first position, positions the first row sees.
 
     Tiles that see most come first, since they take longest.
@@ -165,7 +165,7 @@ def tiles_of(runs: Iterable[ExpandedRun], block_m: int) -> Tensor:
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
 
 
-def expanded_attention(
+def materialized_attention(
     q: Tensor,
     q_rot: Tensor,
     keys: Tensor,
@@ -174,7 +174,7 @@ def expanded_attention(
     tiles: Tensor,
     scale: float,
     out: Tensor,
-    tile: ExpandedTile,
+    tile: MaterializedTile,
 ) -> None:
     """Causal attention of the rows in `tiles` for h heads, to their rows of `out`; other rows stay as they are.
 
@@ -199,7 +199,7 @@ def expanded_attention(
         raise ValueError(f"tiles must be contiguous int32 [tiles, 4] and scale positive, got {tiles.dtype} and {scale}")
     if tiles.shape[0] == 0:
         return
-    _expanded_kernel[(tiles.shape[0], heads)](
+    _materialized_kernel[(tiles.shape[0], heads)](
         q, q_rot, keys, k_rot, values, out, tiles,
         q.stride(0), q.stride(1), q_rot.stride(0), q_rot.stride(1), out.stride(0), out.stride(1), num_positions,
         scale * _LOG2E,

@@ -14,7 +14,7 @@ from ktransformers.kernels.triton.attention.rope import check_ids
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
 
-__all__ = ["choose_positions"]
+__all__ = ["select_topk_positions"]
 
 _MAX_SCORES = 1 << 26
 """Scores that are kept at a time, but for one row's at least."""
@@ -87,7 +87,7 @@ def _best(scores: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
     return best, best < scores.shape[1]
 
 
-def choose_positions(
+def select_topk_positions(
     q: Tensor,
     weights: Tensor | None,
     k_cache: Tensor,

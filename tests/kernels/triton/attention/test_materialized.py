@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from ktransformers.kernels.triton.attention.materialized import (
-    ExpandedRun,
-    ExpandedTile,
-    expanded_attention,
-    expanded_tile,
+    MaterializedRun,
+    MaterializedTile,
+    materialized_attention,
+    materialized_tile,
     tiles_of,
 )
 
 # As in test_attention: the probabilities' and the result's rounding, half a unit of 2^-11 (fp16) or 2^-8 (bf16) each.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-SMALL = ExpandedTile(16, 16, 4, 2)
+SMALL = MaterializedTile(16, 16, 4, 2)
 
 # (rows, positions) of each sequence
 RAGGED = [(1, 1), (33, 33), (16, 40), (5, 64), (17, 17)]
@@ -24,7 +24,7 @@ RAGGED = [(1, 1), (33, 33), (16, 40), (5, 64), (17, 17)]
 def runs_of(sequences, gap=0):
     row, offset, runs = gap, 0, []
     for num_rows, length in sequences:
-        runs.append(ExpandedRun(row, num_rows, offset, length))
+        runs.append(MaterializedRun(row, num_rows, offset, length))
         row, offset = row + num_rows + gap, offset + length
     return runs, row, offset
 
@@ -63,7 +63,7 @@ def check(sequences, heads, dims, dtype, device, tile=SMALL, gap=0):
     q, values = tensors[0], tensors[4]
     scale = (dims[0] + dims[1]) ** -0.5
     out = torch.full((q.shape[0], heads, dims[2]), 7.0, dtype=dtype, device=device)
-    expanded_attention(*tensors, tiles_of(runs, tile.block_m).to(device), scale, out, tile)
+    materialized_attention(*tensors, tiles_of(runs, tile.block_m).to(device), scale, out, tile)
     want = attended(runs, *tensors, scale)
     torch.testing.assert_close(out.float().cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert values.dtype is dtype
@@ -83,9 +83,9 @@ def test_dimensions_that_are_no_powers_of_two(dims, device):
 @pytest.mark.exhaustive
 def test_the_shape_of_deepseek(device):
     dims = (128, 64, 128)
-    check([(70, 200), (3, 131)], 2, dims, torch.bfloat16, device, expanded_tile(73, 2, torch.bfloat16, device))
-    check([(130, 300)], 2, dims, torch.bfloat16, device, expanded_tile(1 << 20, 2, torch.bfloat16, device))
-    check([(70, 100)], 1, dims, torch.float32, device, expanded_tile(70, 1, torch.float32, device))
+    check([(70, 200), (3, 131)], 2, dims, torch.bfloat16, device, materialized_tile(73, 2, torch.bfloat16, device))
+    check([(130, 300)], 2, dims, torch.bfloat16, device, materialized_tile(1 << 20, 2, torch.bfloat16, device))
+    check([(70, 100)], 1, dims, torch.float32, device, materialized_tile(70, 1, torch.float32, device))
 
 
 def test_rows_of_others_stay(device):
@@ -96,10 +96,10 @@ def test_a_row_does_not_depend_on_its_neighbours(device):
     """Alone, and in a step of several sequences: `==`."""
     runs, q, q_rot, keys, k_rot, values = case(RAGGED, 2, (32, 16, 32), torch.float16, device)
     both = torch.zeros(2, q.shape[0], 2, 32, dtype=torch.float16, device=device)
-    expanded_attention(q, q_rot, keys, k_rot, values, tiles_of(runs, 16).to(device), 0.1, both[0], SMALL)
+    materialized_attention(q, q_rot, keys, k_rot, values, tiles_of(runs, 16).to(device), 0.1, both[0], SMALL)
     for run in runs:
         tiles = tiles_of([run], 16).to(device)
-        expanded_attention(q, q_rot, keys, k_rot, values, tiles, 0.1, both[1], SMALL)
+        materialized_attention(q, q_rot, keys, k_rot, values, tiles, 0.1, both[1], SMALL)
     assert torch.equal(both[0], both[1])
 
 
@@ -108,10 +108,10 @@ def test_views_of_some_heads(device):
     runs, q, q_rot, keys, k_rot, values = case(RAGGED, 4, (32, 16, 32), torch.float16, device)
     tiles = tiles_of(runs, 16).to(device)
     both = torch.zeros(2, q.shape[0], 4, 32, dtype=torch.float16, device=device)
-    expanded_attention(q, q_rot, keys, k_rot, values, tiles, 0.1, both[0], SMALL)
+    materialized_attention(q, q_rot, keys, k_rot, values, tiles, 0.1, both[0], SMALL)
     for heads in (slice(0, 3), slice(3, 4)):
         part = (q[:, heads], q_rot[:, heads], keys[heads], k_rot, values[heads])
-        expanded_attention(*part, tiles, 0.1, both[1, :, heads], SMALL)
+        materialized_attention(*part, tiles, 0.1, both[1, :, heads], SMALL)
     assert torch.equal(both[0], both[1])
 
 
@@ -139,6 +139,6 @@ def test_bad_arguments_are_named(device):
         (7, out[:3], "out must have shape"),
     ):
         with pytest.raises((ValueError, TypeError), match=said):
-            expanded_attention(*good[:index], bad, *good[index + 1 :])
+            materialized_attention(*good[:index], bad, *good[index + 1 :])
     with pytest.raises(TypeError, match="give one type"):
-        expanded_attention(q, q_rot, keys.float(), *good[3:])
+        materialized_attention(q, q_rot, keys.float(), *good[3:])

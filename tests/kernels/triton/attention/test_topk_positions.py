@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention.topk_positions import choose_positions
+from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from tests.support.checks.products import product
 
 PAGE, PAGES = 16, 12
@@ -34,18 +34,18 @@ def case(heads, dim, device, dtype=torch.float32):
 def test_the_best_are_chosen_and_ties_go_to_lower_positions(shape, options, is_summed, dtype, device):
     q, weights, keys, table, seqs, lens = case(*shape, device, dtype)
     given = weights if is_summed else None
-    slots, counts = choose_positions(q, given, keys, table, PAGE, seqs, lens, 0.5, 10, **options)
+    slots, counts = select_topk_positions(q, given, keys, table, PAGE, seqs, lens, 0.5, 10, **options)
     cpu = [None if part is None else part.cpu() for part in (q, given, keys, table, seqs, lens)]
-    want = reference.choose_positions(*cpu[:4], PAGE, *cpu[4:], 0.5, 10, **options)
+    want = reference.select_topk_positions(*cpu[:4], PAGE, *cpu[4:], 0.5, 10, **options)
     assert [row[:count].tolist() for row, count in zip(slots.cpu(), counts.tolist(), strict=True)] == want
     assert int(slots.min()) >= 0
 
 
 def test_rows_are_taken_in_parts_where_scores_are_many(device, monkeypatch):
     arguments = case(3, 24, device)
-    whole = choose_positions(*arguments[:4], PAGE, *arguments[4:], 0.5, 10)
+    whole = select_topk_positions(*arguments[:4], PAGE, *arguments[4:], 0.5, 10)
     monkeypatch.setattr("ktransformers.kernels.triton.attention.topk_positions._MAX_SCORES", 2 * PAGE * PAGES)
-    parts = choose_positions(*arguments[:4], PAGE, *arguments[4:], 0.5, 10)
+    parts = select_topk_positions(*arguments[:4], PAGE, *arguments[4:], 0.5, 10)
     assert torch.equal(parts[0], whole[0])
     assert torch.equal(parts[1], whole[1])
 
@@ -53,6 +53,6 @@ def test_rows_are_taken_in_parts_where_scores_are_many(device, monkeypatch):
 def test_bad_arguments_are_named(device):
     q, weights, keys, table, seqs, lens = case(3, 24, device)
     with pytest.raises(TypeError, match="must be alike"):
-        choose_positions(q.half(), weights, keys, table, PAGE, seqs, lens, 0.5, 10)
+        select_topk_positions(q.half(), weights, keys, table, PAGE, seqs, lens, 0.5, 10)
     with pytest.raises(ValueError, match="k_cache"):
-        choose_positions(q, weights, keys[:, :8], table, PAGE, seqs, lens, 0.5, 10)
+        select_topk_positions(q, weights, keys[:, :8], table, PAGE, seqs, lens, 0.5, 10)
