@@ -200,8 +200,8 @@ class Operator(nn.Module, ABC):
     it is here; an empty map means that there is only one. KWARGS are keyword arguments beyond the common ones, passed
     to the constructor. OWNED_CHILDREN are direct children that `load` reads itself: the planner does not visit them;
     all others stay in the tree and are planned for themselves. KEEPS_BUFFERS: the wrapped module's own buffers stay
-    on the CPU, because its forward runs there whatever the operator's device. PREFILLS_AT_HOME: a rule that names no
-    prefill_device means the layer's device, not the generate_device.
+    on the CPU, because its forward runs there whatever the operator's device. PREFILLS_ON_LAYER_DEVICE: a rule that
+    names no prefill_device means the layer's device, not the generate_device.
     """
 
     OPS: ClassVar[dict[str, str]] = {}
@@ -252,7 +252,7 @@ class Operator(nn.Module, ABC):
         """Read the tensors and lay them out. Subclasses say how; `fill` calls it."""
 
     def bind(self, runtime: OperatorRuntime) -> None:
-        """Take what the runtime has for it, and share what may be shared. Subclasses say how; `attach` calls it."""
+        """Take what the runtime has for it, and share what may be shared. Subclasses say how; `post_load` calls it."""
 
     @final
     def fill(self, source: WeightSource) -> None:

@@ -374,8 +374,8 @@ class _Planner:
     def _wanted(self, rule: Rule, key: str) -> tuple[str, str, str]:
         named = rule.devices
         generate = named.get("generate_device", named.get("prefill_device", self.layer_devices.default_device(key)))
-        is_at_home = rule.operator is not None and rule.operator.PREFILLS_ON_LAYER_DEVICE
-        prefill = self.layer_devices.default_device(key) if is_at_home else generate
+        is_on_layer_device = rule.operator is not None and rule.operator.PREFILLS_ON_LAYER_DEVICE
+        prefill = self.layer_devices.default_device(key) if is_on_layer_device else generate
         return generate, named.get("prefill_device", prefill), named.get("out_device", generate)
 
     def _device(self, named: str, rule: Rule, key: str) -> str:

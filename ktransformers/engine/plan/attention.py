@@ -99,7 +99,7 @@ def materialization_nbytes(plan: Plan, backend: str) -> dict[str, int]:
     if backend == "flashinfer":
         return {}
     found = (op for op in plan.operators.values() if isinstance(op, KMLAAttention))
-    choices = {op.device.name: choice for op in found if (choice := op.expansion_choice()) is not None}
+    choices = {op.device.name: choice for op in found if (choice := op.materialization_choice()) is not None}
     return {name: choice.nbytes for name, choice in choices.items()}
 
 
@@ -144,7 +144,9 @@ def find_flash(plan: Plan, backend: str, page_size: int, kv_type: str = KV_TYPES
         raise _refusal(failures[0])
     reasons = [*dict.fromkeys(failures), *([choice.reason] if choice.reason else [])]
     _say(len(found), len(asked), reasons)
-    _log_materialization([op.expansion_choice(found.get(key)) for key, op in asked if isinstance(op, KMLAAttention)])
+    _log_materialization(
+        [op.materialization_choice(found.get(key)) for key, op in asked if isinstance(op, KMLAAttention)]
+    )
     return found
 
 

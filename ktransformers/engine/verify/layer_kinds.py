@@ -119,15 +119,15 @@ def one_of_each(model: nn.Module, kinds: Sequence[int]) -> Iterator[list[int]]:
     if layers is None or not kinds:
         yield list(range(0 if layers is None else len(layers)))
         return
-    indexer = _Chooser(kinds)
+    chooser = _Chooser(kinds)
     replaced: list[nn.Module] = []
     try:
         for index, layer in enumerate(layers):
-            if index >= indexer.done:  # others were found in a stack
-                layer.forward = indexer.stand_in(layer)
+            if index >= chooser.done:  # others were found in a stack
+                layer.forward = chooser.stand_in(layer)
                 replaced.append(layer)
-        logger.debug("a rehearsal runs layers %s of %d", ", ".join(map(str, indexer.run)), len(kinds))
-        yield indexer.run
+        logger.debug("a rehearsal runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
+        yield chooser.run
     finally:
         for layer in replaced:
             del layer.forward

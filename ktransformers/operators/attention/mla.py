@@ -145,7 +145,7 @@ class KMLAAttention(WrapperOperator):
             return None
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
-    def expansion_choice(self, flash: FlashLayer | None = None) -> MaterializationPolicy | None:
+    def materialization_choice(self, flash: FlashLayer | None = None) -> MaterializationPolicy | None:
         """How prefill steps would choose between the two forms with a runtime that has `flash`; None where all are
         absorbed.
         """
@@ -226,7 +226,7 @@ class KMLAAttention(WrapperOperator):
         if self._has_indexer:
             self._require_indexer()
         self._flash = runtime.find(FlashLayer)
-        self._choice = self.expansion_choice(self._flash)
+        self._choice = self.materialization_choice(self._flash)
         if not self.device.is_gpu:
             return
         inner: Any = self.inner

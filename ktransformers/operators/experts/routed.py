@@ -125,7 +125,7 @@ class KTransformersExperts(Operator):
     }
     KWARGS: ClassVar[frozenset[str]] = CpuProducts.KWARGS | {"hot_experts"}
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn", "identity_expert", "post_expert_norm"})
-    PREFILLS_AT_HOME: ClassVar[bool] = True
+    PREFILLS_ON_LAYER_DEVICE: ClassVar[bool] = True
 
     def __init__(
         self,

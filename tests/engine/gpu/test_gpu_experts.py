@@ -91,7 +91,7 @@ def test_gpt_oss_with_its_experts_streamed(tmp_path: Path, monkeypatch: pytest.M
     engine, gpu = streamed(monkeypatch, gguf_path=path)
     staged = engine.plan.extra_bytes[STAGING]["cuda:0"]
     (stream,) = engine.plan.devices["cuda:0"].services
-    biases = sum(bias.numel() for bias in stream.prefill._layers[0].between.biases)
+    biases = sum(bias.numel() for bias in stream.prefill._layers[0].epilogue.biases)
     assert biases == 8 * (96 + 96 + 64)
     buffers = stream.prefill._staging.size
     assert staged == buffers.total_nbytes + stream.prefill.shape.workspace_nbytes() + 4 * biases

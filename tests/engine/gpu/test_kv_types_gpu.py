@@ -36,7 +36,7 @@ pytest.importorskip("triton")
 
 KV_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CHUNKS = [(0, 18), (18, 23), (23, 24)]
-AT_ONCE = Rates(launch_us=0.0, dense=1e9, expansion=1e9)  # expands whatever it may
+AT_ONCE = Rates(launch_us=0.0, dense=1e9, materialization=1e9)  # expands whatever it may
 
 
 Seen = tuple[torch.Tensor, list[torch.Tensor]]
@@ -143,7 +143,7 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         kernel(*args)
 
     monkeypatch.setattr(mla, "Rates", lambda: AT_ONCE)
-    monkeypatch.setattr(latent_gpu, "expanded_attention", noted)
+    monkeypatch.setattr(latent_gpu, "materialized_attention", noted)
     return seen
 
 

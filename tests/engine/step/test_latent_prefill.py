@@ -35,8 +35,8 @@ RULE = """
     kwargs: {{generate_device: cuda, prefill_device: cuda, absorb_for_prefill: {}}}
 """
 CHUNKS = [(0, 18), (18, 23), (23, 24)]
-AT_ONCE = Rates(launch_us=0.0, dense=1e9, expansion=1e9)  # expands whatever it may
-SOME = Rates(absorbed=220.0, expanded=340.0, dense=1e9, expansion=1400.0, launch_us=0.0)
+AT_ONCE = Rates(launch_us=0.0, dense=1e9, materialization=1e9)  # expands whatever it may
+SOME = Rates(absorbed=220.0, expanded=340.0, dense=1e9, materialization=1400.0, launch_us=0.0)
 """With a rank of 128: 18 rows of 18 positions and not 5 of 23. Saved are 272 / 220 - 80 / 340 units for each of 171
 and 105 pairs, and a position costs 8192 / 1400 units."""
 
@@ -51,7 +51,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(int(args[5][:, 1].sum()))
         return kernel(*args)
 
-    monkeypatch.setattr(gpu_latent, "expanded_attention", counted)
+    monkeypatch.setattr(gpu_latent, "materialized_attention", counted)
     return seen
 
 
@@ -149,7 +149,7 @@ def test_flashinfer_attends_where_keys_are_not_expanded(
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     # FlashInfer at 600: 18 rows of 18 positions and not 5 of 23
-    monkeypatch.setattr(mla, "Rates", lambda: Rates(expanded=340.0, dense=1e9, expansion=4000.0, launch_us=0.0))
+    monkeypatch.setattr(mla, "Rates", lambda: Rates(expanded=340.0, dense=1e9, materialization=4000.0, launch_us=0.0))
     for backend, expanded, runs in (("auto", [18, 18], 2), ("flashinfer", [], 4)):
         with caplog.at_level(logging.INFO), closing(engine_of(tmp_path, attention_backend=backend)) as engine:
             taken.clear()

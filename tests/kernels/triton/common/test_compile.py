@@ -20,7 +20,7 @@ RECURRENT = ("conv_kernel", "rows_kernel", "prepare_kernel", "chunks_kernel", "g
 HOT = ("_split_kernel", "_sum_onto_kernel")
 GATED = ("_rope_kernel", "_gate_heads_kernel")
 CHOICES = ("_score_kernel", "_pool_kernel", "_greatest_kernel", "_best_kernel", "_candidates_kernel")
-ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel", "_widen_kernel")
+ATTENTION = ("decode_kernel", "prefill_kernel", "_materialized_kernel", "_widen_kernel")
 
 
 def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
