@@ -19,7 +19,7 @@ from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_need
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_paged_engine
 from ktransformers.engine.model.opened import open_synthetic
-from ktransformers.engine.plan.dry_run import Outlook, look_ahead
+from ktransformers.engine.plan.dry_run import DryRun, dry_run
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.optimize.machine_speed import MachineSpeed, best_of
 from ktransformers.optimize.predict import Prediction, predict_decode, predict_prefill
@@ -68,22 +68,22 @@ class PredictionWork:
 def bench_prediction(work: PredictionWork, measured: Callable[[], MachineSpeed]) -> Record:
     """Print a line per figure: tokens/s predicted and measured. measured: the machine, asked for in each visit."""
     speed: MachineSpeed | None = None
-    outlooks: dict[str, tuple[Outlook, int]] = {}
+    outlooks: dict[str, tuple[DryRun, int]] = {}
     rates: dict[tuple[str, str, int], float] = {}
     for _ in range(work.visits):
         found = measured()
         speed = found if speed is None else best_of(speed, found)
         for shape in work.shapes:
             with closing(_Run(shape, work)) as run:
-                outlooks[shape] = run.outlook, run.chunk_size
+                outlooks[shape] = run.preview, run.chunk_size
                 for phase, tokens in work.figures:
                     key = (shape, phase, tokens)
                     rates[key] = max(rates.get(key, 0.0), run.tokens_per_s(phase, tokens))
     assert speed is not None
     table = FigureTable(_COLUMNS)
-    for shape, (outlook, chunk_size) in outlooks.items():
-        for one in predictions(outlook, speed, work, chunk_size):
-            head = {"shape": shape, "layers": len(outlook.summary.load.layers)}
+    for shape, (preview, chunk_size) in outlooks.items():
+        for one in predictions(preview, speed, work, chunk_size):
+            head = {"shape": shape, "layers": len(preview.summary.load.layers)}
             table.add(head | _row(one, rates[shape, one.phase, one.tokens]))
     worst = max((abs(row["ratio"] - 1.0) for row in table.rows), default=0.0)
     print(f"predictions are within {worst:.0%} of what was measured")
@@ -104,7 +104,7 @@ class _Run:
         slots = slots_needed(work.prefills, work.batches, work.case, PAGE_SIZE)
         shape, config = find_shape(name), replace(work.config, cache_lens=slots)
         opened = open_synthetic(config, shape.config(min(work.layers, shape.num_layers)))
-        self.outlook = look_ahead(opened, name=name)
+        self.preview = dry_run(opened, name=name)
         self._engine = build_paged_engine(
             opened.config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), opened=opened
         )
@@ -124,9 +124,9 @@ class _Run:
         return max(once() for _ in range(self._work.rounds))
 
 
-def predictions(outlook: Outlook, speed: MachineSpeed, work: PredictionWork, chunk_size: int) -> list[Prediction]:
+def predictions(preview: DryRun, speed: MachineSpeed, work: PredictionWork, chunk_size: int) -> list[Prediction]:
     """In the order in which they are measured."""
-    load = outlook.summary.load
+    load = preview.summary.load
     context = work.case.prompt_len + work.case.steps // 2
     return [
         *(predict_prefill(load, speed, count, chunk_size) for count in work.prefills),

@@ -45,7 +45,7 @@ def bundle(replicas: ReplicaArgs) -> dict[str, float]:
 
 
 class StageActor:
-    """An agent on a node, for the one leader that has the secret, 64 hexadecimal digits."""
+    """An agent on a node, for the one driver that has the secret, 64 hexadecimal digits."""
 
     def __init__(self, name: str, secret: str, log_level: str):
         set_up_logging(log_level, name, with_time=True)

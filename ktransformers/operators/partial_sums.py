@@ -16,7 +16,7 @@ __all__ = ["PartialSums", "Placeholder", "RankGroup"]
 
 
 class RankGroup(Protocol):
-    """The processes that a model is cut over. rank: of this one; the leader's is 0. size: how many there are."""
+    """The processes that a model is cut over. rank: of this one; the driver's is 0. size: how many there are."""
 
     @property
     def rank(self) -> int: ...
@@ -37,7 +37,7 @@ class Placeholder(nn.Module):
 @dataclass(frozen=True, slots=True)
 class PartialSums:
     """linears, blocks: keys of the modules whose results are shares: projections back to hidden states, and blocks of
-    experts, in which the leader has all routed ones."""
+    experts, in which the driver has all routed ones."""
 
     group: RankGroup
     linears: frozenset[str]

@@ -169,7 +169,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     expert_counts: bytes = b""
     hot: tuple[int, int, int, int] = (0, 0, 0, 0)
     tiers: TierResult | None = None
-    mending: bool | None = None
+    recovering: bool | None = None
 
     @property
     def had_rows(self) -> bool:

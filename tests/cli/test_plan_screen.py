@@ -15,7 +15,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware
 from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.engine.model.skeleton import check_kinds
-from ktransformers.engine.plan.dry_run import Outlook, look_ahead
+from ktransformers.engine.plan.dry_run import DryRun, dry_run
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.synthetic_shapes import SHAPES
@@ -52,36 +52,36 @@ def machine(ram: float, *gpus: float) -> Hardware:
 
 
 @functools.cache
-def outlook_of(name: str, *gib: float, **flags: object) -> Outlook:
+def outlook_of(name: str, *gib: float, **flags: object) -> DryRun:
     config = EngineConfig(**flags)  # type: ignore[arg-type]
-    return look_ahead(open_synthetic(config, SHAPES[name].config()), machine(*gib), name)
+    return dry_run(open_synthetic(config, SHAPES[name].config()), machine(*gib), name)
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("gib", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("name", PLANNED)
 def test_one_screen(name: str, gib: tuple[float, ...]) -> None:
-    outlook = outlook_of(name, *gib)
-    lines = screen(outlook, RATES)
+    preview = outlook_of(name, *gib)
+    lines = screen(preview, RATES)
     assert [line for line in lines if len(line) > 80] == []
     assert len(lines) <= 24
     assert not any("..." in line for line in lines)
-    assert lines[0].startswith("fits: " if outlook.remedies is None else "does not fit: ")
-    json.dumps(summary_json(outlook, RATES))
+    assert lines[0].startswith("fits: " if preview.fit_suggestions is None else "does not fit: ")
+    json.dumps(summary_json(preview, RATES))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_family_has_a_screen(model_type: str) -> None:
     """The numbers of all families are found: parameters by the modules, the rest by the plan."""
     opened = open_synthetic(EngineConfig(), tiny_config(model_type, hidden=256))
-    outlook = look_ahead(opened, machine(8.0))
-    lines = screen(outlook, RATES)
+    preview = dry_run(opened, machine(8.0))
+    lines = screen(preview, RATES)
     assert [line for line in lines if len(line) > 80] == []
-    size, reads = outlook.summary.size, outlook.summary.reads
+    size, reads = preview.summary.size, preview.summary.reads
     assert size.parameters == sum(tensor.numel() for tensor in opened.model.parameters())
     assert (size.experts, size.top_k in (2, 4)) == ((8, True) if model_type in MOE_TYPES else (0, False))
-    assert 0 < reads.bytes_per_token()["cpu"] < outlook.plan.weight_bytes["cpu"]
-    assert sum(part.nbytes for part in outlook.summary.parts) == outlook.plan.total_bytes["cpu"]
+    assert 0 < reads.bytes_per_token()["cpu"] < preview.plan.weight_bytes["cpu"]
+    assert sum(part.nbytes for part in preview.summary.parts) == preview.plan.total_bytes["cpu"]
 
 
 def test_a_model_that_fits() -> None:
@@ -118,9 +118,9 @@ def test_what_does_not_fit_says_what_would_help() -> None:
 
 
 def test_devices_are_named_where_there_are_several() -> None:
-    outlook = outlook_of("deepseek-v3", 512.0, 80.0)
-    assert verdict(outlook) == "fits: 339.8 GiB of 512.0 GiB free (RAM), 79.7 GiB of 80.0 GiB free (cuda:0)"
-    lines = screen(outlook, RATES)
+    preview = outlook_of("deepseek-v3", 512.0, 80.0)
+    assert verdict(preview) == "fits: 339.8 GiB of 512.0 GiB free (RAM), 79.7 GiB of 80.0 GiB free (cuda:0)"
+    lines = screen(preview, RATES)
     assert "             11.37 GB a token at 43 GB/s (RAM), 15.54 GB at 4,000 (cuda:0)" in lines
     spread = screen(outlook_of("deepseek-v3", *MACHINES["gpus"]), RATES)
     assert any(line.startswith("experts             cuda:0-7 ") for line in spread)
@@ -138,10 +138,10 @@ def test_remedies_of_a_gpu_are_listed() -> None:
 
 @pytest.mark.exhaustive
 def test_remedies_that_suffice_together_only() -> None:
-    outlook = outlook_of("deepseek-v3", 512.0, 14.2, use_cuda=True)
-    assert outlook.remedies is not None
-    each = tuple(one for one in outlook.remedies.each if not one.is_enough)
-    lines = screen(replace(outlook, remedies=replace(outlook.remedies, each=each)), RATES)
+    preview = outlook_of("deepseek-v3", 512.0, 14.2, use_cuda=True)
+    assert preview.fit_suggestions is not None
+    each = tuple(one for one in preview.fit_suggestions.each if not one.is_enough)
+    lines = screen(replace(preview, fit_suggestions=replace(preview.fit_suggestions, each=each)), RATES)
     assert lines[:5] == [
         "does not fit: 16.4 GiB needed on cuda:0, 14.2 GiB free",
         "  --cache_lens 512 saves 1.0 GiB",
@@ -152,10 +152,10 @@ def test_remedies_that_suffice_together_only() -> None:
 
 
 def test_without_bandwidth_nothing_is_predicted() -> None:
-    outlook = outlook_of("gpt-oss-20b", 64.0, 24.0)
-    (line,) = [line for line in screen(outlook, {"cpu": 1e9}) if line.startswith("decode")]
+    preview = outlook_of("gpt-oss-20b", 64.0, 24.0)
+    (line,) = [line for line in screen(preview, {"cpu": 1e9}) if line.startswith("decode")]
     assert line == "decode       not predicted: the bandwidth of cuda:0 is not known"
-    assert [row["tokens_per_s_at_most"] for row in summary_json(outlook, {"cpu": 1e9})["decode"]] == [None, None]
+    assert [row["tokens_per_s_at_most"] for row in summary_json(preview, {"cpu": 1e9})["decode"]] == [None, None]
 
 
 def test_json_has_the_numbers_of_the_screen() -> None:
@@ -175,12 +175,12 @@ def test_json_has_the_numbers_of_the_screen() -> None:
     assert sum(part["nbytes"] for part in document["parts"]) == document["memory_bytes"] + 2 * 805_306_368
 
 
-def expected_on(outlook: Outlook, threads: int | None = None) -> Expected:
+def expected_on(preview: DryRun, threads: int | None = None) -> Expected:
     """On a machine where every byte takes a nanosecond and nothing else takes time."""
     curve, free = Curve((1.0,), (1e-9,)), StepCost(Curve((1.0,), (0.0,)), Curve((1.0,), (0.0,)))
     curves = {"Q4_K": curve, "Q8_0": curve}
     cpu = CpuSpeed(
-        threads=threads or outlook.num_threads,
+        threads=threads or preview.num_threads,
         isa="avx2",
         read={1: 1e9},
         linear=curves,
@@ -188,21 +188,21 @@ def expected_on(outlook: Outlook, threads: int | None = None) -> Expected:
         attention=dict.fromkeys(("grouped", "latent"), Curve((1.0,), (0.0,))),
         steps=dict.fromkeys(("grouped", "latent", "sinks"), free),
     )
-    return expect(outlook, MachineSpeed(0.0, 0.0, cpu), 1, 512)
+    return expect(preview, MachineSpeed(0.0, 0.0, cpu), 1, 512)
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", [name for name in PLANNED if not has_states(name)])
 def test_a_prediction_on_the_screen(name: str) -> None:
-    outlook = outlook_of(name, 1000.0, use_cuda=False)
-    expected = expected_on(outlook)
+    preview = outlook_of(name, 1000.0, use_cuda=False)
+    expected = expected_on(preview)
     prefill, decode = expected.predictions
-    read = outlook.summary.reads.bytes_per_token(0)["cpu"]
+    read = preview.summary.reads.bytes_per_token(0)["cpu"]
     assert decode.seconds == pytest.approx(1e-9 * read)  # no more and no less than the bound counts
-    lines = screen(outlook, RATES, expected)
+    lines = screen(preview, RATES, expected)
     assert [line for line in lines if len(line) > 80] == []
     assert any(line.startswith("predicted    prefill ") for line in lines)
-    first, second = summary_json(outlook, RATES, expected)["predicted"]
+    first, second = summary_json(preview, RATES, expected)["predicted"]
     assert (first["phase"], second["phase"]) == ("prefill", "decode")
     assert first["tokens"] == prefill.tokens == 512
     assert sum(second["seconds_by_resource"].values()) == pytest.approx(second["seconds"])
@@ -210,9 +210,9 @@ def test_a_prediction_on_the_screen(name: str) -> None:
 
 
 def test_why_nothing_is_predicted() -> None:
-    outlook = outlook_of("gpt-oss-20b", 64.0, 24.0)
-    assert expect(outlook, None, 1, 512).reason.startswith("ktransformers doctor")
-    assert expected_on(outlook).reason == "cuda:0 was not measured: ktransformers doctor --measure"
+    preview = outlook_of("gpt-oss-20b", 64.0, 24.0)
+    assert expect(preview, None, 1, 512).reason.startswith("ktransformers doctor")
+    assert expected_on(preview).reason == "cuda:0 was not measured: ktransformers doctor --measure"
     on_cpu = outlook_of("gpt-oss-20b", 64.0, use_cuda=False)
     assert "1000 threads were measured" in expected_on(on_cpu, 1000).reason
     (line,) = [line for line in screen(on_cpu, RATES, expect(on_cpu, None, 1, 512)) if line.startswith("predicted")]

@@ -27,7 +27,7 @@ from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
     from ktransformers.engine.model.opened import OpenedModel
-    from ktransformers.engine.plan.dry_run import Outlook
+    from ktransformers.engine.plan.dry_run import DryRun
     from ktransformers.optimize.machine_speed import MachineSpeed
     from ktransformers.optimize.predict import Expected
 
@@ -84,14 +84,14 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         return nodes_command(config, args.synthetic, args.nodes, as_json=args.json)
     from ktransformers.bench.common.bandwidth import bandwidths
-    from ktransformers.engine.plan.dry_run import look_ahead
+    from ktransformers.engine.plan.dry_run import dry_run
     from ktransformers.optimize.machine_speed import SpeedFile
 
-    outlook = look_ahead(open_planned(config, args.synthetic), name=args.synthetic)
-    rates = bandwidths(outlook.summary.reads.bytes_per_token(), outlook.num_threads)
-    expected = expect(outlook, SpeedFile().read(), args.batch, args.context)
-    _show(outlook, rates, expected, as_json=args.json, is_full=args.full, modules=args.modules)
-    if outlook.remedies is None:
+    preview = dry_run(open_planned(config, args.synthetic), name=args.synthetic)
+    rates = bandwidths(preview.summary.reads.bytes_per_token(), preview.num_threads)
+    expected = expect(preview, SpeedFile().read(), args.batch, args.context)
+    _show(preview, rates, expected, as_json=args.json, is_full=args.full, modules=args.modules)
+    if preview.fit_suggestions is None:
         return 0
     print("error: the model does not fit into this machine", file=sys.stderr)
     return 1
@@ -103,18 +103,18 @@ def _check_case(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag} must be between 1 and {most}, got {value}")
 
 
-def expect(outlook: Outlook, speed: MachineSpeed | None, batch: int, context: int) -> Expected:
+def expect(preview: DryRun, speed: MachineSpeed | None, batch: int, context: int) -> Expected:
     """What a machine of this speed will do with the plan, or why that cannot be said."""
     from ktransformers.optimize.predict import Expected, predict_decode, predict_prefill
 
-    load, chunk_size = outlook.summary.load, outlook.summary.chunk_size
+    load, chunk_size = preview.summary.load, preview.summary.chunk_size
     if speed is None:
         return Expected((), "ktransformers doctor measures this machine first")
     missing = sorted(load.devices() - {"cpu", *speed.gpus})
     if missing:
         return Expected((), f"{', '.join(missing)} was not measured: ktransformers doctor --measure")
-    if speed.cpu.threads != outlook.num_threads:
-        return Expected((), f"{speed.cpu.threads} threads were measured, and the plan has {outlook.num_threads}")
+    if speed.cpu.threads != preview.num_threads:
+        return Expected((), f"{speed.cpu.threads} threads were measured, and the plan has {preview.num_threads}")
     prefill = predict_prefill(load, speed, context, chunk_size)
     return Expected((prefill, predict_decode(load, speed, batch, context)))
 
@@ -131,17 +131,17 @@ def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
 
 
 def _show(
-    outlook: Outlook, rates: Mapping[str, float], expected: Expected, *, as_json: bool, is_full: bool, modules: bool
+    preview: DryRun, rates: Mapping[str, float], expected: Expected, *, as_json: bool, is_full: bool, modules: bool
 ) -> None:
     from ktransformers.cli.models.plan_screen import screen, summary_json
     from ktransformers.optimize.report import print_plan, to_json
 
     if as_json:
-        print(json.dumps({**to_json(outlook.plan), "summary": summary_json(outlook, rates, expected)}, indent=2))
+        print(json.dumps({**to_json(preview.plan), "summary": summary_json(preview, rates, expected)}, indent=2))
         return
-    print("\n".join(screen(outlook, rates, expected)))
+    print("\n".join(screen(preview, rates, expected)))
     if is_full or modules:
         from rich.console import Console
 
         print()
-        print_plan(outlook.plan, Console(), modules=modules)
+        print_plan(preview.plan, Console(), modules=modules)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ktransformers.engine.plan.dry_run import Outlook
-from ktransformers.engine.plan.fit_suggestions import Remedies, Remedy, needed_bits, shortfall
+from ktransformers.engine.plan.dry_run import DryRun
+from ktransformers.engine.plan.fit_suggestions import FitSuggestion, FitSuggestions, needed_bits, shortfall
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.predict import Expected, Prediction
 from ktransformers.optimize.summary import Summary, SummaryPart
@@ -22,14 +22,14 @@ _LABEL = 12
 _LEAST_BITS = 2.0  # below it no published quantization is
 
 
-def screen(outlook: Outlook, bandwidth: Mapping[str, float], expected: Expected | None = None) -> list[str]:
+def screen(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected | None = None) -> list[str]:
     """Lines of at most 80 columns. bandwidth: bytes a second by device, as far as they are known.
 
     expected: what to say of the speed beside the bound.
     """
-    summary = outlook.summary
+    summary = preview.summary
     return [
-        *_wrapped_verdict(outlook),
+        *_wrapped_verdict(preview),
         "",
         *_model_lines(summary),
         *_speed_lines(summary, bandwidth),
@@ -53,9 +53,9 @@ def shown_devices(devices: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def verdict(outlook: Outlook) -> str:
+def verdict(preview: DryRun) -> str:
     """One line: whether it fits, and by how much."""
-    plan, short = outlook.plan, shortfall(outlook.plan)
+    plan, short = preview.plan, shortfall(preview.plan)
     total = plan.total_bytes
     if not short:
         used = [device for device in total if total[device] or device == "cpu"]
@@ -78,45 +78,49 @@ def _filled(plan: Plan, devices: list[str], *, is_named: bool) -> str:
     return f"{shown_size(total)} of {shown_size(free)} free{where}"
 
 
-def _wrapped_verdict(outlook: Outlook) -> list[str]:
-    """The verdict, with the first remedy where that fits into the line, and the others below."""
-    lines, remedies = [verdict(outlook)], outlook.remedies
+def _wrapped_verdict(preview: DryRun) -> list[str]:
+    """The verdict, with the first suggestion where that fits into the line, and the others below."""
+    lines, suggestions = [verdict(preview)], preview.fit_suggestions
     while len(lines[-1]) > WIDTH:  # many GPUs that are short
         head, _, rest = lines.pop().rpartition("; ")
         lines += [head, f"  {rest}"] if head else [rest[:WIDTH]]
         if not head:
             break
-    if remedies is None:
+    if suggestions is None:
         return lines
-    if not any(remedy.is_enough for remedy in remedies.each) and not remedies.are_enough:
-        return [*lines, *_hopeless(outlook, remedies)]
-    alone = [remedy for remedy in remedies.each if remedy.is_enough]
-    shown = [_remedy(remedy) for remedy in alone or remedies.each]
+    if not any(suggestion.is_enough for suggestion in suggestions.each) and not suggestions.are_enough:
+        return [*lines, *_hopeless(preview, suggestions)]
+    alone = [suggestion for suggestion in suggestions.each if suggestion.is_enough]
+    shown = [_remedy(suggestion) for suggestion in alone or suggestions.each]
     if len(lines) == 1 and len(lines[0]) + len(shown[0]) + 2 <= WIDTH:
         lines[0] += f"; {shown.pop(0)}"
     if not alone:
-        shown.append(f"together they save {shown_size(remedies.saves)}: it fits then")
+        shown.append(f"together they save {shown_size(suggestions.saves)}: it fits then")
     return [*lines, *(f"  {text}" for text in shown)]
 
 
-def _remedy(remedy: Remedy) -> str:
-    if remedy.flag == "--no_use_cuda":
+def _remedy(suggestion: FitSuggestion) -> str:
+    if suggestion.flag == "--no_use_cuda":
         return "--no_use_cuda: it fits then, on the CPU alone"
-    if remedy.flag == "--gpu_memory 0":
-        return f"{remedy.flag} gives {shown_size(remedy.saves)}" + (": it fits then" if remedy.is_enough else "")
-    return f"{remedy.flag} saves {shown_size(remedy.saves)}" + (": it fits then" if remedy.is_enough else "")
+    if suggestion.flag == "--gpu_memory 0":
+        return f"{suggestion.flag} gives {shown_size(suggestion.saves)}" + (
+            ": it fits then" if suggestion.is_enough else ""
+        )
+    return f"{suggestion.flag} saves {shown_size(suggestion.saves)}" + (
+        ": it fits then" if suggestion.is_enough else ""
+    )
 
 
-def _hopeless(outlook: Outlook, remedies: Remedies) -> list[str]:
+def _hopeless(preview: DryRun, suggestions: FitSuggestions) -> list[str]:
     """What is missing when no flag is enough, nor all of them."""
-    missing, summary = sum(shortfall(outlook.plan).values()) - remedies.saves, outlook.summary
-    flags = ", ".join(remedy.flag for remedy in remedies.each)
+    missing, summary = sum(shortfall(preview.plan).values()) - suggestions.saves, preview.summary
+    flags = ", ".join(suggestion.flag for suggestion in suggestions.each)
     what = (
         f"{flags}: still {shown_size(missing)} missing"
         if flags
         else (f"no flag helps: {shown_size(missing)} of memory are missing")
     )
-    bits = needed_bits(outlook.plan, summary.size.parameters)
+    bits = needed_bits(preview.plan, summary.size.parameters)
     if not _LEAST_BITS <= bits < summary.bits_per_weight:
         return [f"  {what}"]
     now = summary.bits_per_weight
@@ -226,9 +230,9 @@ def _types(types: Iterable[str], width: int = WIDTH - 44) -> str:
     return text
 
 
-def summary_json(outlook: Outlook, bandwidth: Mapping[str, float], expected: Expected | None = None) -> dict[str, Any]:
+def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected | None = None) -> dict[str, Any]:
     """The screen's numbers as JSON types: bytes, bytes a second, tokens a second."""
-    summary, remedies = outlook.summary, outlook.remedies
+    summary, suggestions = preview.summary, preview.fit_suggestions
     reads, full = summary.reads, min(summary.cache_tokens, summary.context_len or summary.cache_tokens)
     return {
         "name": summary.name,
@@ -240,12 +244,12 @@ def summary_json(outlook: Outlook, bandwidth: Mapping[str, float], expected: Exp
         "cache_tokens": summary.cache_tokens,
         "chunk_size": summary.chunk_size,
         "parts": [asdict(part) for part in summary.parts],
-        "verdict": verdict(outlook),
+        "verdict": verdict(preview),
         "remedies": [
             {"flag": one.flag, "saves_bytes": one.saves, "is_enough": one.is_enough}
-            for one in (() if remedies is None else remedies.each)
+            for one in (() if suggestions is None else suggestions.each)
         ],
-        "remedies_are_enough": None if remedies is None else remedies.are_enough,
+        "remedies_are_enough": None if suggestions is None else suggestions.are_enough,
         "bandwidth_bytes_per_s": dict(bandwidth),
         "decode": [
             {

@@ -455,7 +455,7 @@ class BatchLoop:
             result = self.engine.executor.execute(plan)
         except StageLostError as error:
             logger.warning("%s; answers go on once another one is there", error)
-            self.engine.executor.mend()
+            self.engine.executor.recover()
             self._scheduler.engine_lost()
             return
         except Exception as error:  # whatever a kernel or torch raises must reach the readers, and the log

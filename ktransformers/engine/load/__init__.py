@@ -3,7 +3,7 @@
 `builder.py` is the one way from an opened model to a loaded one; a `CachePlan` says whether one sequence has the cache
 or many share its pages. Nothing that a caller hands in is changed: what is resolved is in the engine's own `config`.
 `loaded.py` is what comes of it. `ready.py` has steps captured and kernels compiled before the first request, for which
-`warmup.py` calls every kind of step; `reference.py` is plain transformers behind the same loop; `follower.py` is the
+`warmup.py` calls every kind of step; `reference.py` is plain transformers behind the same loop; `worker.py` is the
 process of another rank.
 
 How weights get in: `optimize/apply.py` lets every operator load its own, one after the other, while

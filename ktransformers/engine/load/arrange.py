@@ -12,7 +12,7 @@ from ktransformers.engine.load.ready import forget_positions
 from ktransformers.engine.model.opened import (
     OpenedModel,
 )
-from ktransformers.engine.parallel.pipeline.stage_io_check import check_borders
+from ktransformers.engine.parallel.pipeline.stage_io_check import check_stage_io
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout, move_into
 from ktransformers.engine.step.runner import ModelRunner
@@ -20,7 +20,7 @@ from ktransformers.engine.verify.self_check import check_model, is_checked
 from ktransformers.engine.verify.stack_check import StackCheck
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.common.compiling import compiles, rehearsal
+from ktransformers.kernels.triton.common.compiling import compiles, warmup
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers
 from ktransformers.operators.layers.native_stack import stack_cpu_layers
@@ -114,9 +114,9 @@ def _first_step(loaded: Arrangeable) -> list[LayerCall]:
 
     try:
         if compiles() and not layout.is_cpu:
-            with rehearsal():  # its kernels are compiled side by side
+            with warmup():  # its kernels are compiled side by side
                 step()
-        check_borders(opened.model, opened.facts.model_type, step)
+        check_stage_io(opened.model, opened.facts.model_type, step)
         return trace_step(opened.model, step)
     except KTransformersError:
         raise

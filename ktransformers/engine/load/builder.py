@@ -25,9 +25,9 @@ from ktransformers.engine.model.opened import (
     OpenedModel,
     open_model,
 )
-from ktransformers.engine.parallel.ranks.driver import Leader, made_of
-from ktransformers.engine.parallel.ranks.parallel_strategy import division_of, num_processes
-from ktransformers.engine.parallel.ranks.ranks import Alone, Follower, Ranks
+from ktransformers.engine.parallel.ranks.driver import Driver, made_of
+from ktransformers.engine.parallel.ranks.parallel_strategy import num_processes, parallel_strategy
+from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks, Worker
 from ktransformers.engine.plan.cache_plan import CachePlan, OneSequence, SharedPages
 from ktransformers.engine.plan.planning import Hardware, Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
@@ -48,8 +48,8 @@ __all__ = [
     "LoadedPart",
     "PagedEngine",
     "build_engine",
-    "build_follower",
     "build_paged_engine",
+    "build_worker",
     "plan_model",
 ]
 
@@ -64,7 +64,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     opened = opened or open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
     if opened.config.tensor_parallel > 1:
-        opened, hardware = division_of(opened.config, 0).part(opened, hardware)
+        opened, hardware = parallel_strategy(opened.config, 0).shard(opened, hardware)
     return Planner(opened, None, OneSequence()).settle(hardware)[0].plan
 
 
@@ -113,7 +113,7 @@ def build_paged_engine(
     stats = expert_stats or ExpertStats()
     opened = opened or open_model(config)
     if ranks is None:
-        ranks = Leader(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
+        ranks = Driver(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
     cache_plan = SharedPages(page_size, max_batch_size, opened.facts.has_states)
     built = _build(opened, cache_plan, hardware, progress, stats, ranks)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
@@ -144,14 +144,14 @@ def build_paged_engine(
 
 
 def _mend(ranks: Ranks, runner: ModelRunner) -> None:
-    ranks.mend()
-    runner.mended()
+    ranks.recover()
+    runner.recovered()
 
 
-def build_follower(opened: OpenedModel, follower: Follower, hardware: Hardware, cache_plan: SharedPages) -> LoadedPart:
+def build_worker(opened: OpenedModel, worker: Worker, hardware: Hardware, cache_plan: SharedPages) -> LoadedPart:
     """One process's part of a model that is cut. Errors as `build_engine`."""
-    built = _build(opened, cache_plan, hardware, None, None, follower)
-    runner = ModelRunner(built.forward, built.decode, hand_over=follower.hand_over())
+    built = _build(opened, cache_plan, hardware, None, None, worker)
+    runner = ModelRunner(built.forward, built.decode, send_output=worker.send_output())
     return LoadedPart(runner, built.cache, built.forward.pool)
 
 

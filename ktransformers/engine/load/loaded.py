@@ -103,7 +103,7 @@ class PagedEngine(LoadedModel):
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """What a process that follows a leader computes steps with."""
+    """What a process that follows a driver computes steps with."""
 
     runner: ModelRunner
     cache: PagedCache

@@ -9,7 +9,7 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import CAPTURING, COMPILING, Progress
-from ktransformers.engine.load.warmup import Extent, rehearse
+from ktransformers.engine.load.warmup import WarmupShapes, warm_up
 from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import StepSize
@@ -35,7 +35,7 @@ def prepare_decode(
     forward: ForwardPass,
     cache: PagedCache,
     plan: Plan,
-    extent: Extent,
+    extent: WarmupShapes,
     backend: GraphBackend | None,
     progress: Progress | None,
     mixed: Sequence[StepSize] = (),
@@ -67,6 +67,6 @@ def prepare_decode(
     if compiles():
         decode = steps(None) if can_pad else None
         kinds = layer_kinds(forward.model, plan, cache.shapes)
-        rehearse(forward, cache, decode, extent, kinds, lambda done, total: report(done, total, COMPILING))
+        warm_up(forward, cache, decode, extent, kinds, lambda done, total: report(done, total, COMPILING))
         forget_positions(plan)
     return steps(backend) if can_pad else None

@@ -19,7 +19,7 @@ from ktransformers.core import Progress
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.model.skeleton import restore_buffers
 from ktransformers.engine.plan.cache_plan import cache_len_of
-from ktransformers.engine.step.hidden import HiddenTap
+from ktransformers.engine.step.hidden import HiddenStatesHook
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
 from ktransformers.kernels.blocks import decode_blocks
@@ -45,7 +45,7 @@ class ReferenceRunner:
     def __init__(self, model: PreTrainedModel, max_len: int, is_models_limit: bool = False):
         self._model, self.max_len, self.is_models_limit = model, max_len, is_models_limit
         self.vocab_size = int(model.config.vocab_size)
-        self.tap = HiddenTap(model)
+        self.hook = HiddenStatesHook(model)
         self._ids: list[int] = []  # in the cache, by position
         self._is_intact = True  # a step that failed left some layers longer than others
         self._cache = self._new_cache()

@@ -22,19 +22,19 @@ from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_recurrent
 from ktransformers.engine.load.ready import prepare_decode
-from ktransformers.engine.load.warmup import Extent
+from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.model.fingerprint import Identified, identify
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
 from ktransformers.engine.model.threads import settle_torch_threads
-from ktransformers.engine.parallel.ranks.ranks import Ranks, Settled
+from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
 from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.fused_decode import find_short_forward
+from ktransformers.engine.step.fused_decode import find_fused_decode
 from ktransformers.engine.step.hot import HotFile, HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
@@ -171,7 +171,7 @@ def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> O
     if quota is not None:
         logger.info("%s", quota)
     model = describe_model(opened)  # the whole of it
-    opened, hardware = ranks.part(opened, hardware)
+    opened, hardware = ranks.shard(opened, hardware)
     config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     return OpenedPart(replace(opened, config=config), model, hardware, ranks)
 
@@ -190,7 +190,7 @@ def plan_part(
     plan, num_slots = planned.plan, planned.num_slots
     plan.check_fits()
     undo.callback(plan.devices.close)
-    part.ranks.begin(_settled(planned, config, cache_plan))
+    part.ranks.begin(_resolved(planned, config, cache_plan))
     model = replace(part.model, card=replace(part.model.card, gpu_bytes=plan.gpu_bytes))
     _say_products(plan, planned.shapes, pool)
     longest = opened.facts.longest_sequence(num_slots)
@@ -221,7 +221,7 @@ def arrange_model(loaded: LoadedWeights[CacheT]) -> ArrangedModel[CacheT]:
     loaded.hot.begin(HotFile(identified.sampled))
     forward = ForwardPass(opened.model, pool, loaded.layout)
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
-        forward.short = find_short_forward(opened.model, planned.shapes, pool, loaded.longest)
+        forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
     return ArrangedModel(loaded, cache, identified, forward)
 
 
@@ -234,7 +234,7 @@ def capture_steps(arranged: ArrangedModel[CacheT], progress: Progress | None) ->
     backend, is_padded = _graphs(loaded, part.hardware)
     rows = part.hardware.graph_rows if is_padded else ()
     sizes = replayed_sizes(rows, plan, loaded.layout, loaded.flash.values(), extent.most_rows, extent.max_batch_size)
-    mixed, is_captured = part.ranks.meet(sizes, backend is not None, loaded.layout.entry.torch_device)
+    mixed, is_captured = part.ranks.rendezvous(sizes, backend is not None, loaded.layout.entry.torch_device)
     backend = backend if is_captured else None
     decode = prepare_decode(arranged.forward, arranged.cache, plan, extent, backend, progress, mixed)
     part.ranks.captured([] if decode is None else decode.sizes)
@@ -243,11 +243,11 @@ def capture_steps(arranged: ArrangedModel[CacheT], progress: Progress | None) ->
     return CapturedModel(config, plan, part.model, arranged.forward, decode, arranged.cache, identified, hot)
 
 
-def _settled(planned: Planned, config: EngineConfig, cache_plan: CachePlan[CacheT]) -> Settled:
+def _resolved(planned: Planned, config: EngineConfig, cache_plan: CachePlan[CacheT]) -> ResolvedPlan:
     """What processes beside this one have to do alike."""
     config = replace(config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     page_size = cache_plan.page_size(planned.num_slots)
-    return Settled(config, page_size, cache_plan.max_batch_size, planned.num_slots, planned.num_states)
+    return ResolvedPlan(config, page_size, cache_plan.max_batch_size, planned.num_slots, planned.num_states)
 
 
 def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
@@ -299,12 +299,14 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     return StepLayout.of(plan, modules, embedding)
 
 
-def _extent(loaded: LoadedWeights[CacheT], max_batch_size: int, num_pages: int) -> Extent:
+def _extent(loaded: LoadedWeights[CacheT], max_batch_size: int, num_pages: int) -> WarmupShapes:
     """What steps the model can meet."""
     operators = loaded.plan.operators.values()
     counts = {operator.layout.num_experts for operator in operators if isinstance(operator, KTransformersExperts)}
     top_k = loaded.opened.facts.top_k()
-    return Extent(loaded.planned_part.planned.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k)
+    return WarmupShapes(
+        loaded.planned_part.planned.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k
+    )
 
 
 def _graphs(loaded: LoadedWeights[CacheT], hardware: Hardware) -> tuple[GraphBackend | None, bool]:

@@ -1,6 +1,6 @@
 """Compiles the kernels of all steps that a loaded model can meet, before it is ready: no stream waits for a compiler.
 
-Steps of every kind are called in a rehearsal, which launches nothing (triton/common/compiling.py): caches, statistics
+Steps of every kind are called in a warm-up, which launches nothing (triton/common/compiling.py): caches, statistics
 and results are left alone. Of the decoder layers one of each kind is called (layer_kinds.py), and all that is no layer.
 Knows row counts, sequences and pages; not which kernels there are.
 """
@@ -23,11 +23,11 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.verify.layer_kinds import one_of_each
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention.launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
-from ktransformers.kernels.triton.common.compiling import Compiled, rehearsal
+from ktransformers.kernels.triton.common.compiling import Compiled, warmup
 from ktransformers.kernels.triton.experts.workspace import row_thresholds
 from ktransformers.operators.context import ForwardContext
 
-__all__ = ["Extent", "rehearse", "row_counts"]
+__all__ = ["WarmupShapes", "row_counts", "warm_up"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _KEPT = (1, 2, 3, 4, 8, 17, 33, 64)
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class WarmupShapes:
     """What steps a model can meet: of up to most_rows tokens (chunk_size) and max_batch_size sequences, of num_pages
     pages each at most. num_experts, top_k: of its routed experts, 0 without."""
 
@@ -62,7 +62,7 @@ class _Step:
     is_far: bool = False
 
 
-def row_counts(extent: Extent, least: int) -> list[int]:
+def row_counts(extent: WarmupShapes, least: int) -> list[int]:
     """Numbers of rows from `least` on, one at least for every choice that launches make by it."""
     most = max(extent.most_rows, least)
     found = {least, most, *_ROWS, *(1 << bit for bit in range(most.bit_length()))}
@@ -72,13 +72,13 @@ def row_counts(extent: Extent, least: int) -> list[int]:
     return sorted(rows for rows in found if least <= rows <= most)
 
 
-def _page_counts(extent: Extent, page_size: int) -> list[int]:
+def _page_counts(extent: WarmupShapes, page_size: int) -> list[int]:
     """As many as there are ways to split a row's positions over programs."""
     most = min(extent.num_pages, -(-MAX_SPLITS * MIN_CHUNK // page_size))
     return list(range(1, most + 1))
 
 
-def _steps(extent: Extent, page_size: int, least: int) -> Iterator[_Step]:
+def _steps(extent: WarmupShapes, page_size: int, least: int) -> Iterator[_Step]:
     """Steps of at least so many rows, whose launches differ."""
     counts = row_counts(extent, least)
     for rows in counts:
@@ -120,11 +120,11 @@ def _context(cache: PagedCache, pool: WorkerPool, step: _Step) -> tuple[torch.Te
 
 
 @torch.inference_mode()
-def rehearse(
+def warm_up(
     forward: ForwardPass,
     cache: PagedCache,
     decode: DecodeSteps | None,
-    extent: Extent,
+    extent: WarmupShapes,
     kinds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Compiled:
@@ -134,7 +134,7 @@ def rehearse(
     """
     layout = forward.layout
     assert layout is not None, "steps on the CPU launch nothing"
-    with rehearsal(progress) as found, one_of_each(forward.model, kinds):
+    with warmup(progress) as found, one_of_each(forward.model, kinds):
         if decode is not None:
             for size in decode_batch_sizes(decode.max_rows):
                 positions, context = _context(cache, forward.pool, _Step(size, seqs=size))

@@ -1,4 +1,4 @@
-"""A process beside the leader: loads its part of the model, then runs the leader's steps until the leader is gone."""
+"""A process beside the driver: loads its part of the model, then runs the driver's steps until the driver is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ktransformers.engine.load.builder import LoadedPart, build_follower
+from ktransformers.engine.load.builder import LoadedPart, build_worker
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.engine.parallel.ranks.messages import (
     Begin,
@@ -27,7 +27,7 @@ from ktransformers.engine.parallel.ranks.messages import (
     decode,
     encode,
 )
-from ktransformers.engine.parallel.ranks.ranks import Follower
+from ktransformers.engine.parallel.ranks.ranks import Worker
 from ktransformers.engine.plan.cache_plan import SharedPages
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.errors import KTransformersError, StageLostError, reason_of
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Pipes:
-    """To the leader and from it. Whatever else this process prints goes to standard error.
+    """To the driver and from it. Whatever else this process prints goes to standard error.
 
-    Messages are taken in at once, by a thread: a leader that waits until a step of many tokens is read does not take
-    the hidden states that this process waits to hand over. Without its leader the process ends, whatever it is doing.
+    Messages are taken in at once, by a thread: a driver that waits until a step of many tokens is read does not take
+    the hidden states that this process waits to hand over. Without its driver the process ends, whatever it is doing.
     """
 
     def __init__(self) -> None:
@@ -86,29 +86,29 @@ def _open(start: Start) -> OpenedModel:
     return open_synthetic(start.config, AutoConfig.for_model(**values), start.made.routing)
 
 
-def _build(start: Start, follower: Follower) -> LoadedPart:
+def _build(start: Start, worker: Worker) -> LoadedPart:
     module, _, name = start.hardware.partition(":")
     detect: Any = reduce(getattr, name.split("."), importlib.import_module(module))
     hardware: Hardware = detect(start.config)
-    return build_follower(
+    return build_worker(
         _open(start),
-        follower,
-        hardware.within(start.room) if start.room else hardware,
+        worker,
+        hardware.within(start.memory_budget) if start.memory_budget else hardware,
         SharedPages(start.page_size, start.max_batch_size, start.num_states > 0, start.num_states),
     )
 
 
 @torch.inference_mode()
 def main() -> int:
-    """The process. Returns 1 when the leader was told that it cannot load, and else ends with the leader."""
+    """The process. Returns 1 when the driver was told that it cannot load, and else ends with the driver."""
     become("kt-rank")
     follow_parent()
     pipes = _Pipes()
     start: Start = pipes.read(Start)
     set_up_logging(start.log_level, start.name, with_time=True)
     try:
-        follower = Follower(start, pipes.begin, pipes.say)
-        part = _build(start, follower)
+        worker = Worker(start, pipes.begin, pipes.say)
+        part = _build(start, worker)
     except KTransformersError as error:
         pipes.say(Failed(type(error).__name__, str(error)))
         return 1
@@ -116,7 +116,7 @@ def main() -> int:
     while True:
         message: Step | Regroup = pipes.read(Step | Regroup)
         if isinstance(message, Regroup):
-            follower.meet_again(message.place)
+            worker.rendezvous_again(message.place)
             is_lost = False
         elif not is_lost:
             token_ids, positions, context, keep = message.inputs(part.cache, part.pool)
@@ -125,4 +125,4 @@ def main() -> int:
             except StageLostError as error:
                 logger.debug("%s", error)
                 is_lost = True
-                follower.close()  # so that those who wait for this one hear of it
+                worker.close()  # so that those who wait for this one hear of it

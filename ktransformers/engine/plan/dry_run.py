@@ -14,31 +14,31 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.plan.cache_plan import OneSequence
-from ktransformers.engine.plan.fit_suggestions import Remedies, find_remedies
+from ktransformers.engine.plan.fit_suggestions import FitSuggestions, find_fit_suggestions
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.summary import Summary, summarize
 
-__all__ = ["Outlook", "look_ahead", "on_one_thread"]
+__all__ = ["DryRun", "dry_run", "on_one_thread"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """remedies: None when the model fits. num_threads: of the worker pool that would run it."""
+class DryRun:
+    """suggestions: None when the model fits. num_threads: of the worker pool that would run it."""
 
     plan: Plan
     summary: Summary
-    remedies: Remedies | None
+    fit_suggestions: FitSuggestions | None
     num_threads: int
 
 
-def look_ahead(opened: OpenedModel, hardware: Hardware | None = None, name: str | None = None) -> Outlook:
+def dry_run(opened: OpenedModel, hardware: Hardware | None = None, name: str | None = None) -> DryRun:
     """Plan a model as `build_engine` would. name: what to call it; by its files when None.
 
     Raises what `plan_model` raises; a model that does not fit is no error here.
     """
     with on_one_thread():
-        return _look_ahead(opened, hardware or Hardware.detect(opened.config), name)
+        return _dry_run(opened, hardware or Hardware.detect(opened.config), name)
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def on_one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _look_ahead(opened: OpenedModel, hardware: Hardware, name: str | None) -> Outlook:
+def _dry_run(opened: OpenedModel, hardware: Hardware, name: str | None) -> DryRun:
     planned, settled = _plan(opened, hardware)
     summary = summarize(
         planned.plan,
@@ -64,14 +64,14 @@ def _look_ahead(opened: OpenedModel, hardware: Hardware, name: str | None) -> Ou
         chunk_size=planned.chunk_size,
         disk_bytes=_disk_bytes(opened),
     )
-    remedies = None
+    suggestions = None
     if planned.plan.misfit() is not None:
 
         def plan_again(config: EngineConfig, hardware: Hardware) -> Planned:
             return _plan(replace(opened, config=config), hardware)[0]
 
-        remedies = find_remedies(planned, opened.config, hardware, plan_again)
-    return Outlook(planned.plan, summary, remedies, opened.config.cpu_infer or settled.num_threads)
+        suggestions = find_fit_suggestions(planned, opened.config, hardware, plan_again)
+    return DryRun(planned.plan, summary, suggestions, opened.config.cpu_infer or settled.num_threads)
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:

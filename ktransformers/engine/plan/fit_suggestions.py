@@ -16,7 +16,7 @@ from ktransformers.errors import KTransformersError
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import STAGING
 
-__all__ = ["Remedies", "Remedy", "find_remedies", "needed_bits", "shortfall"]
+__all__ = ["FitSuggestion", "FitSuggestions", "find_fit_suggestions", "needed_bits", "shortfall"]
 
 PlanAgain = Callable[[EngineConfig, Hardware], Planned]
 """Plans the same model with another configuration, on the hardware as it is."""
@@ -28,7 +28,7 @@ _QUANTS = tuple(name for name in ("q8_0", "q5_k", "q4_k") if name in CPU_QUANT_T
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class FitSuggestion:
     """flag: as it is typed. config: the configuration with it. saves: bytes, on the devices that are short.
 
     is_enough: whether the model fits with this alone.
@@ -41,10 +41,10 @@ class Remedy:
 
 
 @dataclass(frozen=True, slots=True)
-class Remedies:
+class FitSuggestions:
     """What helps. are_enough: whether the model fits with all of them, `config`, together."""
 
-    each: tuple[Remedy, ...]
+    each: tuple[FitSuggestion, ...]
     config: EngineConfig
     are_enough: bool
     saves: int
@@ -63,11 +63,13 @@ def needed_bits(plan: Plan, parameters: int) -> float:
     return 8 * left / max(parameters, 1)
 
 
-def find_remedies(planned: Planned, config: EngineConfig, hardware: Hardware, plan_again: PlanAgain) -> Remedies:
+def find_fit_suggestions(
+    planned: Planned, config: EngineConfig, hardware: Hardware, plan_again: PlanAgain
+) -> FitSuggestions:
     """Flags that help a plan which does not fit. config: what it was planned with."""
     short = tuple(shortfall(planned.plan))
     before = _missing(planned, short)
-    found: list[Remedy] = []
+    found: list[FitSuggestion] = []
     with _quietly():
         for trials in _trials(planned, config, hardware):
             best = _best(trials, before, short, hardware, plan_again)
@@ -77,7 +79,7 @@ def find_remedies(planned: Planned, config: EngineConfig, hardware: Hardware, pl
         again = _planned(joined, hardware, plan_again) if found else None
     together = again if again is not None and again.plan.misfit() is None else None
     saves = 0 if again is None else before - _missing(again, short)
-    return Remedies(tuple(found), joined, together is not None, saves)
+    return FitSuggestions(tuple(found), joined, together is not None, saves)
 
 
 def _trials(planned: Planned, config: EngineConfig, hardware: Hardware) -> Iterator[list[tuple[str, EngineConfig]]]:
@@ -110,21 +112,21 @@ def _best(
     short: tuple[str, ...],
     hardware: Hardware,
     plan_again: PlanAgain,
-) -> Remedy | None:
+) -> FitSuggestion | None:
     """The mildest of the trials that is enough, else the last, which saves most; None when it saves nothing."""
 
-    def tried(flag: str, config: EngineConfig) -> Remedy | None:
+    def tried(flag: str, config: EngineConfig) -> FitSuggestion | None:
         again = _planned(config, hardware, plan_again)
         if again is None:
             return None
         saves = before - _missing(again, short)
-        return Remedy(flag, config, saves, again.plan.misfit() is None) if saves > 0 else None
+        return FitSuggestion(flag, config, saves, again.plan.misfit() is None) if saves > 0 else None
 
     last = tried(*trials[-1]) if trials else None
     if last is None or not last.is_enough:
         return last
     found = (tried(*trial) for trial in trials[:-1])
-    return next((remedy for remedy in found if remedy is not None and remedy.is_enough), last)
+    return next((suggestion for suggestion in found if suggestion is not None and suggestion.is_enough), last)
 
 
 def _planned(config: EngineConfig, hardware: Hardware, plan_again: PlanAgain) -> Planned | None:
@@ -149,14 +151,14 @@ def _missing(planned: Planned, devices: tuple[str, ...]) -> int:
     return total - filled - sum(nbytes for device, nbytes in staging.items() if device in devices and device != "cpu")
 
 
-def _joined(config: EngineConfig, remedies: Iterable[Remedy]) -> EngineConfig:
-    """`config` with what every remedy changes, --no_use_cuda aside, which undoes what the others are for."""
+def _joined(config: EngineConfig, suggestions: Iterable[FitSuggestion]) -> EngineConfig:
+    """`config` with what every suggestion changes, --no_use_cuda aside, which undoes what the others are for."""
     names = ("cache_lens", "kv_type", "chunk_size", "cpu_memory_size_GB", "cpu_quant", "gpu_memory")
     changed = {
-        name: getattr(remedy.config, name)
-        for remedy in remedies
+        name: getattr(suggestion.config, name)
+        for suggestion in suggestions
         for name in names
-        if getattr(remedy.config, name) != getattr(config, name)
+        if getattr(suggestion.config, name) != getattr(config, name)
     }
     return replace(config, **changed)
 

@@ -16,17 +16,17 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["BEST_TOKEN", "MAX_TOP_K", "ROOM", "WHOLE_ROW", "ReducedLogits", "StepLogits"]
+__all__ = ["BEST_TOKEN", "MAX_CANDIDATES", "MAX_TOP_K", "WHOLE_ROW", "RequestedLogits", "StepLogits"]
 
 WHOLE_ROW: Final = 0
 BEST_TOKEN: Final = -1
 MAX_TOP_K: Final = 64
-ROOM: Final = 2 * MAX_TOP_K
+MAX_CANDIDATES: Final = 2 * MAX_TOP_K
 """Candidates of a row at most. Logits that an LM head rounds to bf16 are often equal."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReducedLogits:
+class RequestedLogits:
     """Rows of a step's logits on the CPU, each as far as it is needed. Valid until the next step.
 
     needs: [N], see above. whole: fp32 [M, V], rows that came as a whole, those with need WHOLE_ROW and maybe others;
@@ -34,30 +34,34 @@ class ReducedLogits:
     [N, 2 + 2 * ROOM], see kernels.triton.common.candidates; it means nothing for rows that came as a whole.
     """
 
-    needs: Sequence[int]
+    requests: Sequence[int]
     whole: Tensor
     places: Sequence[int]
     table: Tensor
 
     def __len__(self) -> int:
         """N."""
-        return len(self.needs)
+        return len(self.requests)
 
     @property
     def vocab_size(self) -> int:
         """V."""
         return int(self.whole.shape[1])
 
-    def rows(self, wanted: Sequence[int]) -> ReducedLogits:
+    def rows(self, wanted: Sequence[int]) -> RequestedLogits:
         """Some of the rows, in that order."""
-        needs, places = [self.needs[i] for i in wanted], [self.places[i] for i in wanted]
-        return ReducedLogits(needs, self.whole, places, self.table[list(wanted)])
+        needs, places = [self.requests[i] for i in wanted], [self.places[i] for i in wanted]
+        return RequestedLogits(needs, self.whole, places, self.table[list(wanted)])
 
     def candidates(self, wanted: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
         """Of rows that have them: ids int32 [n, ROOM], logits fp32 [n, ROOM], and how many there are of each row."""
         table = self.table if len(wanted) == len(self.table) else self.table[list(wanted)]
-        return table[:, 2 : 2 + ROOM], table.view(torch.float32)[:, 2 + ROOM :], table[:, 1].tolist()
+        return (
+            table[:, 2 : 2 + MAX_CANDIDATES],
+            table.view(torch.float32)[:, 2 + MAX_CANDIDATES :],
+            table[:, 1].tolist(),
+        )
 
 
-StepLogits: TypeAlias = Tensor | ReducedLogits
+StepLogits: TypeAlias = Tensor | RequestedLogits
 """Of the rows that a step keeps: fp32 [N, V] on the CPU, or what is needed of them."""

@@ -35,7 +35,7 @@ import torch
 
 from ktransformers.core import SamplingParams, TokenLogprobs
 from ktransformers.engine.damage.errors import NotFiniteError
-from ktransformers.engine.sampling.logits_request import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits, StepLogits
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, RequestedLogits, StepLogits
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, sampling
 
@@ -195,7 +195,7 @@ class RequestSampler:
         return bool(self._seen or self._counts or self._bias.size or has_barred)
 
     @property
-    def need(self) -> int:
+    def logits_request(self) -> int:
         """What the next token takes of a row, see sampling/logits_request.py: less than all where nothing looks at
         all.
         """
@@ -322,7 +322,7 @@ def sample_each(
     if not len(logits) == len(requests) == len(positions):
         raise ValueError(f"{len(logits)} rows do not fit {len(requests)} requests, {len(positions)} positions")
     pool = pool or _alone(os.getpid())
-    if isinstance(logits, ReducedLogits):
+    if isinstance(logits, RequestedLogits):
         return _sample_reduced(logits, requests, positions, pool)
     if logits.ndim != 2:
         raise ValueError(f"logits must be rows, got {tuple(logits.shape)}")
@@ -351,13 +351,13 @@ def sample_each(
 
 
 def _sample_reduced(
-    logits: ReducedLogits, requests: Sequence[RequestSampler], positions: Sequence[int], pool: WorkerPool
+    logits: RequestedLogits, requests: Sequence[RequestSampler], positions: Sequence[int], pool: WorkerPool
 ) -> list[SampledToken | KTransformersError]:
     """`sample_each` of rows each of which has what its request needs."""
     results: list[SampledToken | KTransformersError] = [
         SampledToken(token_id, None) for token_id in logits.table[:, 0].tolist()
     ]
-    few = [i for i, (need, place) in enumerate(zip(logits.needs, logits.places, strict=True)) if need > 0 > place]
+    few = [i for i, (need, place) in enumerate(zip(logits.requests, logits.places, strict=True)) if need > 0 > place]
     if few:
         numbers = sampling.uniforms([requests[i].seed for i in few], [positions[i] for i in few])
         params = [requests[i].params for i in few]

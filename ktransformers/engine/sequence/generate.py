@@ -25,7 +25,7 @@ from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
 from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.engine.sequence.profiled import AnswerProfile, ProfileSlot
-from ktransformers.engine.step.hidden import HiddenTap, Pooled
+from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class SequenceRunner(Protocol):
         ...
 
     @property
-    def tap(self) -> HiddenTap:
+    def hook(self) -> HiddenStatesHook:
         """Shows the hidden states of what `forward` runs."""
         ...
 
@@ -239,7 +239,7 @@ class Generation:
     def _run_chunk(self, chunk: list[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         if self._pooled is None:
             return self._runner.forward(chunk, start, keep)
-        with self._runner.tap.watch() as seen:
+        with self._runner.hook.watch() as seen:
             logits = self._runner.forward(chunk, start, keep)
         self._pooled.add(seen[-1])  # the runner may have computed again what came before
         return logits
@@ -256,7 +256,7 @@ class Generation:
         """Compute the last of token_ids. Returns the logits that the next one is sampled from."""
         began, position = time.perf_counter(), len(self.token_ids) - 1
         self._profile.begin(1, is_prefill=False, is_sampled=True)
-        logits = self._runner.decode(self.token_ids[position], position, self._sampler.need)
+        logits = self._runner.decode(self.token_ids[position], position, self._sampler.logits_request)
         self._add_seconds(began)
         return logits
 

@@ -33,7 +33,7 @@ from ktransformers.engine.sequence.generate import (
 from ktransformers.engine.sequence.profiled import ProfileSlot
 from ktransformers.engine.sequence.saved_session import SavedSession, read_saved, write_saved
 from ktransformers.engine.sequence.session_store import StaticStore
-from ktransformers.engine.step.hidden import HiddenTap
+from ktransformers.engine.step.hidden import HiddenStatesHook
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.scheduler.limits import Limits
@@ -68,8 +68,8 @@ class _RecordingRunner:
         return self._runner.vocab_size
 
     @property
-    def tap(self) -> HiddenTap:
-        return self._runner.tap
+    def hook(self) -> HiddenStatesHook:
+        return self._runner.hook
 
     def resume_len(self, shared: int) -> int:
         return self._runner.resume_len(shared)

@@ -172,7 +172,7 @@ class DecodeSteps:
         launched(len(token_ids))
         if self._fetch is None or len(on_device) > self._most_kept:
             return on_device.to("cpu")
-        return self._fetch.whole(on_device) if needs is None else self._fetch.reduced(on_device, needs)
+        return self._fetch.whole(on_device) if needs is None else self._fetch.requested(on_device, needs)
 
     def launch(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
         """As `step`, of which nobody waits for the end: logits on the first device, valid until the next step."""

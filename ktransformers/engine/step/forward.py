@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.engine.step.fused_decode import ShortForward
+from ktransformers.engine.step.fused_decode import FusedDecode
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
@@ -48,7 +48,7 @@ class ForwardPass:
 
     def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
         self.model, self.pool = model, pool
-        self.short: ShortForward | None = None
+        self.short: FusedDecode | None = None
         self.layout = None if layout is None or layout.is_cpu else layout
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
         told = [name for name in left if not name.endswith(_USUAL)]

@@ -29,7 +29,7 @@ from ktransformers.operators.linear.embedding import KEmbedding
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.norm import KRMSNorm
 
-__all__ = ["ShortForward", "find_short_forward"]
+__all__ = ["FusedDecode", "find_fused_decode"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _KINDS = (KEmbedding, KRotaryEmbedding, KRMSNorm)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShortForward:
+class FusedDecode:
     """watched: modules that it leaves out; while one of them has hooks, the model's own forward is what is wanted."""
 
     embedding: nn.Module
@@ -69,7 +69,7 @@ class ShortForward:
 
 
 @torch.inference_mode()
-def find_short_forward(model: Any, shapes: list[LayerShape], pool: WorkerPool, longest: int) -> ShortForward | None:
+def find_fused_decode(model: Any, shapes: list[LayerShape], pool: WorkerPool, longest: int) -> FusedDecode | None:
     """Of a loaded model that is all on the CPU; None where it has none. longest: most positions of a sequence."""
     short = _parts(model)
     if short is None:
@@ -96,7 +96,7 @@ def find_short_forward(model: Any, shapes: list[LayerShape], pool: WorkerPool, l
     return short
 
 
-def _parts(model: Any) -> ShortForward | None:
+def _parts(model: Any) -> FusedDecode | None:
     """The parts of a model of the usual kind, by what they are: native ones, which nothing has to watch over
     (operators/exact.py)."""
     layers, head = layer_list(model), getattr(model, "lm_head", None)
@@ -112,4 +112,4 @@ def _parts(model: Any) -> ShortForward | None:
     embedding, rotation, norm = (children[0] for children in found)
     if not isinstance(norm, KRMSNorm) or norm.spec is None:
         return None
-    return ShortForward(embedding, rotation, layers[0], norm, head, tuple({model, base, inner}))
+    return FusedDecode(embedding, rotation, layers[0], norm, head, tuple({model, base, inner}))

@@ -16,7 +16,7 @@ from ktransformers.core import EmbeddingForm, Pooling
 from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 
-__all__ = ["HiddenTap", "Pooled", "embedding_form"]
+__all__ = ["HiddenStatesHook", "Pooled", "embedding_form"]
 
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
@@ -36,7 +36,7 @@ _GGUF_POOLINGS = {
 }
 
 
-class HiddenTap:
+class HiddenStatesHook:
     """Over a causal LM of `transformers`, whose operators may be ours. While it is open, steps must not be replayed."""
 
     def __init__(self, model: Any):

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.engine.sampling.logits_request import BEST_TOKEN, ROOM, WHOLE_ROW, ReducedLogits, StepLogits
+from ktransformers.engine.sampling.logits_request import (
+    BEST_TOKEN,
+    MAX_CANDIDATES,
+    WHOLE_ROW,
+    RequestedLogits,
+    StepLogits,
+)
 from ktransformers.kernels.triton.common.candidates import MAX_VOCAB, BestTokens
 from ktransformers.operators.device import use
 
@@ -26,8 +32,8 @@ class LogitsFetch:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, spins: bool = False) -> None:
         self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
-        self._tools = BestTokens.make(num_rows, vocab_size, ROOM, device) if vocab_size <= MAX_VOCAB else None
-        self._best, self._table = self._empty(1, torch.int32), self._empty(2 + 2 * ROOM, torch.int32)
+        self._tools = BestTokens.make(num_rows, vocab_size, MAX_CANDIDATES, device) if vocab_size <= MAX_VOCAB else None
+        self._best, self._table = self._empty(1, torch.int32), self._empty(2 + 2 * MAX_CANDIDATES, torch.int32)
         self._whole: Tensor | None = None  # large, and often not needed
         self._cuda: Any = torch.cuda  # parts of it have no types
         self._done = self._cuda.Event(blocking=not spins) if device.type == "cuda" else None
@@ -55,27 +61,27 @@ class LogitsFetch:
             self._whole = self._empty(self._vocab_size, torch.float32)
         return self._whole[first : first + count]
 
-    def reduced(self, logits: Tensor, needs: Sequence[int]) -> StepLogits:
+    def requested(self, logits: Tensor, requests: Sequence[int]) -> StepLogits:
         """What is needed of each row of fp32 [n, V] there; all of them where no need is less than a row."""
-        places = [-1] * len(needs)
-        whole = [row for row, need in enumerate(needs) if need == WHOLE_ROW]
-        if self._tools is None or len(whole) == len(needs):
+        places = [-1] * len(requests)
+        whole = [row for row, need in enumerate(requests) if need == WHOLE_ROW]
+        if self._tools is None or len(whole) == len(requests):
             return self.whole(logits)
         use(self._device)
-        top = max(needs)
+        top = max(requests)
         if top > 0:
-            table = self._table[: len(needs)].copy_(self._tools.find_candidates(logits, top), non_blocking=True)
+            table = self._table[: len(requests)].copy_(self._tools.find_candidates(logits, top), non_blocking=True)
         else:
-            table = self._best[: len(needs)].copy_(self._tools.find_best(logits), non_blocking=True)
+            table = self._best[: len(requests)].copy_(self._tools.find_best(logits), non_blocking=True)
         self._take(logits, whole, places, 0)
         self._wait()
-        missing = _unknown(table, needs)
+        missing = _unknown(table, requests)
         if missing:
             self._take(logits, missing, places, len(whole))
             self._wait()
         count = len(whole) + len(missing)
         rows = self._host(0, count) if count else torch.empty(0, self._vocab_size)
-        return ReducedLogits(tuple(needs), rows, places, table)
+        return RequestedLogits(tuple(requests), rows, places, table)
 
     def _take(self, logits: Tensor, rows: Sequence[int], places: list[int], first: int) -> None:
         """Copy whole rows to those from `first` on."""
@@ -89,7 +95,7 @@ def _unknown(table: Tensor, needs: Sequence[int]) -> list[int]:
     """Rows of which the table does not tell enough.
 
     A logit is not finite, which whoever chooses is to say; or more tokens than there is room for are equally good; or
-    nothing was computed, in a rehearsal.
+    nothing was computed, in a warm-up.
     """
     best = table[:, 0].tolist()
     counts = table[:, 1].tolist() if table.shape[1] > 1 else best

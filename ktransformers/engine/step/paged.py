@@ -21,7 +21,7 @@ from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.step.context import paged_context
-from ktransformers.engine.step.hidden import HiddenTap, Pooled
+from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.engine.step.tiered import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -47,7 +47,7 @@ class StepRunner(Protocol):
     """What computes a flattened step. See engine.step.runner.ModelRunner."""
 
     @property
-    def tap(self) -> HiddenTap: ...
+    def hook(self) -> HiddenStatesHook: ...
 
     def reduced_step(
         self,
@@ -177,7 +177,7 @@ class PagedExecutor:
         if self.tiers is not None:
             self.tiers.reset()
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """After a StageLostError: the model is whole again, and all runs are forgotten. Raises EngineError where it
         cannot be."""
         self.mend_model()
@@ -207,7 +207,7 @@ class PagedExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step.
 
-        Raises StageLostError where `mend` helps.
+        Raises StageLostError where `recover` helps.
         """
         began_ns = time.monotonic_ns()
         for run_id in plan.ended:
@@ -292,7 +292,7 @@ class PagedExecutor:
         if kept.scored:
             return None
         samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
-        return [BEST_TOKEN if sampler is None else sampler.need for sampler in samplers]
+        return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
 
     def _forward(self, rows: Sequence[Row], inputs: _Inputs) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
@@ -300,7 +300,7 @@ class PagedExecutor:
         pooled = [self._runs[row.run_id].pooled for row in rows]
         if all(one is None for one in pooled):
             return self._runner.reduced_step(ids, positions, context, keep, needs)
-        with self._runner.tap.watch() as seen:
+        with self._runner.hook.watch() as seen:
             logits = self._runner.reduced_step(ids, positions, context, keep, needs)
         first = 0
         for one, row in zip(pooled, rows, strict=True):

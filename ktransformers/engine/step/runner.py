@@ -14,7 +14,7 @@ from ktransformers.engine.step.context import static_context
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.gpu_profile import GpuProfile
-from ktransformers.engine.step.hidden import HiddenTap
+from ktransformers.engine.step.hidden import HiddenStatesHook
 from ktransformers.engine.step.kept_states import KeptStates
 from ktransformers.engine.step.snapshots import snapshot_interval
 from ktransformers.engine.step.telling import StepTeller
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
-    decode: how steps that can be replayed run on GPUs; like all others when None. tap: for the hidden states behind the
-    logits. tell: what is told of each step before it runs, where other processes have to run it, too. begins_ahead:
-    whether these may begin steps while this one runs others: they are stages before it. hand_over: called with the rows
-    of each step that this process follows, for a stage that gives hidden states to the next one.
+    decode: how steps that can be replayed run on GPUs; like all others when None. hook: for the hidden states behind
+    the logits. tell: what is told of each step before it runs, where other processes have to run it, too. begins_ahead:
+    whether these may begin steps while this one runs others: they are stages before it. send_output: called with the
+    rows of each step that this process follows, for a stage that gives hidden states to the next one.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class ModelRunner:
         tell: StepTeller | None = None,
         *,
         begins_ahead: bool = False,
-        hand_over: Callable[[int], None] | None = None,
+        send_output: Callable[[int], None] | None = None,
     ):
-        self._tell, self._is_apart, self._hand_over = tell, False, hand_over
+        self._tell, self._is_apart, self._send_output = tell, False, send_output
         self.begins_ahead, self._num_begun = begins_ahead, 0
         self._pass, self._decode = forward_pass, decode
         self.model, self.pool = forward_pass.model, forward_pass.pool
-        self.tap = HiddenTap(forward_pass.model)
+        self.hook = HiddenStatesHook(forward_pass.model)
         self._profile: GpuProfile | None = None
 
     @torch.inference_mode()
@@ -84,7 +84,7 @@ class ModelRunner:
             whole = forward.on_cpu(token_ids, positions, context, keep)
             self._is_apart = False
             return whole
-        decode = None if self.tap.is_open else self._decode
+        decode = None if self.hook.is_open else self._decode
         if decode is not None and not decode.takes(context, len(keep)):
             decode = None
         self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None)
@@ -117,8 +117,8 @@ class ModelRunner:
 
         is_padded: as it is there; stages find out for themselves.
         """
-        if self._hand_over is not None:
-            self._follow_and_hand_over(self._hand_over, token_ids, positions, context, keep)
+        if self._send_output is not None:
+            self._follow_and_send(self._send_output, token_ids, positions, context, keep)
         elif self._pass.layout is None:
             self._pass.on_cpu(token_ids, positions, context, keep)
         elif is_padded and self._decode is not None:
@@ -126,9 +126,9 @@ class ModelRunner:
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
 
-    def _follow_and_hand_over(
+    def _follow_and_send(
         self,
-        hand_over: Callable[[int], None],
+        send_output: Callable[[int], None],
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         context: ForwardContext,
@@ -138,7 +138,7 @@ class ModelRunner:
         layout, rows = self._pass.layout, len(token_ids)
         if layout is None:
             self._pass.on_cpu(token_ids, positions, context, keep)
-            hand_over(rows)
+            send_output(rows)
             return
         if self._decode is not None and self._decode.takes(context, len(keep)):
             self._decode.launch(token_ids, positions, context, keep)
@@ -148,7 +148,7 @@ class ModelRunner:
         is_heard = layout.is_heard
         if is_heard:
             layout.wait()
-        hand_over(rows)
+        send_output(rows)
         if is_heard:
             layout.finish(rows)
 
@@ -160,7 +160,7 @@ class ModelRunner:
         self._tell(token_ids, positions, context, keep, False)
         self._num_begun += 1
 
-    def mended(self) -> None:
+    def recovered(self) -> None:
         """All processes are there again, and none has a step under way."""
         self._is_apart, self._num_begun = False, 0
 

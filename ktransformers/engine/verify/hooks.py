@@ -16,7 +16,7 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModuleCall", "Taps", "Trace", "model_layers", "tapped", "watched"]
+__all__ = ["LayerHooks", "ModuleCall", "Trace", "hooked", "model_layers", "recorded_calls"]
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ def _row_axis(hidden: torch.Tensor) -> int:
 
 
 @dataclass(slots=True)
-class Taps:
+class LayerHooks:
     """Stands in front of the layers of a model for one pass: the selected ones run, the others hand on.
 
     given: what goes into a selected layer, and out of it to the next one, in place of what came; rows: of it.
@@ -82,11 +82,11 @@ def _kept(hidden: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def tapped(layers: Sequence[nn.Module], taps: Taps) -> Iterator[None]:
-    """`taps` in front of the layers, while the block runs."""
+def hooked(layers: Sequence[nn.Module], hooks: LayerHooks) -> Iterator[None]:
+    """`hooks` in front of the layers, while the block runs."""
 
     def standing_in(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: taps.call(index, forward, args, kwargs)
+        return lambda *args, **kwargs: hooks.call(index, forward, args, kwargs)
 
     for index, layer in enumerate(layers):
         layer.forward = standing_in(index, layer.forward)
@@ -117,7 +117,7 @@ class ModuleCall:
 
 
 @contextmanager
-def watched(layer: nn.Module) -> Iterator[dict[str, ModuleCall]]:
+def recorded_calls(layer: nn.Module) -> Iterator[dict[str, ModuleCall]]:
     """The calls of the modules inside `layer` by name, in the order in which they end.
 
     An operator that stands in for a module has the module's name.

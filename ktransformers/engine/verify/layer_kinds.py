@@ -1,4 +1,4 @@
-"""Which decoder layers launch the same kernels, so that a rehearsal runs one of each kind.
+"""Which decoder layers launch the same kernels, so that a warm-up runs one of each kind.
 
 Layers are of one kind when the plan says the same of all that is in them, their caches have the same shape, and their
 modules are of the same classes with the same numbers: heads, windows, whether they rotate. What a layer is handed

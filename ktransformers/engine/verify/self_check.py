@@ -32,7 +32,7 @@ from ktransformers.engine.step.context import static_context
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.runner import ModelRunner
-from ktransformers.engine.verify.hooks import Taps, Trace, model_layers, tapped, watched
+from ktransformers.engine.verify.hooks import LayerHooks, Trace, hooked, model_layers, recorded_calls
 from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
@@ -139,19 +139,21 @@ class _Ours:
     pool: WorkerPool
     layout: StepLayout
 
-    def step(self, ids: torch.Tensor, cuts: Sequence[int], taps: Callable[[slice], Taps], num_logits: int) -> Trace:
+    def step(
+        self, ids: torch.Tensor, cuts: Sequence[int], hooks: Callable[[slice], LayerHooks], num_logits: int
+    ) -> Trace:
         """The tokens in steps that end at `cuts`; logits of the last rows."""
         runner = ModelRunner(ForwardPass(self.model, self.pool, self.layout, announce=False))
         cache, joined, start = StaticCache([shape.unrounded() for shape in self.shapes], len(ids)), None, 0
         layers = model_layers(self.model)
         for end in cuts:
-            tap, count = taps(slice(start, end)), end - start
+            hook, count = hooks(slice(start, end)), end - start
             keep = torch.arange(max(count - num_logits, 0), count)
             context = static_context(cache, self.pool, start, count)
-            with tapped(layers, tap):
+            with hooked(layers, hook):
                 logits = runner.step(ids[start:end], torch.arange(start, end), context, keep)
-            tap.trace.logits = logits.float().clone()
-            joined = tap.trace if joined is None else joined.followed_by(tap.trace)
+            hook.trace.logits = logits.float().clone()
+            joined = hook.trace if joined is None else joined.followed_by(hook.trace)
             start = end
         assert joined is not None
         return joined
@@ -255,7 +257,9 @@ class _Check:
         for cuts in runs:
             how = "" if len(cuts) == 1 else ", in two chunks"
             try:
-                got = self.ours.step(self.ids, cuts, lambda rows: Taps(self.selected, exact, rows), self._num_logits)
+                got = self.ours.step(
+                    self.ids, cuts, lambda rows: LayerHooks(self.selected, exact, rows), self._num_logits
+                )
             except (*_FAILURES, KTransformersError) as error:
                 logger.debug("self check: a step fails", exc_info=True)
                 return f"a step of {num_rows} tokens{how} fails with {type(error).__name__}: {_first_line(error)}"
@@ -277,19 +281,19 @@ class _Check:
 
     def _twin(self, selected: frozenset[int], given: Trace | None, *, is_rounded: bool) -> Trace:
         """One pass of the reference module. Raises _ReferenceFails."""
-        taps = Taps(selected, given)
+        hooks = LayerHooks(selected, given)
         self.weights.is_rounded = is_rounded
         num_rows = len(self.ids)
         keep = torch.arange(num_rows - self._num_logits, num_rows)
         try:
-            with self.weights, tapped(self.layers, taps):
+            with self.weights, hooked(self.layers, hooks):
                 output = self.reference(input_ids=self.ids[None], use_cache=False, logits_to_keep=keep)
         except (*_FAILURES, KTransformersError) as error:
             raise _failed(error) from error
-        taps.trace.logits = output.logits[0].float().clone()
-        if not all(bool(out.isfinite().all()) for out in taps.trace.outputs.values()):
+        hooks.trace.logits = output.logits[0].float().clone()
+        if not all(bool(out.isfinite().all()) for out in hooks.trace.outputs.values()):
             raise _ReferenceFails("its hidden states are not finite")
-        return taps.trace
+        return hooks.trace
 
     def _limit_experts(self) -> dict[str, int]:
         """Let experts that are many and large see the last rows alone; how many, by the name of the module."""
@@ -358,10 +362,12 @@ class _Check:
             layers = layer_list(self.ours.model)
             assert layers is not None
             layers[index] = ours.inner
-        with watched(self.layers[index]) as wanted:
+        with recorded_calls(self.layers[index]) as wanted:
             self._twin(self.selected, exact, is_rounded=False)
-        with watched(model_layers(self.ours.model)[index]) as got:
-            self.ours.step(self.ids, (rows.stop,), lambda rows: Taps(self.selected, exact, rows), self._num_logits)
+        with recorded_calls(model_layers(self.ours.model)[index]) as got:
+            self.ours.step(
+                self.ids, (rows.stop,), lambda rows: LayerHooks(self.selected, exact, rows), self._num_logits
+            )
         key = next(name for name, module in self.reference.named_modules() if module is self.layers[index])
         near, last = 0.1 if self.is_rough or self.weights.rounds else 1e-3, self._rows_of(index)
         for name, want in wanted.items():

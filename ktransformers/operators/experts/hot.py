@@ -241,7 +241,7 @@ class HotLayer:
         moe_blocks(rows, ids, weights, gate, up, down, space, span, num_experts, self.epilogue)
         return HotParts(ids, space.parts, num_experts)
 
-    def rehearse(
+    def warm_up(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int, usage: ExpertUsage
     ) -> None:
         """The launches of a step in a rehearsal (triton/common/compiling.py). hidden: [T, H]; others as in `split`."""

@@ -19,7 +19,7 @@ from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
-from ktransformers.kernels.triton.common.compiling import is_rehearsal
+from ktransformers.kernels.triton.common.compiling import is_warmup
 from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.base import (
@@ -292,7 +292,7 @@ class KTransformersExperts(Operator):
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, is_counted: bool
     ) -> Ticket:
         device = self.device
-        if is_rehearsal():
+        if is_warmup():
             return self._rehearse(hidden_states, topk_ids, topk_weights)
         if self._prefill is not None:
             large = self._prefill.submit(hidden_states, topk_ids, topk_weights)
@@ -323,9 +323,9 @@ class KTransformersExperts(Operator):
             ids, weights = device.move(topk_ids), topk_weights.to(device.torch_device, torch.float32).contiguous()
             self._gpu.forward(device.to_device(rows).contiguous(), ids, weights)
         elif self._prefill is not None:
-            self._prefill.rehearse(rows, topk_ids)
+            self._prefill.warm_up(rows, topk_ids)
         if self._hot is not None and self._runs_in_order(hidden_states):
-            self._hot.rehearse(rows, topk_ids, topk_weights, self._layer, self._usage())
+            self._hot.warm_up(rows, topk_ids, topk_weights, self._layer, self._usage())
         return Ticket(hidden_states, output=torch.zeros_like(hidden_states))
 
     def _runs_in_order(self, hidden_states: torch.Tensor) -> bool:

@@ -236,7 +236,7 @@ class ExpertPrefill:
         if call is not None and self._cpu.num_forwards == call.forwards + 1:
             self._overhead.learn(call.rows, call.expected, self._cpu.busy_seconds - call.busy)
 
-    def rehearse(self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    def warm_up(self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
         """The launches of `submit` in a rehearsal (kernels.triton.common.compiling), without experts on their way."""
         host, shape = self._layers[layer].host, self.shape
         rows = hidden.to(self.device.matmul_dtype).contiguous()
@@ -409,10 +409,10 @@ class PrefillLayer:
             return None
         return self.prefill.submit(self.number, rows.contiguous(), topk_ids, topk_weights)
 
-    def rehearse(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
-        """See ExpertPrefill.rehearse; nothing for a step that is not run here."""
+    def warm_up(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
+        """See ExpertPrefill.warm_up; nothing for a step that is not run here."""
         if hidden.device == self.prefill.device.torch_device and self.prefill.takes(hidden.shape[0]):
-            self.prefill.rehearse(self.number, hidden, topk_ids)
+            self.prefill.warm_up(self.number, hidden, topk_ids)
 
     def collect(self, ticket: PrefillTicket, like: torch.Tensor) -> torch.Tensor:
         """The result in the shape of `like`."""

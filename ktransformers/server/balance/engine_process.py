@@ -57,11 +57,11 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the rows of `plan`, and sample where it says so. Steps are sent to the recorder, if there is one.
 
-        Raises StageLostError where `mend` helps, as `begin` does; any other exception is the end of this process.
+        Raises StageLostError where `recover` helps, as `begin` does; any other exception is the end of this process.
         """
         ...
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """After a StageLostError: steps can be computed again, over a cache that holds nothing. Raises EngineError."""
         ...
 
@@ -115,9 +115,9 @@ class _Work:
                 self._do(self._next())
             except StageLostError as error:
                 logger.warning("%s; running requests wait until another one is there", error)
-                self._results.send(encode(StepResult(step_id=-1, results=[], mending=True)))
-                self._executor.mend()
-                self._results.send(encode(StepResult(step_id=-1, results=[], mending=False)))
+                self._results.send(encode(StepResult(step_id=-1, results=[], recovering=True)))
+                self._executor.recover()
+                self._results.send(encode(StepResult(step_id=-1, results=[], recovering=False)))
                 self._drop_lost()
                 logger.info("all stages are there again; running requests go on")
 

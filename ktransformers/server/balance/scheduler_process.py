@@ -253,8 +253,8 @@ class SchedulerProcess:
     def _receive_results(self, link: EngineLink) -> None:
         while link.results.poll(0):
             result: StepResult = decode(link.results.recv(), StepResult)
-            if result.mending is not None:
-                self._note_mending(link, result.mending)
+            if result.recovering is not None:
+                self._note_recovering(link, result.recovering)
                 continue
             self._watch.finished(self._clock())
             if self._chunks is not None:
@@ -287,7 +287,7 @@ class SchedulerProcess:
             )
             self._check()
 
-    def _note_mending(self, link: EngineLink, is_begun: bool) -> None:
+    def _note_recovering(self, link: EngineLink, is_begun: bool) -> None:
         link.is_mending = is_begun
         if is_begun:
             self._lose_steps(link.epoch)

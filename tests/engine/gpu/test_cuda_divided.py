@@ -17,7 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.parallel.ranks.driver import Leader
+from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.types import QuantType
@@ -38,7 +38,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.optimize.machine.cuda_memory", cuda_memory)
 
 
-def cuda_engine(config: EngineConfig, ranks: Leader | None = None) -> PagedEngine:
+def cuda_engine(config: EngineConfig, ranks: Driver | None = None) -> PagedEngine:
     config = replace(config, cache_lens=96, cpu_infer=2, self_check=False)
     engine = build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)
     assert any(layer_device.device.startswith("cuda") for layer_device in engine.plan.layer_devices)
@@ -89,16 +89,16 @@ def test_a_stage_that_dies_is_replaced(tmp_path: Path) -> None:
     with closing(cuda_engine(config)) as engine:
         want = logits_in_steps(engine)
     config = replace(config, pipeline=3)
-    ranks = Leader(config)
+    ranks = Driver(config)
     with closing(cuda_engine(config, ranks)) as engine:
         assert torch.equal(logits_in_steps(engine), want)
         for lost in (0, 1):
-            process = ranks._crew.peers[lost].process  # type: ignore[attr-defined]
+            process = ranks._workers.workers[lost].process  # type: ignore[attr-defined]
             process.kill()
             process.wait()
             with pytest.raises(StageLostError):
                 logits_in_steps(engine)
-            engine.executor.mend()
+            engine.executor.recover()
             assert torch.equal(logits_in_steps(engine), want)
 
 
@@ -108,10 +108,10 @@ def test_a_stage_that_dies_behind_nccl_ends_its_engine(tmp_path: Path) -> None:
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, pipeline=2)
     ended: SimpleQueue[str] = SimpleQueue()
-    ranks = Leader(config, on_death=ended.put)
+    ranks = Driver(config, on_death=ended.put)
     with closing(cuda_engine(config, ranks)) as engine:
         logits_in_steps(engine)
-        ranks._crew.peers[0].process.kill()  # type: ignore[attr-defined]
+        ranks._workers.workers[0].process.kill()  # type: ignore[attr-defined]
         assert "stage 1" in ended.get(timeout=60)
 
 
@@ -140,8 +140,8 @@ def test_sums_by_nccl_change_nothing_where_one_process_has_all(
     config = EngineConfig(model_path=tmp_path, use_cuda_graph=graphs)
     with monkeypatch.context() as patch:
         patch.setattr(TensorGroup, "sum", lambda group, share: share)
-        with closing(cuda_engine(config, Leader(config))) as engine:
+        with closing(cuda_engine(config, Driver(config))) as engine:
             want = logits_in_steps(engine)
-    with closing(cuda_engine(config, Leader(config))) as engine:
+    with closing(cuda_engine(config, Driver(config))) as engine:
         for _ in range(2):
             assert torch.equal(logits_in_steps(engine), want)

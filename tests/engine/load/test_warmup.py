@@ -20,12 +20,12 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import COMPILING
 from ktransformers.engine.load import arrange, ready
 from ktransformers.engine.load.builder import Hardware, PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.load.warmup import Extent, row_counts
-from ktransformers.engine.parallel.ranks.driver import Leader
+from ktransformers.engine.load.warmup import WarmupShapes, row_counts
+from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.step import prefill as prefill_module
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.verify.layer_kinds import one_of_each
-from ktransformers.kernels.triton.common.compiling import Compiled, rehearsal, watch_launches
+from ktransformers.kernels.triton.common.compiling import Compiled, warmup, watch_launches
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -61,9 +61,9 @@ class Rehearsed:
 @pytest.fixture
 def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
     rehearsed: list[Rehearsed] = []
-    real = ready.rehearse
+    real = ready.warm_up
 
-    def rehearse(forward: ForwardPass, *args: Any) -> Compiled:
+    def warm_up(forward: ForwardPass, *args: Any) -> Compiled:
         launches: list[tuple[Any, ...]] = []
         (kinds,) = (arg for arg in args if isinstance(arg, list))
         with watch_launches(launches.append, launches=False):
@@ -75,7 +75,7 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
 
     for module in (arrange, ready):
         monkeypatch.setattr(module, "compiles", lambda: True)
-    monkeypatch.setattr(ready, "rehearse", rehearse)
+    monkeypatch.setattr(ready, "warm_up", warm_up)
     return rehearsed
 
 
@@ -135,7 +135,7 @@ def check_no_other(paged: PagedEngine, known: Compiled, num_steps: int) -> None:
     with watch_launches(met.add):
         for plan in server_steps(vocab_size, num_steps, 3, 20, has_states):
             paged.executor.execute(plan)
-    with rehearsal() as more:
+    with warmup() as more:
         for plan in server_steps(vocab_size, 40, 5, CHUNK, has_states):
             paged.executor.execute(plan)
     assert len(more.variants) > 4
@@ -262,12 +262,12 @@ def test_a_rehearsal_changes_nothing(
 
 def test_row_counts_reach_every_choice() -> None:
     """Of 128 experts and 8 for each token: blocks of 16, 32, 64 and 128, sorted in two ways."""
-    counts = row_counts(Extent(4096, 16, 8, num_experts=128, top_k=8), least=17)
+    counts = row_counts(WarmupShapes(4096, 16, 8, num_experts=128, top_k=8), least=17)
     assert counts[0] == 17
     assert counts[-1] == 4096
     for low, high in ((17, 192), (193, 384), (385, 1024), (1025, 1536), (1537, 4096)):
         assert any(low <= rows <= high for rows in counts)
-    assert row_counts(Extent(512, 1, 1), least=2)[:4] == [2, 3, 4, 8]
+    assert row_counts(WarmupShapes(512, 1, 1), least=2)[:4] == [2, 3, 4, 8]
 
 
 @pytest.mark.exhaustive
@@ -275,7 +275,7 @@ def test_a_stage_waits_for_no_other_in_a_rehearsal(rehearsals: list[Rehearsed], 
     """All have met by then, and the one before knows of no step."""
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, pipeline=2)
-    paged = new_paged(tmp_path, pipeline=2, ranks=Leader(config, None, HARDWARE))
+    paged = new_paged(tmp_path, pipeline=2, ranks=Driver(config, None, HARDWARE))
     paged.executor.execute(
         StepPlan(step_id=1, ended=[], starts=[sequence_start(0, [1, 2, 3])], rows=[step_row(0, [1, 2], 0, [0])])
     )

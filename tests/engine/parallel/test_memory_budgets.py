@@ -12,12 +12,12 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_paged_engine
 from ktransformers.engine.load.worker import _build
 from ktransformers.engine.model.opened import open_model
-from ktransformers.engine.parallel.pipeline.memory_budgets import stage_rooms
+from ktransformers.engine.parallel.pipeline.memory_budgets import stage_memory_budgets
 from ktransformers.engine.parallel.pipeline.stages import stage_weights
-from ktransformers.engine.parallel.ranks.driver import Leader
+from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.ranks.messages import Begin, Start, decode
-from ktransformers.engine.parallel.ranks.ranks import Follower
-from ktransformers.engine.parallel.ranks.worker_handles import Child
+from ktransformers.engine.parallel.ranks.ranks import Worker
+from ktransformers.engine.parallel.ranks.worker_handles import LocalWorker
 from ktransformers.errors import CapacityError
 from ktransformers.optimize.machine import Machine
 from ktransformers.system.child import read_frame
@@ -35,11 +35,11 @@ def machine(ram: int, *gpus: int) -> Machine:
 
 def test_each_stage_has_a_gpu_of_its_own() -> None:
     """And what its weights are of the RAM, of which an eighth is divided evenly."""
-    rooms = stage_rooms(machine(64 * GIB, 10 * GIB, 20 * GIB), [3, 1])
-    assert [room.gpus for room in rooms] == [(0,), (1,)]
-    assert rooms[0].free == {"cpu": 4 * GIB + 42 * GIB, "cuda:0": 10 * GIB}
-    assert rooms[1].free == {"cpu": 4 * GIB + 14 * GIB, "cuda:1": 20 * GIB}
-    assert rooms[1].free_by_own_names == {"cpu": 18 * GIB, "cuda:0": 20 * GIB}
+    memory_budgets = stage_memory_budgets(machine(64 * GIB, 10 * GIB, 20 * GIB), [3, 1])
+    assert [budget.gpus for budget in memory_budgets] == [(0,), (1,)]
+    assert memory_budgets[0].free == {"cpu": 4 * GIB + 42 * GIB, "cuda:0": 10 * GIB}
+    assert memory_budgets[1].free == {"cpu": 4 * GIB + 14 * GIB, "cuda:1": 20 * GIB}
+    assert memory_budgets[1].free_by_own_names == {"cpu": 18 * GIB, "cuda:0": 20 * GIB}
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_each_stage_has_a_gpu_of_its_own() -> None:
     ],
 )
 def test_gpus_of_stages(num_gpus: int, size: int, gpus: list[tuple[int, ...]]) -> None:
-    assert [room.gpus for room in stage_rooms(machine(GIB, *[GIB] * num_gpus), [1] * size)] == gpus
+    assert [budget.gpus for budget in stage_memory_budgets(machine(GIB, *[GIB] * num_gpus), [1] * size)] == gpus
 
 
 def test_stages_on_one_gpu_divide_what_is_left_of_it() -> None:
     """By each process more a driver's context is taken."""
     free = 16 * GIB + CONTEXT
-    first, second = stage_rooms(machine(16 * GIB, free), [1, 1])
+    first, second = stage_memory_budgets(machine(16 * GIB, free), [1, 1])
     assert first == second
     assert first.free == {"cpu": 8 * GIB, "cuda:0": 8 * GIB}
-    rooms = stage_rooms(machine(0, 24 * GIB + 2 * CONTEXT), [1, 0, 1])
-    assert [room.free["cuda:0"] for room in rooms] == [23 * GIB // 2, GIB, 23 * GIB // 2]
-    assert stage_rooms(machine(GIB, CONTEXT // 2), [1, 1])[0].free["cuda:0"] == 0
+    memory_budgets = stage_memory_budgets(machine(0, 24 * GIB + 2 * CONTEXT), [1, 0, 1])
+    assert [budget.free["cuda:0"] for budget in memory_budgets] == [23 * GIB // 2, GIB, 23 * GIB // 2]
+    assert stage_memory_budgets(machine(GIB, CONTEXT // 2), [1, 1])[0].free["cuda:0"] == 0
 
 
 def test_weights_of_stages_are_those_of_the_model(tmp_path: Path) -> None:
@@ -79,24 +79,24 @@ def test_weights_of_stages_are_those_of_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_stages_plan_with_their_rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader, and what the other one is told, which sees 4 GiB."""
+    """The driver, and what the other one is told, which sees 4 GiB."""
     write_safetensors(tiny_model("llama", seed=1), tmp_path)
     told: list[bytes] = []
-    tell = Child.tell
-    monkeypatch.setattr(Child, "tell", lambda self, data: (told.append(data), tell(self, data))[1])
+    tell = LocalWorker.tell
+    monkeypatch.setattr(LocalWorker, "tell", lambda self, data: (told.append(data), tell(self, data))[1])
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
     hardware = fake_hardware(gpu_bytes=2 * GIB + CONTEXT)
-    ranks = Leader(config, None, HARDWARE)
+    ranks = Driver(config, None, HARDWARE)
     with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware)) as engine:
         assert engine.plan.capacity["cuda:0"] == GIB
     start = decode(read_frame(io.BytesIO(told[0])), Start)
-    assert start.room == {"cpu": 2 * GIB, "cuda:0": GIB}
+    assert start.budget == {"cpu": 2 * GIB, "cuda:0": GIB}
 
 
 def test_a_stage_keeps_to_its_room(tmp_path: Path) -> None:
     write_safetensors(tiny_model("llama", seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False, use_cuda=True)
-    room = {"cpu": GIB, "cuda:0": 1 << 10}
-    start = Start(1, "stage 1", config, 8, 4, 0, HARDWARE, "error", room=room)
+    budget = {"cpu": GIB, "cuda:0": 1 << 10}
+    start = Start(1, "stage 1", config, 8, 4, 0, HARDWARE, "error", memory_budget=budget)
     with pytest.raises(CapacityError, match="cuda:0"):
-        _build(start, Follower(start, lambda: Begin("", [], False), lambda message: None))
+        _build(start, Worker(start, lambda: Begin("", [], False), lambda message: None))

@@ -16,13 +16,13 @@ from torch import distributed
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine, build_follower, build_paged_engine
+from ktransformers.engine.load.builder import build_engine, build_paged_engine, build_worker
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.parallel.pipeline.link import StageLink, gpu_number, joined_stages
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, joined_layers, stage_bounds
-from ktransformers.engine.parallel.ranks.driver import Leader
+from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Start
-from ktransformers.engine.parallel.ranks.ranks import Follower
+from ktransformers.engine.parallel.ranks.ranks import Worker
 from ktransformers.engine.plan.cache_plan import SharedPages
 from ktransformers.engine.step.context import paged_context
 from ktransformers.errors import ConfigError, StageLostError, UnsupportedError
@@ -92,7 +92,7 @@ def test_borders_of_stages_whose_gpus_compute_in_bf16(model_type: str, tmp_path:
     model = recurrent_model(model_type) if model_type in RECURRENT_TYPES else tiny_model(model_type, seed=1)
     write_safetensors(model, tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
-    ranks, hardware = Leader(config, None, BF16), detect_bf16(config)
+    ranks, hardware = Driver(config, None, BF16), detect_bf16(config)
     build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware).close()
 
 
@@ -108,11 +108,9 @@ def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkey
     monkeypatch.setattr(distributed, "send", lambda rows, to, group: given.append(rows.clone()))
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
     graphs, said = FakeGraphs(), list[Any]()
-    follower = Follower(
-        Start(1, "stage 1", config, 8, 4, 0, HARDWARE, "error"), lambda: Begin("", [], False), said.append
-    )
+    worker = Worker(Start(1, "stage 1", config, 8, 4, 0, HARDWARE, "error"), lambda: Begin("", [], False), said.append)
     hardware = fake_hardware(graphs=graphs, graph_rows=(16,))
-    part = build_follower(open_model(config), follower, hardware, SharedPages(8, 4))
+    part = build_worker(open_model(config), worker, hardware, SharedPages(8, 4))
     for at, replays in (((0, 9), 1), ((9, 16), 2), ((16, 17), 3), ((17, 18), 4), ((18, 19), 5)):
         ids, table = IDS[slice(*at)], [np.arange(4, dtype=np.int32)]
         row = step_row(1, ids, at[0], [0, 1, 2, 3], read_slot=-1, write_slot=0)
@@ -120,14 +118,14 @@ def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkey
         part.runner.follow(torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1]), is_padded=False)
         assert graphs.replays == replays
         assert given[-1].shape == (1, len(ids), want.shape[-1])
-    follower.close()
+    worker.close()
     assert (torch.cat(given, 1) - want).abs().max() <= 1e-4 * want.abs().max()
     assert said[-1] == Captured([(16, 4), (4, 4), (2, 2), (1, 1)])
 
 
 @pytest.mark.exhaustive
 def test_steps_that_no_pipe_holds(tmp_path: Path) -> None:
-    """A step of 3,000 tokens is told in 100 kB, a pipe takes 64: the leader tells of the second one while the first
+    """A step of 3,000 tokens is told in 100 kB, a pipe takes 64: the driver tells of the second one while the first
     stage waits to hand the first one over."""
     write_safetensors(tiny_model("llama", seed=1, max_position_embeddings=4096), tmp_path)
     ids = [3 + 7 * i % 90 for i in range(3000)]
@@ -301,17 +299,17 @@ def test_a_stage_that_dies_is_replaced_alone(tmp_path: Path) -> None:
     with closing(engine_of(tmp_path, 1)) as engine:
         want = logits_in_steps(engine)
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=3, self_check=False)
-    ranks = Leader(config)
+    ranks = Driver(config)
     with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)) as engine:
         assert torch.equal(logits_in_steps(engine), want)
         for lost in (0, 1):
-            before = [peer.process for peer in ranks._crew.peers]  # type: ignore[attr-defined]
+            before = [peer.process for peer in ranks._workers.workers]  # type: ignore[attr-defined]
             before[lost].kill()
             before[lost].wait()
             with pytest.raises(StageLostError):
                 logits_in_steps(engine)
-            engine.executor.mend()
-            after = [peer.process for peer in ranks._crew.peers]  # type: ignore[attr-defined]
+            engine.executor.recover()
+            after = [peer.process for peer in ranks._workers.workers]  # type: ignore[attr-defined]
             assert [old is new for old, new in zip(before, after, strict=True)] == [i != lost for i in range(2)]
             assert torch.equal(logits_in_steps(engine), want)
 
@@ -326,7 +324,7 @@ def test_answers_of_llm_go_on_when_a_stage_dies() -> None:
         streams = [llm.stream(prompt, params) for prompt in prompts]
         got = [[next(stream).token_id for _ in range(5)] for stream in streams]
         ranks: Any = llm._batches.engine.ranks  # type: ignore[union-attr]
-        ranks._crew.peers[0].process.kill()
+        ranks._workers.workers[0].process.kill()
         for tokens, stream in zip(got, streams, strict=True):
             tokens += [event.token_id for event in stream]
     assert [tuple(tokens) for tokens in got] == want

@@ -21,7 +21,7 @@ from ktransformers.engine.load.builder import build_paged_engine
 from ktransformers.engine.parallel.pipeline.network import local_address, local_interface, meeting_store
 from ktransformers.engine.parallel.ranks import agent as agent_module
 from ktransformers.engine.parallel.ranks.agent import MOST_PENDING, StageAgent, connect, read_secret
-from ktransformers.engine.parallel.ranks.driver import Leader
+from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.errors import ConfigError, EngineError, StageLostError
 from tests.engine.parallel.test_pipeline import logits_in_steps
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -54,7 +54,7 @@ def config_of(path: Path, agents: list[StageAgent], folder: Path) -> EngineConfi
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_stages_elsewhere_compute_what_one_process_does(num_stages: int, tmp_path: Path) -> None:
-    """Also for the leader after that one, whose stages the same agents start anew."""
+    """Also for the driver after that one, whose stages the same agents start anew."""
     model = tmp_path / "model"
     write_safetensors(tiny_model("qwen3_moe", seed=1, num_hidden_layers=num_stages + 1), model)
     plain = EngineConfig(model_path=model, cache_lens=96, cpu_infer=1, self_check=False)
@@ -83,7 +83,7 @@ def test_a_stage_elsewhere_that_dies(tmp_path: Path) -> None:
 
     with agent() as one:
         config = config_of(model, [one], tmp_path)
-        ranks = Leader(config, None, on_death=on_death)
+        ranks = Driver(config, None, on_death=on_death)
         with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)) as engine:
             want = logits_in_steps(engine)
             assert one._process is not None
@@ -91,13 +91,13 @@ def test_a_stage_elsewhere_that_dies(tmp_path: Path) -> None:
             one._process.wait()
             with pytest.raises(StageLostError):
                 logits_in_steps(engine)
-            engine.executor.mend()
+            engine.executor.recover()
             assert torch.equal(logits_in_steps(engine), want)
             assert not told
             one.close()  # which ends its process, too
             assert has_died.wait(60)
             with pytest.raises(EngineError, match="no other one can start"):
-                engine.executor.mend()
+                engine.executor.recover()
         where = f"127.0.0.1:{one.port}"
         assert told == [
             f"the process of stage 1 at {where} has ended, or the connection to it, and no other one can start: "
@@ -146,13 +146,13 @@ def is_closed(connection: socket.socket) -> bool:
 
 @pytest.mark.parametrize("count", [1, 6, MOST_PENDING + 5])
 def test_who_says_nothing_keeps_nobody_out(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their time is endless here: a leader must not wait for it to pass, and neither must the end."""
+    """Their time is endless here: a driver must not wait for it to pass, and neither must the end."""
     monkeypatch.setattr(agent_module, "_SECONDS", 1e6)
     with agent(ECHO) as one, ExitStack() as stack:
         silent = [stack.enter_context(greeted(one.port)) for _ in range(count)]
-        with connect("127.0.0.1", one.port, SECRET) as leader:
-            leader.sendall(b"hello")
-            assert leader.recv(5) == b"hello"
+        with connect("127.0.0.1", one.port, SECRET) as driver:
+            driver.sendall(b"hello")
+            assert driver.recv(5) == b"hello"
         assert len(one._pending) <= MOST_PENDING
         if count > MOST_PENDING:
             assert is_closed(silent[0])  # the oldest have left

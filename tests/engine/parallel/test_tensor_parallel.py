@@ -13,7 +13,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.model.opened import open_model
-from ktransformers.engine.parallel.ranks.driver import Leader
+from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.step.context import paged_context
@@ -41,7 +41,7 @@ def cut_engine(path: Path, size: int = 2, **settings: object) -> PagedEngine:
         model_path=path, cache_lens=96, cpu_infer=1, tensor_parallel=size, self_check=False, **settings
     )  # type: ignore[arg-type]
     hardware = fake_hardware(graphs=FakeGraphs())
-    ranks = Leader(config, None, HARDWARE)
+    ranks = Driver(config, None, HARDWARE)
     return build_paged_engine(config, page_size=8, max_batch_size=4, hardware=hardware, ranks=ranks)
 
 
@@ -117,7 +117,7 @@ def test_parts_make_up_the_whole() -> None:
     for name in names:
         parts = [dict(one.model.named_parameters()).get(name) for one in cut]
         if any(part is None for part in parts):
-            assert ".mlp." in name  # a router, which the leader has
+            assert ".mlp." in name  # a router, which the driver has
             continue
         shape = tuple(whole.model.get_parameter(name).shape)
         found = [one.source.find(name) for one in cut]
@@ -139,8 +139,8 @@ def test_parts_make_up_the_whole() -> None:
 def test_the_bias_of_a_sum_is_added_once() -> None:
     source = open_model(EngineConfig(gguf_path=DEMO_GGUF)).source
     name = "model.norm.weight"
-    leader, other = CutSource(source, {}), CutSource(source, {}, [name])
-    assert torch.equal(leader.dense(name), source.dense(name))
+    driver, other = CutSource(source, {}), CutSource(source, {}, [name])
+    assert torch.equal(driver.dense(name), source.dense(name))
     assert not other.dense(name).any()
     assert not other.tensor(name).data.any()
 
@@ -185,15 +185,15 @@ def test_another_process_that_cannot_load(tmp_path: Path) -> None:
     """Its error is the engine's, and nobody is left."""
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, tensor_parallel=2)
-    ranks = Leader(config, None, "tests.support.engines.cut_models:detect_little")
+    ranks = Driver(config, None, "tests.support.engines.cut_models:detect_little")
     with pytest.raises(CapacityError, match="GPU 1: the model does not fit"):
         build_paged_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
-    assert [child.process.poll() is not None for child in ranks._crew.peers] == [True]
+    assert [child.process.poll() is not None for child in ranks._workers.workers] == [True]
 
 
 @pytest.mark.exhaustive
 def test_another_process_that_dies(tmp_path: Path) -> None:
-    """The leader's process is to end, for it would wait for ever; a step in which it fails is the last one."""
+    """The driver's process is to end, for it would wait for ever; a step in which it fails is the last one."""
     write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
     told, has_died = [], threading.Event()
 
@@ -202,10 +202,10 @@ def test_another_process_that_dies(tmp_path: Path) -> None:
         has_died.set()
 
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, tensor_parallel=2)
-    ranks = Leader(config, None, HARDWARE, on_death)
+    ranks = Driver(config, None, HARDWARE, on_death)
     engine = build_paged_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
     with closing(engine):
-        (child,) = ranks._crew.peers
+        (child,) = ranks._workers.workers
         child.process.kill()
         assert has_died.wait(60)
         assert told == ["the process of GPU 1 has ended with -9"]

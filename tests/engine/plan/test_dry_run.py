@@ -11,7 +11,7 @@ from ktransformers.bench.common.bandwidth import BandwidthFile, bandwidths
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware, plan_model
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.plan.dry_run import Outlook, look_ahead
+from ktransformers.engine.plan.dry_run import DryRun, dry_run
 from ktransformers.engine.plan.fit_suggestions import needed_bits
 from ktransformers.errors import EngineError
 from ktransformers.models.synthetic_shapes import find_shape
@@ -30,46 +30,48 @@ def qwen(**flags: object) -> OpenedModel:
     return open_synthetic(EngineConfig(**flags), find_shape("qwen3-30b-a3b").config())  # type: ignore[arg-type]
 
 
-def check_each(opened: OpenedModel, hardware: Hardware, outlook: Outlook) -> None:
+def check_each(opened: OpenedModel, hardware: Hardware, preview: DryRun) -> None:
     """What every remedy says is what a plan with it says."""
-    assert outlook.remedies is not None
-    for remedy in outlook.remedies.each:
+    assert preview.fit_suggestions is not None
+    for remedy in preview.fit_suggestions.each:
         there = hardware.without_gpus() if remedy.config.use_cuda is False else hardware
         again = plan_model(remedy.config, replace(opened, config=remedy.config), there)
         assert (again.misfit() is None) == remedy.is_enough, remedy.flag
         if len(hardware.machine.devices) == 1:
-            assert remedy.saves == outlook.plan.total_bytes["cpu"] - again.total_bytes["cpu"]
-    joined = plan_model(outlook.remedies.config, replace(opened, config=outlook.remedies.config), hardware)
-    assert (joined.misfit() is None) == outlook.remedies.are_enough
+            assert remedy.saves == preview.plan.total_bytes["cpu"] - again.total_bytes["cpu"]
+    joined = plan_model(
+        preview.fit_suggestions.config, replace(opened, config=preview.fit_suggestions.config), hardware
+    )
+    assert (joined.misfit() is None) == preview.fit_suggestions.are_enough
 
 
 def test_what_fits_needs_no_remedy() -> None:
-    outlook = look_ahead(qwen(), machine(64))
-    assert outlook.remedies is None
-    assert outlook.summary.cache_tokens == 8192
+    preview = dry_run(qwen(), machine(64))
+    assert preview.fit_suggestions is None
+    assert preview.summary.cache_tokens == 8192
 
 
 def test_the_mildest_flags_that_fit() -> None:
     opened, hardware = qwen(), machine(19.9)
-    outlook = look_ahead(opened, hardware)
-    assert outlook.remedies is not None
-    remedy, narrower = outlook.remedies.each
+    preview = dry_run(opened, hardware)
+    assert preview.fit_suggestions is not None
+    remedy, narrower = preview.fit_suggestions.each
     assert (remedy.flag, remedy.is_enough) == ("--cache_lens 4096", True)
     assert (narrower.flag, narrower.is_enough) == ("--kv_type bf16", True)
     assert (
         remedy.saves == narrower.saves == 4096 * 48 * 4 * 2 * 4 * 128
     )  # layers, bytes, keys and values, KV heads of 128
-    check_each(opened, hardware, outlook)
+    check_each(opened, hardware, preview)
 
 
 def test_nothing_helps_where_the_weights_alone_are_too_large() -> None:
     opened, hardware = qwen(), machine(10)
-    outlook = look_ahead(opened, hardware)
-    assert outlook.remedies is not None
-    assert not outlook.remedies.are_enough
-    check_each(opened, hardware, outlook)
-    cache = sum(outlook.plan.extra_bytes["kv cache"].values())
-    assert needed_bits(outlook.plan, 1000) == 8 * (10 * GIB - cache) / 1000
+    preview = dry_run(opened, hardware)
+    assert preview.fit_suggestions is not None
+    assert not preview.fit_suggestions.are_enough
+    check_each(opened, hardware, preview)
+    cache = sum(preview.plan.extra_bytes["kv cache"].values())
+    assert needed_bits(preview.plan, 1000) == 8 * (10 * GIB - cache) / 1000
 
 
 @pytest.mark.exhaustive
@@ -88,10 +90,10 @@ def test_nothing_helps_where_the_weights_alone_are_too_large() -> None:
 )
 def test_remedies_of_a_gpu(flags: dict[str, object], gpus: tuple[float, ...], wanted: set[str]) -> None:
     opened, hardware = qwen(**flags), machine(64, *gpus)
-    outlook = look_ahead(opened, hardware)
-    assert outlook.remedies is not None
-    assert wanted == {remedy.flag for remedy in outlook.remedies.each if remedy.is_enough}
-    check_each(opened, hardware, outlook)
+    preview = dry_run(opened, hardware)
+    assert preview.fit_suggestions is not None
+    assert wanted == {remedy.flag for remedy in preview.fit_suggestions.each if remedy.is_enough}
+    check_each(opened, hardware, preview)
 
 
 @pytest.fixture(scope="module")
@@ -102,35 +104,35 @@ def unquantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_experts_can_be_quantized(unquantized: Path) -> None:
     opened = open_model(EngineConfig(model_path=unquantized))
-    whole = look_ahead(opened, machine(1))
-    assert whole.remedies is None
+    whole = dry_run(opened, machine(1))
+    assert whole.fit_suggestions is None
     assert whole.summary.disk_bytes == sum(file.stat().st_size for file in unquantized.glob("*.safetensors"))
     assert whole.summary.name == unquantized.name
     needed = whole.plan.total_bytes["cpu"]
     for missing in (needed // 2, needed // 5):
         hardware = machine((needed - missing) / GIB)
-        outlook = look_ahead(opened, hardware)
-        assert outlook.remedies is not None
-        assert any(remedy.flag.startswith("--cpu_quant") for remedy in outlook.remedies.each)
-        check_each(opened, hardware, outlook)
+        preview = dry_run(opened, hardware)
+        assert preview.fit_suggestions is not None
+        assert any(remedy.flag.startswith("--cpu_quant") for remedy in preview.fit_suggestions.each)
+        check_each(opened, hardware, preview)
 
 
 def test_several_remedies_may_suffice_together_only(unquantized: Path) -> None:
     opened = open_model(EngineConfig(model_path=unquantized, cache_lens=1024))
-    needed = look_ahead(opened, machine(1)).plan.total_bytes["cpu"]
+    needed = dry_run(opened, machine(1)).plan.total_bytes["cpu"]
     config = replace(opened.config, cache_lens=512, kv_type="int8", cpu_quant="q4_k")
     least = plan_model(config, replace(opened, config=config), machine(1)).total_bytes["cpu"]
     hardware = machine((least + 4096) / GIB)
-    outlook = look_ahead(opened, hardware)
-    assert outlook.remedies is not None
-    assert [(one.flag, one.is_enough) for one in outlook.remedies.each] == [
+    preview = dry_run(opened, hardware)
+    assert preview.fit_suggestions is not None
+    assert [(one.flag, one.is_enough) for one in preview.fit_suggestions.each] == [
         ("--cache_lens 512", False),
         ("--kv_type int8", False),
         ("--cpu_quant q4_k", False),
     ]
-    assert outlook.remedies.are_enough
-    assert outlook.remedies.saves == needed - least
-    check_each(opened, hardware, outlook)
+    assert preview.fit_suggestions.are_enough
+    assert preview.fit_suggestions.saves == needed - least
+    check_each(opened, hardware, preview)
 
 
 def test_bandwidth_is_measured_once_and_the_best_is_kept(tmp_path: Path) -> None:

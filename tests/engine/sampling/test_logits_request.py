@@ -16,7 +16,7 @@ from torch import Tensor
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.sampling.logits_request import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, ReducedLogits
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, RequestedLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, sample_batch, sample_each
 from ktransformers.engine.sequence.session import Session
 from ktransformers.engine.step.logits_fetch import LogitsFetch
@@ -65,9 +65,9 @@ def outcome(result: SampledToken | KTransformersError) -> object:
     return str(result) if isinstance(result, KTransformersError) else result
 
 
-def compare(logits: Tensor, samplers: list[RequestSampler], fetch: LogitsFetch) -> ReducedLogits | Tensor:
+def compare(logits: Tensor, samplers: list[RequestSampler], fetch: LogitsFetch) -> RequestedLogits | Tensor:
     """Tokens of both ways at a few positions; what the second came from."""
-    found = fetch.reduced(logits.to(GPU), [sampler.need for sampler in samplers])
+    found = fetch.requested(logits.to(GPU), [sampler.logits_request for sampler in samplers])
     for position in (0, 5, 77, 4096):
         positions = [position + i for i in range(len(samplers))]
         wanted = [outcome(one) for one in sample_each(logits, samplers, positions)]
@@ -83,9 +83,9 @@ def test_tokens_are_those_of_whole_rows(kind: str, vocab: int) -> None:
     logits = torch.stack([make_row(kind, vocab, generator) for _ in range(16)])
     samplers = [RequestSampler(draw_params(rng), [], vocab) for _ in range(16)]
     found = compare(logits, samplers, LogitsFetch(17, vocab, GPU))
-    assert isinstance(found, ReducedLogits)
+    assert isinstance(found, RequestedLogits)
     if kind == "normal":
-        assert len(found.whole) == sum(sampler.need == WHOLE_ROW for sampler in samplers)
+        assert len(found.whole) == sum(sampler.logits_request == WHOLE_ROW for sampler in samplers)
 
 
 @pytest.mark.parametrize("vocab", [7, 300])
@@ -97,7 +97,7 @@ def test_rows_that_are_not_finite_have_the_errors_of_whole_rows(vocab: int) -> N
     for params in ([greedy] * 8, [some] * 8, [greedy, some] * 4):
         samplers = [RequestSampler(one, [], vocab) for one in params]
         found = compare(logits, samplers, LogitsFetch(8, vocab, GPU))
-        assert isinstance(found, ReducedLogits)
+        assert isinstance(found, RequestedLogits)
         assert [row for row, place in enumerate(found.places) if place >= 0] == [1, 2, 3, 5, 6]
     with pytest.raises(KTransformersError, match="computed nan as the logit"):
         sample_batch(found, samplers, range(8))
@@ -119,7 +119,7 @@ class Anything:
 def test_needs() -> None:
     def need(mask: Anything | None = None, prompt: tuple[int, ...] = (), **fields: object) -> int:
         params = SamplingParams(**fields)  # type: ignore[arg-type]
-        return RequestSampler(params, prompt, 100, mask, eos_token_ids=(7,)).need
+        return RequestSampler(params, prompt, 100, mask, eos_token_ids=(7,)).logits_request
 
     greedy = {"temperature": 0.0}
     assert need(**greedy) == need(**greedy, top_k=5, top_p=0.5) == BEST_TOKEN
@@ -139,7 +139,7 @@ def test_needs_change_with_the_answer() -> None:
     counted = RequestSampler(SamplingParams(temperature=0, presence_penalty=1.0), [], 100)
     seen = []
     for token_id in (1, 2, 3):
-        seen.append((held.need, counted.need))
+        seen.append((held.logits_request, counted.logits_request))
         held.commit(token_id)
         counted.commit(token_id)
     assert seen == [(WHOLE_ROW, BEST_TOKEN), (WHOLE_ROW, WHOLE_ROW), (BEST_TOKEN, WHOLE_ROW)]
@@ -167,8 +167,8 @@ def test_rows_of_a_step_can_be_left_out() -> None:
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(3))
     params = [SamplingParams(temperature=0), SamplingParams(top_k=4, seed=1), SamplingParams(seed=2)]
     samplers = [RequestSampler(params[i % 3], [], 100) for i in range(5)]
-    found = LogitsFetch(5, 100, GPU).reduced(logits.to(GPU), [sampler.need for sampler in samplers])
-    assert isinstance(found, ReducedLogits)
+    found = LogitsFetch(5, 100, GPU).requested(logits.to(GPU), [sampler.logits_request for sampler in samplers])
+    assert isinstance(found, RequestedLogits)
     for wanted in ([0, 1, 2, 3, 4], [0, 2, 4], [1], [2], [3, 4], []):
         some = [samplers[i] for i in wanted]
         assert sample_batch(found.rows(wanted), some, wanted) == sample_batch(logits[wanted], some, wanted)
@@ -179,7 +179,7 @@ def test_rows_of_a_step_can_be_left_out() -> None:
 def test_a_vocabulary_that_is_too_large_comes_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.engine.step.logits_fetch.MAX_VOCAB", 99)
     logits = torch.randn(2, 100)
-    assert torch.equal(LogitsFetch(2, 100, GPU).reduced(logits.to(GPU), [BEST_TOKEN, 3]), logits)  # type: ignore[arg-type]
+    assert torch.equal(LogitsFetch(2, 100, GPU).requested(logits.to(GPU), [BEST_TOKEN, 3]), logits)  # type: ignore[arg-type]
 
 
 class Copied:
@@ -250,7 +250,7 @@ def test_decode_steps_of_an_engine(
 ) -> None:
     """Steps in which no request needs whole rows copy none; tokens are the same as when all rows are copied."""
     with monkeypatch.context() as patched:
-        patched.setattr(RequestSampler, "need", WHOLE_ROW)
+        patched.setattr(RequestSampler, "logits_request", WHOLE_ROW)
         wanted = answers(paged, params)
     copied = Copied(monkeypatch)
     assert answers(paged, params) == wanted
@@ -270,7 +270,7 @@ def test_one_sequence(params: SamplingParams, model: Path, monkeypatch: pytest.M
         return [event.token_id for event in session.generate(PROMPTS[2], params)]
 
     with monkeypatch.context() as patched:
-        patched.setattr(RequestSampler, "need", WHOLE_ROW)
+        patched.setattr(RequestSampler, "logits_request", WHOLE_ROW)
         wanted = run()
     copied = Copied(monkeypatch)
     assert run() == wanted

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine
-from ktransformers.engine.step.fused_decode import find_short_forward
+from ktransformers.engine.step.fused_decode import find_fused_decode
 from tests.support.engines.runners import random_ids, stacked_runner
 from tests.support.models.agreement import TOLERANCE
 from tests.support.models.tiny_models import random_model, tiny_config, tiny_model, write_safetensors
@@ -53,7 +53,7 @@ def test_a_model_that_does_more_keeps_its_own(caplog: pytest.LogCaptureFixture) 
     caplog.set_level("DEBUG", "ktransformers.engine.step.fused_decode")
     runner = stacked_runner(tiny_model("llama"))
     shapes = list(runner.cache.shapes)
-    assert find_short_forward(runner.model, shapes, runner.pool, 64) is not None
+    assert find_fused_decode(runner.model, shapes, runner.pool, 64) is not None
     kind = type(runner.model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def test_a_model_that_does_more_keeps_its_own(caplog: pytest.LogCaptureFixture) 
         return output
 
     runner.model.__class__ = type("Divided", (kind,), {"forward": forward})
-    assert find_short_forward(runner.model, shapes, runner.pool, 64) is None
+    assert find_fused_decode(runner.model, shapes, runner.pool, 64) is None
     assert "which computes something else" in caplog.text
 
 

@@ -20,7 +20,7 @@ from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.card import card_of
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.sequence.session import Session, SessionEngine
-from ktransformers.engine.step.hidden import HiddenTap, Pooled, embedding_form
+from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled, embedding_form
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.heads import lacks_head
 from ktransformers.scheduler.limits import Limits
@@ -107,7 +107,7 @@ def test_the_pooling_of_a_gguf_is_on_its_card(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_decoder_of_its_own_makes_none() -> None:
-    with pytest.raises(UnsupportedError, match="makes no embeddings"), HiddenTap(nn.Linear(2, 2)).watch():
+    with pytest.raises(UnsupportedError, match="makes no embeddings"), HiddenStatesHook(nn.Linear(2, 2)).watch():
         pass
 
 

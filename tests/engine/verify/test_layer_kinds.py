@@ -1,4 +1,4 @@
-"""Which layers a rehearsal runs: each kind behind each kind that is before it somewhere, in stacks and alone."""
+"""Which layers a warm-up runs: each kind behind each kind that is before it somewhere, in stacks and alone."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Around:
 
     def mending(self, is_begun: bool) -> None:
         """The engine says so, and is heard."""
-        self._engines[-1][1].send(encode(StepResult(step_id=-1, results=[], mending=is_begun)))
+        self._engines[-1][1].send(encode(StepResult(step_id=-1, results=[], recovering=is_begun)))
         link = self.process._link
         assert link is not None
         while link.is_mending is not is_begun:

@@ -9,7 +9,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.parallel.ranks.driver import Leader
+from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.step.context import paged_context
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import fake_hardware
@@ -22,7 +22,7 @@ def engine_of(path: Path, num_stages: int, on_gpu: bool = False, **settings: obj
     """Of 4 sequences. on_gpu: on a GPU that is made up, in all stages."""
     values = {"cache_lens": 96, "cpu_infer": 1, "pipeline": num_stages, "self_check": False, **settings}
     config = EngineConfig(model_path=path, **values)  # type: ignore[arg-type]
-    ranks = Leader(config, None, HARDWARE) if on_gpu and num_stages > 1 else None
+    ranks = Driver(config, None, HARDWARE) if on_gpu and num_stages > 1 else None
     hardware = fake_hardware() if on_gpu else None
     return build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware)
 

@@ -46,7 +46,7 @@ class Executor:
     def begin(self, plan: StepPlan) -> None:
         pass
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         raise AssertionError("it has no stages")
 
     def execute(self, plan: StepPlan) -> StepResult:

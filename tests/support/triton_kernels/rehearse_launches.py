@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ktransformers.kernels.triton.common import elementwise
-from ktransformers.kernels.triton.common.compiling import loading, rehearsal, watch_launches
+from ktransformers.kernels.triton.common.compiling import loading, warmup, watch_launches
 from ktransformers.kernels.triton.experts.router import RouterSpec, topk_router
 
 DRIVER = SimpleNamespace(
@@ -41,7 +41,7 @@ def main():
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
     triton.runtime.driver.set_active(DRIVER)
     reports = []
-    with loading(), rehearsal(lambda done, total: reports.append((done, total))) as found:
+    with loading(), warmup(lambda done, total: reports.append((done, total))) as found:
         assert not any(out.any() for out in calls()), "what was not computed is 0"
         DRIVER.get_current_device = lambda: 1
         calls()

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ktransformers.engine.parallel.pipeline.network import local_interface
 from ktransformers.errors import StageLostError
-from ktransformers.kernels.triton.common.compiling import is_rehearsal
+from ktransformers.kernels.triton.common.compiling import is_warmup
 from ktransformers.operators.partial_sums import Placeholder
 
 __all__ = ["Incoming", "Outgoing", "StageLink", "gpu_number", "joined_stages"]
@@ -56,7 +56,7 @@ class StageLink:
     def _rank(self, stage: int) -> int:
         return (stage + 1) % self.size
 
-    def meet(self, place: str, device: torch.device) -> None:
+    def rendezvous(self, place: str, device: torch.device) -> None:
         """Wait for all others. place: a file that nobody else has, or tcp://HOST:PORT. device: where hidden states come
         in. Raises RuntimeError."""
         made: Any = distributed
@@ -100,8 +100,8 @@ class StageLink:
 
     def receive(self, num_rows: int, width: int) -> torch.Tensor:
         """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; until all have met, and in a
-        rehearsal, of which no other stage knows, those that follow from `seed`. Raises StageLostError."""
-        if not self._is_met or is_rehearsal():
+        warm-up, of which no other stage knows, those that follow from `seed`. Raises StageLostError."""
+        if not self._is_met or is_warmup():
             return torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(self.seed))
         group = self._groups.get(self.stage - 1)
         rows = torch.empty(1, num_rows, width, device="cpu" if group is None else self._device)
@@ -110,7 +110,7 @@ class StageLink:
         return rows
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Hidden states of a step, [1, T, width], which `hand_over` gives away."""
+        """Hidden states of a step, [1, T, width], which `send_output` gives away."""
         count = rows.shape[1]
         if count > self.replayed_rows:
             self._kept = rows
@@ -120,7 +120,7 @@ class StageLink:
             self._replayed = torch.empty(shape, dtype=torch.float32, device=rows.device)
         self._replayed[:, :count].copy_(rows)
 
-    def hand_over(self, num_rows: int) -> None:
+    def send(self, num_rows: int) -> None:
         """Give the first rows of the last step, which may be padded, to the next stage. Raises StageLostError."""
         group = self._groups.get(self.stage)
         if num_rows > self.replayed_rows or self._replayed is None:
@@ -132,7 +132,7 @@ class StageLink:
         with _carrying(f"to stage {self.stage + 2}"):
             distributed.send(rows, self._rank(self.stage + 1), group=group)
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Leave the others."""
         if self._is_met:
             self._is_met = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ktransformers.optimize.machine import Machine
 
-__all__ = ["StageRoom", "stage_rooms"]
+__all__ = ["StageMemoryBudget", "stage_memory_budgets"]
 
 _CONTEXT_BYTES = 640 * 2**20
 """Of a GPU, for each process more that uses it: the driver's context and the kernels of torch and Triton."""
@@ -21,7 +21,7 @@ _EVEN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StageRoom:
+class StageMemoryBudget:
     """gpus: the machine's numbers of those that a stage uses, which calls them cuda:0, cuda:1 ... free: bytes that it
     may take, by device as the machine calls it."""
 
@@ -35,7 +35,7 @@ class StageRoom:
         return dict(zip(names, self.free.values(), strict=True))
 
 
-def stage_rooms(machine: Machine, weights: Sequence[int]) -> list[StageRoom]:
+def stage_memory_budgets(machine: Machine, weights: Sequence[int]) -> list[StageMemoryBudget]:
     """One for each process of this machine. weights: parameters of its part of the model.
 
     Where there are as many GPUs as stages each has its own, neighbours together; else some share one, each with the
@@ -48,15 +48,15 @@ def stage_rooms(machine: Machine, weights: Sequence[int]) -> list[StageRoom]:
         used = [names[first:end] for first, end in itertools.pairwise(ends)]
     else:
         used = [names[rank * len(names) // size :][:1] for rank in range(size)]
-    rooms = []
+    memory_budgets = []
     for rank, mine in enumerate(used):
         free = {"cpu": _part(machine.devices["cpu"], weights, range(size), rank)}
         for name in mine:
             beside = [other for other, theirs in enumerate(used) if name in theirs]
             nbytes = max(machine.devices[name] - _CONTEXT_BYTES * (len(beside) - 1), 0)
             free[name] = _part(nbytes, weights, beside, rank)
-        rooms.append(StageRoom(tuple(int(name.partition(":")[2]) for name in mine), free))
-    return rooms
+        memory_budgets.append(StageMemoryBudget(tuple(int(name.partition(":")[2]) for name in mine), free))
+    return memory_budgets
 
 
 def _part(nbytes: int, weights: Sequence[int], ranks: Sequence[int], rank: int) -> int:

@@ -18,16 +18,16 @@ from ktransformers.engine.parallel.pipeline.link import Incoming, Outgoing
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.layers.traced import layer_list
 
-__all__ = ["check_borders"]
+__all__ = ["check_stage_io"]
 
 
-def check_borders(model: nn.Module, kind: str, step: Callable[[], object]) -> None:
+def check_stage_io(model: nn.Module, kind: str, step: Callable[[], object]) -> None:
     """Run `step`, twice in a stage behind others. kind: of the model.
 
     Raises UnsupportedError where a stage would lack what other layers have made.
     """
     layers = layer_list(model)
-    borders = _Borders(model, kind)
+    borders = _StageIo(model, kind)
     if layers is None or not borders:
         return
     hooks = [
@@ -49,7 +49,7 @@ def check_borders(model: nn.Module, kind: str, step: Callable[[], object]) -> No
             hook.remove()
 
 
-class _Borders:
+class _StageIo:
     """What is seen in a step at the ends of a stage, if it has any."""
 
     def __init__(self, model: nn.Module, kind: str):

@@ -1,9 +1,9 @@
-"""Starts processes of a divided model on this machine, for a leader on another one.
+"""Starts processes of a divided model on this machine, for a driver on another one.
 
-A leader connects, both prove that they know one secret, and the connection becomes standard input and output of a new
-`kt-rank`: what the two say then is what a leader and its children on its own machine say (messages.py).
+A driver connects, both prove that they know one secret, and the connection becomes standard input and output of a new
+`kt-rank`: what the two say then is what a driver and its children on its own machine say (messages.py).
 
-    leader                           agent
+    driver                           agent
       <────── greeting, nonce ──────
       ── proof of it, nonce ───────>  zeros for a wrong one, and the end; 10 s for all of this
       <────── proof of that ────────
@@ -88,8 +88,8 @@ class _Handshake:
     deadline: of time.monotonic(), for all of it, however the bytes come.
     """
 
-    def __init__(self, connection: socket.socket, peer: str, secret: bytes, deadline: float) -> None:
-        self.connection, self.peer, self.deadline = connection, peer, deadline
+    def __init__(self, connection: socket.socket, worker: str, secret: bytes, deadline: float) -> None:
+        self.connection, self.worker, self.deadline = connection, worker, deadline
         self._secret, self._nonce, self._data = secret, secrets.token_bytes(_NONCE), b""
         connection.setblocking(False)
 
@@ -160,7 +160,7 @@ def connect(host: str, port: int, secret: bytes) -> socket.socket:
 
 
 def _prove(connection: socket.socket, where: str, secret: bytes, deadline: float) -> None:
-    """The leader's side. Raises EngineError, which names the key file only where it is at fault."""
+    """The driver's side. Raises EngineError, which names the key file only where it is at fault."""
     try:
         if _receive(connection, len(_GREETING), deadline) != _GREETING:
             raise EngineError(f"what answers at {where} is no `ktransformers stage` of this version")
@@ -185,7 +185,7 @@ def _prove(connection: socket.socket, where: str, secret: bytes, deadline: float
 
 
 class StageAgent:
-    """Listens from its making on. One leader at a time: a new one, with the secret, ends the process of the last.
+    """Listens from its making on. One driver at a time: a new one, with the secret, ends the process of the last.
 
     Handshakes go on side by side on the one thread of `serve`: a connection that says nothing, or says it slowly,
     keeps nobody out. Of more than MOST_PENDING the oldest is closed, of the address that has the most.
@@ -248,7 +248,7 @@ class StageAgent:
 
     def _accept(self) -> None:
         try:
-            connection, peer = self._listener.accept()
+            connection, worker = self._listener.accept()
         except BlockingIOError:  # it has left again
             return
         except OSError as error:
@@ -256,16 +256,16 @@ class StageAgent:
                 logger.warning("a connection was not taken: %s", reason_of(error))
                 self._deaf_until = time.monotonic() + _DEAF_SECONDS
             return
-        one = _Handshake(connection, str(peer[0]), self._secret, time.monotonic() + _SECONDS)
+        one = _Handshake(connection, str(worker[0]), self._secret, time.monotonic() + _SECONDS)
         self._pending.append(one)
         try:
             one.begin()
         except (OSError, EngineError) as error:
             self._drop(one, reason_of(error))
         if len(self._pending) > MOST_PENDING:
-            counts = Counter(other.peer for other in self._pending)
+            counts = Counter(other.worker for other in self._pending)
             crowd = max(counts.values())
-            oldest = next(other for other in self._pending if counts[other.peer] == crowd)
+            oldest = next(other for other in self._pending if counts[other.worker] == crowd)
             self._drop(oldest, f"{MOST_PENDING} others wait to prove who they are")
 
     def _go_on(self, one: _Handshake) -> None:
@@ -283,7 +283,7 @@ class StageAgent:
             return
         self._pending.remove(one)
         with one.connection:
-            logger.info("a stage for the leader at %s begins", one.peer)
+            logger.info("a stage for the leader at %s begins", one.worker)
             self._start(one.connection)
 
     def _drop_late(self, now: float) -> None:
@@ -294,12 +294,12 @@ class StageAgent:
         """The same of one address is logged once a minute: strangers must not fill the log."""
         self._pending.remove(one)
         one.connection.close()
-        now, what = time.monotonic(), (one.peer, reason)
+        now, what = time.monotonic(), (one.worker, reason)
         if now - self._refused.get(what, -_QUIET_SECONDS) >= _QUIET_SECONDS:
             if len(self._refused) >= _MOST_REFUSED:
                 self._refused.clear()
             self._refused[what] = now
-            logger.warning("%s was refused: %s", one.peer, reason)
+            logger.warning("%s was refused: %s", one.worker, reason)
 
     def _start(self, connection: socket.socket) -> None:
         self._end()

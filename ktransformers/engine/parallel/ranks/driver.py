@@ -16,14 +16,14 @@ from typing_extensions import override
 
 from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.model.opened import OpenedModel
-from ktransformers.engine.parallel.pipeline.memory_budgets import StageRoom
+from ktransformers.engine.parallel.pipeline.memory_budgets import StageMemoryBudget
 from ktransformers.engine.parallel.pipeline.network import meeting_store
 from ktransformers.engine.parallel.ranks.agent import read_secret
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Made, Regroup, Start, Step, encode
-from ktransformers.engine.parallel.ranks.parallel_strategy import Division, division_of, num_processes
-from ktransformers.engine.parallel.ranks.ranks import Ranks, Settled, Sizes, pairs_of
-from ktransformers.engine.parallel.ranks.worker_group import Crew
-from ktransformers.engine.parallel.ranks.worker_handles import Child, OnDeath, Peer, RemotePeer
+from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrategy, num_processes, parallel_strategy
+from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan, Sizes, pairs_of
+from ktransformers.engine.parallel.ranks.worker_group import WorkerGroup
+from ktransformers.engine.parallel.ranks.worker_handles import LocalWorker, OnDeath, RemoteWorker, WorkerHandle
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.engine.step.telling import StepTeller
 from ktransformers.errors import CapacityError, ConfigError, EngineError
@@ -32,12 +32,12 @@ from ktransformers.optimize.machine import Machine
 from ktransformers.system.child import framed
 from ktransformers.weights.synthetic import SyntheticSource
 
-__all__ = ["DETECT", "Leader", "made_of"]
+__all__ = ["DETECT", "Driver", "made_of"]
 
 logger = logging.getLogger(__name__)
 
 DETECT = "ktransformers.engine.plan.planning:Hardware.detect"
-"""How a process beside the leader finds what it runs on; tests make GPUs up."""
+"""How a process beside the driver finds what it runs on; tests make GPUs up."""
 
 
 def _die(message: str) -> None:
@@ -56,7 +56,7 @@ def made_of(opened: OpenedModel) -> Made | None:
 
 
 def _gpus(config: EngineConfig) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each process, "" for what the leader sees. Raises ConfigError when there are fewer."""
+    """CUDA_VISIBLE_DEVICES of each process, "" for what the driver sees. Raises ConfigError when there are fewer."""
     size = config.tensor_parallel
     if not torch.cuda.is_available() or size == 1:
         return [""] * num_processes(config)
@@ -72,7 +72,7 @@ def _visible() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
 
 
-class Leader(Ranks):
+class Driver(Ranks):
     """The process that samples and is told what to compute. config: how the model is divided. made: of a model without
     files. on_death: called when a process ends in whose place there can be no other."""
 
@@ -83,115 +83,115 @@ class Leader(Ranks):
         hardware: str = DETECT,
         on_death: OnDeath = _die,
     ):
-        self._division: Division = division_of(config, 0, bool(config.stage_hosts))
+        self._strategy: ParallelStrategy = parallel_strategy(config, 0, bool(config.stage_hosts))
         self._made, self._hardware = made, hardware
         self._gpus = _gpus(config)
-        self._rooms: list[dict[str, int]] = []  # of each process, where they share this machine
+        self._memory_budgets: list[dict[str, int]] = []  # of each process, where they share this machine
         self._hosts = parse_hosts(config.stage_hosts) if config.stage_hosts else []
         self._secret = b"" if config.stage_key_file is None else read_secret(config.stage_key_file)
         self._store: Any = None  # where processes of other machines meet, as long as it is kept
-        self._settled: Settled | None = None
+        self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
-        self._crew = Crew(self._begun, self._check_loaded, on_death)
+        self._workers = WorkerGroup(self._begun, self._check_loaded, on_death)
         self._undo = ExitStack()
 
     @override
-    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
-        rooms = self._division.rooms(opened, hardware.machine)
-        if rooms:
-            self._take_rooms(rooms, hardware.machine)
-            hardware = hardware.within(rooms[0].free)
-        return self._division.part(opened, hardware)
+    def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        memory_budgets = self._strategy.memory_budgets(opened, hardware.machine)
+        if memory_budgets:
+            self._take_memory_budgets(memory_budgets, hardware.machine)
+            hardware = hardware.within(memory_budgets[0].free)
+        return self._strategy.shard(opened, hardware)
 
-    def _take_rooms(self, rooms: Sequence[StageRoom], machine: Machine) -> None:
-        self._rooms = [room.free_by_own_names for room in rooms]
+    def _take_memory_budgets(self, memory_budgets: Sequence[StageMemoryBudget], machine: Machine) -> None:
+        self._memory_budgets = [budget.free_by_own_names for budget in memory_budgets]
         if torch.cuda.is_available():
             names = _visible()
-            self._gpus = [",".join(names[i] for i in room.gpus) for room in rooms]
-        parts = ((name, free / 2**30, machine.devices[name] / 2**30) for name, free in rooms[0].free.items())
+            self._gpus = [",".join(names[i] for i in budget.gpus) for budget in memory_budgets]
+        parts = ((name, free / 2**30, machine.devices[name] / 2**30) for name, free in memory_budgets[0].free.items())
         mine = ", ".join(f"{part:.1f} of {whole:.1f} GiB on {name}" for name, part, whole in parts)
         logger.info("the stages divide what is free here: the last one has %s", mine)
 
     @override
-    def begin(self, settled: Settled) -> None:
-        self._settled = settled
-        division = self._division
-        logger.info("the model is divided over %d processes, one for each %s", division.size, division.noun)
-        for rank in range(1, division.size):
-            self._crew.start(rank)
+    def begin(self, resolved: ResolvedPlan) -> None:
+        self._resolved = resolved
+        strategy = self._strategy
+        logger.info("the model is divided over %d processes, one for each %s", strategy.size, strategy.noun)
+        for rank in range(1, strategy.size):
+            self._workers.start(rank)
 
-    def _begun(self, rank: int, on_death: OnDeath) -> Peer:
+    def _begun(self, rank: int, on_death: OnDeath) -> WorkerHandle:
         """A process that loads."""
-        settled, name = self._settled, f"{self._division.noun} {rank}"
-        assert settled is not None
-        peer: Peer
+        resolved, name = self._resolved, f"{self._strategy.noun} {rank}"
+        assert resolved is not None
+        worker: WorkerHandle
         if self._hosts:
-            peer = RemotePeer(name, *self._hosts[rank - 1], self._secret, on_death)
+            worker = RemoteWorker(name, *self._hosts[rank - 1], self._secret, on_death)
         else:
-            peer = Child(name, rank, self._gpus[rank], on_death)
+            worker = LocalWorker(name, rank, self._gpus[rank], on_death)
         start = Start(
             rank,
-            peer.name,
-            self._division.config_of_others(settled.config),
-            settled.page_size,
-            settled.max_batch_size,
-            settled.num_states,
+            worker.name,
+            self._strategy.config_of_others(resolved.config),
+            resolved.page_size,
+            resolved.max_batch_size,
+            resolved.num_states,
             self._hardware,
             "debug" if logging.getLogger("ktransformers").isEnabledFor(logging.DEBUG) else "error",
             self._made,
             bool(self._hosts),
-            self._rooms[rank] if self._rooms else {},
+            self._memory_budgets[rank] if self._memory_budgets else {},
         )
         try:
-            peer.tell(framed(encode(start)))
+            worker.tell(framed(encode(start)))
         except EngineError:
-            peer.close()
+            worker.close()
             raise
-        return peer
+        return worker
 
-    def _check_loaded(self, peer: Peer) -> None:
-        """Wait until it has loaded. Raises what it failed with, CapacityError when it has other room."""
-        assert self._settled is not None
-        wanted, got = Loaded(self._settled.num_slots, self._settled.num_states), peer.hear()
+    def _check_loaded(self, worker: WorkerHandle) -> None:
+        """Wait until it has loaded. Raises what it failed with, CapacityError when it has other budget."""
+        assert self._resolved is not None
+        wanted, got = Loaded(self._resolved.num_slots, self._resolved.num_states), worker.hear()
         if got != wanted:
-            raise CapacityError(f"{peer.name} holds a cache of {got}, and the first one of {wanted}")
+            raise CapacityError(f"{worker.name} holds a cache of {got}, and the first one of {wanted}")
 
     @override
-    def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
-        self._crew.wait()
+    def rendezvous(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
+        self._workers.wait()
         self._device = device
-        is_uniform = self._division.is_uniform
+        is_uniform = self._strategy.is_uniform
         told = partial(Begin, sizes=pairs_of(sizes) if is_uniform else [], is_captured=is_captured and is_uniform)
-        self._meet(device, self._crew.peers, lambda place: self._crew.tell(framed(encode(told(place)))))
-        self._undo.callback(self._division.leave)
+        self._meet(device, self._workers.workers, lambda place: self._workers.tell(framed(encode(told(place)))))
+        self._undo.callback(self._strategy.leave)
         return sizes, is_captured
 
-    def _meet(self, device: torch.device, new: Sequence[Peer], tell: Callable[[str], None]) -> None:
-        """new: peers that were not met before. tell: all of the place."""
-        address = self._crew.address
+    def _meet(self, device: torch.device, new: Sequence[WorkerHandle], tell: Callable[[str], None]) -> None:
+        """new: workers that were not met before. tell: all of the place."""
+        address = self._workers.address
         if address is None:
             folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kt-ranks-")))
             place = str(folder / "meeting")
         else:
-            self._store = meeting_store(address, self._division.size)
+            self._store = meeting_store(address, self._strategy.size)
             place = f"tcp://{address}:{self._store.port}"
-        for peer in new:
-            peer.watch()
+        for worker in new:
+            worker.watch()
         tell(place)
-        self._division.meet(place, device)
+        self._strategy.rendezvous(place, device)
 
     @override
     def captured(self, sizes: Sizes) -> None:
-        for peer in self._crew.peers:
-            got = peer.hear()
-            if self._division.is_uniform and got != Captured(pairs_of(sizes)):
-                raise EngineError(f"{peer.name} has captured other steps ({got}) than the first one ({sizes})")
-        self._crew.is_mendable = self._division.is_mendable
+        for worker in self._workers.workers:
+            got = worker.hear()
+            if self._strategy.is_uniform and got != Captured(pairs_of(sizes)):
+                raise EngineError(f"{worker.name} has captured other steps ({got}) than the first one ({sizes})")
+        self._workers.is_recoverable = self._strategy.is_recoverable
 
     @override
     @property
     def begins_ahead(self) -> bool:
-        return not self._division.is_uniform
+        return not self._strategy.is_uniform
 
     @override
     def teller(self) -> StepTeller | None:
@@ -205,23 +205,23 @@ class Leader(Ranks):
         keep: torch.Tensor,
         is_padded: bool,
     ) -> None:
-        self._crew.tell(framed(encode(Step.of(token_ids, positions, context, keep, is_padded))))
+        self._workers.tell(framed(encode(Step.of(token_ids, positions, context, keep, is_padded))))
 
     @override
-    def mend(self) -> None:
+    def recover(self) -> None:
         assert self._device is not None
-        with self._crew.mended() as new:
-            self._division.leave()
+        with self._workers.recovered() as new:
+            self._strategy.leave()
 
             def tell(place: str) -> None:
-                for peer in self._crew.peers:
-                    peer.tell(framed(encode(Begin(place, [], False) if peer in new else Regroup(place))))
+                for worker in self._workers.workers:
+                    worker.tell(framed(encode(Begin(place, [], False) if worker in new else Regroup(place))))
 
             self._meet(self._device, new, tell)
-            for peer in new:
-                peer.hear()  # it has captured its graphs
+            for worker in new:
+                worker.hear()  # it has captured its graphs
 
     @override
     def close(self) -> None:
-        self._crew.close()  # first: they may wait in a sum
+        self._workers.close()  # first: they may wait in a sum
         self._undo.close()

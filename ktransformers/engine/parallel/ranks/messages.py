@@ -1,6 +1,6 @@
-"""What the leader tells the other processes of a model, and what they say: msgpack in frames on their standard streams.
+"""What the driver tells the other processes of a model, and what they say: msgpack in frames on their standard streams.
 
-leader ── Start ──────────> reads headers, cuts, loads
+driver ── Start ──────────> reads headers, cuts, loads
        <────── Loaded / Failed
        ── Begin ──────────> meets the others, captures its graphs
        <────── Captured / Failed
@@ -33,8 +33,8 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """config: with what the leader's plan has settled. hardware: "module:function" that finds what there is. is_apart:
-    whether the process has a machine of its own. room: bytes by device
+    """config: with what the driver's plan has resolved. hardware: "module:function" that finds what there is. is_apart:
+    whether the process has a machine of its own. budget: bytes by device
     that it may take there, {} for what is free."""
 
     rank: int
@@ -47,7 +47,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     log_level: str
     made: Made | None = None
     is_apart: bool = False
-    room: dict[str, int] = {}
+    memory_budget: dict[str, int] = {}
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -140,7 +140,7 @@ class Regroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """What has to be as the leader has it."""
+    """What has to be as the driver has it."""
 
     num_slots: int
     num_states: int

@@ -13,17 +13,17 @@ from typing_extensions import override
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.link import StageLink
-from ktransformers.engine.parallel.pipeline.memory_budgets import StageRoom, stage_rooms
+from ktransformers.engine.parallel.pipeline.memory_budgets import StageMemoryBudget, stage_memory_budgets
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, stage_weights
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.optimize.machine import Machine
 
-__all__ = ["Division", "PipelineDivision", "TensorDivision", "division_of", "num_processes"]
+__all__ = ["ParallelStrategy", "PipelineStrategy", "TensorParallelStrategy", "num_processes", "parallel_strategy"]
 
 
-class Division(Protocol):
+class ParallelStrategy(Protocol):
     """Of one process. size: processes. noun: what each is, for people. is_uniform: all replay the same steps."""
 
     size: int
@@ -31,24 +31,24 @@ class Division(Protocol):
     is_uniform: bool
 
     @property
-    def is_mendable(self) -> bool:
+    def is_recoverable(self) -> bool:
         """Whether all can meet again after one has ended."""
         ...
 
-    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+    def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         """What of the model this process has, and what it runs on. Raises KTransformersError."""
         ...
 
-    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+    def memory_budgets(self, opened: OpenedModel, machine: Machine) -> list[StageMemoryBudget]:
         """What each process has of the machine that they share; [] where they do not, or each has a GPU of it.
         opened: the whole model. Raises KTransformersError."""
         ...
 
     def config_of_others(self, config: EngineConfig) -> EngineConfig:
-        """What the leader's settled configuration is for a process beside it."""
+        """What the driver's resolved configuration is for a process beside it."""
         ...
 
-    def meet(self, place: str, device: torch.device) -> None:
+    def rendezvous(self, place: str, device: torch.device) -> None:
         """Wait for the others. place: a file, or tcp://HOST:PORT. device: of this one's results."""
         ...
 
@@ -56,7 +56,7 @@ class Division(Protocol):
         """Steps of up to so many rows are captured from now on."""
         ...
 
-    def hand_over(self) -> Callable[[int], None] | None:
+    def send_output(self) -> Callable[[int], None] | None:
         """What is called behind each step with its number of rows, if this process has something to give away."""
         ...
 
@@ -65,8 +65,8 @@ class Division(Protocol):
         ...
 
 
-class TensorDivision(Division):
-    """Each has a part of every layer, and a GPU. The leader is rank 0."""
+class TensorParallelStrategy(ParallelStrategy):
+    """Each has a part of every layer, and a GPU. The driver is rank 0."""
 
     noun, is_uniform = "GPU", True
 
@@ -75,15 +75,15 @@ class TensorDivision(Division):
 
     @override
     @property
-    def is_mendable(self) -> bool:
+    def is_recoverable(self) -> bool:
         return False  # the others wait in sums, in kernels that nothing can interrupt
 
     @override
-    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+    def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         return cut_model(opened, self._group), hardware.of_one_gpu()
 
     @override
-    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+    def memory_budgets(self, opened: OpenedModel, machine: Machine) -> list[StageMemoryBudget]:
         return []
 
     @override
@@ -91,24 +91,24 @@ class TensorDivision(Division):
         return replace(config, use_cuda=True, cpu_infer=1)  # a worker thread for what is not on the GPU
 
     @override
-    def meet(self, place: str, device: torch.device) -> None:
-        self._group.meet(Path(place), device)
+    def rendezvous(self, place: str, device: torch.device) -> None:
+        self._group.rendezvous(Path(place), device)
 
     @override
     def will_replay(self, most_rows: int) -> None:
         pass
 
     @override
-    def hand_over(self) -> Callable[[int], None] | None:
+    def send_output(self) -> Callable[[int], None] | None:
         return None
 
     @override
     def leave(self) -> None:
-        self._group.part()
+        self._group.leave()
 
 
-class PipelineDivision(Division):
-    """Each has some neighbouring layers. The leader is rank 0 and has the last ones, rank r the (r - 1)th part."""
+class PipelineStrategy(ParallelStrategy):
+    """Each has some neighbouring layers. The driver is rank 0 and has the last ones, rank r the (r - 1)th part."""
 
     noun, is_uniform = "stage", False
 
@@ -118,11 +118,11 @@ class PipelineDivision(Division):
 
     @override
     @property
-    def is_mendable(self) -> bool:
+    def is_recoverable(self) -> bool:
         return not self._link.has_gpu_groups
 
     @override
-    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+    def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         self._asked_threads = opened.config.cpu_infer
         beside = 1 if self._is_apart else self.size  # processes on this machine
         threads = opened.config.cpu_infer or max(hardware.num_threads // beside, 1)
@@ -130,11 +130,11 @@ class PipelineDivision(Division):
         return replace(part, config=replace(part.config, cpu_infer=threads)), hardware
 
     @override
-    def rooms(self, opened: OpenedModel, machine: Machine) -> list[StageRoom]:
+    def memory_budgets(self, opened: OpenedModel, machine: Machine) -> list[StageMemoryBudget]:
         if self._is_apart:
             return []
         *others, last = stage_weights(opened, self.size)
-        return stage_rooms(machine, [last, *others])
+        return stage_memory_budgets(machine, [last, *others])
 
     @override
     def config_of_others(self, config: EngineConfig) -> EngineConfig:
@@ -142,20 +142,20 @@ class PipelineDivision(Division):
         return replace(config, cpu_infer=threads, stage_hosts="", stage_key_file=None)
 
     @override
-    def meet(self, place: str, device: torch.device) -> None:
-        self._link.meet(place, device)
+    def rendezvous(self, place: str, device: torch.device) -> None:
+        self._link.rendezvous(place, device)
 
     @override
     def will_replay(self, most_rows: int) -> None:
         self._link.replayed_rows = most_rows
 
     @override
-    def hand_over(self) -> Callable[[int], None] | None:
-        return None if self._link.is_last else self._link.hand_over
+    def send_output(self) -> Callable[[int], None] | None:
+        return None if self._link.is_last else self._link.send
 
     @override
     def leave(self) -> None:
-        self._link.part()
+        self._link.leave()
 
 
 def num_processes(config: EngineConfig) -> int:
@@ -163,8 +163,8 @@ def num_processes(config: EngineConfig) -> int:
     return config.tensor_parallel * config.pipeline
 
 
-def division_of(config: EngineConfig, rank: int, is_apart: bool = False) -> Division:
+def parallel_strategy(config: EngineConfig, rank: int, is_apart: bool = False) -> ParallelStrategy:
     """How the model is divided, as one of several processes sees it. is_apart: on machines of their own."""
     if config.pipeline > 1:
-        return PipelineDivision(rank, config.pipeline, is_apart)
-    return TensorDivision(rank, config.tensor_parallel)
+        return PipelineStrategy(rank, config.pipeline, is_apart)
+    return TensorParallelStrategy(rank, config.tensor_parallel)

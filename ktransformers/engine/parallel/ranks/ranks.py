@@ -12,19 +12,19 @@ from typing_extensions import override
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Start
-from ktransformers.engine.parallel.ranks.parallel_strategy import Division, division_of
+from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrategy, parallel_strategy
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.engine.step.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.step.decode_inputs import StepSize
 from ktransformers.engine.step.telling import StepTeller
 
-__all__ = ["Alone", "Follower", "Ranks", "Settled", "Sizes", "pairs_of"]
+__all__ = ["Alone", "Ranks", "ResolvedPlan", "Sizes", "Worker", "pairs_of"]
 
 Sizes = Sequence[StepSize]
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ResolvedPlan:
     """What a plan came to, and every process has to have alike."""
 
     config: EngineConfig
@@ -37,16 +37,16 @@ class Settled:
 class Ranks(Protocol):
     """What loading does at the moments at which processes meet. The builder calls these in their order."""
 
-    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+    def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         """What of the model this process has, and what it runs on."""
         ...
 
-    def begin(self, settled: Settled) -> None:
+    def begin(self, resolved: ResolvedPlan) -> None:
         """The plan is made; nothing is loaded yet."""
         ...
 
-    def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
-        """The model is loaded: the sizes of padded steps and whether they are captured, as the leader has them.
+    def rendezvous(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
+        """The model is loaded: the sizes of padded steps and whether they are captured, as the driver has them.
 
         From then on results are added up. Raises KTransformersError when one of the others has failed.
         """
@@ -65,7 +65,7 @@ class Ranks(Protocol):
         """What each step is told to before it runs, if anybody is to hear of it."""
         ...
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """Another process takes the place of one that has ended, and all meet again. Raises EngineError."""
         ...
 
@@ -78,15 +78,15 @@ class Alone(Ranks):
     """One process for all."""
 
     @override
-    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+    def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         return opened, hardware
 
     @override
-    def begin(self, settled: Settled) -> None:
+    def begin(self, resolved: ResolvedPlan) -> None:
         pass
 
     @override
-    def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
+    def rendezvous(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
         return sizes, is_captured
 
     @override
@@ -103,7 +103,7 @@ class Alone(Ranks):
         return None
 
     @override
-    def mend(self) -> None:
+    def recover(self) -> None:
         raise AssertionError("nobody was lost")
 
     @override
@@ -116,8 +116,8 @@ def pairs_of(sizes: Sizes) -> list[tuple[int, int]]:
     return [(size.rows, size.seqs) for size in sizes]
 
 
-class Follower(Ranks):
-    """A process beside the leader. start: what it is to be. hear: its next message; say: to it."""
+class Worker(Ranks):
+    """A process beside the driver. start: what it is to be. hear: its next message; say: to it."""
 
     def __init__(
         self,
@@ -125,35 +125,35 @@ class Follower(Ranks):
         hear: Callable[[], Begin],
         say: Callable[[Loaded | Captured], None],
     ):
-        self._division: Division = division_of(start.config, start.rank, start.is_apart)
+        self._strategy: ParallelStrategy = parallel_strategy(start.config, start.rank, start.is_apart)
         self._hear, self._say = hear, say
-        self._settled: Settled | None = None
+        self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
 
     @override
-    def part(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
-        return self._division.part(opened, hardware)
+    def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
+        return self._strategy.shard(opened, hardware)
 
     @override
-    def begin(self, settled: Settled) -> None:
-        self._settled = settled
+    def begin(self, resolved: ResolvedPlan) -> None:
+        self._resolved = resolved
 
     @override
-    def meet(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
-        assert self._settled is not None
-        self._say(Loaded(self._settled.num_slots, self._settled.num_states))
+    def rendezvous(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
+        assert self._resolved is not None
+        self._say(Loaded(self._resolved.num_slots, self._resolved.num_states))
         begin = self._hear()
         self._device = device
-        self._division.meet(begin.place, device)
-        if self._division.is_uniform:
+        self._strategy.rendezvous(begin.place, device)
+        if self._strategy.is_uniform:
             return [StepSize(rows, seqs) for rows, seqs in begin.sizes], begin.is_captured
         if is_captured:
-            self._division.will_replay(max([MAX_GRAPH_ROWS, *(size.rows for size in sizes)]))
+            self._strategy.will_replay(max([MAX_GRAPH_ROWS, *(size.rows for size in sizes)]))
         return sizes, is_captured
 
-    def hand_over(self) -> Callable[[int], None] | None:
+    def send_output(self) -> Callable[[int], None] | None:
         """See Division."""
-        return self._division.hand_over()
+        return self._strategy.send_output()
 
     @override
     def captured(self, sizes: Sizes) -> None:
@@ -168,16 +168,16 @@ class Follower(Ranks):
     def teller(self) -> StepTeller | None:
         return None
 
-    def meet_again(self, place: str) -> None:
-        """The leader has a new process in the place of one that ended."""
+    def rendezvous_again(self, place: str) -> None:
+        """The driver has a new process in the place of one that ended."""
         assert self._device is not None
-        self._division.leave()
-        self._division.meet(place, self._device)
+        self._strategy.leave()
+        self._strategy.rendezvous(place, self._device)
 
     @override
-    def mend(self) -> None:
+    def recover(self) -> None:
         raise AssertionError("the leader does that")
 
     @override
     def close(self) -> None:
-        self._division.leave()
+        self._strategy.leave()

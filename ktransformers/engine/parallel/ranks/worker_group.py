@@ -1,7 +1,7 @@
-"""The processes beside the leader, and others in their places.
+"""The processes beside the driver, and others in their places.
 
-Deaths are noticed by threads of the peers. The process that takes the place of one begins to load at once, beside what
-the leader does; the leader takes it in when a step has failed or is to be told (`mended`).
+Deaths are noticed by threads of the workers. The process that takes the place of one begins to load at once, beside
+what the driver does; the driver takes it in when a step has failed or is to be told (`mended`).
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from ktransformers.engine.parallel.ranks.worker_handles import OnDeath, Peer
+from ktransformers.engine.parallel.ranks.worker_handles import OnDeath, WorkerHandle
 from ktransformers.errors import EngineError, KTransformersError, StageLostError
 
-__all__ = ["MOST_DEATHS", "Crew"]
+__all__ = ["MOST_DEATHS", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
 MOST_DEATHS, DEATH_SECONDS = 5, 600.0
-"""More within this time are the end of all, of whose ends those who start the leader keep count."""
+"""More within this time are the end of all, of whose ends those who start the driver keep count."""
 
 _NOTICE_SECONDS = 10.0
 """For a death to be noticed, after a neighbour has."""
 
 
-class Crew:
+class WorkerGroup:
     """begun: starts a process by its rank, and is given what to call when it ends. check_loaded: waits for one to be
-    ready, and raises KTransformersError. on_death: as Leader has it. is_mendable: whether others may take places."""
+    ready, and raises KTransformersError. on_death: as Leader has it. is_recoverable: whether others may take places."""
 
     def __init__(
         self,
-        begun: Callable[[int, OnDeath], Peer],
-        check_loaded: Callable[[Peer], None],
+        begun: Callable[[int, OnDeath], WorkerHandle],
+        check_loaded: Callable[[WorkerHandle], None],
         on_death: OnDeath,
     ):
         self._begun, self._check_loaded, self._on_death = begun, check_loaded, on_death
-        self.is_mendable = False
-        self._by_rank: dict[int, Peer] = {}
+        self.is_recoverable = False
+        self._by_rank: dict[int, WorkerHandle] = {}
         self._changed = threading.Condition()  # guards what follows
         self._missing: set[int] = set()
-        self._coming: dict[int, Peer] = {}  # loaded
-        self._loading: dict[int, Peer] = {}
+        self._coming: dict[int, WorkerHandle] = {}  # loaded
+        self._loading: dict[int, WorkerHandle] = {}
         self._deaths: list[float] = []
         self._keeper: threading.Thread | None = None
         self._lost: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
@@ -52,14 +52,14 @@ class Crew:
         self._is_closing = False
 
     @property
-    def peers(self) -> list[Peer]:
+    def workers(self) -> list[WorkerHandle]:
         """In the order of their ranks."""
         return list(self._by_rank.values())
 
     @property
     def address(self) -> str | None:
         """Of this machine, as others see it; None where all are here."""
-        return next((peer.address for peer in self.peers if peer.address is not None), None)
+        return next((worker.address for worker in self.workers if worker.address is not None), None)
 
     def start(self, rank: int) -> None:
         """Raises EngineError."""
@@ -67,29 +67,29 @@ class Crew:
 
     def wait(self) -> None:
         """Until all have loaded. Raises KTransformersError."""
-        for peer in self.peers:
-            self._check_loaded(peer)
+        for worker in self.workers:
+            self._check_loaded(worker)
 
     def tell(self, data: bytes) -> None:
         """All of them. Raises StageLostError where another one is coming, EngineError where one is gone for good."""
         if self._missing:
             raise StageLostError(f"stage {min(self._missing)} is gone")
-        for peer in self.peers:
+        for worker in self.workers:
             try:
-                peer.tell(data)
+                worker.tell(data)
             except EngineError as error:
-                if not self.is_mendable:
+                if not self.is_recoverable:
                     raise
                 raise StageLostError(str(error)) from error
 
     def _ended(self, rank: int, message: str) -> None:
-        """On a thread of the peer."""
+        """On a thread of the worker."""
         with self._changed:
             if self._is_closing:
                 return
             now = time.monotonic()
             self._deaths = [at for at in self._deaths if now - at < DEATH_SECONDS] + [now]
-            is_replaced = self.is_mendable and len(self._deaths) <= MOST_DEATHS
+            is_replaced = self.is_recoverable and len(self._deaths) <= MOST_DEATHS
             if is_replaced:
                 self._missing.add(rank)
                 self._changed.notify_all()
@@ -122,23 +122,23 @@ class Crew:
 
     def _load(self, rank: int) -> None:
         """Raises KTransformersError."""
-        peer = self._begun(rank, partial(self._ended, rank))
+        worker = self._begun(rank, partial(self._ended, rank))
         with self._changed:
-            self._loading[rank] = peer
+            self._loading[rank] = worker
             if self._is_closing:
-                peer.close()
-        self._check_loaded(peer)
+                worker.close()
+        self._check_loaded(worker)
         with self._changed:
             self._coming[rank] = self._loading.pop(rank)
             self._changed.notify_all()
 
     @contextmanager
-    def mended(self) -> Iterator[list[Peer]]:
+    def recovered(self) -> Iterator[list[WorkerHandle]]:
         """Waits until all places are taken, and gives the new ones. Deaths in the block are the end of all.
 
         Raises EngineError for a place that stays empty, and where nobody may take places.
         """
-        if not self.is_mendable:
+        if not self.is_recoverable:
             raise EngineError("hidden states were lost, and these processes cannot meet again")
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._missing), _NOTICE_SECONDS):
@@ -148,12 +148,12 @@ class Crew:
                 raise EngineError(self._failure)
             new, self._coming = self._coming, {}
             self._missing.clear()
-            self.is_mendable = False
-        for rank, peer in new.items():
+            self.is_recoverable = False
+        for rank, worker in new.items():
             self._by_rank[rank].close()
-            self._by_rank[rank] = peer
+            self._by_rank[rank] = worker
         yield list(new.values())
-        self.is_mendable = True
+        self.is_recoverable = True
 
     def close(self) -> None:
         """End them all."""
@@ -161,5 +161,5 @@ class Crew:
             self._is_closing = True
             late = [*self._loading.values(), *self._coming.values()]
         self._lost.put(None)
-        for peer in (*self.peers, *late):
-            peer.close()
+        for worker in (*self.workers, *late):
+            worker.close()

@@ -1,4 +1,4 @@
-"""The processes beside the leader as it speaks with them: children of its own, or on other machines."""
+"""The processes beside the driver as it speaks with them: children of its own, or on other machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ktransformers.engine.parallel.ranks.messages import Captured, Failed, Loade
 from ktransformers.errors import EngineError, KTransformersError, reason_of
 from ktransformers.system.child import read_frame, spawn_code
 
-__all__ = ["Child", "Peer", "RemotePeer"]
+__all__ = ["LocalWorker", "RemoteWorker", "WorkerHandle"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ OnDeath = Callable[[str], None]
 """Called with a message, on a thread, when a process ends by itself."""
 
 
-class Peer(Protocol):
-    """One process beside the leader. name: for people. address: of this machine as it knows it; None: the same."""
+class WorkerHandle(Protocol):
+    """One process beside the driver. name: for people. address: of this machine as it knows it; None: the same."""
 
     name: str
     address: str | None
@@ -59,8 +59,8 @@ def _heard(data: bytes | None, name: str) -> Loaded | Captured:
     return message
 
 
-class Child(Peer):
-    """A process of this machine. gpu: CUDA_VISIBLE_DEVICES; "" for what the leader sees."""
+class LocalWorker(WorkerHandle):
+    """A process of this machine. gpu: CUDA_VISIBLE_DEVICES; "" for what the driver sees."""
 
     address = None
 
@@ -122,7 +122,7 @@ def _error_of(failed: Failed, name: str) -> KTransformersError:
     return error if isinstance(error, KTransformersError) else EngineError(message)
 
 
-class RemotePeer(Peer):
+class RemoteWorker(WorkerHandle):
     """A process that an agent (agent.py) has started. Raises EngineError where there is none."""
 
     def __init__(self, name: str, host: str, port: int, secret: bytes, on_death: OnDeath):

@@ -2,7 +2,7 @@
 
     q, k, v, gate, up    rows of the weight: each process computes its own heads and columns of them
     o, down              columns of the weight: each process's result is a summand
-    routed experts       the leader has them all; what the others give for them is 0
+    routed experts       the driver has them all; what the others give for them is 0
     all else             every process has it whole: norms, routers' rows, the embedding, layers that are not cut
 
 A layer that cannot be cut evenly, or is of another make, is computed whole by each process, which is as right and takes
@@ -72,7 +72,7 @@ class _Cut:
         setattr(parent, name, _linear(linear.in_features, count, linear.bias is not None))
 
     def columns(self, parent: nn.Module, key: str, name: str, first: int, count: int) -> None:
-        """Keep these columns; the result is a share. The leader alone adds the bias."""
+        """Keep these columns; the result is a share. The driver alone adds the bias."""
         linear = parent.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         self.parts[f"{key}.{name}.weight"] = TensorSlice(1, first, count)
@@ -88,7 +88,7 @@ def _linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
 
 
 class _SharedPart(Placeholder):
-    """A follower's share of a block of experts: its columns of the shared experts, and nothing of the routed ones."""
+    """A worker's share of a block of experts: its columns of the shared experts, and nothing of the routed ones."""
 
     def __init__(self, block: nn.Module, group: RankGroup, *, has_shared: bool):
         super().__init__()
@@ -112,7 +112,7 @@ class _SharedPart(Placeholder):
 
 
 class _NoExperts(Placeholder):
-    """A follower's share of routed experts in a block of another make: nothing."""
+    """A worker's share of routed experts in a block of another make: nothing."""
 
     def __init__(self, group: RankGroup):
         super().__init__()
@@ -287,7 +287,7 @@ def _tell_heads(module: nn.Module, heads: int, kv_heads: int, count: int, kv_cou
 
 
 def _leave_experts(cut: _Cut, layer: nn.Module, key: str, group: RankGroup) -> Iterator[str]:
-    """Keys of the modules in which the leader alone has routed experts: blocks, where they are of the usual make."""
+    """Keys of the modules in which the driver alone has routed experts: blocks, where they are of the usual make."""
     for name, module in list(layer.named_modules()):
         if _child(module, "experts") is None:
             continue

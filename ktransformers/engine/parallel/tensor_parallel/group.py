@@ -1,6 +1,6 @@
 """Adds tensors up over the processes of a model: torch.distributed, NCCL where they are on GPUs, else gloo.
 
-All are processes of one machine, started by the leader: they find each other by a file in a private folder, and speak
+All are processes of one machine, started by the driver: they find each other by a file in a private folder, and speak
 over the loopback interface.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ktransformers.kernels.triton.common.compiling import is_rehearsal
+from ktransformers.kernels.triton.common.compiling import is_warmup
 from ktransformers.operators.partial_sums import RankGroup
 
 __all__ = ["TensorGroup"]
@@ -38,7 +38,7 @@ class TensorGroup(RankGroup):
     def size(self) -> int:
         return self._size
 
-    def meet(self, file: Path, device: torch.device) -> None:
+    def rendezvous(self, file: Path, device: torch.device) -> None:
         """Wait for all others, who give the same file, which nobody else may have. Raises RuntimeError."""
         is_gpu = device.type == "cuda"
         os.environ.setdefault("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", "lo")
@@ -56,11 +56,11 @@ class TensorGroup(RankGroup):
 
     def sum(self, share: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
-        if self._is_met and not is_rehearsal():
+        if self._is_met and not is_warmup():
             distributed.all_reduce(share)
         return share
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Leave the others."""
         if self._is_met:
             self._is_met = False

@@ -1,7 +1,7 @@
 """Which variants of the kernels a process has met, and compiling them before they are launched.
 
 Triton compiles a kernel when it is first launched with other constants, types, or arguments that it specializes on (1,
-multiples of 16). A rehearsal calls what launches kernels without launching them: each variant that it meets is handed
+multiples of 16). A warm-up calls what launches kernels without launching them: each variant that it meets is handed
 to a few threads which compile it, or read it from Triton's folder on the disk, where it stays.
 """
 
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.system.cores import usable_cpus
 
-__all__ = ["Compiled", "compiles", "is_rehearsal", "loading", "rehearsal", "variant_of", "watch_launches"]
+__all__ = ["Compiled", "compiles", "is_warmup", "loading", "variant_of", "warmup", "watch_launches"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 Listener = Callable[[str, bool], None]
 """Told of a variant: the kernel with its constants, and whether it came from the disk."""
 
-_rehearsing: int | None = None  # the thread that rehearses
+_warming_up: int | None = None  # the thread that rehearses
 
 
 def compiles() -> bool:
@@ -40,14 +40,14 @@ def compiles() -> bool:
     return runtime.triton is not None and not runtime.is_interpreted()
 
 
-def is_rehearsal() -> bool:
+def is_warmup() -> bool:
     """Whether this thread only calls launches, so that what they would write is not there."""
-    return _rehearsing is not None and _rehearsing == threading.get_ident()
+    return _warming_up is not None and _warming_up == threading.get_ident()
 
 
 @dataclass(slots=True)
 class Compiled:
-    """What a rehearsal found: variants met, and how many of them were compiled or came from the disk."""
+    """What a warm-up found: variants met, and how many of them were compiled or came from the disk."""
 
     variants: set[tuple[Any, ...]]
     num_compiled: int = 0
@@ -160,14 +160,14 @@ def _put_back(function: Any, run: Any) -> None:
 
 
 @contextmanager
-def rehearsal(progress: Callable[[int, int], None] | None = None) -> Iterator[Compiled]:
+def warmup(progress: Callable[[int, int], None] | None = None) -> Iterator[Compiled]:
     """Calls of this thread inside the block launch nothing; at its end, all variants that they need are compiled.
 
     New tensors of torch hold zeros meanwhile, not what kernels would have written. progress: called with (done, all)
-    while the rest is compiled. One rehearsal at a time.
+    while the rest is compiled. One warm-up at a time.
     """
-    global _rehearsing
-    if _rehearsing is not None:
+    global _warming_up
+    if _warming_up is not None:
         raise RuntimeError("kernels are rehearsed already")
     found, began = Compiled(set()), time.perf_counter()
     report = progress or (lambda done, total: None)
@@ -177,7 +177,7 @@ def rehearsal(progress: Callable[[int, int], None] | None = None) -> Iterator[Co
         found.num_from_disk += is_from_disk
         found.num_compiled += not is_from_disk
 
-    _rehearsing = threading.get_ident()
+    _warming_up = threading.get_ident()
     try:
         with ExitStack() as stack:
             stack.callback(compilers.shutdown)
@@ -186,7 +186,7 @@ def rehearsal(progress: Callable[[int, int], None] | None = None) -> Iterator[Co
                 stack.enter_context(_compile_mode(compilers))
             with watch_launches(found.variants.add, launches=False), _Zeros():
                 yield found
-            _rehearsing = None
+            _warming_up = None
             total = len(compilers.futures)
             report(0, total)
             for done, future in enumerate(compilers.futures, start=1):
@@ -195,7 +195,7 @@ def rehearsal(progress: Callable[[int, int], None] | None = None) -> Iterator[Co
                     logger.warning("a kernel does not compile: %s", str(error).splitlines()[0] if str(error) else error)
                 report(done, total)
     finally:
-        _rehearsing = None
+        _warming_up = None
     found.seconds = time.perf_counter() - began
 
 
@@ -240,7 +240,7 @@ class _Compilations:
             self.listeners.remove(listener)
 
     def warn(self, name: str, is_from_disk: bool) -> None:
-        if self.num_loading or is_rehearsal():
+        if self.num_loading or is_warmup():
             return
         if is_from_disk:
             logger.info("a kernel was read from the disk while serving: %s", name)

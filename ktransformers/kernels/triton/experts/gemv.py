@@ -26,7 +26,7 @@ __all__ = ["launch_gemv"]
 
 _SEVERAL_TOKENS = 2
 """From here on block-wise int16 of planes save more than the launch that makes them costs, and tokens share experts,
-whose pairs are then computed side by side. One number for both: rehearsals call one number of rows of each kind
+whose pairs are then computed side by side. One number for both: warm-ups call one number of rows of each kind
 (warmup.py)."""
 _MANY_PROGRAMS = 1024
 
