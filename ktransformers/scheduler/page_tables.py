@@ -21,11 +21,11 @@ from itertools import pairwise
 from ktransformers.cache.pages import PagePool
 from ktransformers.cache.prefix_tree import PrefixTree
 from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.kv_offload import Tiers
 from ktransformers.scheduler.prefixes import Copy, Prefix, PrefixStart
 from ktransformers.scheduler.sequence import Run, Sequence
 from ktransformers.scheduler.snapshots import Snapshots
 from ktransformers.scheduler.tier_records import TierPlan
-from ktransformers.scheduler.tiering import Tiers
 
 __all__ = ["Fill", "PageTables"]
 

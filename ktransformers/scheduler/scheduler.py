@@ -38,7 +38,7 @@ Models with recurrent layers have states beside pages: a run has a slot of its o
 (scheduler/snapshots.py). What a stale row writes goes to slots that have no reader: its run's own, and those of
 snapshots that are never published. They may have new owners by then, who write in later steps.
 
-Pages may have copies in host memory and in files (scheduler/tiering.py). A waiting sequence whose pages are read from
+Pages may have copies in host memory and in files (scheduler/kv_offload.py). A waiting sequence whose pages are read from
 files is passed by others; steps without rows copy when nobody has any. Not known here: text, tensors, processes, time.
 """
 
