@@ -47,7 +47,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
 from ktransformers.errors import ConfigError
-from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
+from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.gguf.file import open_gguf
 
@@ -111,20 +111,20 @@ class _Ours:
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(self._vocab_size) for _ in range(count)]
 
-    def _begin(self, prompts: Sequence[list[int]], length: int) -> tuple[list[SequenceStart], list[int]]:
+    def _begin(self, prompts: Sequence[list[int]], length: int) -> tuple[list[NewSequence], list[int]]:
         """New sequences of up to `length` tokens instead of those before, which end."""
         ended, self._running = self._running, [next(self._run_ids) for _ in prompts]
         self._pages_each = -(-length // PAGE_SIZE)
         params = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
         starts = [
-            SequenceStart(run_id=run, request_id=str(run), params=params, prompt_len=len(prompt), token_ids=prompt)
+            NewSequence(run_id=run, request_id=str(run), params=params, prompt_len=len(prompt), token_ids=prompt)
             for run, prompt in zip(self._running, prompts, strict=True)
         ]
         return starts, ended
 
-    def _row(self, index: int, start: int, token_ids: list[int], is_sampled: bool = True) -> Row:
+    def _row(self, index: int, start: int, token_ids: list[int], is_sampled: bool = True) -> ScheduledSequence:
         first = index * self._pages_each
-        return Row(
+        return ScheduledSequence(
             run_id=self._running[index],
             start=start,
             token_ids=token_ids,
@@ -135,7 +135,9 @@ class _Ours:
             write_slot=index,
         )
 
-    def _step(self, rows: list[Row], starts: Sequence[SequenceStart] = (), ended: Sequence[int] = ()) -> float:
+    def _step(
+        self, rows: list[ScheduledSequence], starts: Sequence[NewSequence] = (), ended: Sequence[int] = ()
+    ) -> float:
         """Seconds of one step."""
         plan = StepPlan(step_id=next(self._step_ids), starts=starts, rows=rows, ended=ended)
         began = time.perf_counter()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
-from ktransformers.scheduler.sequence import Run, Sequence
+from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan
+from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.tier_records import TierPlan
 
 __all__ = ["Batch", "PlannedRow", "PlannedStep"]
@@ -17,7 +17,7 @@ class PlannedRow:
     """Positions start .. end - 1 of one run in one step. Stale when seq.run is no longer this run."""
 
     seq: Sequence
-    run: Run
+    run: RunningState
     start: int
     end: int
     is_sampled: bool
@@ -70,7 +70,7 @@ class Batch:
     def __iter__(self) -> Iterator[PlannedRow]:
         return iter(self._rows.values())
 
-    def add(self, seq: Sequence, run: Run, num_tokens: int, saves: tuple[tuple[int, int], ...] = ()) -> None:
+    def add(self, seq: Sequence, run: RunningState, num_tokens: int, saves: tuple[tuple[int, int], ...] = ()) -> None:
         """Run the next num_tokens tokens of a sequence, and move its plan forward by them.
 
         saves: (length, slot) of the states that are to be kept.
@@ -103,7 +103,7 @@ class Batch:
                 starts.append(_start_record(seq, run))
             token_ids = seq.token_ids[start : planned.end]
             rows.append(
-                Row(
+                ScheduledSequence(
                     run_id=run.run_id,
                     start=start,
                     token_ids=token_ids,
@@ -123,8 +123,8 @@ class Batch:
         return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers)
 
 
-def _start_record(seq: Sequence, run: Run) -> SequenceStart:
-    return SequenceStart(
+def _start_record(seq: Sequence, run: RunningState) -> NewSequence:
+    return NewSequence(
         run_id=run.run_id,
         request_id=seq.request_id,
         params=seq.params,

@@ -28,7 +28,7 @@ from ktransformers.scheduler.prefixes import Copy, Prefix, PrefixStart
 from ktransformers.scheduler.tier_rates import Option, TierRates
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
-__all__ = ["Tiers"]
+__all__ = ["KvOffload"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class _Todo:
         )
 
 
-class Tiers:
+class KvOffload:
     """See the module's docstring. Told by PageTables of every page of its tree."""
 
     def __init__(self, config: TierConfig, page_size: int):

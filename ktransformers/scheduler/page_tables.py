@@ -21,9 +21,9 @@ from itertools import pairwise
 from ktransformers.cache.pages import PagePool
 from ktransformers.cache.prefix_tree import PrefixTree
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.kv_offload import Tiers
+from ktransformers.scheduler.kv_offload import KvOffload
 from ktransformers.scheduler.prefixes import Copy, Prefix, PrefixStart
-from ktransformers.scheduler.sequence import Run, Sequence
+from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.snapshots import Snapshots
 from ktransformers.scheduler.tier_records import TierPlan
 
@@ -40,7 +40,7 @@ class PageTables:
     """Block tables over the pages that `config` says, shared where has_prefix_cache.
 
     snapshots: of recurrent layers' states, without which a page's tokens cannot be skipped; None without such layers.
-    tiers: where pages go besides, None without any.
+    kv_offload: where pages go besides, None without any.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -51,9 +51,9 @@ class PageTables:
         )
         self.snapshots = Snapshots(config) if config.num_states else None
         tiers = config.tiers if config.has_prefix_cache else None
-        self.tiers = None if tiers is None else Tiers(tiers, config.page_size)
-        if self.snapshots is not None and self.tiers is not None:
-            self.snapshots.on_final = self.tiers.keep_state
+        self.kv_offload = None if tiers is None else KvOffload(tiers, config.page_size)
+        if self.snapshots is not None and self.kv_offload is not None:
+            self.snapshots.on_final = self.kv_offload.keep_state
         self.clear()
 
     def clear(self) -> None:
@@ -61,8 +61,8 @@ class PageTables:
         self._pool, self._tree = PagePool(self.num_pages), PrefixTree(self.page_size)
         if self.snapshots is not None:
             self.snapshots.clear()
-        if self.tiers is not None:
-            self.tiers.clear()
+        if self.kv_offload is not None:
+            self.kv_offload.clear()
 
     @property
     def num_available(self) -> int:
@@ -108,7 +108,7 @@ class PageTables:
             pages.pop()
         return len(pages) * self.page_size
 
-    def start(self, seq: Sequence, run_id: int, num_reserved: int) -> Run | None:
+    def start(self, seq: Sequence, run_id: int, num_reserved: int) -> RunningState | None:
         """A run for a waiting sequence that begins behind the longest prefix in the tree, or the longest snapshot.
 
         The last token is never taken from the cache: its logits are wanted. None when the known tokens and the one to
@@ -127,7 +127,7 @@ class PageTables:
         if self.pages_for(seq.known_len + 1) - len(pages) + num_woken > room:
             return None
         cached_len = start.num_pages * self.page_size
-        run = Run(run_id, pages, cached_len, cached_len, start.num_pages)
+        run = RunningState(run_id, pages, cached_len, cached_len, start.num_pages)
         loaded = None
         if self.snapshots is not None:
             if start.state is not None:
@@ -160,8 +160,8 @@ class PageTables:
         return Prefix(salt, seq.token_ids, pages, max_pages, slots.__contains__, slots.can_save)
 
     def _start_of(self, prefix: Prefix) -> PrefixStart:
-        if self.tiers is not None:
-            return self.tiers.choose(prefix)
+        if self.kv_offload is not None:
+            return self.kv_offload.choose(prefix)
         pages = list(prefix.pages)
         while pages and prefix.has_state is not None and not prefix.has_state(pages[-1]):
             pages.pop()
@@ -169,45 +169,45 @@ class PageTables:
 
     def _load(self, seq: Sequence, pages: list[int], start: PrefixStart, state_slot: int | None) -> None:
         """Add what a run begins with and the tree does not have: steps that read it come after the copy."""
-        if self.tiers is None:
+        if self.kv_offload is None:
             return
         salt, size = seq.request.cache_salt, self.page_size
         for i in range(len(pages), start.num_pages):
             page, parent, tokens = self._new_page(), pages[-1] if pages else None, seq.token_ids[i * size :][:size]
             self._tree.publish(salt, parent, tokens, page)
-            self.tiers.load(salt, parent, tokens, page)
+            self.kv_offload.load(salt, parent, tokens, page)
             pages.append(page)
         if self.snapshots is not None and start.state is not None and state_slot is not None:
-            self.tiers.load_state(start.state, state_slot)
+            self.kv_offload.load_state(start.state, state_slot)
             self.snapshots.slots.publish(pages[-1], state_slot)
             self.snapshots.slots.use(pages[-1])
-        self.tiers.started(seq.request_id, start, pages[-1] if pages else None)
+        self.kv_offload.started(seq.request_id, start, pages[-1] if pages else None)
 
     def awaits_tiers(self, seq: Sequence) -> bool:
         """Whether a waiting sequence should wait for pages from files. Has them read when it is first asked."""
-        if self.tiers is None or not self.tiers.has_files:
+        if self.kv_offload is None or not self.kv_offload.has_files:
             return False
-        if self.tiers.is_held(seq.request_id):
-            return self.tiers.awaits(seq.request_id)
-        return self.tiers.fetch(seq.request_id, self._prefix(seq))
+        if self.kv_offload.is_held(seq.request_id):
+            return self.kv_offload.awaits(seq.request_id)
+        return self.kv_offload.fetch(seq.request_id, self._prefix(seq))
 
     def forget(self, seq: Sequence) -> None:
         """A sequence does not wait any more."""
-        if self.tiers is not None:
-            self.tiers.forget(seq.request_id)
+        if self.kv_offload is not None:
+            self.kv_offload.forget(seq.request_id)
 
     def begin_step(self) -> None:
         """Another step is planned."""
         if self.snapshots is not None:
             self.snapshots.slots.begin_step()
-        if self.tiers is not None:
-            self.tiers.begin_step(lambda page: None if self.snapshots is None else self.snapshots.slots.slot(page))
+        if self.kv_offload is not None:
+            self.kv_offload.begin_step(lambda page: None if self.snapshots is None else self.snapshots.slots.slot(page))
 
     def take_copies(self, *, is_alone: bool) -> TierPlan | None:
         """What the step that was planned is to copy. is_alone: it has no rows."""
-        return None if self.tiers is None else self.tiers.take(is_alone=is_alone)
+        return None if self.kv_offload is None else self.kv_offload.take(is_alone=is_alone)
 
-    def grow(self, run: Run, num_tokens: int) -> bool:
+    def grow(self, run: RunningState, num_tokens: int) -> bool:
         """Let the run's pages cover num_tokens. False, and nothing changed, when there are not enough."""
         missing = self.pages_for(num_tokens) - len(run.block_table)
         if missing > self.num_available:
@@ -222,11 +222,11 @@ class PageTables:
             self._pool.free(page)
             if self.snapshots is not None:
                 self.snapshots.slots.drop(page)
-            if self.tiers is not None:
-                self.tiers.evicted(page)
+            if self.kv_offload is not None:
+                self.kv_offload.evicted(page)
         return self._pool.allocate()
 
-    def publish(self, seq: Sequence, run: Run) -> None:
+    def publish(self, seq: Sequence, run: RunningState) -> None:
         """Put the pages that committed steps have filled into the tree.
 
         Two sequences may have computed the same page side by side. The later one then gives up its own: contents are
@@ -239,8 +239,8 @@ class PageTables:
             own, parent = table[i], table[i - 1] if i else None
             tokens = seq.token_ids[i * size : (i + 1) * size]
             page = self._tree.publish(seq.request.cache_salt, parent, tokens, own)
-            if page == own and self.tiers is not None:
-                self.tiers.published(seq.request.cache_salt, parent, tokens, page)
+            if page == own and self.kv_offload is not None:
+                self.kv_offload.published(seq.request.cache_salt, parent, tokens, page)
             if page != own:
                 self._acquire(page)
                 self._release(own)
@@ -248,7 +248,7 @@ class PageTables:
                 run.num_told = min(run.num_told, i)
             run.num_published = i + 1
 
-    def release(self, run: Run) -> None:
+    def release(self, run: RunningState) -> None:
         """Take all pages of a run back. Those in the tree stay there, idle, until they are needed."""
         for page in reversed(run.block_table):  # the tree wants the deeper page first
             self._release(page)
@@ -266,9 +266,9 @@ class PageTables:
         slots = {ends[page]: kept.slot(page) for page in kept if page in ends}
         return pages, {length: slot for length, slot in slots.items() if slot is not None}
 
-    def find_below(self, salt: str, token_ids: TokenIds, num_pages: int) -> tuple[list[Copy], dict[int, Copy]]:
-        """What tiers have behind the first num_pages pages, and of states by length. See Tiers.copies."""
-        return ([], {}) if self.tiers is None else self.tiers.copies(salt, token_ids, num_pages)
+    def find_offloaded(self, salt: str, token_ids: TokenIds, num_pages: int) -> tuple[list[Copy], dict[int, Copy]]:
+        """What tiers have behind the first num_pages pages, and of states by length. See KvOffload.copies."""
+        return ([], {}) if self.kv_offload is None else self.kv_offload.copies(salt, token_ids, num_pages)
 
     def adopt(self, salt: str, token_ids: TokenIds, state_lens: TokenIds, fill: Fill) -> int:
         """Make a prefix findable whose keys and values come from elsewhere; how many of its tokens are now.
@@ -280,7 +280,7 @@ class PageTables:
             return 0
         size = self.page_size
         table = self._tree.match(salt, token_ids, len(token_ids) // size)
-        run = Run(-1, table, 0, 0, len(table))
+        run = RunningState(-1, table, 0, 0, len(table))
         saves: dict[int, int] = {}
         for page in table:
             self._acquire(page)
@@ -294,13 +294,13 @@ class PageTables:
                 own = token_ids[i * size : (i + 1) * size]
                 parent = table[i - 1] if i else None
                 self._tree.publish(salt, parent, own, table[i])
-                if self.tiers is not None:
-                    self.tiers.published(salt, parent, own, table[i])
+                if self.kv_offload is not None:
+                    self.kv_offload.published(salt, parent, own, table[i])
             for length in sorted(saves):
                 assert self.snapshots is not None
                 page, slot = table[length // size - 1], saves.pop(length)
-                if self.snapshots.slots.publish(page, slot) and self.tiers is not None:
-                    self.tiers.keep_state(page, slot)
+                if self.snapshots.slots.publish(page, slot) and self.kv_offload is not None:
+                    self.kv_offload.keep_state(page, slot)
         finally:
             for slot in saves.values():
                 assert self.snapshots is not None
@@ -340,8 +340,8 @@ class PageTables:
             holders.update(table)
         if self.snapshots is not None:
             self.snapshots.check_integrity([seq.run for seq in running if seq.run is not None], set(tree))
-        if self.tiers is not None:
-            self.tiers.check_integrity(set(tree))
+        if self.kv_offload is not None:
+            self.kv_offload.check_integrity(set(tree))
         for page in range(self.num_pages):
             assert pool.holders(page) == holders[page], "holders that are not running"
             assert not pool.is_free(page) or page not in tree, "a free page is in the tree"

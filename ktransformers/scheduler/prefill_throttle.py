@@ -26,7 +26,16 @@ from dataclasses import dataclass, field
 
 from ktransformers.scheduler.step_times import StepTimes
 
-__all__ = ["FEWEST_ROWS", "LEAST_ROWS", "REFRESH", "WINDOW", "WORTH", "Pacer", "Pending", "cheapest_rows"]
+__all__ = [
+    "FEWEST_ROWS",
+    "LEAST_ROWS",
+    "REFRESH",
+    "WINDOW",
+    "WORTH",
+    "PendingPrefill",
+    "PrefillThrottle",
+    "cheapest_rows",
+]
 
 LEAST_ROWS = 64
 """Of a step with decodes and prompts, together, while nothing is known; at least half of them are of prompts."""
@@ -61,7 +70,7 @@ twice as long at least."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingPrefill:
     """Prompts that wait for rows. rows: of all of them, None where that is not known yet. shortest: of the one with the
     fewest, if it may pass the others, else 0."""
 
@@ -161,7 +170,7 @@ class _Ledger:
         return not spent or spent + more <= (1 - 1 / self.ratio) * self.window + (self.ratio - 1) * alone
 
 
-class Pacer:
+class PrefillThrottle:
     """Of one scheduler. ratio: max_itl_ratio, more than 1. max_gap: seconds, 0 for no limit."""
 
     def __init__(self, ratio: float, max_gap: float = 0.0):
@@ -170,7 +179,7 @@ class Pacer:
         self._ledger = _Ledger(ratio)
         self._in_flight: deque[tuple[float, float]] = deque()
 
-    def rows(self, decodes: int, most: int, pending: Pending | None) -> int:
+    def rows(self, decodes: int, most: int, pending: PendingPrefill | None) -> int:
         """Rows of prompts that the step being planned may carry beside its decodes, at most `most`.
 
         0: none now, to time decodes alone or because streams have their turn. pending: None where no prompts wait.
@@ -182,12 +191,12 @@ class Pacer:
         if self._since_alone > (REFRESH if self.times.knows(decodes) else _RETRY):
             self._since_alone = 0
             return 0
-        rows = self._paced(decodes, most, pending)
+        rows = self._throttled(decodes, most, pending)
         if not rows:
             self._since_alone = 0
         return rows
 
-    def _paced(self, decodes: int, most: int, pending: Pending) -> int:
+    def _throttled(self, decodes: int, most: int, pending: PendingPrefill) -> int:
         alone = self.times.alone(decodes)
         least = min(max(LEAST_ROWS - decodes, LEAST_ROWS // 2), most)
         if alone is None:

@@ -42,9 +42,9 @@ class RequestTracker:
         """A request came."""
         self._lives[request_id] = _Life(prompt_len, arrived_ns=self._clock())
         if is_suspended:
-            self.set_aside(request_id, True)
+            self.pause(request_id, True)
 
-    def set_aside(self, request_id: str, is_suspended: bool) -> None:
+    def pause(self, request_id: str, is_suspended: bool) -> None:
         """A request was suspended, or resumed. Of one that was silent since the profile began nothing is noted."""
         life = self._lives.get(request_id)
         if life is None:

@@ -7,7 +7,7 @@ Rules for the engine:
 
 - Steps are run in the order of their step_id, each with all its writes before its reads. A page that loses its owner
   while a step is in flight may be given to another sequence at once: the new owner writes in a later step.
-- A *run* is one stay of a request in the batch, from admission to preemption or end. SequenceStart carries everything
+- A *run* is one stay of a request in the batch, from admission to preemption or end. NewSequence carries everything
   the engine has to know about it, also when the request has been here before; `ended` says which state may be dropped.
 - A decode may be planned before its token is known. Then token_source names the sampled row of the step before
   (step_id - 1) whose token it is, counting that step's sampled rows only: the engine fills it in by itself.
@@ -25,13 +25,13 @@ from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
 __all__ = [
+    "NewSequence",
     "PromptLogprobs",
     "Request",
     "RequestUpdate",
-    "Row",
     "RowResult",
+    "ScheduledSequence",
     "SchedulerStats",
-    "SequenceStart",
     "StepPlan",
     "StepResult",
     "counts_in",
@@ -61,7 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_suspended: bool = False
 
 
-class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
+class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     """Comes with the first step of a run, filled by the scheduler.
 
     token_ids: all tokens known so far; the first prompt_len are the prompt, the rest is the answer so far, which counts
@@ -75,7 +75,7 @@ class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Sequence[int]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of one sequence in one step, filled by the scheduler.
 
     Token i of the row has position `start + i`, sees all positions up to its own, and is written to slot
@@ -113,8 +113,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     step_id: int
-    starts: Sequence[SequenceStart]
-    rows: Sequence[Row]
+    starts: Sequence[NewSequence]
+    rows: Sequence[ScheduledSequence]
     ended: Sequence[int]
     tiers: TierPlan | None = None
 

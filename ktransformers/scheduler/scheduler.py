@@ -38,8 +38,9 @@ Models with recurrent layers have states beside pages: a run has a slot of its o
 (scheduler/snapshots.py). What a stale row writes goes to slots that have no reader: its run's own, and those of
 snapshots that are never published. They may have new owners by then, who write in later steps.
 
-Pages may have copies in host memory and in files (scheduler/kv_offload.py). A waiting sequence whose pages are read from
-files is passed by others; steps without rows copy when nobody has any. Not known here: text, tensors, processes, time.
+Pages may have copies in host memory and in files (scheduler/kv_offload.py). A waiting sequence whose pages are read
+from files is passed by others; steps without rows copy when nobody has any. Not known here: text, tensors, processes,
+time.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from ktransformers.scheduler.batch import Batch, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.passing import Passing
-from ktransformers.scheduler.prefill_throttle import Pacer, Pending
+from ktransformers.scheduler.prefill_throttle import PendingPrefill, PrefillThrottle
 from ktransformers.scheduler.records import (
     PromptLogprobs,
     Request,
@@ -67,7 +68,7 @@ from ktransformers.scheduler.records import (
     SchedulerStats,
     StepPlan,
 )
-from ktransformers.scheduler.sequence import Run, Sequence
+from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.shared_prompts import awaits_prefix
 from ktransformers.scheduler.tier_records import TierResult
 from ktransformers.scheduler.updates import update_of
@@ -100,7 +101,9 @@ class Scheduler:
         self.config = config
         self._pages = PageTables(config)
         self._snapshots = self._pages.snapshots
-        self._pacer = Pacer(config.max_itl_ratio, config.max_gap_ms / 1000) if config.max_itl_ratio else None
+        self._prefill_throttle = (
+            PrefillThrottle(config.max_itl_ratio, config.max_gap_ms / 1000) if config.max_itl_ratio else None
+        )
         self._passing = Passing(config.chunk_size)
         self._requests: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
@@ -174,7 +177,7 @@ class Scheduler:
         if seq is None:
             return False
         if request_id not in self._suspended:
-            self._put_aside(seq)
+            self._pause(seq)
             self._suspended[request_id] = seq
         return True
 
@@ -198,7 +201,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether `schedule` may have a step, now or after a commit: for requests that are not suspended, or for copies
         of tiers."""
-        tiers = self._pages.tiers
+        tiers = self._pages.kv_offload
         return len(self._requests) > len(self._suspended) or (tiers is not None and tiers.has_work)
 
     def in_flight_ids(self, step_id: int | None = None) -> list[str]:
@@ -217,9 +220,9 @@ class Scheduler:
         del self._requests[seq.request_id]
         self._deadlines.pop(seq.request_id, None)
         if self._suspended.pop(seq.request_id, None) is None:
-            self._put_aside(seq)
+            self._pause(seq)
 
-    def _put_aside(self, seq: Sequence) -> None:
+    def _pause(self, seq: Sequence) -> None:
         """Out of the queue that it is in."""
         self._pages.forget(seq)
         if seq.run is None:
@@ -227,7 +230,7 @@ class Scheduler:
         else:
             self._stop_run(seq, seq.run)
 
-    def _stop_run(self, seq: Sequence, run: Run) -> None:
+    def _stop_run(self, seq: Sequence, run: RunningState) -> None:
         self._running.remove(seq)
         self._pages.release(run)
         seq.run = None
@@ -243,7 +246,7 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.max_in_flight:
             return None
-        tiers = self._pages.tiers
+        tiers = self._pages.kv_offload
         if tiers is not None and tiers.awaits_listing:
             return None if self._in_flight else self._plan(Batch(self.config.chunk_size))
         self._pages.begin_step()
@@ -262,12 +265,12 @@ class Scheduler:
     def _fill(self, batch: Batch, prefills: list[Sequence]) -> None:
         """Rows of prompts: in the order of rank, but for the part of one that may pass."""
         passing = self._passing.choose(prefills) if prefills else None
-        if self._pacer is not None and len(batch):
+        if self._prefill_throttle is not None and len(batch):
             pending = None
             if prefills:
                 num_rows = sum(seq.num_unplanned for seq in prefills)
-                pending = Pending(num_rows, self._passing.shortest(prefills, passing))
-            batch.limit(self._pacer.rows(len(batch), batch.budget, pending))
+                pending = PendingPrefill(num_rows, self._passing.shortest(prefills, passing))
+            batch.limit(self._prefill_throttle.rows(len(batch), batch.budget, pending))
         part = self._passing.part(passing, batch.budget)
         batch.budget -= part
         for seq in prefills:
@@ -283,8 +286,8 @@ class Scheduler:
         """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
         step = PlannedStep(self._next_step, rows)
-        if self._pacer is not None:
-            self._pacer.planned(step.num_decodes, step.num_rows - step.num_decodes)
+        if self._prefill_throttle is not None:
+            self._prefill_throttle.planned(step.num_decodes, step.num_rows - step.num_decodes)
         ended, self._ended = self._ended, []
         self._next_step += 1
         self._in_flight.append(step)
@@ -396,10 +399,10 @@ class Scheduler:
         if len(results) != step.num_sampled:
             raise ValueError(f"step {step_id} samples {step.num_sampled} tokens, got {len(results)} results")
         self._in_flight.popleft()
-        if self._pacer is not None:
-            self._pacer.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
-        if tiers is not None and self._pages.tiers is not None:
-            self._pages.tiers.commit(tiers, step.num_prefilled)
+        if self._prefill_throttle is not None:
+            self._prefill_throttle.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
+        if tiers is not None and self._pages.kv_offload is not None:
+            self._pages.kv_offload.commit(tiers, step.num_prefilled)
         updates, remaining = self._scored(step, prompt_logprobs), iter(results)
         for row in step.rows:
             result = next(remaining) if row.is_sampled else None
@@ -437,8 +440,8 @@ class Scheduler:
     def engine_lost(self) -> None:
         """The engine and its cache are gone. Everything that ran waits again, in its old order, for the next engine."""
         self._in_flight.clear()
-        if self._pacer is not None:
-            self._pacer.lost()
+        if self._prefill_throttle is not None:
+            self._prefill_throttle.lost()
         self._ended.clear()
         for seq in self._running:
             seq.run = None
@@ -469,7 +472,7 @@ class Scheduler:
             num_engine_losses=totals.num_engine_losses,
             prefix_query_len=totals.prefix_query_len,
             prefix_hit_len=totals.prefix_hit_len,
-            tiers=None if self._pages.tiers is None else self._pages.tiers.stats(),
+            tiers=None if self._pages.kv_offload is None else self._pages.kv_offload.stats(),
         )
 
     def check_integrity(self) -> None:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from ktransformers.core import AnswerEnd, SamplingParams
 from ktransformers.scheduler.records import Request
 
-__all__ = ["Run", "Sequence"]
+__all__ = ["RunningState", "Sequence"]
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class RunningState:
     """One stay in the batch. Thrown away at preemption or end, which is how results of steps in flight become stale.
 
     block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
@@ -40,7 +40,7 @@ class Run:
     num_told: int = 0
     num_pending: int = 0  # tokens that steps in flight will sample
     sampled_index: int = -1
-    is_started: bool = False  # its SequenceStart has been sent
+    is_started: bool = False  # its NewSequence has been sent
     state_slot: int = -1
     read_slot: int = -1
     border: int = 0
@@ -73,7 +73,7 @@ class Sequence:
     end: AnswerEnd
     token_ids: list[int] = field(default_factory=list)  # prompt, then the answer so far
     cached_len: int | None = None  # None until first admitted
-    run: Run | None = None
+    run: RunningState | None = None
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have
 
     @property

@@ -14,7 +14,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from ktransformers.cache.state_slots import StateSlots
-from ktransformers.scheduler.sequence import Run
+from ktransformers.scheduler.sequence import RunningState
 
 if TYPE_CHECKING:
     from ktransformers.scheduler.config import SchedulerConfig
@@ -46,7 +46,7 @@ class Snapshots:
         """The longest length with a snapshot that leaves the last token to compute; 0 where none is kept."""
         return (known_len - 1) // self.align * self.align if self._is_kept and self.slots.max_snapshots else 0
 
-    def begin(self, run: Run, page: int | None, known_len: int, loaded: int | None = None) -> bool:
+    def begin(self, run: RunningState, page: int | None, known_len: int, loaded: int | None = None) -> bool:
         """Give a run its slot and what it begins from: the snapshot behind `page`, or zeros. False: no slot is left.
 
         loaded: a slot from `begin_save` that will have that snapshot, which the tree knows nothing of yet.
@@ -60,17 +60,17 @@ class Snapshots:
         run.state_slot, run.read_slot, run.border = slot, read, self.border(known_len)
         return True
 
-    def hold(self, run: Run, page: int) -> None:
+    def hold(self, run: RunningState, page: int) -> None:
         """Keep the snapshot behind `page`, which the run's first row will read, until that row is planned."""
         self.slots.hold(page)
         run.held = page
 
-    def _let_go(self, run: Run) -> None:
+    def _let_go(self, run: RunningState) -> None:
         if run.held is not None:
             self.slots.let_go(run.held)
             run.held = None
 
-    def plan(self, run: Run, start: int, end: int) -> tuple[tuple[int, int], ...]:
+    def plan(self, run: RunningState, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """(length, slot) of the states that a row of the positions start .. end - 1 is to save."""
         if run.held is not None:
             self.slots.use(run.held)  # pinned in this step
@@ -87,7 +87,7 @@ class Snapshots:
                     saves.append((length, slot))
         return tuple(saves)
 
-    def publish(self, run: Run, saves: tuple[tuple[int, int], ...]) -> None:
+    def publish(self, run: RunningState, saves: tuple[tuple[int, int], ...]) -> None:
         """A row was computed, and its pages are in the tree: its states can be found from now on."""
         for length, slot in saves:
             del run.saves[length]
@@ -121,7 +121,7 @@ class Snapshots:
             slots[length] = slot
         return slots
 
-    def end(self, run: Run) -> None:
+    def end(self, run: RunningState) -> None:
         """The run is over; so are snapshots on their way."""
         self._let_go(run)
         if run.rolled is not None:
@@ -130,7 +130,7 @@ class Snapshots:
             self.slots.release(slot)
         run.saves.clear()
 
-    def check_integrity(self, runs: list[Run], pages: set[int]) -> None:
+    def check_integrity(self, runs: list[RunningState], pages: set[int]) -> None:
         """Raises AssertionError unless slots are those of these runs, and snapshots belong to pages of the tree."""
         self.slots.check_integrity()
         running, pending = self.slots.holders()

@@ -57,7 +57,7 @@ class TierResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TierStats(msgspec.Struct, kw_only=True):
-    """For metrics. The first four are of this moment, the others count from the start: `Tiers` adds to its own.
+    """For metrics. The first four are of this moment, the others count from the start: `KvOffload` adds to its own.
 
     host_hit_len, disk_hit_len: tokens of prompts that were not computed because host memory, or a file, had them.
     recomputed_len: tokens that a tier had, and that were computed because that was faster.

@@ -17,7 +17,7 @@ from ktransformers.profiling.pauses import MAX_PAUSES, Pauses
 from ktransformers.profiling.tables import load
 from ktransformers.profiling.trace import write_trace
 from ktransformers.scheduler.profiled import RequestTracker
-from ktransformers.scheduler.records import RequestUpdate, SequenceStart, StepPlan
+from ktransformers.scheduler.records import NewSequence, RequestUpdate, StepPlan
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest
 from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
 from ktransformers.server.backend.profiler import ProfileConfig
@@ -42,9 +42,7 @@ class Told:
         return self.tracker
 
     def start(self, now: float, *answer: int) -> None:
-        start = SequenceStart(
-            run_id=1, request_id="r", params=SamplingParams(), prompt_len=2, token_ids=[1, 2, *answer]
-        )
+        start = NewSequence(run_id=1, request_id="r", params=SamplingParams(), prompt_len=2, token_ids=[1, 2, *answer])
         self.at(now).planned(StepPlan(step_id=1, starts=[start], rows=[], ended=[]))
 
     def token(self, now: float, index: int, reason: FinishReason | None = None) -> None:
@@ -63,21 +61,21 @@ class Told:
 def test_the_gap_is_told_and_counts_as_nothing() -> None:
     told = Told()
     told.at(0).added("r", 2)
-    told.at(10).set_aside("r", True)
-    told.at(11).set_aside("r", True)
-    told.at(40).set_aside("r", False)
+    told.at(10).pause("r", True)
+    told.at(11).pause("r", True)
+    told.at(40).pause("r", False)
     told.start(50)
     told.token(60, 0)
     told.token(65, 1)
-    told.at(70).set_aside("r", True)
-    told.at(100).set_aside("r", False)
-    told.at(101).set_aside("r", True)
-    told.at(111).set_aside("r", False)
+    told.at(70).pause("r", True)
+    told.at(100).pause("r", False)
+    told.at(101).pause("r", True)
+    told.at(111).pause("r", False)
     told.start(112, 7, 7)
     told.token(115, 2)
     told.start(120, 7, 7, 7)  # after a preemption
     told.token(130, 3)
-    told.at(140).set_aside("r", True)
+    told.at(140).pause("r", True)
     told.tracker.stop()
     line = told.finish()
     assert [(one["ms"], one.get("suspended_ms")) for one in told.lines["tokens"]] == [
@@ -93,7 +91,7 @@ def test_the_gap_is_told_and_counts_as_nothing() -> None:
 def test_one_that_comes_suspended() -> None:
     told = Told()
     told.at(5).added("r", 2, is_suspended=True)
-    told.at(9).set_aside("r", False)
+    told.at(9).pause("r", False)
     told.start(10)
     told.token(12, 0, FinishReason.LENGTH)
     line = told.finish()
@@ -103,8 +101,8 @@ def test_one_that_comes_suspended() -> None:
 
 def test_what_came_before_the_profile_is_no_gap() -> None:
     told = Told()
-    told.at(5).set_aside("r", True)
-    told.at(6).set_aside("r", False)
+    told.at(5).pause("r", True)
+    told.at(6).pause("r", False)
     told.start(7, 7)
     told.token(9, 1, FinishReason.LENGTH)
     assert told.finish()["suspended"] == []

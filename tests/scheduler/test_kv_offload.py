@@ -200,7 +200,7 @@ def test_rates_follow_what_was_measured_of_late() -> None:
 def test_a_fast_prefill_is_not_made_to_wait() -> None:
     loop = loop_of(tiers={"disk_bytes": LARGE})
     run(loop, "first", PROMPT)
-    tiers = loop.scheduler._pages.tiers
+    tiers = loop.scheduler._pages.kv_offload
     assert tiers is not None
     tiers.rates.load.add(100, 1.0)
     fill(loop)

@@ -10,7 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from ktransformers.errors import ConfigError
-from ktransformers.scheduler.prefill_throttle import REFRESH, WINDOW, WORTH, Pacer, Pending, cheapest_rows
+from ktransformers.scheduler.prefill_throttle import (
+    REFRESH,
+    WINDOW,
+    WORTH,
+    PendingPrefill,
+    PrefillThrottle,
+    cheapest_rows,
+)
 from ktransformers.scheduler.records import RowResult, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.scheduler.step_times import StepTimes
@@ -151,15 +158,15 @@ def test_twice_the_largest_is_tried_while_rows_become_cheaper() -> None:
 
 
 def test_a_pacer_times_decodes_alone_now_and_then() -> None:
-    pacer, some = Pacer(2.0), Pending(99)
-    assert pacer.rows(1, 99, some) == 0  # nothing is known
-    assert [pacer.rows(1, 99, some) for _ in range(5)] == [63, 63, 63, 63, 0]  # nor did anything come
-    pacer.took(1, 0, 0.01)
-    pacer.took(1, 99, 0.011)
-    said = [pacer.rows(1, 99, some) for _ in range(2 * REFRESH + 2)]
+    prefill_throttle, some = PrefillThrottle(2.0), PendingPrefill(99)
+    assert prefill_throttle.rows(1, 99, some) == 0  # nothing is known
+    assert [prefill_throttle.rows(1, 99, some) for _ in range(5)] == [63, 63, 63, 63, 0]  # nor did anything come
+    prefill_throttle.took(1, 0, 0.01)
+    prefill_throttle.took(1, 99, 0.011)
+    said = [prefill_throttle.rows(1, 99, some) for _ in range(2 * REFRESH + 2)]
     assert [i for i, rows in enumerate(said) if not rows] == [REFRESH, 2 * REFRESH + 1]
-    assert pacer.rows(1, 99, None) == 99
-    assert all(pacer.rows(1, 99, some) for _ in range(REFRESH))
+    assert prefill_throttle.rows(1, 99, None) == 99
+    assert all(prefill_throttle.rows(1, 99, some) for _ in range(REFRESH))
 
 
 KNOWN = (1, 0, 0.016), (1, 7, 0.05), (1, 64, 0.13), (1, 4095, 0.4)
@@ -167,33 +174,33 @@ KNOWN = (1, 0, 0.016), (1, 7, 0.05), (1, 64, 0.13), (1, 4095, 0.4)
 
 
 def test_a_short_prompt_goes_where_a_chunk_does_not_fit() -> None:
-    pacer = Pacer(2.0, 0.5)
+    prefill_throttle = PrefillThrottle(2.0, 0.5)
     for step in KNOWN:
-        pacer.took(*step)
-    pacer.rows(1, 4095, None)
-    chunk = pacer.rows(1, 4095, Pending(99999, 4096))
+        prefill_throttle.took(*step)
+    prefill_throttle.rows(1, 4095, None)
+    chunk = prefill_throttle.rows(1, 4095, PendingPrefill(99999, 4096))
     assert chunk > 2000
-    pacer.took(1, chunk, 0.33)  # of one second, beside what was spent before
-    assert pacer.rows(1, 4095, Pending(99999, 4096)) == 0
-    assert pacer.rows(1, 4095, Pending(99999, 9)) == 9
+    prefill_throttle.took(1, chunk, 0.33)  # of one second, beside what was spent before
+    assert prefill_throttle.rows(1, 4095, PendingPrefill(99999, 4096)) == 0
+    assert prefill_throttle.rows(1, 4095, PendingPrefill(99999, 9)) == 9
     for _ in range(126):  # two seconds of decodes
-        pacer.took(1, 0, 0.016)
-    assert pacer.rows(1, 4095, Pending(99999, 9)) == chunk
+        prefill_throttle.took(1, 0, 0.016)
+    assert prefill_throttle.rows(1, 4095, PendingPrefill(99999, 9)) == chunk
 
 
 def test_what_is_in_flight_counts() -> None:
-    pacer = Pacer(2.0, 0.5)
+    prefill_throttle = PrefillThrottle(2.0, 0.5)
     for step in (*KNOWN, *((1, 0, 0.016),) * 130):
-        pacer.took(*step)
-    pacer.rows(1, 4095, None)
+        prefill_throttle.took(*step)
+    prefill_throttle.rows(1, 4095, None)
     chunks = []
     for _ in range(5):
-        chunks.append(pacer.rows(1, 4095, Pending(99999)))
-        pacer.planned(1, chunks[-1])
+        chunks.append(prefill_throttle.rows(1, 4095, PendingPrefill(99999)))
+        prefill_throttle.planned(1, chunks[-1])
     assert chunks[0] > 2000
     assert chunks == [chunks[0]] * 3 + [0] * 2
-    pacer.lost()
-    assert pacer.rows(1, 4095, Pending(99999)) == chunks[0]
+    prefill_throttle.lost()
+    assert prefill_throttle.rows(1, 4095, PendingPrefill(99999)) == chunks[0]
 
 
 class Clocked:

@@ -22,7 +22,7 @@ from ktransformers.engine.load.builder import PagedEngine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.optimize.plan import Plan
-from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult, counts_in
+from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan, StepResult, counts_in
 
 __all__ = ["DecodeCase", "Figure", "OfflineRuns", "StepWeights", "slots_needed"]
 
@@ -123,9 +123,9 @@ def _pages(num_tokens: int, page_size: int) -> int:
 
 def _row(
     run_id: int, start: int, token_ids: list[int], block_table: list[int], index: int, *, is_sampled: bool = True
-) -> Row:
+) -> ScheduledSequence:
     """index: of the sequence, and of its slot for states."""
-    return Row(
+    return ScheduledSequence(
         run_id=run_id,
         start=start,
         token_ids=token_ids,
@@ -249,7 +249,7 @@ class OfflineRuns:
         table = list(range(first_page, first_page + _pages(num_tokens, page_size)))
         params = SamplingParams(temperature=0.0, ignore_eos=True)
         starts = [
-            SequenceStart(
+            NewSequence(
                 run_id=run_id, request_id=str(run_id), params=params, prompt_len=num_tokens, token_ids=token_ids
             )
         ]
@@ -264,7 +264,7 @@ class OfflineRuns:
         ids: list[int] = self._rng.integers(0, self._engine.model.vocab_size, count).tolist()
         return ids
 
-    def _step(self, rows: list[Row], starts: list[SequenceStart] | None = None) -> StepResult:
+    def _step(self, rows: list[ScheduledSequence], starts: list[NewSequence] | None = None) -> StepResult:
         plan = StepPlan(step_id=next(self._step_ids), starts=starts or [], rows=rows, ended=self._ended)
         self._ended = []
         return self._engine.executor.execute(plan)

@@ -388,7 +388,7 @@ class BatchLoop:
             case _Look(answer):
                 answer.put(self._scheduler.stats())
             case _Visit(run, visited):
-                engine, tiers = self.engine, self._scheduler.pages.tiers
+                engine, tiers = self.engine, self._scheduler.pages.kv_offload
                 if tiers is not None and tiers.awaits_listing:
                     self._step()  # or what files have would be missed
                 try:
@@ -403,7 +403,7 @@ class BatchLoop:
             return False
         now = time.perf_counter()
         if self._profile is not None:
-            self._profile.tracker.set_aside(turn.request_id, not turn.is_resume)
+            self._profile.tracker.pause(turn.request_id, not turn.is_resume)
         if turn.is_resume:
             if not self._scheduler.resume(turn.request_id):
                 return False

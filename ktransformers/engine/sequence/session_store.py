@@ -105,9 +105,9 @@ class PageStore:
     def count(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Of how many leading tokens the cache's pages are known, and of how many with those of the tiers."""
         pages, _ = self._pages.find("", token_ids)
-        below, _ = self._pages.find_below("", token_ids, len(pages))
+        offloaded, _ = self._pages.find_offloaded("", token_ids, len(pages))
         size = self._cache.page_size
-        return len(pages) * size, (len(pages) + len(below)) * size
+        return len(pages) * size, (len(pages) + len(offloaded)) * size
 
     def fill(
         self, token_ids: Sequence[int], num_filled: int, room: Mapping[str, torch.Tensor]
@@ -125,14 +125,14 @@ class PageStore:
                 _bytes(room[name])[at * size : at * size + len(rows)] = _bytes(tensor)[rows.to(tensor.device)].cpu()
             at = len(pages)
         _settle(self._cache)
-        below, _ = self._pages.find_below("", token_ids, at)
+        offloaded, _ = self._pages.find_offloaded("", token_ids, at)
         most = max(PIECE_BYTES // max(self._cache.nbytes // self._cache.num_pages, 1), 1)
-        in_memory = list(takewhile(lambda copy: copy.slot is not None, below[:most]))
+        in_memory = list(takewhile(lambda copy: copy.slot is not None, offloaded[:most]))
         for i, copy in enumerate(in_memory, start=at):
             assert self._tiers is not None
             assert copy.slot is not None
             put_rows(room, i * size, self._tiers.in_slot(PAGE, copy.slot))
-        in_files = takewhile(lambda copy: copy.slot is None, below[len(in_memory) :])
+        in_files = takewhile(lambda copy: copy.slot is None, offloaded[len(in_memory) :])
         return (at + len(in_memory)) * size, list(islice(in_files, most))
 
     def read(self, copy: Copy) -> dict[str, torch.Tensor] | None:
@@ -143,11 +143,11 @@ class PageStore:
     def take_states(self, token_ids: Sequence[int]) -> States:
         """The states behind the longest lengths within these tokens that have some."""
         pages, slots = self._pages.find("", token_ids)
-        _, below = self._pages.find_below("", token_ids, len(pages))
+        _, offloaded = self._pages.find_offloaded("", token_ids, len(pages))
         _settle(self._cache)
         found: States = {}
-        for length in sorted(slots.keys() | below.keys(), reverse=True)[:MOST_STATES]:
-            copy = below.get(length)
+        for length in sorted(slots.keys() | offloaded.keys(), reverse=True)[:MOST_STATES]:
+            copy = offloaded.get(length)
             if length in slots and self._cache.states is not None:
                 found[length] = {
                     name: tensor[slots[length]].cpu().clone() for name, tensor in self._cache.states.tensors().items()

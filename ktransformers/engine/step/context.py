@@ -14,7 +14,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.core import Phase
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext, StateStep
-from ktransformers.scheduler.records import Row
+from ktransformers.scheduler.records import ScheduledSequence
 
 __all__ = ["PREFILL_ROWS", "StepStateSlots", "paged_context", "state_step", "static_context"]
 
@@ -24,7 +24,9 @@ PREFILL_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepStateSlots:
-    """Of one sequence in a step, see scheduler.records.Row: read -1 begins with zeros; saves: (row, slot)."""
+    """Of one sequence in a step, see scheduler.records.ScheduledSequence: read -1 begins with zeros; saves: (row,
+    slot).
+    """
 
     read: int
     write: int
@@ -55,7 +57,7 @@ def static_context(
 
 
 def paged_context(
-    cache: PagedCache, pool: WorkerPool, rows: Sequence[Row], tables: Sequence[npt.NDArray[np.int32]]
+    cache: PagedCache, pool: WorkerPool, rows: Sequence[ScheduledSequence], tables: Sequence[npt.NDArray[np.int32]]
 ) -> tuple[torch.Tensor, ForwardContext]:
     """Positions int64 [T] and the context of a step that carries `rows`, each a stretch of one sequence.
 

@@ -29,10 +29,10 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder, Runtime
 from ktransformers.scheduler.records import (
+    NewSequence,
     PromptLogprobs,
-    Row,
     RowResult,
-    SequenceStart,
+    ScheduledSequence,
     StepPlan,
     StepResult,
 )
@@ -77,14 +77,14 @@ class _Run:
     pooled: the embedding of its prompt, on the way.
     """
 
-    start: SequenceStart
+    start: NewSequence
     sampler: RequestSampler | None
     error: str | None = None
     pooled: Pooled | None = None
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     num_pages: int = 0
 
-    def pages(self, row: Row) -> npt.NDArray[np.int32]:
+    def pages(self, row: ScheduledSequence) -> npt.NDArray[np.int32]:
         """The block table with what `row` says of it: [P], valid until the run's next row."""
         if row.first_page > self.num_pages:
             raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {self.num_pages}")
@@ -103,9 +103,9 @@ class _Kept:
     def __init__(self) -> None:
         self.rows: list[int] = []  # indices into the flattened step
         self.sampled: list[int] = []  # indices into rows
-        self.scored: list[tuple[Row, int, int]] = []  # row, first index into rows, how many
+        self.scored: list[tuple[ScheduledSequence, int, int]] = []  # row, first index into rows, how many
 
-    def add(self, row: Row, first: int, scored: int) -> None:
+    def add(self, row: ScheduledSequence, first: int, scored: int) -> None:
         """first: flattened index of the row's first token; scored: how many of its tokens are followed by prompt."""
         if scored:
             self.scored.append((row, len(self.rows), scored))
@@ -151,7 +151,7 @@ class PagedExecutor:
         pool: WorkerPool,
         vocab_size: int,
         expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
-        mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
+        mask_of: Callable[[NewSequence], TokenMask | None] | None = None,
         take_counts: Callable[[], bytes] = bytes,
         eos_token_ids: Sequence[int] = (),
     ):
@@ -263,7 +263,7 @@ class PagedExecutor:
             sampling_ns=times[2] if sampled else None,
         )
 
-    def _started(self, start: SequenceStart) -> _Run:
+    def _started(self, start: NewSequence) -> _Run:
         try:
             prompt_ids = start.token_ids[: start.prompt_len]
             sampler = RequestSampler(
@@ -276,7 +276,7 @@ class PagedExecutor:
         sampler.begin()
         return _Run(start, sampler, pooled=None if start.params.pooling is None else Pooled(start.params.pooling))
 
-    def _kept(self, rows: Sequence[Row]) -> _Kept:
+    def _kept(self, rows: Sequence[ScheduledSequence]) -> _Kept:
         kept, first = _Kept(), 0
         for row in rows:
             start = self._runs[row.run_id].start
@@ -287,14 +287,14 @@ class PagedExecutor:
             first += row.num_tokens
         return kept
 
-    def _needs(self, rows: Sequence[Row], kept: _Kept) -> list[int] | None:
+    def _needs(self, rows: Sequence[ScheduledSequence], kept: _Kept) -> list[int] | None:
         """What choosing tokens takes of the kept rows (engine.sampling.logits_request); None where some are scored."""
         if kept.scored:
             return None
         samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
         return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
 
-    def _forward(self, rows: Sequence[Row], inputs: _Inputs) -> StepLogits:
+    def _forward(self, rows: Sequence[ScheduledSequence], inputs: _Inputs) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
         needs = self._needs(rows, inputs.kept)
         pooled = [self._runs[row.run_id].pooled for row in rows]
@@ -309,7 +309,7 @@ class PagedExecutor:
             first += row.num_tokens
         return logits
 
-    def _embedded(self, rows: Sequence[Row], results: list[RowResult]) -> list[RowResult]:
+    def _embedded(self, rows: Sequence[ScheduledSequence], results: list[RowResult]) -> list[RowResult]:
         """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
         pooled = [self._runs[row.run_id].pooled for row in rows if row.is_sampled]
         return [
@@ -327,14 +327,14 @@ class PagedExecutor:
         """What a row's error says, with the tensor that is damaged where one may be."""
         return str(error.with_damage(self.find_damage()) if isinstance(error, NotFiniteError) else error)
 
-    def _token_ids(self, rows: Sequence[Row]) -> Iterator[int]:
+    def _token_ids(self, rows: Sequence[ScheduledSequence]) -> Iterator[int]:
         for row in rows:
             if row.token_source is None:
                 yield from row.token_ids
             else:
                 yield self._previous[row.token_source]
 
-    def _sample(self, rows: Sequence[Row], logits: StepLogits) -> list[RowResult]:
+    def _sample(self, rows: Sequence[ScheduledSequence], logits: StepLogits) -> list[RowResult]:
         """One result per sampled row, in order. logits: of the sampled rows."""
         sampled = [row for row in rows if row.is_sampled]
         runs = [self._runs[row.run_id] for row in sampled]
@@ -353,7 +353,7 @@ class PagedExecutor:
                 results[i] = RowResult(token.token_id, token.logprobs)
         return results
 
-    def _score(self, row: Row, logits: torch.Tensor) -> PromptLogprobs:
+    def _score(self, row: ScheduledSequence, logits: torch.Tensor) -> PromptLogprobs:
         """What the logits after positions row.start, ... say of the prompt tokens that follow them."""
         start = self._runs[row.run_id].start
         count = start.params.prompt_logprobs

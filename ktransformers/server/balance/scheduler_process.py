@@ -194,7 +194,7 @@ class SchedulerProcess:
                 if update is not None:
                     self._ended(update, completion_len)
             case Suspend() | Resume():
-                self._set_aside(command)
+                self._pause(command)
             case EngineUp():
                 self._link = EngineLink(self._context, command)
                 self._poller.register(self._link.results, zmq.POLLIN)
@@ -207,9 +207,9 @@ class SchedulerProcess:
             case ProfileOff():
                 self._record(None)
 
-    def _set_aside(self, command: Suspend | Resume) -> None:
+    def _pause(self, command: Suspend | Resume) -> None:
         if self._profile is not None:
-            self._profile.tracker.set_aside(command.request_id, isinstance(command, Suspend))
+            self._profile.tracker.pause(command.request_id, isinstance(command, Suspend))
         if isinstance(command, Resume):
             self.scheduler.resume(command.request_id)
         elif self.scheduler.suspend(command.request_id):

@@ -9,7 +9,7 @@ import httpx
 from opentelemetry.sdk.trace import ReadableSpan
 
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
+from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.backend.interfaces.balance_serve import _commands
@@ -47,20 +47,20 @@ def test_chunks_are_bounded() -> None:
     assert (len(timeline.chunks), timeline.num_chunks) == (MAX_CHUNKS, MAX_CHUNKS + 5)
 
 
-def start(run_id: int, name: str, num_tokens: int) -> SequenceStart:
-    return SequenceStart(
+def start(run_id: int, name: str, num_tokens: int) -> NewSequence:
+    return NewSequence(
         run_id=run_id, request_id=name, params=SamplingParams(), prompt_len=num_tokens, token_ids=range(num_tokens)
     )
 
 
-def row(run_id: int, first: int, num_tokens: int) -> Row:
-    return Row(
+def row(run_id: int, first: int, num_tokens: int) -> ScheduledSequence:
+    return ScheduledSequence(
         run_id=run_id, start=first, token_ids=range(num_tokens), token_source=None, block_table=(), is_sampled=False
     )
 
 
 def plan(
-    step_id: int, rows: Sequence[Row], starts: Sequence[SequenceStart] = (), ended: Sequence[int] = ()
+    step_id: int, rows: Sequence[ScheduledSequence], starts: Sequence[NewSequence] = (), ended: Sequence[int] = ()
 ) -> StepPlan:
     return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended)
 

@@ -12,7 +12,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
 from ktransformers.engine.step.prefill import PrefillTools
 from ktransformers.operators.device import Device
-from ktransformers.scheduler.records import Row, SequenceStart
+from ktransformers.scheduler.records import NewSequence, ScheduledSequence
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.inline_device import InlineDriver, LazyCopies
@@ -49,16 +49,16 @@ def rules_of(model_type: str, folder: Path, old: str, new: str, before: str = ""
     return path
 
 
-def sequence_start(run_id: int, ids: list[int], top_k: int = 0) -> SequenceStart:
+def sequence_start(run_id: int, ids: list[int], top_k: int = 0) -> NewSequence:
     """Greedy without top_k."""
     params = SamplingParams(temperature=0.7 if top_k else 0.0, top_k=top_k, seed=0)
-    return SequenceStart(run_id=run_id, request_id=str(run_id), params=params, prompt_len=len(ids), token_ids=ids)
+    return NewSequence(run_id=run_id, request_id=str(run_id), params=params, prompt_len=len(ids), token_ids=ids)
 
 
-def step_row(run_id: int, ids: list[int], start: int, table: list[int], **slots: int) -> Row:
+def step_row(run_id: int, ids: list[int], start: int, table: list[int], **slots: int) -> ScheduledSequence:
     """slots: of the state, read_slot and write_slot."""
     where = {"start": start, "block_table": table, **slots}
-    return Row(run_id=run_id, token_ids=ids, token_source=None, is_sampled=True, **where)  # type: ignore[arg-type]
+    return ScheduledSequence(run_id=run_id, token_ids=ids, token_source=None, is_sampled=True, **where)  # type: ignore[arg-type]
 
 
 class Gpu:

@@ -102,7 +102,7 @@ class Service:
             return made
 
         self.loop = PagedLoop(config, executor)
-        tiers_of = self.loop.scheduler._pages.tiers
+        tiers_of = self.loop.scheduler._pages.kv_offload
         if tiers_of is not None:
             tiers_of.rates = rates or Patient()
 

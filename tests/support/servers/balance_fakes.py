@@ -17,7 +17,7 @@ from ktransformers.core import Progress
 from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder
-from ktransformers.scheduler.records import SequenceStart, StepPlan, StepResult
+from ktransformers.scheduler.records import NewSequence, StepPlan, StepResult
 from ktransformers.server.balance.engine_process import LoadedEngine
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 from tests.support.engines.fake_runtime import FakeRuntime
@@ -38,7 +38,7 @@ class Executor:
         self._engine = FakeEngine(config, lambda request_id: "")
         self._seconds, self._dies_of_poison = step_seconds, dies_of_poison
         self.recorder: Recorder | None = None
-        self._starts: dict[int, SequenceStart] = {}
+        self._starts: dict[int, NewSequence] = {}
 
     def new_runtime(self) -> FakeRuntime:
         return FakeRuntime()

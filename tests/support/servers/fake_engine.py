@@ -17,7 +17,7 @@ import msgspec
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.scheduler.config import SchedulerConfig, TierConfig
-from ktransformers.scheduler.records import Request, RequestUpdate, Row, RowResult, SequenceStart, StepPlan
+from ktransformers.scheduler.records import NewSequence, Request, RequestUpdate, RowResult, ScheduledSequence, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.scheduler.tier_records import TierPlan, TierResult
 
@@ -78,9 +78,9 @@ def answer_alone(request: Request, config: SchedulerConfig) -> tuple[list[int], 
 
 @dataclass
 class _Run:
-    """What the engine keeps of a run: built from its SequenceStart and from its own samples only."""
+    """What the engine keeps of a run: built from its NewSequence and from its own samples only."""
 
-    start: SequenceStart
+    start: NewSequence
     salt: str
     token_ids: list[int]
     written_len: int | None = None  # None before the first row
@@ -206,11 +206,11 @@ class FakeEngine:
         self.previous, self.previous_id = sampled, plan.step_id
         return [RowResult(token) for token in sampled]
 
-    def _slot(self, row: Row, position: int) -> int:
+    def _slot(self, row: ScheduledSequence, position: int) -> int:
         size = self.config.page_size
         return self.runs[row.run_id].block_table[position // size] * size + position % size
 
-    def _write(self, rows: Sequence[Row]) -> None:
+    def _write(self, rows: Sequence[ScheduledSequence]) -> None:
         written: set[int] = set()
         for row in rows:
             run = self.runs[row.run_id]
@@ -232,7 +232,7 @@ class FakeEngine:
                 self.slots[slot] = (run.salt, tuple(run.token_ids[: position + 1]))
             run.written_len = end
 
-    def _advance(self, rows: Sequence[Row]) -> None:
+    def _advance(self, rows: Sequence[ScheduledSequence]) -> None:
         """The states of recurrent layers: each is that of a prefix, as each slot of the cache is."""
         if not self.config.num_states:
             assert all((row.read_slot, row.write_slot, list(row.saves)) == (-1, -1, []) for row in rows)
@@ -254,13 +254,13 @@ class FakeEngine:
                 written[slot] = (run.salt, tuple(run.token_ids[: row.start + at + 1]))
         self.states.update(written)
 
-    def _read(self, row: Row) -> None:
+    def _read(self, row: ScheduledSequence) -> None:
         run = self.runs[row.run_id]
         for position in range(row.start + row.num_tokens):
             known = run.salt, tuple(run.token_ids[: position + 1])
             assert self.slots.get(self._slot(row, position)) == known, f"position {position} of run {row.run_id}"
 
-    def _sample(self, row: Row) -> int:
+    def _sample(self, row: ScheduledSequence) -> int:
         run = self.runs[row.run_id]
         assert run.written_len == len(run.token_ids), "sampled before the end of what is known"
         token = next_token(run.token_ids, run.start.params.seed)
