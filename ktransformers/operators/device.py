@@ -59,7 +59,7 @@ class DeviceService(Protocol):
 
 
 class StepFollower(DeviceService, Protocol):
-    """A Beside that follows steps, whether they are replayed or not. Called by the thread that runs them."""
+    """A DeviceService that follows steps, whether they are replayed or not. Called by the thread that runs them."""
 
     def launched(self) -> None:
         """A step was launched, which is not over."""
@@ -92,7 +92,9 @@ class Device:
 
     @property
     def matmul_dtype(self) -> torch.dtype:
-        """Of the activations that quantized products read: fp16 where `dtype` is fp32, which none of them reads."""
+        """The type of the activations that quantized products read: fp16 where `dtype` is fp32, which none of them
+        reads.
+        """
         return torch.float16 if self.dtype is torch.float32 else self.dtype
 
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +119,7 @@ class Device:
         return slots if isinstance(slots, torch.Tensor) and len(slots) == num_rows else None
 
     def expert_usage(self, num_layers: int, num_experts: int) -> ExpertUsage:
-        """Of the experts here; one for all layers that have so many."""
+        """Return the counter of experts used on this device; all layers with so many experts share one."""
         made = self._usages.get(num_experts)
         if made is None:
             made = self._usages[num_experts] = ExpertUsage(num_layers, num_experts, self.torch_device)
@@ -181,7 +183,7 @@ class Device:
         return made
 
     def async_cpu_expert_stream(self, top_k: int, hidden_size: int, pool: WorkerPool) -> AsyncCpuExperts:
-        """The hand-over of experts on the CPU to this GPU; kept, and shared by all layers of these sizes."""
+        """Return what enqueues experts on the CPU in this GPU's stream; all layers of these sizes share one."""
         shape = StreamShape(STREAM_ROWS, top_k, hidden_size, self.dtype)
         made = self._scratch.get((shape, pool))
         if not isinstance(made, AsyncCpuExperts):
@@ -189,7 +191,7 @@ class Device:
         return made
 
     def async_cpu_experts(self) -> list[AsyncCpuExperts]:
-        """All that were made."""
+        """The async CPU experts that were made for this device."""
         return [made for made in self._scratch.values() if isinstance(made, AsyncCpuExperts)]
 
     def workspace_nbytes(self) -> int:
@@ -215,11 +217,11 @@ class Devices:
         return device
 
     def async_cpu_experts(self) -> list[AsyncCpuExperts]:
-        """Those of all devices."""
+        """The async CPU experts of all devices."""
         return [stream for device in self._made.values() for stream in device.async_cpu_experts()]
 
     def usages(self) -> list[ExpertUsage]:
-        """Of all devices that have experts."""
+        """The counters of all devices that have experts."""
         return [usage for device in self._made.values() for usage in device.usages]
 
     def close(self) -> None:

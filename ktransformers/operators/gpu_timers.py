@@ -28,7 +28,7 @@ class Label:
 
 
 class GpuTimers:
-    """Those of one device. Steps are marked one at a time: `begin`, the step, `take`."""
+    """Times the parts of a step on one device. Steps are timed one at a time: `begin`, the step, `take`."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -48,7 +48,7 @@ class GpuTimers:
         self._labels, self._layer, self.is_on = [], -1, True
 
     def at(self, part: str, layer: int | None = None) -> None:
-        """A mark. layer: None for that of the mark before."""
+        """Write a mark: `part` of the step begins here. layer: None for that of the mark before."""
         self._layer = self._layer if layer is None else layer
         label = Label(part, self._layer)
         if self._labels and self._labels[-1] == label:

@@ -36,17 +36,20 @@ class Placeholder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """linears, blocks: keys of the modules whose results are shares: projections back to hidden states, and blocks of
-    experts, in which the driver has all routed ones."""
+    """The modules of a sharded model whose results are partial sums, to be added over the group.
+
+    linears, blocks: keys of projections back to hidden states, and of blocks of experts, in which the driver has all
+    routed experts.
+    """
 
     group: RankGroup
     linears: frozenset[str]
     blocks: frozenset[str]
 
     def of_linear(self, key: str) -> RankGroup | None:
-        """Who adds up what the linear module gives; None for whole results."""
+        """Return the group that sums the results of this linear module; None for whole results."""
         return self.group if key in self.linears else None
 
     def of_block(self, key: str) -> RankGroup | None:
-        """The same of a block of experts."""
+        """Return the group that sums the results of this block of experts; None for whole results."""
         return self.group if key in self.blocks else None

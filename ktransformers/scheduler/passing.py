@@ -20,7 +20,7 @@ _LEAST_SAVED = 64
 
 
 class Passing:
-    """Of one scheduler. chunk_size: most tokens of a step."""
+    """Decides which short prompt may pass longer ones of its priority. chunk_size: most tokens of a step."""
 
     def __init__(self, chunk_size: int):
         self._most = max(chunk_size // _SHARE, _LEAST_SAVED)

@@ -171,7 +171,10 @@ class _Ledger:
 
 
 class PrefillThrottle:
-    """Of one scheduler. ratio: max_itl_ratio, more than 1. max_gap: seconds, 0 for no limit."""
+    """Limits the prompt rows of each step so that running streams keep their pace.
+
+    ratio: max_itl_ratio, more than 1. max_gap: seconds, 0 for no limit.
+    """
 
     def __init__(self, ratio: float, max_gap: float = 0.0):
         self.ratio, self.max_gap, self.times = ratio, max_gap, StepTimes()

@@ -21,7 +21,8 @@ __all__ = ["RunningState", "Sequence"]
 
 @dataclass(eq=False, slots=True)
 class RunningState:
-    """One stay in the batch. Thrown away at preemption or end, which is how results of steps in flight become stale.
+    """State of a sequence while it is in the batch. Thrown away at preemption or end, which is how results of steps in
+    flight become stale.
 
     block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
     num_told: leading pages of the table that the engine knows from the rows planned so far.

@@ -1,6 +1,6 @@
 """A plan on one screen of 80 columns: whether it fits, what would help, the model, its speed at best, what goes where.
 
-Lines of text from an Outlook and bandwidths; decides and measures nothing.
+Lines of text from a DryRun and bandwidths; decides and measures nothing.
 """
 
 from __future__ import annotations

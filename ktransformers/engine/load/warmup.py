@@ -40,8 +40,8 @@ _KEPT = (1, 2, 3, 4, 8, 17, 33, 64)
 
 @dataclass(frozen=True, slots=True)
 class WarmupShapes:
-    """What steps a model can meet: of up to most_rows tokens (chunk_size) and max_batch_size sequences, of num_pages
-    pages each at most. num_experts, top_k: of its routed experts, 0 without."""
+    """The largest steps that a model can meet: of up to most_rows tokens (chunk_size) and max_batch_size sequences, of
+    num_pages pages each at most. num_experts, top_k: of its routed experts, 0 without."""
 
     most_rows: int
     max_batch_size: int
@@ -73,7 +73,7 @@ def row_counts(extent: WarmupShapes, least: int) -> list[int]:
 
 
 def _page_counts(extent: WarmupShapes, page_size: int) -> list[int]:
-    """As many as there are ways to split a row's positions over programs."""
+    """Numbers of pages that cover every way to split a row's positions over programs."""
     most = min(extent.num_pages, -(-MAX_SPLITS * MIN_CHUNK // page_size))
     return list(range(1, most + 1))
 
@@ -128,7 +128,7 @@ def warm_up(
     kinds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Compiled:
-    """Compile what steps of this extent launch. decode: how steps of few rows will run, without graphs.
+    """Compile the kernels of all steps of these shapes. decode: how steps of few rows will run, without graphs.
 
     kinds: of the decoder layers (`layer_kinds`). progress: called with (done, all) kernels. Logs one line.
     """

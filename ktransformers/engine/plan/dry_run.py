@@ -24,7 +24,10 @@ __all__ = ["DryRun", "dry_run", "on_one_thread"]
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """suggestions: None when the model fits. num_threads: of the worker pool that would run it."""
+    """What planning a model found, without loading it.
+
+    fit_suggestions: None when the model fits. num_threads: of the worker pool that would run it.
+    """
 
     plan: Plan
     summary: Summary
@@ -84,5 +87,5 @@ def _name_of(opened: OpenedModel) -> str:
 
 
 def _disk_bytes(opened: OpenedModel) -> int | None:
-    """Of the files that weights are read from; None without files."""
+    """Bytes of the files that weights are read from; None without files."""
     return sum(path.stat().st_size for path in set(opened.files)) or None

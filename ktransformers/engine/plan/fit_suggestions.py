@@ -29,7 +29,9 @@ _QUANTS = tuple(name for name in ("q8_0", "q5_k", "q4_k") if name in CPU_QUANT_T
 
 @dataclass(frozen=True, slots=True)
 class FitSuggestion:
-    """flag: as it is typed. config: the configuration with it. saves: bytes, on the devices that are short.
+    """One flag that would save memory on the devices that are short.
+
+    flag: as it is typed. config: the configuration with it. saves: bytes.
 
     is_enough: whether the model fits with this alone.
     """
@@ -42,7 +44,7 @@ class FitSuggestion:
 
 @dataclass(frozen=True, slots=True)
 class FitSuggestions:
-    """What helps. are_enough: whether the model fits with all of them, `config`, together."""
+    """Flags that would help a model to fit. are_enough: whether it fits with all of them, `config`, together."""
 
     each: tuple[FitSuggestion, ...]
     config: EngineConfig
@@ -83,7 +85,7 @@ def find_fit_suggestions(
 
 
 def _trials(planned: Planned, config: EngineConfig, hardware: Hardware) -> Iterator[list[tuple[str, EngineConfig]]]:
-    """For each flag its values, the mildest first."""
+    """Yield, for each flag, the values to try, the mildest first."""
     slots = planned.num_slots // 2
     caches = []
     while slots >= _LEAST_CACHE:

@@ -54,7 +54,9 @@ class RequestedLogits:
         return RequestedLogits(needs, self.whole, places, self.table[list(wanted)])
 
     def candidates(self, wanted: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """Of rows that have them: ids int32 [n, ROOM], logits fp32 [n, ROOM], and how many there are of each row."""
+        """Candidates of `wanted` rows: ids int32 and logits fp32, [n, MAX_CANDIDATES] each, and how many each row
+        has.
+        """
         table = self.table if len(wanted) == len(self.table) else self.table[list(wanted)]
         return (
             table[:, 2 : 2 + MAX_CANDIDATES],

@@ -38,7 +38,10 @@ _KINDS = (KEmbedding, KRotaryEmbedding, KRMSNorm)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedDecode:
-    """watched: modules that it leaves out; while one of them has hooks, the model's own forward is what is wanted."""
+    """A step on the CPU that calls the native layers directly, without the model's own Python forward.
+
+    watched: modules whose forward it skips; while one of them has hooks, the model's own forward runs instead.
+    """
 
     embedding: nn.Module
     rotation: nn.Module
@@ -70,7 +73,10 @@ class FusedDecode:
 
 @torch.inference_mode()
 def find_fused_decode(model: Any, shapes: list[LayerShape], pool: WorkerPool, longest: int) -> FusedDecode | None:
-    """Of a loaded model that is all on the CPU; None where it has none. longest: most positions of a sequence."""
+    """Build the fused step of a loaded model that is all on the CPU; None where its layers do not allow one.
+
+    longest: most positions of a sequence.
+    """
     short = _parts(model)
     if short is None:
         return None

@@ -25,7 +25,7 @@ __all__ = ["LogitsFetch"]
 
 
 class LogitsFetch:
-    """Of logits fp32 [N, V] at most, on `device`. What is fetched is valid until the next time.
+    """Copies logits, at most fp32 [N, V] on `device`, to the CPU. What is fetched is valid until the next fetch.
 
     spins: the thread that waits keeps its core; else it sleeps, and is late when it wakes up.
     """
@@ -47,7 +47,7 @@ class LogitsFetch:
             self._done.synchronize()
 
     def whole(self, logits: Tensor) -> Tensor:
-        """All of fp32 [n, V] there, on the CPU."""
+        """Copy whole rows, fp32 [n, V], to the CPU."""
         if self._done is None:
             return logits.to("cpu")
         host = self._host(0, len(logits))

@@ -1,4 +1,4 @@
-"""Taps in front of a model's decoder layers: what goes in and comes out, and which of them run.
+"""Hooks in front of a model's decoder layers: what goes in and comes out, and which of them run.
 
 Knows how models of transformers hand hidden states from layer to layer, and nothing of what layers compute.
 """
@@ -58,7 +58,7 @@ class LayerHooks:
     rest: tuple[Any, ...] | None = None  # what layers return besides hidden states
 
     def call(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In the place of layer `index`, whose own forward is given."""
+        """Run or skip layer `index`, whose own forward is given, and return what it hands to the next layer."""
         hidden = args[0] if args else kwargs["hidden_states"]
         if index in self.selected:
             self.trace.inputs[index] = _kept(hidden)

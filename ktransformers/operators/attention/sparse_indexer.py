@@ -46,7 +46,7 @@ class SparseIndexer(WrapperOperator):
 
     @override
     def requirements(self, source: WeightSource) -> Requirements:
-        """Of an indexer that is not used: that its tensors are known, and take no memory."""
+        """Require nothing but the stored names of its tensors when the indexer is not used."""
         if self.is_used:
             return super().requirements(source)
         needs = Requirements()

@@ -16,7 +16,10 @@ __all__ = ["TopkPositions"]
 
 @dataclass(frozen=True, slots=True)
 class TopkPositions:
-    """slots: int32 [n, K], the first counts[i] (int32 [n]) of row i in use. n: rows, or rows times heads apart."""
+    """The cached positions that sparse attention reads, as an indexer chose them.
+
+    slots: int32 [n, K], of which row i uses the first counts[i] (int32 [n]). n: rows, or rows times heads.
+    """
 
     slots: torch.Tensor
     counts: torch.Tensor
@@ -27,7 +30,7 @@ class TopkPositions:
         return torch.arange(len(self.counts), dtype=torch.int32, device=self.counts.device)
 
     def to(self, device: torch.device) -> TopkPositions:
-        """The same choice for layers on another device: slots mean the same there."""
+        """Return the same positions for layers on another device, where slots mean the same."""
         if self.counts.device == device:
             return self
         return TopkPositions(self.slots.to(device), self.counts.to(device))

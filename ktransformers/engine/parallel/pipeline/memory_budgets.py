@@ -22,21 +22,24 @@ _EVEN = 8
 
 @dataclass(frozen=True, slots=True)
 class StageMemoryBudget:
-    """gpus: the machine's numbers of those that a stage uses, which calls them cuda:0, cuda:1 ... free: bytes that it
-    may take, by device as the machine calls it."""
+    """The GPUs and the memory that one pipeline stage may use.
+
+    gpus: numbers of its GPUs on the machine; the stage itself calls them cuda:0, cuda:1 ... free: bytes it may take, by
+    device as the machine calls it.
+    """
 
     gpus: tuple[int, ...]
     free: Mapping[str, int]
 
     @property
     def free_by_own_names(self) -> dict[str, int]:
-        """For a process that sees no other GPUs."""
+        """`free` by the device names that the stage's process uses, which sees no other GPUs."""
         names = ["cpu", *(f"cuda:{i}" for i in range(len(self.gpus)))]
         return dict(zip(names, self.free.values(), strict=True))
 
 
 def stage_memory_budgets(machine: Machine, weights: Sequence[int]) -> list[StageMemoryBudget]:
-    """One for each process of this machine. weights: parameters of its part of the model.
+    """Divide this machine's GPUs and memory into one budget per process. weights: parameters of each process's part.
 
     Where there are as many GPUs as stages each has its own, neighbours together; else some share one, each with the
     part of its memory that its weights are of theirs, as of the RAM.

@@ -24,7 +24,10 @@ __all__ = ["ParallelStrategy", "PipelineStrategy", "TensorParallelStrategy", "nu
 
 
 class ParallelStrategy(Protocol):
-    """Of one process. size: processes. noun: what each is, for people. is_uniform: all replay the same steps."""
+    """How a model is divided over processes, seen from one of them.
+
+    size: number of processes. noun: what log lines call each. is_uniform: whether all replay the same steps.
+    """
 
     size: int
     noun: str
@@ -32,24 +35,26 @@ class ParallelStrategy(Protocol):
 
     @property
     def is_recoverable(self) -> bool:
-        """Whether all can meet again after one has ended."""
+        """Whether the processes can hold another rendezvous after one has ended."""
         ...
 
     def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
-        """What of the model this process has, and what it runs on. Raises KTransformersError."""
+        """Return this process's shard of the model and the hardware it runs on. Raises KTransformersError."""
         ...
 
     def memory_budgets(self, opened: OpenedModel, machine: Machine) -> list[StageMemoryBudget]:
-        """What each process has of the machine that they share; [] where they do not, or each has a GPU of it.
-        opened: the whole model. Raises KTransformersError."""
+        """Divide the machine that the processes share; [] where they share none, or each has a GPU of its own.
+
+        opened: the whole model. Raises KTransformersError.
+        """
         ...
 
     def config_of_others(self, config: EngineConfig) -> EngineConfig:
-        """What the driver's resolved configuration is for a process beside it."""
+        """Return the configuration that a worker gets, made of the driver's resolved one."""
         ...
 
     def rendezvous(self, place: str, device: torch.device) -> None:
-        """Wait for the others. place: a file, or tcp://HOST:PORT. device: of this one's results."""
+        """Wait for the other processes. place: a file, or tcp://HOST:PORT. device: where this one's results are."""
         ...
 
     def will_replay(self, most_rows: int) -> None:
@@ -57,11 +62,11 @@ class ParallelStrategy(Protocol):
         ...
 
     def send_output(self) -> Callable[[int], None] | None:
-        """What is called behind each step with its number of rows, if this process has something to give away."""
+        """Return what sends a step's results on, called with its number of rows; None if this process sends nothing."""
         ...
 
     def leave(self) -> None:
-        """Be on its own again."""
+        """Leave the group of processes."""
         ...
 
 

@@ -25,7 +25,7 @@ Sizes = Sequence[StepSize]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
-    """What a plan came to, and every process has to have alike."""
+    """The results of planning that every process must use alike."""
 
     config: EngineConfig
     page_size: int
@@ -35,10 +35,10 @@ class ResolvedPlan:
 
 
 class Ranks(Protocol):
-    """What loading does at the moments at which processes meet. The builder calls these in their order."""
+    """Hooks the builder calls, in order, at each synchronization point of a multi-process load."""
 
     def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
-        """What of the model this process has, and what it runs on."""
+        """Return this process's shard of the model and the hardware it runs on."""
         ...
 
     def begin(self, resolved: ResolvedPlan) -> None:
@@ -66,11 +66,11 @@ class Ranks(Protocol):
         ...
 
     def recover(self) -> None:
-        """Another process takes the place of one that has ended, and all meet again. Raises EngineError."""
+        """Replace a process that has ended, and synchronize all of them again. Raises EngineError."""
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """End the processes that were started."""
         ...
 
 
@@ -176,7 +176,7 @@ class Worker(Ranks):
 
     @override
     def recover(self) -> None:
-        raise AssertionError("the leader does that")
+        raise AssertionError("the driver does that")
 
     @override
     def close(self) -> None:

@@ -25,12 +25,15 @@ MOST_DEATHS, DEATH_SECONDS = 5, 600.0
 """More within this time are the end of all, of whose ends those who start the driver keep count."""
 
 _NOTICE_SECONDS = 10.0
-"""For a death to be noticed, after a neighbour has."""
+"""How long to wait for the end of a process to be noticed, once its neighbour has noticed it."""
 
 
 class WorkerGroup:
-    """begun: starts a process by its rank, and is given what to call when it ends. check_loaded: waits for one to be
-    ready, and raises KTransformersError. on_death: as Leader has it. is_recoverable: whether others may take places."""
+    """The driver's workers: starts them, notices when one ends, and loads another in its place.
+
+    begun: starts a process by its rank, and is given what to call when it ends. check_loaded: waits until one is ready;
+    raises KTransformersError. on_death: as `Driver` has it. is_recoverable: whether a worker may be replaced.
+    """
 
     def __init__(
         self,
@@ -53,20 +56,20 @@ class WorkerGroup:
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """In the order of their ranks."""
+        """The workers in the order of their ranks."""
         return list(self._by_rank.values())
 
     @property
     def address(self) -> str | None:
-        """Of this machine, as others see it; None where all are here."""
+        """The address of this machine as remote workers see it; None where all workers are here."""
         return next((worker.address for worker in self.workers if worker.address is not None), None)
 
     def start(self, rank: int) -> None:
-        """Raises EngineError."""
+        """Start the process of this rank. Raises EngineError."""
         self._by_rank[rank] = self._begun(rank, partial(self._ended, rank))
 
     def wait(self) -> None:
-        """Until all have loaded. Raises KTransformersError."""
+        """Wait until all workers have loaded. Raises KTransformersError."""
         for worker in self.workers:
             self._check_loaded(worker)
 

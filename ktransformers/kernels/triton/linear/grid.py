@@ -76,7 +76,7 @@ def entry_table(tables, TYPE: tl.constexpr):
 
 @jit
 def entries_of(table, words, TYPE: tl.constexpr):
-    """As `tiles_grid.part_entries`; table: of `entry_table`."""
+    """As `cpu_packed_grid.part_entries`; table: of `entry_table`."""
     found = looked_up(table, words, TYPE)
     if not has_codes_of_four(TYPE):
         a, b, c, d = found

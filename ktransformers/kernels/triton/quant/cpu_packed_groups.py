@@ -79,7 +79,7 @@ def block_bytes(type_number):
 
 @jit
 def group_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """As `tiles_codes.code_word`."""
+    """As `cpu_packed_codes.code_word`."""
     SIZE: tl.constexpr = head_bytes(TYPE, K) + K // 32 * block_bytes(TYPE)
     b = 2 * group + i // 8
     block = head_bytes(TYPE, K) + b * block_bytes(TYPE)
