@@ -45,7 +45,9 @@ _COLUMNS = (
 
 
 _COMPARED = [MODELS[0], AttentionModel("heads of 64", 32, 4, 64, 64)]
-_CODED = [replace(model, kv_type=kv_type, code_products=True) for model in _COMPARED for kv_type in ("int8", "fp8")]
+_CODED = [
+    replace(model, kv_type=kv_type, quantized_attention=True) for model in _COMPARED for kv_type in ("int8", "fp8")
+]
 
 
 STEPS = [StepShape(*sizes) for sizes in ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (4, 1, 1024), (16, 1, 1024))]
@@ -111,7 +113,7 @@ def tune_gpu_attention(only: str, gpu: Gpu | None = None) -> Record:
     gpu = gpu or Gpu()
     facts, models = gpu.facts(), [model for model in MODELS + _CODED if only in model.shown]
     print(shown_gpu(facts))
-    tried = [(model, step) for model in models for step in TUNED if step.rows > 1 or not model.code_products]
+    tried = [(model, step) for model in models for step in TUNED if step.rows > 1 or not model.quantized_attention]
     return {"machine": facts, "rows": [_tuned(gpu, model, step) for model, step in tried]}
 
 
@@ -119,7 +121,7 @@ def compared_models() -> list[AttentionModel]:
     """For each shape and type of codes: without codes, with codes that are widened, and with products of codes."""
     found = list[AttentionModel]()
     for coded in _CODED:
-        widened = replace(coded, code_products=False)
+        widened = replace(coded, quantized_attention=False)
         found += [replace(widened, kv_type="bf16"), widened, coded]
     return list(dict.fromkeys(found))
 

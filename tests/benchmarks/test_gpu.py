@@ -83,7 +83,7 @@ class MadeUpGpu(InterpretedGpu):
             70 * (40 + 8),
         ),
         (
-            attention.AttentionModel("products", 4, 2, 32, 32, kv_type="int8", code_products=True),
+            attention.AttentionModel("products", 4, 2, 32, 32, kv_type="int8", quantized_attention=True),
             attention.StepShape(1, 20, 20),
             210,
             20 * 2 * (64 + 8),

@@ -39,12 +39,12 @@ class AttentionModel:
     has_sinks: bool = False
     is_latent: bool = False
     kv_type: str = "bf16"
-    code_products: bool = False
+    quantized_attention: bool = False
 
     @property
     def shown(self) -> str:
         name = self.name if self.kv_type == "bf16" else f"{self.name} {self.kv_type}"
-        return f"{name} products" if self.code_products else name
+        return f"{name} products" if self.quantized_attention else name
 
 
 _PLAIN = [
@@ -144,7 +144,7 @@ class AttentionCase:
             return mla_attention(*given, out=self.out, workspace=workspace, scales=kept.scales[0])
         return attention(
             self.q, kept.keys, kept.values, *where, window=model.window, sinks=self.sinks, out=self.out,
-            workspace=workspace, scales=kept.scales, code_products=model.code_products,
+            workspace=workspace, scales=kept.scales, quantized_attention=model.quantized_attention,
         )  # fmt: skip
 
     def record(self, index: int) -> launch.AttentionLaunch:
@@ -153,7 +153,7 @@ class AttentionCase:
         return launch.AttentionLaunch(
             self.q, kept.keys, kept.values, self.table, PAGE, self.seq_ids, self.kv_lens, self.scale, self.out,
             self.model.window, self.sinks, is_shared=self.model.is_latent, scales=kept.scales,
-            code_products=self.model.code_products,
+            quantized_attention=self.model.quantized_attention,
         )  # fmt: skip
 
     def run(self, index: int, tile: launch.Tile) -> None:

@@ -16,7 +16,7 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.config import ATTENTION_PRODUCTS
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.triton.attention.kv_codes import why_no_code_products
+from ktransformers.kernels.triton.attention.kv_codes import why_no_quantized_attention
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.mla import KMLAAttention
@@ -146,7 +146,7 @@ def _why_not_kept(shape: LayerShape) -> str | None:
     if shape.place != "cpu":
         if shape.dtype is torch.bfloat16:
             return "a GPU's products are of bf16"
-        return why_no_code_products(shape.dtype, shape.device, (shape.key_dim, shape.value_dim))
+        return why_no_quantized_attention(shape.dtype, shape.device, (shape.key_dim, shape.value_dim))
     if shape.dtype is not torch.bfloat16:
         return f"what is kept is {str(shape.dtype).removeprefix('torch.')}"
     if shape.key_dim > cpu.MAX_BF16_DIMS:

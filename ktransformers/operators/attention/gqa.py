@@ -247,7 +247,7 @@ def _gpu_attention(
         context.kv_lens,
         scale,
         scales=cache.scales,
-        code_products=cache.code_products,
+        quantized_attention=cache.quantized_attention,
         **options,
     )
 

@@ -29,14 +29,14 @@ __all__ = ["GpuCache", "GqaParts", "gqa_forward"]
 class GpuCache:
     """Of one layer: keys and values [slots, Hkv, D], their scales where they are codes, and the type of queries.
 
-    code_products: prefill steps round queries to codes too.
+    quantized_attention: prefill steps round queries to codes too.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     scales: Scales
     row_dtype: torch.dtype
-    code_products: bool
+    quantized_attention: bool
 
     @classmethod
     def of(cls, cache: LayerCache, layer_idx: int) -> GpuCache:
@@ -126,7 +126,7 @@ def gqa_forward(
             softcap=spec.softcap,
             counters=parts.device.counters(),
             scales=cache.scales,
-            code_products=cache.code_products,
+            quantized_attention=cache.quantized_attention,
         )
     if gate is not None:
         gate_heads(out, gate, out=out)

@@ -225,7 +225,7 @@ def test_products_of_codes(tmp_path: Path, rehearsals: list[Rehearsed]) -> None:
     paged = new_paged(tmp_path, self_check=False, kv_type="int8", attention_products="kv")
     (rehearsed,) = rehearsals
     prefills = [dict(one[1:]) for one in rehearsed.found.variants if one[0] == "prefill_kernel"]
-    assert {one["CODE_PRODUCTS"] for one in prefills} == {True}
+    assert {one["QUANTIZED_ATTENTION"] for one in prefills} == {True}
     check_no_other(paged, rehearsed.found, num_steps=0)
 
 

@@ -52,7 +52,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             launch = kernel[grid]
 
             def run(*args: Any, **constants: Any) -> None:
-                seen.append(constants["CODE_PRODUCTS"])
+                seen.append(constants["QUANTIZED_ATTENTION"])
                 launch(*args, **constants)
 
             return run
@@ -154,7 +154,7 @@ def test_where_it_is_refused(tmp_path: Path) -> None:
 
 def test_what_stays_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On a GPU without products of e4m3, and on the CPU."""
-    monkeypatch.setattr(kv_types, "why_no_code_products", lambda dtype, device, widths: "this GPU has 8.0")
+    monkeypatch.setattr(kv_types, "why_no_quantized_attention", lambda dtype, device, widths: "this GPU has 8.0")
     made, gpu = KvTypes("fp8", {}, "kv"), LayerShape(2, 64, 64, place="cuda:0")
     shapes = made.applied([gpu, gpu, replace(gpu, place="cpu"), LayerShape.without_pages()])
     assert [shape.kept_products for shape in shapes] == 4 * [False]

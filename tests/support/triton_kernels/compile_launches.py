@@ -142,7 +142,7 @@ def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwarg
         is_latent = constants[(self.arg_names.index("SHARED"),)]
         if stack > (0 if is_latent else MOST_SPILLED):
             sys.exit(f"{self.fn.__name__}: {stack} bytes of registers are spilled")
-    if values.get("CODE_PRODUCTS"):
+    if values.get("QUANTIZED_ATTENTION"):
         factors = ".e4m3.e4m3" if "fp8e4nv" in signature["k_ptr"] else ".s8.s8"
         if not any("mma" in line and factors in line for line in kernel.asm["ptx"].splitlines()):
             sys.exit(f"{self.fn.__name__}: there are no tensor-core products of {factors}")
@@ -229,15 +229,15 @@ def call_mla(heads, tokens, seqs, pages=64):
     mla_attention(q, cache, 512, torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids, 0.1)
 
 
-def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64, code_products=False):
+def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64, quantized_attention=False):
     """Keys and values as codes: written, and attended to; widened where the target has no products of e4m3."""
-    code_products = code_products and (dtype == torch.int8 or target >= 89)
+    quantized_attention = quantized_attention and (dtype == torch.int8 or target >= 89)
     cache, scales = torch.zeros(256, kv_heads, dim, dtype=dtype), torch.zeros(256, kv_heads, 1)
     q, ids = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     k, angles, both = q.new_zeros(tokens, kv_heads, dim), torch.zeros(tokens, dim // 2), (scales, scales)
     query = rope_to_cache(q, k, k, angles, angles, cache, cache, ids.long(), scales=both)
     table, counters = torch.zeros(seqs, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
-    options = {"counters": counters, "scales": both, "code_products": code_products}
+    options = {"counters": counters, "scales": both, "quantized_attention": quantized_attention}
     attention(query, cache, cache, table, 256, ids, ids, 0.1, **options)
 
 
@@ -411,8 +411,8 @@ def all_coded(dtypes):
     """The first type in decode of grouped queries and prefill of latents, the other the other way round."""
     call_coded(dtypes[0], 32, 4, 128, 2, seqs=2)
     call_coded(dtypes[1], 32, 4, 128, 600, seqs=4)
-    call_coded(dtypes[0], 32, 4, 128, 600, code_products=True)
-    call_coded(dtypes[1], 64, 8, 64, 600, seqs=4, code_products=True)
+    call_coded(dtypes[0], 32, 4, 128, 600, quantized_attention=True)
+    call_coded(dtypes[1], 64, 8, 64, 600, seqs=4, quantized_attention=True)
     call_coded_latents(dtypes[1], 128, 2, seqs=2)
     call_coded_latents(dtypes[0], 128, 200)
     call_coded_latents(dtypes[1], 20, 2)

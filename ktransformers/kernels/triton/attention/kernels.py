@@ -11,7 +11,8 @@ with the running maximum and sum of Milakov and Gimelshein (arXiv 1805.02867) as
     SHARED  latent attention: a value is the first DV0 columns of its key and is not loaded again
     CODES   the cache holds codes of 8 bits (kv_codes.py), which are multiplied as they are, in the queries' type; the
             scale of a key multiplies its logits, that of a value its probabilities
-    CODE_PRODUCTS queries are rounded to codes too, a scale for each row, and multiplied with the keys' codes: int8
+    QUANTIZED_ATTENTION queries are rounded to codes too, a scale for each row, and multiplied with the keys' codes:
+    int8
             exactly, e4m3 as tensor cores do. Probabilities and values stay in COMPUTE: rounded to 8 bits, either
             probabilities far below the largest would vanish, or each be off by up to 1/16
 
@@ -80,11 +81,11 @@ def _tanh(x):
 @jit
 def _keys(
     k_ptr, slots, stride, keep, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr,
-    COMPUTE: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
+    COMPUTE: tl.constexpr, QUANTIZED_ATTENTION: tl.constexpr,
 ):  # fmt: skip
     """Columns of keys as they are multiplied, see `_tile`."""
     tile = _tile(k_ptr, slots, stride, keep, FIRST, LAST, WIDTH, MASK)
-    return tile if CODE_PRODUCTS else widened(tile, COMPUTE)
+    return tile if QUANTIZED_ATTENTION else widened(tile, COMPUTE)
 
 
 @jit
@@ -109,46 +110,46 @@ def _attend(  # noqa: C901 (nearly all of it is decided while compiling)
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
-    CODES: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
+    CODES: tl.constexpr, QUANTIZED_ATTENTION: tl.constexpr,
 ):  # fmt: skip
     """Positions start .. stop - 1 into the running state. MASKED: some rows do not see some of them.
 
     end: the first position that no row sees; nothing is read from there on. With a softcap `scale` already holds the
     division by it and `softcap` the factor behind tanh. Of keys that are values too there are so many addresses in
     shared memory that do not change that, kept in registers over the loop, they would spill others.
-    CODE_PRODUCTS: queries are codes as keys are, and `scale` [BLOCK_M] holds the scales of theirs, all above 0.
+    QUANTIZED_ATTENTION: queries are codes as keys are, and `scale` [BLOCK_M] holds the scales of theirs, all above 0.
     """
     for first in tl.range(start, stop, BLOCK_N, disable_licm=SHARED):
         positions = first + tl.arange(0, BLOCK_N)
         keep = positions < end
         slots = _slots(table_ptr, first, positions, keep, PAGE, BLOCK_N)
-        k0 = _keys(k_ptr, slots, k_slot, keep, 0, DK if DK1 == 0 else DK0, DK0, MASKED, COMPUTE, CODE_PRODUCTS)
+        k0 = _keys(k_ptr, slots, k_slot, keep, 0, DK if DK1 == 0 else DK0, DK0, MASKED, COMPUTE, QUANTIZED_ATTENTION)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if CODES:
             of_keys = _of_slots(ks_ptr, slots, ks_slot, keep, MASKED)
             if SHARED:  # what is rotated has a scale of its own
                 s *= of_keys
         if DK1 > 0:
-            k1 = _keys(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED, COMPUTE, CODE_PRODUCTS)
+            k1 = _keys(k_ptr, slots, k_slot, keep, DK0, DK, DK1, MASKED, COMPUTE, QUANTIZED_ATTENTION)
             if CODES and SHARED:
                 rotated = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
                 s += rotated * _of_slots(ks_ptr + 1, slots, ks_slot, keep, MASKED)
             else:
                 s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=s.dtype)
-        if CODE_PRODUCTS:
+        if QUANTIZED_ATTENTION:
             s = s.to(tl.float32)
         if CODES and not SHARED:
             s *= of_keys
-        if not CODE_PRODUCTS:
+        if not QUANTIZED_ATTENTION:
             s *= scale
         if HAS_SOFTCAP:
-            s = softcap * _tanh(s * scale[:, None] if CODE_PRODUCTS else s)
+            s = softcap * _tanh(s * scale[:, None] if QUANTIZED_ATTENTION else s)
         if MASKED:
             seen = positions[None, :] < row_hi[:, None]
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] >= row_lo[:, None])
             s = tl.where(seen, s, float("-inf"))
-        m, p, decay = _exponentials(s, m, scale, CODE_PRODUCTS and not HAS_SOFTCAP)
+        m, p, decay = _exponentials(s, m, scale, QUANTIZED_ATTENTION and not HAS_SOFTCAP)
         total = total * decay + tl.sum(p, 1)
         if SHARED:
             v0 = k0
@@ -362,7 +363,7 @@ def _prefill_run(
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
+    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr, QUANTIZED_ATTENTION: tl.constexpr,
 ):  # fmt: skip
     """The rows of a tile that are `mine`, all of one sequence: attends and writes their results."""
     row_hi = tl.load(len_ptr + rows, mask=mine, other=0).to(tl.int32)
@@ -370,7 +371,7 @@ def _prefill_run(
     shortest = tl.maximum(tl.min(tl.where(mine, row_hi, end), 0), 0)
     table = table_ptr + tl.max(tl.where(mine, seqs, 0), 0).to(tl.int64) * table_row
     q_rows = rows * q_row + heads * q_head
-    if CODE_PRODUCTS:
+    if QUANTIZED_ATTENTION:
         q0, q1, q_scale = _query_codes(q_ptr, q_rows, mine, k_base, DK, DK0, DK1)
         scale = q_scale * scale
     else:
@@ -387,12 +388,12 @@ def _prefill_run(
         m, total, acc0, acc1 = _attend(
             m, total, acc0, acc1, q0, q1, k_base, v_base, ks_base, vs_base, k_slot, v_slot, ks_slot, vs_slot, table,
             row_lo, row_hi, 0, start, end, scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N,
-            False, False, HAS_SOFTCAP, PRECISION, COMPUTE, CODES, CODE_PRODUCTS,
+            False, False, HAS_SOFTCAP, PRECISION, COMPUTE, CODES, QUANTIZED_ATTENTION,
         )  # fmt: skip
     m, total, acc0, acc1 = _attend(
         m, total, acc0, acc1, q0, q1, k_base, v_base, ks_base, vs_base, k_slot, v_slot, ks_slot, vs_slot, table,
         row_lo, row_hi, start, end, end, scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N,
-        True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES, CODE_PRODUCTS,
+        True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE, CODES, QUANTIZED_ATTENTION,
     )  # fmt: skip
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     if HAS_SINKS:
@@ -418,7 +419,7 @@ def prefill_kernel(
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr, CODE_PRODUCTS: tl.constexpr,
+    PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr, QUANTIZED_ATTENTION: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(num_rows, TOKENS), KV heads * HEAD_BLOCKS, SHARES): TOKENS rows of the batch for HEADS heads.
 
@@ -440,7 +441,7 @@ def prefill_kernel(
             mine, rows, heads, seqs, q_ptr, k_base, v_base, ks_base, vs_base, table_ptr, len_ptr, sink_ptr,
             out_ptr, q_row, q_head, k_slot, v_slot, ks_slot, vs_slot, table_row, out_row, out_head, scale, softcap,
             window, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
-            PRECISION, COMPUTE, CODES, CODE_PRODUCTS,
+            PRECISION, COMPUTE, CODES, QUANTIZED_ATTENTION,
         )  # fmt: skip
     else:
         follows = mine & (local >= HEADS)
@@ -452,5 +453,5 @@ def prefill_kernel(
                 mine & (runs == run), rows, heads, seqs, q_ptr, k_base, v_base, ks_base, vs_base, table_ptr, len_ptr,
                 sink_ptr, out_ptr, q_row, q_head, k_slot, v_slot, ks_slot, vs_slot, table_row, out_row, out_head,
                 scale, softcap, window, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW,
-                HAS_SOFTCAP, HAS_SINKS, PRECISION, COMPUTE, CODES, CODE_PRODUCTS,
+                HAS_SOFTCAP, HAS_SINKS, PRECISION, COMPUTE, CODES, QUANTIZED_ATTENTION,
             )  # fmt: skip

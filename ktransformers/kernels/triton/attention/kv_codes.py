@@ -3,7 +3,7 @@
 A code times its scale is the value; `kernels.reference.quantize_kv` states the arithmetic. Codes are int8, or FP8
 (e4m3), of which kernels are given the bits, in uint8: GPUs before compute capability 8.9 do not know the type. Of a
 latent key the latent and the rotated part have a scale each. Codes are widened in registers to the type of the
-products, which holds all of them exactly; products of codes, which round queries too, are what somebody has to ask for.
+products, which holds all of them exactly; int8 or FP8 attention, which rounds queries too, has to be asked for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "magnitude",
     "put_codes",
     "put_heads",
-    "why_no_code_products",
+    "why_no_quantized_attention",
     "widen_latents",
     "widened",
 ]
@@ -45,7 +45,7 @@ def has_codes(cache: Tensor) -> bool:
     return cache.dtype in _CODES
 
 
-def why_no_code_products(dtype: torch.dtype, device: torch.device, widths: tuple[int, int]) -> str | None:
+def why_no_quantized_attention(dtype: torch.dtype, device: torch.device, widths: tuple[int, int]) -> str | None:
     """Why keys kept in `dtype` are not multiplied as codes on a device; None where they are.
 
     widths: columns of keys and values. Others are read in two parts, of which products have not been right everywhere.

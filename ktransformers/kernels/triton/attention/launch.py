@@ -19,7 +19,7 @@ from ktransformers.kernels.triton.attention.kv_codes import (
     bits_of,
     check_cache,
     has_codes,
-    why_no_code_products,
+    why_no_quantized_attention,
 )
 from ktransformers.kernels.triton.common.runtime import (
     is_interpreted,
@@ -93,7 +93,7 @@ class AttentionLaunch:
     """Positions come in chunks of `window`, and a row sees those of its own chunk."""
     scales: KvScales = (None, None)
     """Of codes."""
-    code_products: bool = False
+    quantized_attention: bool = False
     """Prefill rounds queries to codes too, and multiplies codes with codes."""
 
     @property
@@ -132,7 +132,7 @@ def check_call(call: AttentionLaunch) -> None:
     """Raises TypeError (dtype) or ValueError (shape, stride, device, range) that names the wrong argument."""
     _check_heads(call)
     _check_numbers(call)
-    _check_code_products(call)
+    _check_quantized_attention(call)
     others = (
         call.k_cache,
         call.v_cache,
@@ -171,17 +171,17 @@ def _check_heads(call: AttentionLaunch) -> None:
         raise ValueError(f"out must have shape {[*q.shape[:2], v.shape[2]]}, got {list(call.out.shape)}")
 
 
-def _check_code_products(call: AttentionLaunch) -> None:
-    if not call.code_products:
+def _check_quantized_attention(call: AttentionLaunch) -> None:
+    if not call.quantized_attention:
         return
     if not call.has_codes or call.is_shared:
         kept = "latent keys" if call.is_shared else f"a cache of {call.k_cache.dtype}"
-        raise ValueError(f"code_products goes with codes of keys and values, not with {kept}")
-    reason = why_no_code_products(call.k_cache.dtype, call.q.device, (call.dim_k, call.dim_v))
+        raise ValueError(f"quantized_attention goes with codes of keys and values, not with {kept}")
+    reason = why_no_quantized_attention(call.k_cache.dtype, call.q.device, (call.dim_k, call.dim_v))
     if reason is not None:
         raise TypeError(reason)
     if not call.scale > 0:
-        raise ValueError(f"scale {call.scale} must be above 0 with code_products")
+        raise ValueError(f"scale {call.scale} must be above 0 with quantized_attention")
 
 
 def _float_tensors(call: AttentionLaunch) -> tuple[tuple[str, Tensor], ...]:
@@ -256,8 +256,8 @@ def workspace_numel(
     return row * min(num_rows, max(1, WORKSPACE_NUMEL // row))
 
 
-def _constants(call: AttentionLaunch, code_products: bool = False) -> dict[str, Any]:
-    dk0, dk1 = _parts(call.dim_k, _LEAST_CODES if code_products else 16)
+def _constants(call: AttentionLaunch, quantized_attention: bool = False) -> dict[str, Any]:
+    dk0, dk1 = _parts(call.dim_k, _LEAST_CODES if quantized_attention else 16)
     # Values from codes in a second part that is narrower than the first were wrong on an H200 with Triton 3.6 (parts of
     # 64 and 32, 64 and 16, 128 and 32 columns, tiles of 64 rows; 64 and 64 were not).
     dv0, dv1 = _parts(call.dim_v, are_equal=call.has_codes)
@@ -285,13 +285,13 @@ def _strides(call: AttentionLaunch) -> tuple[int, ...]:
     return (q.stride(0), q.stride(1), *caches, *scales, call.block_table.stride(0))
 
 
-def _caches(call: AttentionLaunch, code_products: bool = False) -> tuple[Tensor, ...]:
+def _caches(call: AttentionLaunch, quantized_attention: bool = False) -> tuple[Tensor, ...]:
     """Keys and values, then their scales; without, any tensor takes their places and is not read.
 
     Products of codes are given e4m3 as that, and other kernels its bits.
     """
     caches = call.k_cache, call.v_cache
-    if not code_products:
+    if not quantized_attention:
         caches = bits_of(call.k_cache), bits_of(call.v_cache)
     return *caches, *(caches[0] if of is None else of for of in call.scales)
 
@@ -451,8 +451,8 @@ def launch_prefill(call: AttentionLaunch, tile: Tile | None = None) -> None:
     shares = 1 if num_seqs == 1 else min(tokens, num_seqs + 1, MAX_SHARES)
     out = call.out
     prefill_kernel[(-(-num_rows // tokens), num_kv_heads * constants["HEAD_BLOCKS"], shares)](
-        call.q, *_caches(call, call.code_products), call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
+        call.q, *_caches(call, call.quantized_attention), call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
         *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.signed_window, num_rows,
-        TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, CODE_PRODUCTS=call.code_products,
-        **constants, **_constants(call, call.code_products),
+        TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, QUANTIZED_ATTENTION=call.quantized_attention,
+        **constants, **_constants(call, call.quantized_attention),
     )  # fmt: skip

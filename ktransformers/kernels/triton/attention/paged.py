@@ -35,7 +35,7 @@ def attention(
     workspace: Tensor | None = None,
     counters: Tensor | None = None,
     scales: KvScales = (None, None),
-    code_products: bool = False,
+    quantized_attention: bool = False,
 ) -> Tensor:
     """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in `cpu.attention`.
 
@@ -50,15 +50,15 @@ def attention(
     Up to 16 rows, or as many as the table has, take the split-KV kernel, each row on its own; more take the prefill
     kernel, where the rows of one sequence should lie side by side (any order is right, and slower). Lengths and pages
     are read on the device, so nothing checks them: a page outside the cache is an invalid read.
-    code_products: the prefill kernel rounds each row of a head to codes of the cache's type, as keys are rounded
+    quantized_attention: the prefill kernel rounds each row of a head to codes of the cache's type, as keys are rounded
     (`kernels.reference.quantize_kv`), and multiplies codes with codes: int8 exactly, with int32 sums, e4m3 with the
-    sums of the tensor cores (`why_no_code_products` says where). Values are widened as without; so is all in decode.
-    Raises TypeError or ValueError for a wrong dtype, shape, stride or device.
+    sums of the tensor cores (`why_no_quantized_attention` says where). Values are widened as without; so is all in
+    decode. Raises TypeError or ValueError for a wrong dtype, shape, stride or device.
     """
     result = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
     call = AttentionLaunch(
         q, k_cache, v_cache, block_table, page_size, seq_ids, kv_lens, scale, result, window, sinks, float(softcap),
-        counters=counters, is_chunked=is_chunked, scales=scales, code_products=code_products,
+        counters=counters, is_chunked=is_chunked, scales=scales, quantized_attention=quantized_attention,
     )  # fmt: skip
     check_call(call)
     if q.shape[0] == 0:

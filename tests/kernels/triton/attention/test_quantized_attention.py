@@ -1,4 +1,4 @@
-"""Products of codes in prefill steps on the GPU, against fp64 over what the codes stand for."""
+"""Attention in int8 or FP8 in prefill steps on the GPU, against fp64 over what the codes stand for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention.kv_codes import why_no_code_products
+from ktransformers.kernels.triton.attention.kv_codes import why_no_quantized_attention
 from ktransformers.kernels.triton.attention.paged import attention
 from tests.kernels.triton.attention.test_attention import DECODE, OPTIONS, PREFILL, TOLERANCE, case, with_sinks
 from tests.kernels.triton.attention.test_kv_codes import CODES, coded
@@ -16,7 +16,7 @@ EACH = pytest.mark.parametrize("dtype", CODES, ids=str)
 
 
 class Attended:
-    """Attention by products of codes, and what it is compared with."""
+    """Attention in int8 or FP8, and what it is compared with."""
 
     def __init__(self, arguments, dtype, device, scale, **options):
         q, k, v, *places = arguments
@@ -27,7 +27,7 @@ class Attended:
         self.device, self.dtype = device, dtype
 
     def result(self, **changes):
-        given = {"scales": (self.k_scales, self.v_scales), "code_products": True, **self.options, **changes}
+        given = {"scales": (self.k_scales, self.v_scales), "quantized_attention": True, **self.options, **changes}
         return attention(self.q, self.k, self.v, *self.places, self.scale, **given)
 
     def expected(self, q):
@@ -122,13 +122,15 @@ def test_slots_that_no_row_sees_and_the_same_step_again(dtype, device):
 @EACH
 def test_decode_is_as_without(dtype, device):
     made = Attended(case(DECODE, 4, 2, 32, 32, torch.float32, device), dtype, device, 0.2)
-    assert torch.equal(made.result(), made.result(code_products=False))
+    assert torch.equal(made.result(), made.result(quantized_attention=False))
 
 
 def test_bad_arguments_are_named(device):
     arguments = case(PREFILL, 4, 2, 32, 32, torch.float32, device)
-    with pytest.raises(ValueError, match=r"code_products goes with codes of keys and values, not with a cache of"):
-        attention(*arguments, 0.2, code_products=True)
+    with pytest.raises(
+        ValueError, match=r"quantized_attention goes with codes of keys and values, not with a cache of"
+    ):
+        attention(*arguments, 0.2, quantized_attention=True)
     made = Attended(arguments, torch.int8, device, 0.0)
     with pytest.raises(ValueError, match=r"scale 0.0 must be above 0"):
         made.result()
@@ -136,12 +138,15 @@ def test_bad_arguments_are_named(device):
 
 def test_where_there_are_products_of_codes(monkeypatch):
     gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
-    assert why_no_code_products(torch.int8, cpu, (64, 64)) is None
-    assert why_no_code_products(torch.int8, cpu, (64, 96)) == "heads of 64 and 96 columns, which are no powers of two"
-    assert why_no_code_products(torch.bfloat16, cpu, (64, 64)) == "keys are kept in bfloat16, not in codes"
+    assert why_no_quantized_attention(torch.int8, cpu, (64, 64)) is None
+    assert (
+        why_no_quantized_attention(torch.int8, cpu, (64, 96))
+        == "heads of 64 and 96 columns, which are no powers of two"
+    )
+    assert why_no_quantized_attention(torch.bfloat16, cpu, (64, 64)) == "keys are kept in bfloat16, not in codes"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert why_no_code_products(torch.int8, gpu, (64, 64)) is None
-    why = why_no_code_products(torch.float8_e4m3fn, gpu, (64, 64))
+    assert why_no_quantized_attention(torch.int8, gpu, (64, 64)) is None
+    why = why_no_quantized_attention(torch.float8_e4m3fn, gpu, (64, 64))
     assert why == "products of e4m3 want compute capability 8.9, and this GPU has 8.6"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert why_no_code_products(torch.float8_e4m3fn, gpu, (64, 64)) is None
+    assert why_no_quantized_attention(torch.float8_e4m3fn, gpu, (64, 64)) is None
