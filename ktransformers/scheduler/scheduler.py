@@ -7,12 +7,10 @@
 
 A step takes, within chunk_size tokens: first one token of every decode, so that streams do not stall; then chunks of
 prompts in the order of rank (priority, then arrival), of which a part goes to the one with the fewest tokens left
-(passing.py). With max_itl_ratio, prompts beside decodes get no more rows than the time for it allows
-(prefill_throttle.py).
+(passing.py). With max_itl_ratio, prompts beside decodes get only the rows that prefill_throttle.py allows.
 
 Waiting sequences are admitted in the order of rank while fewer than max_running run and pages are free, with rows in
-this step or without, so that a short prompt is seen behind long ones. Nobody overtakes the head of the queue that
-waits for pages.
+this step or without, so that a short prompt is seen behind long ones. Nobody overtakes the head that waits for pages.
 
 A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
 
@@ -39,8 +37,7 @@ Models with recurrent layers have states beside pages: a run has a slot of its o
 snapshots that are never published. They may have new owners by then, who write in later steps.
 
 Pages may have copies in host memory and in files (scheduler/kv_offload.py). A waiting sequence whose pages are read
-from files is passed by others; steps without rows copy when nobody has any. Not known here: text, tensors, processes,
-time.
+from files is passed by others; steps without rows copy when nobody has any. Knows no text, tensors, processes, time.
 """
 
 from __future__ import annotations
@@ -101,9 +98,8 @@ class Scheduler:
         self.config = config
         self._pages = PageTables(config)
         self._snapshots = self._pages.snapshots
-        self._prefill_throttle = (
-            PrefillThrottle(config.max_itl_ratio, config.max_gap_ms / 1000) if config.max_itl_ratio else None
-        )
+        ratio, max_gap = config.max_itl_ratio, config.max_gap_ms / 1000
+        self._throttle = PrefillThrottle(ratio, max_gap) if ratio else None
         self._passing = Passing(config.chunk_size)
         self._requests: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
@@ -265,12 +261,12 @@ class Scheduler:
     def _fill(self, batch: Batch, prefills: list[Sequence]) -> None:
         """Rows of prompts: in the order of rank, but for the part of one that may pass."""
         passing = self._passing.choose(prefills) if prefills else None
-        if self._prefill_throttle is not None and len(batch):
+        if self._throttle is not None and len(batch):
             pending = None
             if prefills:
                 num_rows = sum(seq.num_unplanned for seq in prefills)
                 pending = PendingPrefill(num_rows, self._passing.shortest(prefills, passing))
-            batch.limit(self._prefill_throttle.rows(len(batch), batch.budget, pending))
+            batch.limit(self._throttle.rows(len(batch), batch.budget, pending))
         part = self._passing.part(passing, batch.budget)
         batch.budget -= part
         for seq in prefills:
@@ -286,8 +282,8 @@ class Scheduler:
         """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
         step = PlannedStep(self._next_step, rows)
-        if self._prefill_throttle is not None:
-            self._prefill_throttle.planned(step.num_decodes, step.num_rows - step.num_decodes)
+        if self._throttle is not None:
+            self._throttle.planned(step.num_decodes, step.num_rows - step.num_decodes)
         ended, self._ended = self._ended, []
         self._next_step += 1
         self._in_flight.append(step)
@@ -399,8 +395,8 @@ class Scheduler:
         if len(results) != step.num_sampled:
             raise ValueError(f"step {step_id} samples {step.num_sampled} tokens, got {len(results)} results")
         self._in_flight.popleft()
-        if self._prefill_throttle is not None:
-            self._prefill_throttle.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
+        if self._throttle is not None:
+            self._throttle.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
         if tiers is not None and self._pages.kv_offload is not None:
             self._pages.kv_offload.commit(tiers, step.num_prefilled)
         updates, remaining = self._scored(step, prompt_logprobs), iter(results)
@@ -440,8 +436,8 @@ class Scheduler:
     def engine_lost(self) -> None:
         """The engine and its cache are gone. Everything that ran waits again, in its old order, for the next engine."""
         self._in_flight.clear()
-        if self._prefill_throttle is not None:
-            self._prefill_throttle.lost()
+        if self._throttle is not None:
+            self._throttle.lost()
         self._ended.clear()
         for seq in self._running:
             seq.run = None

@@ -146,9 +146,7 @@ class KMLAAttention(WrapperOperator):
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
     def materialization_choice(self, flash: FlashLayer | None = None) -> MaterializationPolicy | None:
-        """How prefill steps would choose between the two forms with a runtime that has `flash`; None where all are
-        absorbed.
-        """
+        """How prefill steps would choose between the two forms with `flash`; None where all are absorbed."""
         is_bound = flash is not None and flash.is_required
         if (
             not self.device.is_gpu
@@ -297,9 +295,8 @@ class KMLAAttention(WrapperOperator):
         places = (table, page_size, seq_ids, kv_lens)
         options: dict[str, Any] = {"window": self.spec.window, "sinks": self._sinks, "scales": scales}
         latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, **options)
-        return self._result(
-            self._output(hidden_states, cpu.batched_linear(latent, self.v_b, pool), gate), topk_positions
-        )
+        out = self._output(hidden_states, cpu.batched_linear(latent, self.v_b, pool), gate)
+        return self._result(out, topk_positions)
 
     @property
     def _sinks(self) -> torch.Tensor | None:
