@@ -4,8 +4,8 @@ A group is 64 columns. All readers here work element by element: word i of a gro
 4 i .. 4 i + 3 in its bytes (`code_word`), and quarter i / 4 has a scale and an offset (`code_scales`); a weight is
 f S - M with the float f that a code stands for (`number`). Group, i and rows may be of any shapes that broadcast, so
 that a tile of many words and a loop over one row's words read with the same lines. Integers u become 1 + u / 256, see
-dequant.py. Bytes: packed.inl, packed_k2k3.inl, packed_small.inl, packed_ternary.inl in csrc/kernels; weights in groups:
-cpu_packed_groups.py. Knows the bytes; does not know products (linear/codes.py).
+dequant.py. Bytes: packed.inl, packed/k2k3.inl, packed/small.inl, packed/ternary.inl in csrc/kernels; weights in
+groups: cpu_packed_groups.py. Knows the bytes; does not know products (linear/codes.py).
 """
 
 from __future__ import annotations
