@@ -37,11 +37,7 @@ from ktransformers.cli.bench.options import (
     check_threads,
     numbers,
 )
-from ktransformers.cli.parsing.options import (
-    engine_config,
-    set_up_logging,
-    with_default_model,
-)
+from ktransformers.cli.parsing.options import engine_config, set_up_logging, with_default_model
 from ktransformers.cli.parsing.parser import user_path
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams

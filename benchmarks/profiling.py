@@ -22,11 +22,7 @@ from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.machine import machine_facts, shown_machine
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.cli import run_command
-from ktransformers.cli.bench.options import (
-    SHAPE_NAMES,
-    check_between,
-    check_range,
-)
+from ktransformers.cli.bench.options import SHAPE_NAMES, check_between, check_range
 from ktransformers.cli.loading import loading_bar
 from ktransformers.cli.parsing.options import (
     add_logging_flag,

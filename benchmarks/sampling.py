@@ -29,9 +29,7 @@ from ktransformers.cli.bench.options import (
     check_range,
     check_threads,
 )
-from ktransformers.cli.parsing.options import (
-    set_up_logging,
-)
+from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.core import SamplingParams
 from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
 from ktransformers.kernels.cpu import WorkerPool

@@ -31,11 +31,7 @@ from ktransformers.cli.bench.options import (
     check_range,
     gguf_file,
 )
-from ktransformers.cli.parsing.options import (
-    engine_config,
-    set_up_logging,
-    with_default_model,
-)
+from ktransformers.cli.parsing.options import engine_config, set_up_logging, with_default_model
 from ktransformers.config import cpu_name
 from ktransformers.system.cores import usable_cores
 

@@ -25,10 +25,7 @@ from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error, shown_gpu
 from ktransformers.cli import run_command
-from ktransformers.cli.bench.options import (
-    check_between,
-    numbers,
-)
+from ktransformers.cli.bench.options import check_between, numbers
 from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.core import Phase
 from ktransformers.errors import ConfigError

@@ -24,10 +24,7 @@ from ktransformers.bench.common.report import Column, FigureTable, Record, Row, 
 from ktransformers.bench.gpu.device import BF16, Gpu, shown_gpu
 from ktransformers.bench.gpu.random_matrices import random_bytes, random_matrices, random_weights
 from ktransformers.cli import run_command
-from ktransformers.cli.bench.options import (
-    chosen,
-    numbers,
-)
+from ktransformers.cli.bench.options import chosen, numbers
 from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.kernels.triton.experts.align import moe_align
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices

@@ -9,9 +9,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.engine.load.ready import forget_positions
-from ktransformers.engine.model.opened import (
-    OpenedModel,
-)
+from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.stage_io_check import check_stage_io
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout, move_into

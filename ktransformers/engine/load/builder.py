@@ -21,10 +21,7 @@ from ktransformers.engine.load.stages import (
     open_part,
     plan_part,
 )
-from ktransformers.engine.model.opened import (
-    OpenedModel,
-    open_model,
-)
+from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.parallel.ranks.driver import Driver, made_of
 from ktransformers.engine.parallel.ranks.parallel_strategy import num_processes, parallel_strategy
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks, Worker

@@ -50,9 +50,7 @@ from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.layers.traced import (
-    hand_contexts_on,
-)
+from ktransformers.operators.layers.traced import hand_contexts_on
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.optimize.apply import apply_plan, bind_plan, load_plan
 from ktransformers.optimize.plan import Plan

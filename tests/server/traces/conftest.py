@@ -8,10 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.servers.spans import (
-    Collected,
-    Collector,
-)
+from tests.support.servers.spans import Collected, Collector
 
 
 @pytest.fixture(autouse=True)
