@@ -270,7 +270,7 @@ class EngineConfig:
     pipeline: processes over which the layers are divided, neighbouring ones together.
     pipeline_layers: how many each of them has, in order, "20,14,14"; "" lets the layers' parameters decide.
     stage_hosts: where `ktransformers stage` runs for the stages but the last one, in their order, HOST:PORT,HOST:PORT;
-        "" for processes of this machine. stage_key_file: what the leader proves to them that it is one with.
+        "" for processes of this machine. stage_key_file: what the driver proves to them that it is one with.
     tensor_parallel: GPUs over which attention and dense parts of every layer are cut, a process each.
     """
 

@@ -68,7 +68,7 @@ class Replicas(ABC):
         """Of all replicas that answer."""
 
     @abstractmethod
-    async def tell(self, order: Order) -> None:
+    async def send(self, order: Order) -> None:
         """Tell all replicas; the one that has the request obeys."""
 
 
@@ -107,7 +107,7 @@ class _Run:
             is_suspended=self.is_suspended,
         )
 
-    def hear(self, told: Told) -> None:
+    def receive(self, told: Told) -> None:
         """Hand events to the reader, and keep what another replica would need."""
         ours, theirs = self.stats, told.stats
         ours.cached_len, ours.completion_len = theirs.cached_len, theirs.completion_len
@@ -169,7 +169,7 @@ class ReplicaInterface(BackendInterfaceBase):
             await self._look()
 
     async def _look(self) -> None:
-        self._figures.hear(await self._replicas.reports(), self._clock())
+        self._figures.update(await self._replicas.reports(), self._clock())
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(self._guarded(work))
@@ -245,14 +245,14 @@ class ReplicaInterface(BackendInterfaceBase):
         try:
             async with aclosing(self._replicas.ask(run.ask(self._clock()))) as messages:
                 async for message in messages:
-                    self._hear(run, message)
+                    self._receive(run, message)
                     if run.buffer.is_closed:
                         return
             raise ReplicaLostError("it ended its stream before the answer was complete")
         except ReplicaLostError as error:
             self._lose(run, error, has_moved=len(run.past) > num_past)
 
-    def _hear(self, run: _Run, message: Message) -> None:
+    def _receive(self, run: _Run, message: Message) -> None:
         """Raises ReplicaLostError for a replica that cannot go on, and what the answer itself ends with."""
         match message:
             case Began(replica):
@@ -262,7 +262,7 @@ class ReplicaInterface(BackendInterfaceBase):
                     logger.info("%s goes on at %s behind %d tokens", run.request.request_id, replica, len(run.past))
                 self._sync(run)
             case Told():
-                run.hear(message)
+                run.receive(message)
             case RequestFailed(error, text, is_lost):
                 if is_lost:
                     raise ReplicaLostError(text)
@@ -305,7 +305,7 @@ class ReplicaInterface(BackendInterfaceBase):
     async def _order(self, run: _Run, order: Order) -> None:
         """Orders about one answer arrive in the order in which they were given."""
         async with run.ordering:
-            await self._replicas.tell(order)
+            await self._replicas.send(order)
 
     @override
     def end(self, request_id: str) -> None:

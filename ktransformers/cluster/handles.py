@@ -71,7 +71,7 @@ class ServeReplicas(Replicas):
         return [decode(data, ReplicaReport) for data in await self._all("report")]
 
     @override
-    async def tell(self, order: Order) -> None:
+    async def send(self, order: Order) -> None:
         await self._all("obey", encode(order))
 
 

@@ -86,7 +86,7 @@ class ClusterFigures:
         """The last one of each replica that has spoken lately, by name."""
         return [report for _, (_, report) in sorted(self._reports.items())]
 
-    def hear(self, reports: Iterable[ReplicaReport], now: float) -> None:
+    def update(self, reports: Iterable[ReplicaReport], now: float) -> None:
         """now: seconds, on any clock."""
         for report in reports:
             self._reports[report.replica] = now, report

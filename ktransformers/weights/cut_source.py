@@ -48,7 +48,7 @@ def column_unit(qtype: WeightType) -> int:
 class CutSource(WeightSource):
     """A WeightSource with parts of some tensors. zeros: names that are all zeros here: another process has them.
 
-    is_whole: whether all that is stored has to be read by somebody here; others leave tensors to the leader.
+    is_whole: whether all that is stored has to be read by somebody here; others leave tensors to the driver.
     """
 
     def __init__(

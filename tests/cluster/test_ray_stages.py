@@ -100,7 +100,7 @@ def test_stages_on_several_nodes(cluster: Cluster, alone: list[Stream]) -> None:
     """A process of one is killed, then a whole node with a stage: answers are those of one process."""
     with ClusterProcess(cluster, "--pipeline", "3") as server:
         places = {raylet_of(node): stages_of(raylet_of(node)) for node in cluster.worker_nodes}
-        assert sorted(map(len, places.values())) == [0, 0, 1, 1]  # one has the leader, and one is left
+        assert sorted(map(len, places.values())) == [0, 0, 1, 1]  # one has the driver, and one is left
 
         def kill_process() -> None:
             os.kill(next(pids[0] for pids in places.values() if pids), signal.SIGKILL)

@@ -36,14 +36,14 @@ def report(name: str, number: int) -> ReplicaReport:
 
 def test_what_counts_from_the_start_outlives_its_replica() -> None:
     figures = ClusterFigures()
-    figures.hear([report("a", 3), report("b", 4)], now=0.0)
+    figures.update([report("a", 3), report("b", 4)], now=0.0)
     both = figures.stats()
     assert (both.num_running, both.num_waiting, both.cache_len) == (7, 2, 800)
     assert both.cache_usage == (3 / 100 * 400 + 4 / 100 * 400) / 800
     assert both.experts == {0: [7, 2]}
-    figures.hear([report("b", 5)], now=SILENT_SECONDS / 2)
+    figures.update([report("b", 5)], now=SILENT_SECONDS / 2)
     assert figures.stats().num_running == 8  # one that is silent for a while is still there
-    figures.hear([report("b", 6)], now=SILENT_SECONDS + 1)
+    figures.update([report("b", 6)], now=SILENT_SECONDS + 1)
     left = figures.stats()
     assert [one.name for one in left.replicas] == ["b"]
     assert (left.num_running, left.num_waiting, left.cache_len) == (6, 1, 400)

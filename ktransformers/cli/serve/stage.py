@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "stage",
         help="run a stage of a model for a server on another machine",
         description="Wait for `ktransformers serve --stage_hosts` on another machine, and run a stage of its model: "
-        "some neighbouring layers, read from the same path here. One leader at a time. What goes over the network is "
+        "some neighbouring layers, read from the same path here. One driver at a time. What goes over the network is "
         "not encrypted: only for networks of your own.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at, of that network (%(default)s)")
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--stage_key_file",
         type=Path,
         metavar="FILE",
-        help=f"the secret that leaders must know; {KEY_HINT}",
+        help=f"the secret that drivers must know; {KEY_HINT}",
     )
     add_logging_flag(parser)
     parser.set_defaults(run=stage_command)
@@ -41,7 +41,7 @@ def stage_command(args: argparse.Namespace) -> int:
     """Until SIGINT or SIGTERM. Raises ConfigError."""
     set_up_logging(args.log_level)
     if args.stage_key_file is None:
-        raise ConfigError(f"ktransformers stage needs --stage_key_file FILE, the secret of its leaders; {KEY_HINT}")
+        raise ConfigError(f"ktransformers stage needs --stage_key_file FILE, the secret of its drivers; {KEY_HINT}")
     from ktransformers.engine.parallel.ranks.agent import StageAgent, read_secret
 
     agent = StageAgent(args.host, args.port, read_secret(args.stage_key_file))
@@ -51,6 +51,6 @@ def stage_command(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    print(f"waiting for a leader at {agent.host}:{agent.port}", flush=True)
+    print(f"waiting for a driver at {agent.host}:{agent.port}", flush=True)
     agent.serve()
     return 0

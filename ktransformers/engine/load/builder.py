@@ -114,7 +114,7 @@ def build_paged_engine(
     cache_plan = SharedPages(page_size, max_batch_size, opened.facts.has_states)
     built = _build(opened, cache_plan, hardware, progress, stats, ranks)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
-    runner = ModelRunner(built.forward, built.decode, ranks.teller(), begins_ahead=ranks.begins_ahead)
+    runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
     stats.totals()

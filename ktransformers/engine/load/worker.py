@@ -51,15 +51,15 @@ class _Pipes:
         self._out: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL writes there by itself
         self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._take_in, name="leader", daemon=True).start()
+        threading.Thread(target=self._take_in, name="driver", daemon=True).start()
 
     def _take_in(self) -> None:
         try:
             while (data := read_frame(self._in)) is not None:
                 self._frames.put(data)
-            logger.debug("the leader is gone")
+            logger.debug("the driver is gone")
         except OSError as error:
-            logger.debug("the connection to the leader is gone: %s", reason_of(error))
+            logger.debug("the connection to the driver is gone: %s", reason_of(error))
         logging.shutdown()
         os._exit(0)
 
@@ -72,7 +72,7 @@ class _Pipes:
         begin: Begin = self.read(Begin)
         return begin
 
-    def say(self, message: Loaded | Captured | Failed) -> None:
+    def send(self, message: Loaded | Captured | Failed) -> None:
         self._out.write(framed(encode(message)))
         self._out.flush()
 
@@ -107,10 +107,10 @@ def main() -> int:
     start: Start = pipes.read(Start)
     set_up_logging(start.log_level, start.name, with_time=True)
     try:
-        worker = Worker(start, pipes.begin, pipes.say)
+        worker = Worker(start, pipes.begin, pipes.send)
         part = _build(start, worker)
     except KTransformersError as error:
-        pipes.say(Failed(type(error).__name__, str(error)))
+        pipes.send(Failed(type(error).__name__, str(error)))
         return 1
     is_lost = False
     while True:

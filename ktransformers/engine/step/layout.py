@@ -201,7 +201,7 @@ def move_into(layer: nn.Module, layer_device: Device) -> None:
 
 
 def hand_contexts(modules: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Let recurrent operators hear the step's context: not all layers of `transformers` hand keywords down to them.
+    """Let recurrent operators have the step's context: not all layers of `transformers` hand keywords down to them.
 
     modules: the model's modules by name, as they were before the plan was applied.
     """
@@ -222,10 +222,10 @@ def rotations_of(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
 def _hand_context(layer: nn.Module, operator: RecurrentOperator) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        operator.hear(kwargs.get("forward_context"))
+        operator.set_context(kwargs.get("forward_context"))
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        operator.hear(None)
+        operator.set_context(None)
 
     layer.register_forward_pre_hook(before, with_kwargs=True)
     layer.register_forward_hook(after, always_call=True)

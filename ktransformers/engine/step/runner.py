@@ -10,6 +10,7 @@ import torch
 
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.sampling.logits_request import StepLogits
+from ktransformers.engine.step.broadcast import StepBroadcast
 from ktransformers.engine.step.context import static_context
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.forward import ForwardPass
@@ -17,7 +18,6 @@ from ktransformers.engine.step.gpu_profile import GpuProfile
 from ktransformers.engine.step.hidden import HiddenStatesHook
 from ktransformers.engine.step.kept_states import KeptStates
 from ktransformers.engine.step.snapshots import snapshot_interval
-from ktransformers.engine.step.telling import StepTeller
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError
 from ktransformers.operators.context import ForwardContext
 
@@ -30,7 +30,7 @@ class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
     decode: how steps that can be replayed run on GPUs; like all others when None. hook: for the hidden states behind
-    the logits. tell: what is told of each step before it runs, where other processes have to run it, too. begins_ahead:
+    the logits. broadcast: given each step before it runs, where other processes have to run it, too. begins_ahead:
     whether these may begin steps while this one runs others: they are stages before it. send_output: called with the
     rows of each step that this process follows, for a stage that gives hidden states to the next one.
     """
@@ -39,12 +39,12 @@ class ModelRunner:
         self,
         forward_pass: ForwardPass,
         decode: DecodeSteps | None = None,
-        tell: StepTeller | None = None,
+        broadcast: StepBroadcast | None = None,
         *,
         begins_ahead: bool = False,
         send_output: Callable[[int], None] | None = None,
     ):
-        self._tell, self._is_apart, self._send_output = tell, False, send_output
+        self._broadcast, self._is_apart, self._send_output = broadcast, False, send_output
         self.begins_ahead, self._num_begun = begins_ahead, 0
         self._pass, self._decode = forward_pass, decode
         self.model, self.pool = forward_pass.model, forward_pass.pool
@@ -156,8 +156,8 @@ class ModelRunner:
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
     ) -> None:
         """Tell the other processes of a step that comes to `reduced_step` behind those that were told of before."""
-        assert self._tell is not None
-        self._tell(token_ids, positions, context, keep, False)
+        assert self._broadcast is not None
+        self._broadcast(token_ids, positions, context, keep, False)
         self._num_begun += 1
 
     def recovered(self) -> None:
@@ -174,7 +174,7 @@ class ModelRunner:
         is_padded: bool,
     ) -> None:
         """Tell the other processes. Raises EngineError when a step has failed here that they went on with."""
-        if self._tell is None:
+        if self._broadcast is None:
             return
         if self._num_begun:
             self._num_begun -= 1
@@ -183,7 +183,7 @@ class ModelRunner:
         if self._is_apart:
             raise EngineError("a step has failed in one of several processes; the engine has to be started anew")
         self._is_apart = True
-        self._tell(token_ids, positions, context, keep, is_padded)
+        self._broadcast(token_ids, positions, context, keep, is_padded)
 
     def _fetch(self, num_rows: int) -> None:
         """Let what a step that was launched leaves on GPUs come with its results."""
@@ -202,7 +202,7 @@ class ModelRunner:
         """Time the parts of steps on GPUs from now on, or no more. The profile to ask after each step; None without a
         GPU. Where steps are replayed they are captured once more, which takes seconds."""
         layout = self._pass.layout
-        if on and layout is not None and self._tell is not None:
+        if on and layout is not None and self._broadcast is not None:
             logger.warning("parts of steps on GPUs are not timed: the model is cut over several")
             return None
         if self._profile is not None:

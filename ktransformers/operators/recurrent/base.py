@@ -49,7 +49,7 @@ class RecurrentOperator(WrapperOperator):
         self.layer_idx: int = int(module.layer_idx)  # type: ignore[arg-type]
         self.layer = layer_number(module)
         self.scans = Scans(self.device, config.pool)
-        self._heard: ForwardContext | None = None
+        self._step_context: ForwardContext | None = None
 
     @classmethod
     @override
@@ -111,14 +111,14 @@ class RecurrentOperator(WrapperOperator):
 
     # A step.
 
-    def hear(self, context: object) -> None:
+    def set_context(self, context: object) -> None:
         """The context of the step that comes: layers of some families and versions do not hand keywords down. None: it
         is over."""
-        self._heard = context if isinstance(context, ForwardContext) else None
+        self._step_context = context if isinstance(context, ForwardContext) else None
 
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        context = kwargs.get("forward_context") or self._heard
+        context = kwargs.get("forward_context") or self._step_context
         if context is None or context.cache.states is None:
             raise UnsupportedError(
                 f"{self.key} is given no states: it runs outside of the engine, or its model does not hand keyword "

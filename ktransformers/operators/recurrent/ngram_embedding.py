@@ -138,7 +138,7 @@ class KPerLayerEmbedding(RecurrentOperator):
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """args: token ids [1, T]; what comes behind is transformers' own."""
-        context = kwargs.get("forward_context") or self._heard
+        context = kwargs.get("forward_context") or self._step_context
         if context is None or context.cache.states is None or context.states is None:
             raise UnsupportedError(f"{self.key} is given no states: it runs outside of the engine")
         ids: Tensor = args[0]

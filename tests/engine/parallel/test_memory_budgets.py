@@ -82,8 +82,8 @@ def test_stages_plan_with_their_rooms(tmp_path: Path, monkeypatch: pytest.Monkey
     """The driver, and what the other one is told, which sees 4 GiB."""
     write_safetensors(tiny_model("llama", seed=1), tmp_path)
     told: list[bytes] = []
-    tell = LocalWorker.tell
-    monkeypatch.setattr(LocalWorker, "tell", lambda self, data: (told.append(data), tell(self, data))[1])
+    tell = LocalWorker.send
+    monkeypatch.setattr(LocalWorker, "send", lambda self, data: (told.append(data), tell(self, data))[1])
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
     hardware = fake_hardware(gpu_bytes=2 * GIB + CONTEXT)
     ranks = Driver(config, None, HARDWARE)

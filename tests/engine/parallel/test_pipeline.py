@@ -104,7 +104,7 @@ def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkey
     with torch.no_grad():
         want = model(torch.tensor([IDS]), output_hidden_states=True).hidden_states[1]
     given: list[torch.Tensor] = []
-    monkeypatch.setattr(StageLink, "meet", lambda *args: None)
+    monkeypatch.setattr(StageLink, "rendezvous", lambda *args: None)
     monkeypatch.setattr(distributed, "send", lambda rows, to, group: given.append(rows.clone()))
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
     graphs, said = FakeGraphs(), list[Any]()

@@ -225,7 +225,7 @@ def test_a_signal_ends_it_whoever_is_waiting() -> None:
         (None, r"did not answer within 0 s: it is busy"),
     ],
 )
-def test_a_leader_blames_the_key_file_for_nothing_else(
+def test_a_driver_blames_the_key_file_for_nothing_else(
     data: bytes | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: what listens does not even accept."""

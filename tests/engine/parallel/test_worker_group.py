@@ -20,7 +20,7 @@ class Played(WorkerHandle):
         self.name, self.dies = f"stage {rank}", on_death
         self.loaded, self.is_closed, self.is_gone, self.is_broken = threading.Event(), False, False, False
 
-    def tell(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         if self.is_gone:
             raise EngineError(f"{self.name} cannot be told")
 
@@ -75,20 +75,20 @@ class Stage:
 def test_places_are_taken_while_others_go_on() -> None:
     stage = Stage()
     first, second = stage.last(1), stage.last(2)
-    stage.workers.tell(b"a step")
+    stage.workers.send(b"a step")
     first.is_gone = True
     with pytest.raises(StageLostError, match="stage 1 cannot be told"):
-        stage.workers.tell(b"a step before the death is noticed")
+        stage.workers.send(b"a step before the death is noticed")
     first.dies("stage 1 has ended")
     with pytest.raises(StageLostError, match="stage 1 is gone"):
-        stage.workers.tell(b"a step")
+        stage.workers.send(b"a step")
     new = stage.last(1, 2)
     new.loaded.set()
     with stage.workers.recovered() as found:
         assert found == [new]
         assert stage.workers.workers == [new, second]
     assert (first.is_closed, second.is_closed, new.is_closed) == (True, False, False)
-    stage.workers.tell(b"a step")
+    stage.workers.send(b"a step")
     assert not stage.told
     stage.workers.close()
 

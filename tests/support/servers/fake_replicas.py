@@ -60,7 +60,7 @@ class FakeReplicas(Replicas):
         return [decode(encode(replica.report()), ReplicaReport) for replica in self._replicas]
 
     @override
-    async def tell(self, order: Order) -> None:
+    async def send(self, order: Order) -> None:
         self.orders.append(order)
         for replica in self._replicas:
             replica.obey(decode(encode(order), Order))

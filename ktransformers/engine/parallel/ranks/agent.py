@@ -283,7 +283,7 @@ class StageAgent:
             return
         self._pending.remove(one)
         with one.connection:
-            logger.info("a stage for the leader at %s begins", one.worker)
+            logger.info("a stage for the driver at %s begins", one.worker)
             self._start(one.connection)
 
     def _drop_late(self, now: float) -> None:
@@ -309,7 +309,7 @@ class StageAgent:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
-            logger.info("the stage of the leader before ends")
+            logger.info("the stage of the driver before ends")
             process.kill()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan, Sizes
 from ktransformers.engine.parallel.ranks.worker_group import WorkerGroup
 from ktransformers.engine.parallel.ranks.worker_handles import LocalWorker, OnDeath, RemoteWorker, WorkerHandle
 from ktransformers.engine.plan.planning import Hardware
-from ktransformers.engine.step.telling import StepTeller
+from ktransformers.engine.step.broadcast import StepBroadcast
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.operators.context import ForwardContext
 from ktransformers.optimize.machine import Machine
@@ -143,7 +143,7 @@ class Driver(Ranks):
             self._memory_budgets[rank] if self._memory_budgets else {},
         )
         try:
-            worker.tell(framed(encode(start)))
+            worker.send(framed(encode(start)))
         except EngineError:
             worker.close()
             raise
@@ -152,7 +152,7 @@ class Driver(Ranks):
     def _check_loaded(self, worker: WorkerHandle) -> None:
         """Wait until it has loaded. Raises what it failed with, CapacityError when it has other budget."""
         assert self._resolved is not None
-        wanted, got = Loaded(self._resolved.num_slots, self._resolved.num_states), worker.hear()
+        wanted, got = Loaded(self._resolved.num_slots, self._resolved.num_states), worker.receive()
         if got != wanted:
             raise CapacityError(f"{worker.name} holds a cache of {got}, and the first one of {wanted}")
 
@@ -162,12 +162,12 @@ class Driver(Ranks):
         self._device = device
         is_uniform = self._strategy.is_uniform
         told = partial(Begin, sizes=pairs_of(sizes) if is_uniform else [], is_captured=is_captured and is_uniform)
-        self._meet(device, self._workers.workers, lambda place: self._workers.tell(framed(encode(told(place)))))
+        self._rendezvous(device, self._workers.workers, lambda place: self._workers.send(framed(encode(told(place)))))
         self._undo.callback(self._strategy.leave)
         return sizes, is_captured
 
-    def _meet(self, device: torch.device, new: Sequence[WorkerHandle], tell: Callable[[str], None]) -> None:
-        """new: workers that were not met before. tell: all of the place."""
+    def _rendezvous(self, device: torch.device, new: Sequence[WorkerHandle], send: Callable[[str], None]) -> None:
+        """new: workers that were not met before. send: the place to all."""
         address = self._workers.address
         if address is None:
             folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kt-ranks-")))
@@ -177,13 +177,13 @@ class Driver(Ranks):
             place = f"tcp://{address}:{self._store.port}"
         for worker in new:
             worker.watch()
-        tell(place)
+        send(place)
         self._strategy.rendezvous(place, device)
 
     @override
     def captured(self, sizes: Sizes) -> None:
         for worker in self._workers.workers:
-            got = worker.hear()
+            got = worker.receive()
             if self._strategy.is_uniform and got != Captured(pairs_of(sizes)):
                 raise EngineError(f"{worker.name} has captured other steps ({got}) than the first one ({sizes})")
         self._workers.is_recoverable = self._strategy.is_recoverable
@@ -194,10 +194,10 @@ class Driver(Ranks):
         return not self._strategy.is_uniform
 
     @override
-    def teller(self) -> StepTeller | None:
-        return self._tell
+    def step_broadcast(self) -> StepBroadcast | None:
+        return self._broadcast
 
-    def _tell(
+    def _broadcast(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -205,7 +205,7 @@ class Driver(Ranks):
         keep: torch.Tensor,
         is_padded: bool,
     ) -> None:
-        self._workers.tell(framed(encode(Step.of(token_ids, positions, context, keep, is_padded))))
+        self._workers.send(framed(encode(Step.of(token_ids, positions, context, keep, is_padded))))
 
     @override
     def recover(self) -> None:
@@ -213,13 +213,13 @@ class Driver(Ranks):
         with self._workers.recovered() as new:
             self._strategy.leave()
 
-            def tell(place: str) -> None:
+            def send(place: str) -> None:
                 for worker in self._workers.workers:
-                    worker.tell(framed(encode(Begin(place, [], False) if worker in new else Regroup(place))))
+                    worker.send(framed(encode(Begin(place, [], False) if worker in new else Regroup(place))))
 
-            self._meet(self._device, new, tell)
+            self._rendezvous(self._device, new, send)
             for worker in new:
-                worker.hear()  # it has captured its graphs
+                worker.receive()  # it has captured its graphs
 
     @override
     def close(self) -> None:

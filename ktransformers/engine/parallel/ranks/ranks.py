@@ -14,9 +14,9 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Start
 from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrategy, parallel_strategy
 from ktransformers.engine.plan.planning import Hardware
+from ktransformers.engine.step.broadcast import StepBroadcast
 from ktransformers.engine.step.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.step.decode_inputs import StepSize
-from ktransformers.engine.step.telling import StepTeller
 
 __all__ = ["Alone", "Ranks", "ResolvedPlan", "Sizes", "Worker", "pairs_of"]
 
@@ -61,7 +61,7 @@ class Ranks(Protocol):
         """Whether the others may be told of steps while others run here."""
         ...
 
-    def teller(self) -> StepTeller | None:
+    def step_broadcast(self) -> StepBroadcast | None:
         """What each step is told to before it runs, if anybody is to hear of it."""
         ...
 
@@ -99,7 +99,7 @@ class Alone(Ranks):
         return False
 
     @override
-    def teller(self) -> StepTeller | None:
+    def step_broadcast(self) -> StepBroadcast | None:
         return None
 
     @override
@@ -117,16 +117,16 @@ def pairs_of(sizes: Sizes) -> list[tuple[int, int]]:
 
 
 class Worker(Ranks):
-    """A process beside the driver. start: what it is to be. hear: its next message; say: to it."""
+    """A process beside the driver. start: what it is to be. receive: its next message; send: to it."""
 
     def __init__(
         self,
         start: Start,
-        hear: Callable[[], Begin],
-        say: Callable[[Loaded | Captured], None],
+        receive: Callable[[], Begin],
+        send: Callable[[Loaded | Captured], None],
     ):
         self._strategy: ParallelStrategy = parallel_strategy(start.config, start.rank, start.is_apart)
-        self._hear, self._say = hear, say
+        self._receive, self._send = receive, send
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
 
@@ -141,8 +141,8 @@ class Worker(Ranks):
     @override
     def rendezvous(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
         assert self._resolved is not None
-        self._say(Loaded(self._resolved.num_slots, self._resolved.num_states))
-        begin = self._hear()
+        self._send(Loaded(self._resolved.num_slots, self._resolved.num_states))
+        begin = self._receive()
         self._device = device
         self._strategy.rendezvous(begin.place, device)
         if self._strategy.is_uniform:
@@ -157,7 +157,7 @@ class Worker(Ranks):
 
     @override
     def captured(self, sizes: Sizes) -> None:
-        self._say(Captured(pairs_of(sizes)))
+        self._send(Captured(pairs_of(sizes)))
 
     @override
     @property
@@ -165,7 +165,7 @@ class Worker(Ranks):
         return False
 
     @override
-    def teller(self) -> StepTeller | None:
+    def step_broadcast(self) -> StepBroadcast | None:
         return None
 
     def rendezvous_again(self, place: str) -> None:

@@ -73,13 +73,13 @@ class WorkerGroup:
         for worker in self.workers:
             self._check_loaded(worker)
 
-    def tell(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """All of them. Raises StageLostError where another one is coming, EngineError where one is gone for good."""
         if self._missing:
             raise StageLostError(f"stage {min(self._missing)} is gone")
         for worker in self.workers:
             try:
-                worker.tell(data)
+                worker.send(data)
             except EngineError as error:
                 if not self.is_recoverable:
                     raise

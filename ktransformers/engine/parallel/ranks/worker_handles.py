@@ -33,11 +33,11 @@ class WorkerHandle(Protocol):
     name: str
     address: str | None
 
-    def tell(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """A frame. Raises EngineError when it is gone."""
         ...
 
-    def hear(self) -> Loaded | Captured:
+    def receive(self) -> Loaded | Captured:
         """Its next message. Raises what it failed with, EngineError when it is gone."""
         ...
 
@@ -50,7 +50,7 @@ class WorkerHandle(Protocol):
         ...
 
 
-def _heard(data: bytes | None, name: str) -> Loaded | Captured:
+def _answer_of(data: bytes | None, name: str) -> Loaded | Captured:
     if data is None:
         raise EngineError(f"the process of {name} ended while the model was loaded; see its lines above")
     message: Loaded | Captured | Failed = decode(data, Loaded | Captured | Failed)
@@ -79,7 +79,7 @@ class LocalWorker(WorkerHandle):
         self._from: BinaryIO = self.process.stdout  # type: ignore[assignment]
 
     @override
-    def tell(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         try:
             self._to.write(data)
             self._to.flush()
@@ -87,9 +87,9 @@ class LocalWorker(WorkerHandle):
             raise EngineError(f"the process of {self.name} is gone") from error
 
     @override
-    def hear(self) -> Loaded | Captured:
+    def receive(self) -> Loaded | Captured:
         """Its next message. Raises what it failed with."""
-        return _heard(read_frame(self._from), self.name)
+        return _answer_of(read_frame(self._from), self.name)
 
     @override
     def watch(self) -> None:
@@ -131,7 +131,7 @@ class RemoteWorker(WorkerHandle):
         self._connection = connect(host, port, secret)
         self.address = str(self._connection.getsockname()[0])
         self._from: BinaryIO = self._connection.makefile("rb")
-        self._heard: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._has_ended = False
         threading.Thread(target=self._read, name=self.name, daemon=True).start()
@@ -144,7 +144,7 @@ class RemoteWorker(WorkerHandle):
             except OSError as error:
                 logger.debug("%s: %s", self.name, reason_of(error))
                 data = None
-            self._heard.put(data)
+            self._received.put(data)
         self._from.close()
         with self._lock:
             self._has_ended = True
@@ -157,15 +157,15 @@ class RemoteWorker(WorkerHandle):
             self._on_death(f"the process of {self.name} has ended, or the connection to it")
 
     @override
-    def tell(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         try:
             self._connection.sendall(data)
         except OSError as error:
             raise EngineError(f"the process of {self.name} is gone") from error
 
     @override
-    def hear(self) -> Loaded | Captured:
-        return _heard(self._heard.get(), self.name)
+    def receive(self) -> Loaded | Captured:
+        return _answer_of(self._received.get(), self.name)
 
     @override
     def watch(self) -> None:

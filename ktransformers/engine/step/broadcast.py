@@ -8,7 +8,7 @@ import torch
 
 from ktransformers.operators.context import ForwardContext
 
-__all__ = ["StepTeller"]
+__all__ = ["StepBroadcast"]
 
-StepTeller = Callable[[torch.Tensor, torch.Tensor, ForwardContext, torch.Tensor, bool], None]
+StepBroadcast = Callable[[torch.Tensor, torch.Tensor, ForwardContext, torch.Tensor, bool], None]
 """Called with token_ids, positions, context and keep as ModelRunner.reduced_step has them, and whether it is padded."""
