@@ -33,7 +33,7 @@ from ktransformers.cli.bench.options import (
     numbers,
 )
 from ktransformers.cli.parsing.options import set_up_logging
-from ktransformers.engine.step.prefill import PrefillStream, PrefillTools, cuda_tools, open_prefill
+from ktransformers.engine.step.expert_streaming import PrefillStream, PrefillTools, cuda_tools, open_prefill
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec

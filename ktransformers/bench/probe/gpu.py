@@ -21,7 +21,7 @@ from ktransformers.bench.gpu.hand_over import HandOverWork, measure_hand_over
 from ktransformers.bench.gpu.random_matrices import random_matrices, random_weights
 from ktransformers.bench.probe.steps import gpu_step_costs
 from ktransformers.config import EngineConfig
-from ktransformers.engine.step.step_sizes import GRAPH_ROWS
+from ktransformers.engine.step.graph_sizes import GRAPH_ROWS
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
 from ktransformers.kernels.triton.experts.moe import moe

@@ -14,7 +14,7 @@ from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import StepSize
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.step_sizes import choices_of
+from ktransformers.engine.step.graph_sizes import choices_of
 from ktransformers.engine.verify.layer_kinds import layer_kinds
 from ktransformers.kernels.triton.common.compiling import compiles
 from ktransformers.optimize.plan import Plan

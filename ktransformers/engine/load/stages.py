@@ -33,8 +33,10 @@ from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
 from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.fused_decode import find_fused_decode
+from ktransformers.engine.step.graph_sizes import replayed_sizes
 from ktransformers.engine.step.hot import HotFile, HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
@@ -43,8 +45,6 @@ from ktransformers.engine.step.layout import (
     rotations_of,
     settle_buffers,
 )
-from ktransformers.engine.step.prefill import open_prefills
-from ktransformers.engine.step.step_sizes import replayed_sizes
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations

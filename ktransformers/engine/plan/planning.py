@@ -21,8 +21,8 @@ from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.step.cuda_graph_runner import CudaGraphs, GraphBackend
-from ktransformers.engine.step.prefill import PrefillTools, cuda_tools
-from ktransformers.engine.step.step_sizes import GRAPH_ROWS, largest_graph
+from ktransformers.engine.step.expert_streaming import PrefillTools, cuda_tools
+from ktransformers.engine.step.graph_sizes import GRAPH_ROWS, largest_graph
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType

@@ -10,7 +10,7 @@ from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.config import EngineConfig
 from ktransformers.core import format_bytes
 from ktransformers.engine.model.fingerprint import Identified
-from ktransformers.engine.step.tiered import TieredCache
+from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.config import TierConfig
 

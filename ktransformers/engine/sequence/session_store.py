@@ -16,8 +16,8 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.engine.model.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.sequence.session_file import SessionFile, state_name
+from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.engine.step.runner import StaticRunner
-from ktransformers.engine.step.tiered import TieredCache
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.prefixes import Copy
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from ktransformers.cache.hot_experts import MAX_UPLOADS, HotCosts, HotExperts
 from ktransformers.config import user_cache_dir
 from ktransformers.engine.model.fingerprint import ModelIdentity
-from ktransformers.engine.step.prefill import PrefillTools
+from ktransformers.engine.step.expert_streaming import PrefillTools
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import PinnedRanges

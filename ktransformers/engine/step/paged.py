@@ -22,7 +22,7 @@ from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.step.context import paged_context
 from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
-from ktransformers.engine.step.tiered import TieredCache
+from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext

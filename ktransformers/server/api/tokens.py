@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from ktransformers.errors import ConfigError
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
+from ktransformers.server.api.openai.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from ktransformers.server.api.openai.read import tokenized_conversation
 from ktransformers.server.api.openai.schemas import DetokenizeBody, TokenizeBody
-from ktransformers.server.api.openai.table import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.bodies import body_route, body_size
 from ktransformers.server.http.fields import note_ignored

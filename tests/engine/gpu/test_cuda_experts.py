@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware, build_engine
-from ktransformers.engine.step import prefill as prefill_module
+from ktransformers.engine.step import expert_streaming as prefill_module
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
 from ktransformers.operators.experts.split import CpuRate, PrefillRates

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, build_engine
-from ktransformers.engine.step import prefill as prefill_module
+from ktransformers.engine.step import expert_streaming as prefill_module
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill

@@ -22,7 +22,7 @@ from ktransformers.engine.load import arrange, ready
 from ktransformers.engine.load.builder import Hardware, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.load.warmup import WarmupShapes, row_counts
 from ktransformers.engine.parallel.ranks.driver import Driver
-from ktransformers.engine.step import prefill as prefill_module
+from ktransformers.engine.step import expert_streaming as prefill_module
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.verify.layer_kinds import one_of_each
 from ktransformers.kernels.triton.common.compiling import Compiled, warmup, watch_launches

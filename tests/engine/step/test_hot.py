@@ -47,7 +47,7 @@ def _no_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def calibrate(prefill: ExpertPrefill, *rest: object) -> None:
         prefill.threshold = NEVER
 
-    monkeypatch.setattr("ktransformers.engine.step.prefill.calibrate", calibrate)
+    monkeypatch.setattr("ktransformers.engine.step.expert_streaming.calibrate", calibrate)
     monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path / "cache")
 
 
@@ -84,7 +84,7 @@ def pool_of(engine: Engine) -> HotPool:
 
 
 def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
-    """Fp16 activations on the GPU, int8 ones on the CPU, as in test_prefill.py; slots change meanwhile.
+    """Fp16 activations on the GPU, int8 ones on the CPU, as in test_expert_streaming.py; slots change meanwhile.
 
     The next engine begins with what this one has learned.
     """

@@ -14,7 +14,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
-from ktransformers.engine.step import step_sizes
+from ktransformers.engine.step import graph_sizes
 from ktransformers.engine.step.decode_inputs import StepSize
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.records import StepPlan
@@ -103,11 +103,11 @@ def test_what_the_host_decides_is_not_replayed(
 ) -> None:
     """One line for each reason, which says from how many rows on."""
     reasons = {32: None, 64: "the host chooses", 128: "the host chooses", 256: "the host waits"}
-    monkeypatch.setattr(step_sizes, "_why_none", lambda plan, flash: None)
-    monkeypatch.setattr(step_sizes, "_why_not", lambda rows, plan, layout: reasons[rows])
-    monkeypatch.setattr(step_sizes, "choices_of", lambda plan: ())
+    monkeypatch.setattr(graph_sizes, "_why_none", lambda plan, flash: None)
+    monkeypatch.setattr(graph_sizes, "_why_not", lambda rows, plan, layout: reasons[rows])
+    monkeypatch.setattr(graph_sizes, "choices_of", lambda plan: ())
     with caplog.at_level(logging.INFO):
-        found = step_sizes.replayed_sizes(tuple(reasons), None, None, (), 4096, 4)  # type: ignore[arg-type]
+        found = graph_sizes.replayed_sizes(tuple(reasons), None, None, (), 4096, 4)  # type: ignore[arg-type]
     assert found == (StepSize(32, 4),)
     assert caplog.messages == [
         "steps of more than 32 rows run without CUDA graphs: the host chooses",

@@ -27,7 +27,7 @@ from tests.support.engines.inline_device import EagerCopies, InlineDriver, LazyC
 
 pytest.importorskip("triton")
 
-from ktransformers.engine.step.prefill import cuda_tools, open_prefill
+from ktransformers.engine.step.expert_streaming import cuda_tools, open_prefill
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.quant.repack import GpuLayout

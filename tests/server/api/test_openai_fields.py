@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from ktransformers.server.api.openai.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from ktransformers.server.api.openai.schemas import ChatBody, CompletionBody
-from ktransformers.server.api.openai.table import CHAT_FIELDS, COMPLETION_FIELDS
 from ktransformers.server.http.fields import IGNORED_HEADER
 from tests.support.servers.server_process import ServerProcess
 

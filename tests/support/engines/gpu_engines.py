@@ -10,7 +10,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
-from ktransformers.engine.step.prefill import PrefillTools
+from ktransformers.engine.step.expert_streaming import PrefillTools
 from ktransformers.operators.device import Device
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence
 from tests.support.engines.fake_gpus import fake_hardware

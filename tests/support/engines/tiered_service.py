@@ -12,9 +12,9 @@ from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import PagedEngine
 from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
-from ktransformers.engine.step.tiered import TieredCache
 from ktransformers.scheduler.config import TierConfig
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.scheduler.tier_rates import Option, TierRates

@@ -30,11 +30,11 @@ from ktransformers.server.answers.events import (
 from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.requests import ChatRequest
 from ktransformers.server.answers.respond import respond
+from ktransformers.server.api.openai.fields import CHAT_FIELDS
 from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.api.openai.read import chat_request, custom_names, unenforced
 from ktransformers.server.api.openai.schemas import ChatBody
 from ktransformers.server.api.openai.schemas.messages import NamedFunction, NamedTool
-from ktransformers.server.api.openai.table import CHAT_FIELDS
 from ktransformers.server.api.openai.writer import Fields, OpenAIWriter
 from ktransformers.server.bodies import body_route
 from ktransformers.server.service import note_unused

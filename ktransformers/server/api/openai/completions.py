@@ -16,10 +16,10 @@ from ktransformers.server.answers.events import AnswerFinished, AnswerStarted, A
 from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.requests import count_answers
 from ktransformers.server.answers.respond import respond
+from ktransformers.server.api.openai.fields import COMPLETION_FIELDS
 from ktransformers.server.api.openai.logprobs import CompletionLogprobs
 from ktransformers.server.api.openai.read import num_prompts, text_request
 from ktransformers.server.api.openai.schemas import CompletionBody
-from ktransformers.server.api.openai.table import COMPLETION_FIELDS
 from ktransformers.server.api.openai.writer import Fields, OpenAIWriter
 from ktransformers.server.bodies import body_route
 

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from ktransformers.errors import ConfigError
 from ktransformers.server.answers.embed import Cut, EmbeddingRequest, Embeddings, respond_embeddings
 from ktransformers.server.answers.requests import new_id
+from ktransformers.server.api.openai.fields import EMBEDDING_FIELDS
 from ktransformers.server.api.openai.schemas import EmbeddingsBody
-from ktransformers.server.api.openai.table import EMBEDDING_FIELDS
 from ktransformers.server.bodies import body_route
 from ktransformers.server.responses import ApiResponse
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.errors import FieldError
-from ktransformers.server.api.openai.table import CONSTRAINT_FIELDS, GENERATION_FIELDS
+from ktransformers.server.api.openai.fields import CONSTRAINT_FIELDS, GENERATION_FIELDS
 from ktransformers.server.http.fields import FieldTable, hint, honour, inside, mapped, refuse, within, without_effect
 
 __all__ = ["TABLE"]

@@ -1,6 +1,6 @@
 """The bodies of requests, as OpenAI's API defines them, with the extensions that vLLM's and llama.cpp's users know.
 
-Types are strict. Which names there are, and what becomes of the others, says `api/openai/table.py`.
+Types are strict. Which names there are, and what becomes of the others, says `api/openai/fields.py`.
 """
 
 from ktransformers.server.api.openai.schemas.chat import ChatBody

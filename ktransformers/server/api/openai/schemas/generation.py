@@ -34,7 +34,7 @@ class StreamOptions(History):
 
 
 class GenerationFields(Body, ConstraintFields):
-    """What chat and text completions share. Values that change nothing are gone before (table.py).
+    """What chat and text completions share. Values that change nothing are gone before (fields.py).
 
     truncate_prompt_tokens: of longer prompts this much is left; -1: what leaves room for an answer. Conversations lose
     whole turns, their oldest.

@@ -17,7 +17,7 @@ from ktransformers.cache.state import StateShape
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
-from ktransformers.engine.step.tiered import TieredCache
+from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.scheduler.tier_records import TierPlan, TierResult
 from tests.support.engines.tiered_service import FINGERPRINT, PAGE_SIZE, Service, tier_config
 from tests.support.models.recurrent_models import recurrent_model

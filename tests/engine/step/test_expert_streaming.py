@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
-from ktransformers.engine.step import prefill as module
+from ktransformers.engine.step import expert_streaming as module
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.operators.experts.split import CpuRate, PrefillRates

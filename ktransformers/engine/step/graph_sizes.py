@@ -12,8 +12,8 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 
 from ktransformers.engine.step.decode_inputs import StepSize, mixed_sizes
+from ktransformers.engine.step.expert_streaming import PrefillStream
 from ktransformers.engine.step.layout import StepLayout
-from ktransformers.engine.step.prefill import PrefillStream
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.latent_materialization import MaterializationPolicy
