@@ -13,7 +13,7 @@ rows a sequence have sizes of their own (`StepSize`: rows, and sequences, of as 
 them over a stream that is a thread.
 
 `fused_decode.py` leaves the model's own code out where every layer is native, if the logits are the same bits;
-`logits_fetch.py` brings back what choosing the token takes; `prefill.py` sets up experts streamed over PCIe, `hot.py`
-those in slots of a GPU; `kv_offload.py` copies pages to and from the tiers below; `kept_states.py` keeps recurrent states
-of one sequence; `hidden.py` pools embeddings.
+`logits_fetch.py` brings back what choosing the token takes; `expert_streaming.py` sets up experts streamed over
+PCIe, `hot.py` those in slots of a GPU; `kv_offload.py` copies pages to and from the tiers below; `kept_states.py` keeps
+recurrent states of one sequence; `hidden.py` pools embeddings.
 """
