@@ -1,4 +1,4 @@
-"""Who may come in: counts the answers that are being computed or wait, refuses beyond the queue's limit and while
+"""Admission of requests: counts the answers that are being computed or wait, refuses beyond the queue's limit and while
 draining. An answer is one choice of one prompt: a request with n 128 counts as 128.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """All calls on one event loop.
+    """Counts the admitted requests and their answers, within limits; all calls on one event loop.
 
     max_queue: answers that may wait beyond those that are computed. max_per_key: of those of one API key together with
     those that are computed for it; None: no limit of its own. watch: called when somebody is in, and
@@ -33,12 +33,12 @@ class Admission:
 
     @property
     def num_active(self) -> int:
-        """Requests that are in."""
+        """Number of requests that were admitted and have not left."""
         return self._num_requests
 
     @property
     def num_answers(self) -> int:
-        """Answers that they asked for."""
+        """Number of answers that the admitted requests ask for."""
         return self._num_answers
 
     @property
@@ -76,7 +76,7 @@ class Admission:
             self.watch(True)
 
     def leave(self, num_answers: int = 1, key: KeyUse | None = None) -> None:
-        """Count it out."""
+        """Count out a request that `enter` has counted in."""
         self._num_requests -= 1
         self._num_answers -= num_answers
         (key or self._nobody).num_answers -= num_answers
@@ -86,7 +86,7 @@ class Admission:
                 self.watch(False)
 
     async def drain(self, seconds: float) -> bool:
-        """Let nobody in any more and wait for the others. Whether they all left in time."""
+        """Refuse new requests and wait for the admitted ones; return whether they all left in time."""
         self._is_draining = True
         try:
             async with asyncio.timeout(seconds):

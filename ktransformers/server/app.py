@@ -1,4 +1,4 @@
-"""Puts the service together: routes, error shapes, and what stands in front of them. Does not start anything."""
+"""Puts the service together: routes, error shapes, and the middleware in front of them. Does not start anything."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ ERROR_SHAPES.append(("/api/", ollama_error))
 
 
 def create_app(backend: BackendInterfaceBase, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
-    """The service over a backend, which somebody else starts and closes, as he does with `traces`."""
+    """Return the app of the service over a backend; whoever calls this starts and closes the backend and `traces`."""
     app = model_app(backend, config, traces)
     put_in_front(app, config, app.state.service.recent, traces)
     return app
 
 
 def model_app(backend: BackendInterfaceBase, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
-    """The routes alone. See put_in_front."""
+    """Return the app with the routes alone, without the middleware of put_in_front."""
     app = FastAPI(
         title="ktransformers",
         version=__version__,
@@ -127,7 +127,9 @@ def model_app(backend: BackendInterfaceBase, config: ServerConfig, traces: Trace
 
 
 def put_in_front(app: FastAPI, config: ServerConfig, recent: RecentRequests, traces: TraceSink | None) -> None:
-    """What requests pass before they get to routes, and what is kept of them. The last one added is the outermost."""
+    """Add the middleware that requests pass before they reach routes, and which logs them. The last one added is the
+    outermost.
+    """
     if config.api_keys:
         local = HostRule((), bound=config.host) if config.is_loopback else None
         app.add_middleware(ApiKeys, keys=config.api_keys, limits=config.key_limits, local=local)

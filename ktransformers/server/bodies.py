@@ -1,4 +1,4 @@
-"""Bodies of requests: read, measured, parsed and sorted by a dialect's table before their fields are checked.
+"""Reads bodies of requests: measured, parsed and sorted by a dialect's table before their fields are checked.
 
 A dialect's router says `APIRouter(route_class=body_route(TABLE))`; its models then see the table's own fields only, and
 responses name what was ignored. Halves of characters, which no model can read, become U+FFFD and are named there, too.
@@ -66,7 +66,7 @@ class BodyRoute(APIRoute):
 
 
 def body_route(table: FieldTable, base: type[BodyRoute] = BodyRoute) -> type[BodyRoute]:
-    """The class of routes whose bodies are sorted by this table."""
+    """Return the class of routes whose bodies are sorted by this table."""
     return type(f"Sorted{base.__name__}", (base,), {"table": table})
 
 
@@ -138,5 +138,5 @@ def _named(at: Sequence[str]) -> str:
 
 
 async def body_size(request: Request) -> int:
-    """Bytes of the body, which has been read."""
+    """Return the size of the request's body in bytes."""
     return len(await request.body())

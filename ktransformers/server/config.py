@@ -23,7 +23,7 @@ _INF = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How to serve. Times in seconds, sizes in bytes.
+    """Configuration of the HTTP service. Times in seconds, sizes in bytes.
 
     model_names: the names that requests may use; the first is the one that answers carry.
     sampling: SamplingParams fields that the operator sets for requests that do not; they win over the model's own.
@@ -136,7 +136,7 @@ class ServerConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """Whether only this machine can connect to the server."""
         if self.host == "localhost":
             return True
         try:
@@ -151,10 +151,12 @@ class ServerConfig:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Names for Host. An API key is something that no web page knows: with keys any name will do by default."""
+        """The names that a Host header may give. An API key is something that no web page knows: with keys any name
+        will do by default.
+        """
         return self.allowed_hosts or (("*",) if self.api_keys else ())
 
     def warn_if_open(self) -> None:
-        """Say it when strangers can use the service."""
+        """Log a warning when everyone who reaches the port can use the service."""
         if not self.is_loopback and not self.api_keys:
             logger.warning("listening on %s without --api_key: everyone who reaches this port can use it", self.host)

@@ -1,4 +1,5 @@
-"""How many connections may be open, and who has to go when there are more. Knows neither HTTP nor requests.
+"""Limits how many connections are open, and chooses which one is closed when there are more. Knows neither HTTP nor
+requests.
 
 open        at most `limit`: file descriptors are kept back for the model's files, sockets and logs
 idle        no request of theirs is being read or answered; the one that has been so for the longest goes first
@@ -26,7 +27,9 @@ _MAX_CONNECTIONS = 4096
 
 
 def connection_limit(wanted: int | None) -> int:
-    """Connections that the limit on open files leaves room for, `wanted` at most. Raises ConfigError for too few."""
+    """Return how many connections the limit on open files leaves room for, `wanted` at most. Raises ConfigError for too
+    few.
+    """
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
         return wanted or _MAX_CONNECTIONS
@@ -39,13 +42,13 @@ def connection_limit(wanted: int | None) -> int:
 
 
 class Connection(Protocol):
-    """What can be dropped."""
+    """A connection that can be dropped."""
 
     def drop(self) -> None: ...
 
 
 class Connections:
-    """One per server, on its event loop."""
+    """The open connections of one server, on its event loop."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -54,7 +57,7 @@ class Connections:
         self._has_warned = False
 
     def add(self, connection: Connection) -> bool:
-        """A new one, idle. False when there is no room and nobody is idle: it has to go at once."""
+        """Add a new, idle connection. False when there is no room and none is idle: it must be closed at once."""
         if len(self._open) >= self._limit:
             if not self._has_warned:
                 self._has_warned = True
@@ -73,13 +76,13 @@ class Connections:
         return True
 
     def set_idle(self, connection: Connection, is_idle: bool) -> None:
-        """Whether a request of this connection is being read or answered."""
+        """Set whether a connection is idle: no request of it is being read or answered."""
         if is_idle and connection in self._open:
             self._idle.setdefault(connection)
         else:
             self._idle.pop(connection, None)
 
     def remove(self, connection: Connection) -> None:
-        """It is closed, or about to be."""
+        """Remove a connection that is closed, or about to be."""
         self._open.discard(connection)
         self._idle.pop(connection, None)

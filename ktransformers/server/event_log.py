@@ -1,4 +1,4 @@
-"""Streams that are kept while they are made, so that clients who lost their connection get what they missed.
+"""Logs of the events of kept streams, from which clients that lost their connection get what they missed.
 
     log:  dropped ... | first ........ last | to come ...        events are numbered from 1
                         └── a reader begins anywhere here, several may read
@@ -26,7 +26,7 @@ _LIVE = 16  # events that wait and are sent one by one all the same: one step of
 
 
 class LogBudget:
-    """What the logs of all keys may hold together, in bytes."""
+    """The limit, in bytes, on what the logs of all keys hold together."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
@@ -34,17 +34,19 @@ class LogBudget:
         self.num_bytes = 0
 
     def add(self, log: EventLog) -> None:
-        """It counts from now on."""
+        """Count this log from now on."""
         self._logs.add(log)
 
     def forget(self, log: EventLog) -> None:
-        """It does not count any more. Safe to call twice."""
+        """Stop counting this log. Safe to call twice."""
         if log in self._logs:
             self._logs.remove(log)
             self.num_bytes -= log.num_bytes
 
     def note(self, num_bytes: int) -> None:
-        """A log has grown."""
+        """Count the bytes by which a log has grown; over the limit, drop half of the largest log of the key that holds
+        most.
+        """
         self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes:
             of_key: Counter[str] = Counter()
@@ -56,7 +58,7 @@ class LogBudget:
 
 
 class EventLog:
-    """One stream. key: whose it is. last: number of its newest event, 0 before there is one."""
+    """The kept events of one stream. key: whose it is. last: number of its newest event, 0 before there is one."""
 
     def __init__(self, key: str, budget: LogBudget):
         self.key, self.num_bytes, self.last, self.is_ended = key, 0, 0, False
@@ -71,7 +73,7 @@ class EventLog:
         return self.last - len(self._events) + 1
 
     def append(self, event: bytes) -> None:
-        """The next event, as server-sent events have it, without a number."""
+        """Append the stream's next event, in the form of server-sent events, without a number."""
         self._events.append(event)
         self.last += 1
         self.num_bytes += len(event) + _OVERHEAD
@@ -79,19 +81,19 @@ class EventLog:
         self._changed.set()
 
     def end(self) -> None:
-        """No more events come."""
+        """End the log: no more events come."""
         self.is_ended = True
         self._changed.set()
 
     def drop_half(self) -> int:
-        """Drop the older half of what is kept, one event at least; how many bytes that was."""
+        """Drop the older half of what is kept, one event at least; return how many bytes that was."""
         before = self.num_bytes
         for _ in range((len(self._events) + 1) // 2):
             self.num_bytes -= len(self._events.popleft()) + _OVERHEAD
         return before - self.num_bytes
 
     def check(self, last_seen: int, is_replayed: bool = False) -> None:
-        """Raises ConfigError for an event that has not been sent, ConflictError when what follows it is gone.
+        """Raise ConfigError for an event that has not been sent, ConflictError when the events after it are gone.
 
         is_replayed: what comes has been sent before, perhaps.
         """
@@ -103,7 +105,8 @@ class EventLog:
             )
 
     async def after(self, last_seen: int) -> AsyncGenerator[bytes, None]:
-        """The events behind this one, numbered, as they come, to the end. See `check`. Where many wait they are joined.
+        """Yield the events after this one, numbered, as they come, to the end. See `check`. Where many wait they are
+        joined.
 
         Others have the event loop between two pieces: a reader who has left is noticed there.
         """

@@ -1,4 +1,4 @@
-"""The port and its connections: bound before anything is loaded, patient within limits, ended by signals.
+"""The port and its connections: bound before anything is loaded, with limits on slow clients, ended by signals.
 
 Knows uvicorn, and no model.
 """
@@ -79,7 +79,7 @@ class _Protocol(H11Protocol):
         return self._room.add(self)
 
     def leave(self) -> None:
-        """Count it no more."""
+        """Stop counting the connection."""
         self._room.remove(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -103,7 +103,7 @@ class _Protocol(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """What has come is no HTTP: the end of this connection, with a 400 where no answer has begun."""
+        """Close a connection whose data is no HTTP, with a 400 where no answer has begun."""
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -209,22 +209,22 @@ _NO_HTTP = (
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which leaves signals to us."""
+    """uvicorn's server, without its handling of signals."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
+        """Start uvicorn's server, with a longer queue of connections that wait to be accepted."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)  # the kernel's queue may be longer than what is accepted in one go
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None of them."""
+        """Leave all signals to `ending_signals`."""
         yield
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A socket bound to --host and --port. Taken before the model loads: a busy port must not show up minutes later.
+    """Return a socket bound to --host and --port, before the model loads: a busy port must not show up minutes later.
 
     Raises ListenError for a port that another program has, ConfigError for an address or a port that cannot be had.
     """
@@ -278,7 +278,7 @@ def _addresses(host: str, port: int, where: str) -> list[tuple[int, _Address]]:
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """Raises ConfigError for a certificate that cannot be used."""
+    """Return uvicorn's configuration for this service. Raises ConfigError for a certificate that cannot be used."""
     room = Connections(connection_limit(config.max_connections))
     made = uvicorn.Config(
         app,
@@ -307,7 +307,9 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
 @asynccontextmanager
 async def ending_signals() -> AsyncIterator[asyncio.Queue[int]]:
-    """Signals that end the service as items of a queue. One that is ignored stays so: nohup ignores SIGHUP."""
+    """Give a queue of the signals received that end the service, for the time of an `async with`. One that is ignored
+    stays so: nohup ignores SIGHUP.
+    """
     loop, received = asyncio.get_running_loop(), asyncio.Queue[int]()
     numbers = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     for number in numbers:

@@ -1,4 +1,4 @@
-"""What stands in front of the routes: who may ask (API keys, hosts, origins), and how large and slow a body may be."""
+"""Middleware in front of the routes: who may ask (API keys, hosts, origins), and how large and slow a body may be."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BODIES_IN_MEMORY = 16  # of the largest size, all requests that are being answe
 
 
 class ApiKeys:
-    """Lets requests through that carry one of `keys`: `Authorization: Bearer KEY`, or `x-api-key: KEY`.
+    """Lets only requests through that carry one of `keys`: `Authorization: Bearer KEY`, or `x-api-key: KEY`.
 
     local: set where only this machine can connect; what is in LOCAL_PATHS then needs no key, unless it comes through a
     proxy, or by a host name that a web page may have pointed here.
@@ -146,7 +146,7 @@ class SameSite:
 
 
 class PlainPaths:
-    """Paths may have doubled slashes and one at the end, and HEAD is answered wherever GET is."""
+    """Lets paths have doubled slashes and one at the end, and answers HEAD wherever GET is answered."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -1,4 +1,4 @@
-"""Requests for answers that are in, by their ids: which of them are suspended, and which streams are kept.
+"""The ongoing requests for answers, by their ids: which of them are suspended, and which streams are kept.
 
 A request has two ids: the one in x-request-id, which a client may have chosen, and that of its answer, which is ours.
 Each is seen with the API key that it came with alone. Knows no HTTP; used on the event loop only.
@@ -30,7 +30,7 @@ MAX_ENDED = 1024
 
 @dataclass(slots=True)
 class KeptStream:
-    """A stream that goes on without its client, for so many seconds. media_type, ping: as its Writer has them."""
+    """A stream that goes on without its client, for `seconds`. media_type, ping: as its Writer has them."""
 
     log: EventLog
     seconds: float
@@ -43,7 +43,8 @@ class KeptStream:
 
 @dataclass(slots=True, eq=False)
 class Ongoing:
-    """One request. key: which API key it came with. generation_ids: of its answers, at the backend.
+    """An ongoing request for answers. key: which API key it came with. generation_ids: of its answers, at the
+    backend.
 
     is_journaled: the next server goes on with it. is_replayed: this one does, with what another has begun.
     is_set_aside: the next one shall, and nothing more is sent here.
@@ -64,7 +65,7 @@ class Ongoing:
 
     @property
     def state(self) -> str:
-        """In one word. waiting: it has no token yet."""
+        """State of the request in one word: waiting (it has no token yet), running, suspended or ended."""
         if self.is_ended:
             return "ended"
         if self.is_suspended:
@@ -72,7 +73,7 @@ class Ongoing:
         return "waiting" if self.request_metrics.first_token_seconds is None else "running"
 
     def described(self) -> dict[str, Any]:
-        """For the client that asked for it."""
+        """Return this request's state and counts as JSON, for the client that sent it."""
         total, stream = self.request_metrics.total, self.stream
         described: dict[str, Any] = {
             "object": "request",
@@ -96,7 +97,8 @@ class Ongoing:
 
 
 class OngoingRequests:
-    """max_suspended: requests that may be suspended at once. kept_bytes: of all kept streams.
+    """All ongoing requests for answers. max_suspended: requests that may be suspended at once. max_suspended: how many
+    may be suspended at once. kept_bytes: of all kept streams.
 
     tasks: those that write kept streams. journal: where they are written down. is_restoring: those of the server
     before are not all here yet.
@@ -114,17 +116,21 @@ class OngoingRequests:
         return iter(self._requests.values())
 
     def of_key(self, key: str) -> list[Ongoing]:
-        """Those that came with this key, the oldest first. Raises NotReadyError while some may be missing."""
+        """Return the requests that came with this key, the oldest first. Raises NotReadyError while some may be
+        missing.
+        """
         if self.is_restoring:
             raise NotReadyError("the requests from before the server's restart are not all back: try again in a moment")
         return [one for one in self if one.key == key]
 
     def knows(self, key: str, id: str) -> bool:
-        """Whether one of this key has this id."""
+        """Whether a request of this key has this id."""
         return any(one.key == key and id in (one.id, one.answer_id) for one in self)
 
     def get(self, key: str, id: str) -> Ongoing:
-        """By either id. Raises UnknownIdError, and ConflictError for an id that clients have chosen twice."""
+        """Return the request of this key with this id, its own or its answer's. Raises UnknownIdError, and
+        ConflictError for an id that clients have chosen twice.
+        """
         named = self._requests.get(id)
         if named is not None and named.key == key and not self.is_restoring:
             return named
@@ -138,11 +144,11 @@ class OngoingRequests:
         return found[0]
 
     def add(self, one: Ongoing) -> None:
-        """It is in."""
+        """Add a request that has come in."""
         self._requests[one.answer_id] = one
 
     def ended(self, one: Ongoing) -> None:
-        """Its answers are complete, or nobody waits for them any more. Its stream may be kept still."""
+        """Note that a request has its answers, or that nobody waits for them. Its stream may be kept still."""
         one.is_ended, one.is_suspended = True, False
         if one.request_metrics.error and self.journal is not None and one.is_journaled:
             self.journal.closed(one.answer_id)  # the next server would get into the same, or be too late
@@ -164,7 +170,7 @@ class OngoingRequests:
     # Suspending.
 
     def suspend(self, one: Ongoing) -> None:
-        """Suspend all its answers. Raises UnsupportedError, ConflictError when it has ended, QueueFullError."""
+        """Suspend all answers of a request. Raises UnsupportedError, ConflictError when ended, QueueFullError."""
         if not self._backend.can_suspend:
             raise UnsupportedError(self._backend.no_suspension)
         self._require_open(one)
@@ -181,7 +187,7 @@ class OngoingRequests:
             self._backend.suspend(generation_id)
 
     def resume(self, one: Ongoing) -> None:
-        """Go on with all its answers. Raises ConflictError when it has ended."""
+        """Resume all answers of a request. Raises ConflictError when it has ended."""
         self._require_open(one)
         if one.is_suspended:
             one.is_suspended = False
@@ -190,7 +196,7 @@ class OngoingRequests:
                 self._backend.resume(generation_id)
 
     def end(self, one: Ongoing) -> None:
-        """End its answers: whoever reads them receives ABORT. What is kept of them is forgotten."""
+        """End a request's answers: whoever reads them receives ABORT. What is kept of them is forgotten."""
         if one.stream is not None:
             one.stream.is_given_up = True
         if one.is_ended:
@@ -199,7 +205,7 @@ class OngoingRequests:
             self._backend.end(generation_id)
 
     def end_suspended(self) -> int:
-        """End those that are suspended, and say how many there were. Those in the journal are the next server's."""
+        """End the suspended requests, and return how many there were. Those in the journal are the next server's."""
         suspended = [one for one in self if one.is_suspended]
         for one in suspended:
             if one.is_journaled:
@@ -215,7 +221,9 @@ class OngoingRequests:
             self.journal.suspended(one.answer_id, one.is_suspended)
 
     async def settled(self, one: Ongoing) -> None:
-        """Returns when what became of it is in the journal, where there is one: so no restart undoes what was said."""
+        """Wait until what became of the request is in the journal, where there is one: no restart undoes what was
+        reported.
+        """
         if one.is_journaled and self.journal is not None:
             await self.journal.written()
 
@@ -226,12 +234,12 @@ class OngoingRequests:
     # Streams.
 
     def keep(self, one: Ongoing, seconds: float, media_type: str, ping: bytes) -> EventLog:
-        """Keep its stream: the log that it is to be written to."""
+        """Keep the request's stream; return the log that it is to be written to."""
         one.stream = KeptStream(EventLog(one.key, self._budget), seconds, media_type, ping)
         return one.stream.log
 
     def attach(self, one: Ongoing) -> None:
-        """A reader has come; it must `detach` once."""
+        """Count a reader of the request's kept stream, who must `detach` once."""
         stream = one.stream
         assert stream is not None
         stream.num_readers += 1
@@ -240,7 +248,7 @@ class OngoingRequests:
             stream.timer = None
 
     def detach(self, one: Ongoing) -> None:
-        """It has left."""
+        """Count a reader of the request's kept stream out."""
         stream = one.stream
         assert stream is not None
         stream.num_readers -= 1

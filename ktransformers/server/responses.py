@@ -102,12 +102,12 @@ _PROMPT_FIELDS = (
 
 
 def json_bytes(content: Any) -> bytes:
-    """Compact UTF-8 JSON. Lone surrogates, which no UTF-8 can carry, stay escaped."""
+    """Return compact UTF-8 JSON. Lone surrogates, which no UTF-8 can carry, stay escaped."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
 class ApiResponse(JSONResponse):
-    """A JSON body."""
+    """A response with a JSON body."""
 
     @override
     def render(self, content: Any) -> bytes:
@@ -126,7 +126,7 @@ def _entry(error: KTransformersError) -> tuple[int, str, str | None]:
 
 
 def error_body(error: KTransformersError, path: str = "") -> dict[str, Any]:
-    """What is sent about an error, in the shape of this path."""
+    """Return the body of an error's response, in the shape of this path."""
     status, type, code = _entry(error)
     param = None
     if isinstance(error, FieldError):
@@ -137,7 +137,7 @@ def error_body(error: KTransformersError, path: str = "") -> dict[str, Any]:
 
 
 def error_response(error: KTransformersError, closes: bool = False, path: str = "") -> ApiResponse:
-    """The response to a request for this path that failed with one of our errors.
+    """Return the response to a request for this path that failed with one of our errors.
 
     closes: the rest of its body is not wanted.
     """
@@ -257,7 +257,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error of this app, foreseen or not, gets the shape of its path."""
+    """Give every error of this app, foreseen or not, the shape of its path."""
     app.add_exception_handler(KTransformersError, _on_known_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)

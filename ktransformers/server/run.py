@@ -41,7 +41,9 @@ LoadingBar = Callable[[], AbstractContextManager[Progress | None]]
 
 
 def open_traces(endpoint: str) -> OtlpTraces:
-    """Where spans go. Raises ConfigError where OpenTelemetry is not installed, or cannot send to that endpoint."""
+    """Return the sink that sends spans to this endpoint. Raises ConfigError where OpenTelemetry is not installed, or
+    cannot send to that endpoint.
+    """
     try:
         from ktransformers.server.telemetry.otlp import OtlpTraces  # an extra: most installations lack it
     except ModuleNotFoundError as error:
@@ -117,7 +119,9 @@ async def _serve(
 
 
 def why_stopped(stopping: asyncio.Task[int], error: BaseException | None) -> int | str:
-    """The signal, or what went wrong. The error itself is shown by whoever catches it."""
+    """Return why the service stopped: the signal, or what went wrong in words. The error itself is shown by whoever
+    catches it.
+    """
     if stopping.done() and not stopping.cancelled():
         return stopping.result()
     return "by itself" if error is None else f"by an error: {type(error).__name__}"

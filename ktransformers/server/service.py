@@ -1,4 +1,4 @@
-"""What the routes share: the backend, the configuration, and what they are asked of both."""
+"""Objects that all routes share: the backend, the configuration, and questions that need both."""
 
 from __future__ import annotations
 
@@ -48,24 +48,26 @@ class ModelGroup(ABC):
 
     @abstractmethod
     def state_of(self, service: Service) -> str:
-        """In one word: stopped, loading, running or stopping."""
+        """Return the state of a model in one word: stopped, loading, running or stopping."""
 
     @abstractmethod
     def expires_at(self, service: Service) -> float | None:
-        """When a model that runs is stopped if nobody asks for it, seconds since 1970; None: never."""
+        """Return when a running model is stopped if no request asks for it, in seconds since 1970; None: never."""
 
     @abstractmethod
     def described(self) -> list[dict[str, Any]]:
-        """All models with their states and what they take, for people who watch."""
+        """Return all models with their states and what they take, for people who watch."""
 
     @abstractmethod
     def metrics(self, more: Collector) -> tuple[bytes, str]:
-        """Those of all models as text, and its content type."""
+        """Return the metrics of all models as text, and its content type."""
 
 
 @dataclass(slots=True)
 class Service:
-    """One per app. traces: where spans go; None: nobody wants them. group: that its model is in; None: it is alone."""
+    """The objects that the routes of one app share. traces: where spans go; None: nobody wants them. group: that its
+    model is in; None: it is alone.
+    """
 
     backend: BackendInterfaceBase
     config: ServerConfig
@@ -90,20 +92,20 @@ class Service:
 
     @property
     def model(self) -> ModelInfo:
-        """Raises NotReadyError while the model loads."""
+        """The loaded model's facts. Raises NotReadyError while the model loads."""
         if not self.backend.is_ready:
             raise NotReadyError("the model is not loaded yet; ask /ready, or try again in a moment")
         return self.backend.model
 
     @property
     def shown_model(self) -> ModelInfo:
-        """What is said of the model, whether it is loaded or not. Raises NotReadyError while that is not known."""
+        """Facts of the model, whether it is loaded or not. Raises NotReadyError while that is not known."""
         outline = None if self.backend.is_ready else self.backend.outline
         return self.model if outline is None else outline
 
     @property
     def beside(self) -> Sequence[Service]:
-        """Of all models at this address, this one included."""
+        """The services of all models at this address, this one included."""
         return (self,) if self.group is None else self.group.services
 
     @property
@@ -121,7 +123,9 @@ class Service:
 
     @property
     def json_limits(self) -> JsonLimits:
-        """What a body may be: nothing larger can hold prompts that this model takes. Known once it is loaded."""
+        """The limits of a JSON body: nothing larger can hold prompts that this model takes. Known once it is
+        loaded.
+        """
         if self._json_limits is None:
             if not self.backend.is_ready:
                 return JsonLimits(self.config.max_body, _MAX_VALUES, _MAX_NODES)
@@ -129,7 +133,7 @@ class Service:
         return self._json_limits
 
     def check_model(self, asked: str | None) -> str:
-        """The name for the answer: the served one for a name that is not.
+        """Return the model's name for the answer: the first served one for a name that is not served.
 
         Raises ModelNotFoundError for such a name with --strict_model_name.
         """
@@ -144,36 +148,40 @@ class Service:
         return names[0]
 
     def new_timeline(self) -> Timeline | None:
-        """For one answer, where traces are wanted."""
+        """Return a new timeline for one answer; None where no traces are wanted."""
         return None if self.traces is None else Timeline()
 
     def log_ignored(self, names: Iterable[str]) -> None:
-        """Say in the log, once per name, which fields of requests have no effect here."""
+        """Log, once per name, which fields of requests have no effect here."""
         self._ignored_fields.say(names)
 
     def check_ignored(self, names: Sequence[str]) -> None:
-        """As `log_ignored`, for fields that the model does not know. Raises FieldError with --strict_requests."""
+        """Log fields that have no effect on this model, as `log_ignored` does. Raises FieldError with
+        --strict_requests.
+        """
         if names and self.config.is_strict_on_fields:
             raise is_unwanted(names[0])
         self.log_ignored(names)
 
     def log_altered(self, names: Iterable[str]) -> None:
-        """Say in the log, once per name, what of conversations the model is not shown as it was sent."""
+        """Log, once per name, which fields of conversations the model is not shown as they were sent."""
         self._altered_fields.say(names)
 
     @property
     def fingerprint(self) -> str:
-        """What an answer depends on besides the request: this program's version, the model, and what computes it."""
+        """Identifier of what an answer depends on besides the request: this program's version, the model, and what
+        computes it.
+        """
         text = f"{__version__}/{self.backend.name}/{self.model.description}"
         return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def not_served(self, asked: str) -> ModelNotFoundError:
-        """The error for a name that no model here has."""
+        """Return the error for a name that no model here has."""
         names = ", ".join(dict.fromkeys(name for one in self.beside for name in one.model_names))
         return ModelNotFoundError(f"the model {asked[:200]!r} is not served here, but {names} (see --model_name)")
 
     def max_tokens(self, asked: int | None, default: int | None = None) -> int | None:
-        """Most tokens of an answer to a request that asks for so many; None: to the end of the context.
+        """Return the most tokens of an answer to a request that asks for `asked`; None: to the end of the context.
 
         --max_new_tokens, where the operator gave it, bounds them all. default: of the route.
         """
@@ -196,7 +204,7 @@ def _json_limits(model: ModelInfo, max_body: int) -> JsonLimits:
 
 
 def note_unused(request: Request, names: Sequence[str]) -> None:
-    """Fields of this request that turned out to have no effect, for the log and the response's header.
+    """Note fields of this request that turned out to have no effect, for the log and the response's header.
 
     Raises FieldError with --strict_requests.
     """
@@ -211,13 +219,15 @@ def note_altered(request: Request, names: Sequence[str]) -> None:
 
 
 def service_of(request: Request) -> Service:
-    """The service of the app that got this request."""
+    """Return the service of the app that got this request."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
 def measured_gbps() -> float | None:
-    """GB/s that this machine's memory gives at most, as doctor measured it; None when it did not. Measures nothing."""
+    """Return the GB/s that this machine's memory gives at most, as doctor measured it; None when it did not. Measures
+    nothing.
+    """
     speed = SpeedFile().read()
     return None if speed is None else round(speed.cpu.best_read / 1e9, 3)

@@ -1,4 +1,4 @@
-"""Streams, and clients that leave or stall. Knows ASGI, not what is streamed."""
+"""Streams to clients that may leave or stall. Knows ASGI, not what is streamed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response that `work` makes; when the client leaves first, `work` is cancelled within one of its awaits."""
+    """Return the response that `work` makes; when the client leaves first, `work` is cancelled within one of its
+    awaits.
+    """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(request.receive))
     try:
@@ -46,7 +48,8 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Respon
 
 
 class EventStream(Response):
-    """Sends what a generator of bytes yields, until it ends, the client leaves, or it has not read for send_timeout.
+    """Response that sends what a generator of bytes yields, until it ends, the client leaves, or has not read for
+    send_timeout.
 
     ping: sent between two chunks, or before the first, after `ping_seconds` of silence: proxies and clients give up on
     connections that say nothing, and a long prompt takes minutes. b"" or 0: never.

@@ -1,4 +1,4 @@
-"""From a neutral request to neutral events: what every dialect of the API shares. Knows no wire format.
+"""The way from a neutral request to neutral events, which every dialect of the API shares. Knows no wire format.
 
 `requests.py` is what dialects read into; `prompts.py`, `history.py` and `fitting.py` make prompt ids of turns;
 `constraints.py`, `forced.py` and `tool_choices.py` what an answer must look like; `prepared_request.py` puts all of it

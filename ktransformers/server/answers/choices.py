@@ -1,4 +1,4 @@
-"""One answer on its way: tokens with their text in, events out. Splits reasoning and tool calls from text."""
+"""Turns the backend's events of an answer into those that dialects write. Splits reasoning and tool calls from text."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _REASONS = {
 
 
 class Choice(ABC):
-    """Feed it the backend's events of one answer, in their order."""
+    """Turns the backend's events of one answer, fed in their order, into events for the client."""
 
     _has_started = False
 
     def feed(self, event: TokenEvent) -> tuple[AnswerEvent, ...]:
-        """What this event means for the client."""
+        """Return the events for the client that this event of the backend becomes."""
         return tuple(self._events(event))
 
     def _events(self, event: TokenEvent) -> Iterator[AnswerEvent]:
@@ -76,7 +76,7 @@ def _is_cut(event: TokenEvent) -> bool:
 
 
 class ChatChoice(Choice):
-    """Splits its text into reasoning, text and tool calls, as `parser` finds them.
+    """Splits a chat answer's text into reasoning, text and tool calls, as `parser` finds them.
 
     id: of the answer, which the ids of its calls are made of, so that a replayed answer has the same ones.
     """
@@ -114,7 +114,7 @@ class ChatChoice(Choice):
 
 
 class TextChoice(Choice):
-    """Its text is the answer. prompt_text: what AnswerStarted shows."""
+    """A choice whose text is the answer as it is. prompt_text: what AnswerStarted shows."""
 
     def __init__(self, prompt_text: str = ""):
         self._prompt_text = prompt_text
@@ -128,7 +128,7 @@ class TextChoice(Choice):
 
 
 class PromptChoice(TextChoice):
-    """Nothing but the prompt is wanted: the token that was computed to see it is dropped."""
+    """A choice of which only the prompt is wanted: the token that was computed to see it is dropped."""
 
     def _events(self, event: TokenEvent) -> Iterator[AnswerEvent]:
         for one in super()._events(event):

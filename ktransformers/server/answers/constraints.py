@@ -59,7 +59,8 @@ _CALL_TOKENS = (
 
 
 def constraint_of(body: Mapping[str, Any]) -> Constraint | None:
-    """What these fields of a body ask for; None when they ask for nothing. Other fields are not looked at.
+    """Return the constraint that these fields of a body ask for; None when they ask for nothing. Other fields are not
+    looked at.
 
     Raises ConfigError for two constraints at once and for what is none; whether one can be followed, the model's
     Grammars say.
@@ -166,7 +167,7 @@ def _first_of(name: str, value: Mapping[str, Any], *fields: str) -> Any:
 
 
 def beside_tools(tokenizer: Tokenizer, constraint: Constraint) -> Constraint:
-    """The same where an answer may call tools: one that begins with a call is no answer yet, and so is free."""
+    """Return the constraint for an answer that may call tools: an answer that begins with a call is free."""
     ids = [tokenizer.token_id(token) for token in (*_CALL_TOKENS, *(("<|call|>",) if _is_harmony(tokenizer) else ()))]
     return replace(constraint, exit_ids=tuple(token_id for token_id in ids if token_id is not None))
 

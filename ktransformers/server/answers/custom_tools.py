@@ -17,7 +17,8 @@ CUSTOM_INPUT = "input"
 
 
 def custom_text(arguments: str, is_whole: bool = True) -> str:
-    """The text for a custom tool in the arguments that the model wrote; these themselves if it wrote something else.
+    """Return the text for a custom tool in the arguments that the model wrote; these themselves if it wrote something
+    else.
 
     is_whole: see ToolCallEnded; of those that are not, as much of the text as there is.
     """
@@ -32,7 +33,9 @@ def custom_text(arguments: str, is_whole: bool = True) -> str:
 
 
 def custom_tool(name: str, description: str | None, syntax: str | None, definition: str | None) -> Tool:
-    """As the model sees it. definition: the grammar of its input, which it is shown and free not to follow; or None."""
+    """Return a custom tool as the model sees it, a function of one text. definition: the grammar of its input, which it
+    is shown and free not to follow; or None.
+    """
     shown = description or ""
     if definition is not None:
         shown += f"\n\nThe input must follow this {syntax} grammar:\n{definition}"

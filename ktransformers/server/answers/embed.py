@@ -34,7 +34,9 @@ __all__ = ["Cut", "EmbeddingRequest", "Embeddings", "respond_embeddings", "shown
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """most: tokens that are left of a longer input; None: as many as the model takes. keeps_end: the last ones."""
+    """Rule by which an input that is too long is cut: to `most` tokens, its last ones if `keeps_end`. most None: as
+    many as the model takes.
+    """
 
     most: int | None = None
     keeps_end: bool = False
@@ -42,7 +44,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
-    """What a client asks. inputs: texts, or their token ids. dimensions: how many of each vector's; None: all.
+    """A client's request for embeddings. inputs: texts, or their token ids. dimensions: how many of each vector's;
+    None: all.
 
     cut: what becomes of an input that is too long; None: that is an error.
     """
@@ -58,7 +61,9 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """vectors: fp32, one per input. num_tokens: of all inputs. model: the name for the answer."""
+    """The embeddings of a request's inputs. vectors: fp32, one per input. num_tokens: of all inputs. model: the name
+    for the answer.
+    """
 
     model: str
     vectors: Sequence[npt.NDArray[np.float32]]
@@ -71,7 +76,7 @@ async def respond_embeddings(
     read: Callable[[], EmbeddingRequest],
     render: Callable[[Embeddings], Response],
 ) -> Response:
-    """Count the request in, then compute. read, errors: as in `respond`."""
+    """Count a request for embeddings in, compute them, and return the response. read, errors: as in `respond`."""
     service, key = service_of(request), request.scope.get(USE_KEY)
     size = await body_size(request)
     service.admission.enter(service.backend.max_running, num_inputs, key)
@@ -161,7 +166,9 @@ async def _vectors(
 
 
 def shown_vector(vector: npt.NDArray[np.float32], dimensions: int | None, normalizes: bool) -> npt.NDArray[np.float32]:
-    """The first so many numbers (None: all), scaled to length 1 if normalizes. Raises ConfigError for too many."""
+    """Return the vector's first `dimensions` numbers (None: all), scaled to length 1 if `normalizes`. Raises
+    ConfigError for too many.
+    """
     if dimensions is not None and dimensions > len(vector):
         raise ConfigError(f"dimensions {dimensions} are more than this model's embeddings have: {len(vector)}")
     cut = vector[:dimensions].astype(np.float64)

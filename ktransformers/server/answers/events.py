@@ -32,7 +32,7 @@ __all__ = [
 
 
 class AnswerReason(StrEnum):
-    """Why an answer ended. ABORT reaches a client only when the server goes down in the middle of its answer."""
+    """Reason why an answer ended. ABORT reaches a client only when the server goes down in the middle of its answer."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -42,7 +42,8 @@ class AnswerReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerStarted:
-    """The prompt is computed. stats: its counts; the same object as in AnswerFinished, filled as the answer goes on.
+    """Event that the prompt is computed. stats: its counts; the same object as in AnswerFinished, filled as the answer
+    goes on.
 
     prompt_text, prompt_logprobs: for requests with an echo; one entry per prompt token, None for the first.
     """
@@ -54,7 +55,7 @@ class AnswerStarted:
 
 @dataclass(frozen=True, slots=True)
 class TokenAdded:
-    """A token of the answer. is_end: it ended the answer, and has no text."""
+    """Event with one more token of the answer. is_end: it ended the answer, and has no text."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -63,21 +64,21 @@ class TokenAdded:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of the reasoning, which comes before the text. Never empty."""
+    """Event with more of the reasoning, which comes before the text. Never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the answer's text. Never empty."""
+    """Event with more of the answer's text. Never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStarted:
-    """index counts the calls of one answer from 0; id is unique."""
+    """Event that a tool call begins: index counts the calls of one answer from 0; id is unique."""
 
     index: int
     id: str
@@ -86,7 +87,7 @@ class ToolCallStarted:
 
 @dataclass(frozen=True, slots=True)
 class ToolArgumentsDelta:
-    """More of a call's arguments, which are a JSON object as text. Never empty."""
+    """Event with more of a call's arguments, which are a JSON object as text. Never empty."""
 
     index: int
     text: str
@@ -94,7 +95,7 @@ class ToolArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnded:
-    """There are no more arguments. is_whole: they are an object that the model closed.
+    """Event that a tool call has no more arguments. is_whole: they are an object that the model closed.
 
     Else they are the beginning of one: the answer was cut there, or the model went on with what is no JSON.
     """
@@ -105,7 +106,9 @@ class ToolCallEnded:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFinished:
-    """The last event. stop: the stop string behind STOP, if it was one. stats: what this answer alone took."""
+    """The last event of an answer. stop: the stop string behind STOP, if it was one. stats: what this answer alone
+    took.
+    """
 
     reason: AnswerReason
     stop: str | None
@@ -126,7 +129,7 @@ AnswerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerStep:
-    """What one token changed in answer number `index` of the request."""
+    """The events that one token caused in answer number `index` of the request."""
 
     index: int
     events: tuple[AnswerEvent, ...]
@@ -144,7 +147,7 @@ class WholeCall:
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """An answer for those who do not stream: `add` its events."""
+    """An answer that is sent as a whole, built by `add` from its events."""
 
     reasoning: str = ""
     text: str = ""
@@ -152,7 +155,7 @@ class WholeAnswer:
     finished: AnswerFinished | None = None
 
     def add(self, event: AnswerEvent) -> None:
-        """Take in the next event. Tokens are left to dialects that show them."""
+        """Add the answer's next event. Token events are left to dialects that show them."""
         match event:
             case ReasoningDelta(text):
                 self.reasoning += text

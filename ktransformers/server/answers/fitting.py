@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def in_words_of(service: Service, what: str = "prompt", *, has_answer: bool = True) -> Iterator[None]:
-    """Says of a text that was found to be too long in the block whose limit that is. See Limits.too_long."""
+    """Context that turns a text found too long into the error of Limits.too_long, which says whose limit it is."""
     try:
         yield
     except ContextLengthError as error:
@@ -33,7 +33,7 @@ NoteChanges = Callable[[Sequence[str]], None]
 
 
 def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges) -> Shortened:
-    """Prompt ids of a conversation, and how many of its oldest turns were left out to make it fit.
+    """Return the prompt ids of a conversation, and how many of its oldest turns were left out to make it fit.
 
     note_changes: as chat_prompt has it. Turns are left out where the request, or else the operator
     (--context_overflow), says so. Raises ContextLengthError for one that is too long otherwise, or all the same,
@@ -107,7 +107,7 @@ def _prompt(service: Service, conversation: Conversation, max_len: int, note_cha
 
 
 def fitted_text(service: Service, asked: TextRequest, prompt: str | Sequence[int]) -> Sequence[int]:
-    """Ids of a prompt that is no conversation: its last ones, where the request wants no more than so many.
+    """Return the ids of a prompt that is no conversation: only its last ones where the request limits their number.
 
     Raises ContextLengthError for a text that is too long.
     """

@@ -1,4 +1,4 @@
-"""Calls that an answer has to make: a grammar of these tools, from where the reasoning ends."""
+"""Tool calls that an answer is forced to make: a grammar of these tools, from where the reasoning ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _FIELD = "tool_choice"
 def forced_calls(
     tokenizer: Tokenizer, conversation: Conversation, choice: ToolChoice, prompt_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Fields of SamplingParams for an answer that calls what the choice says, and does nothing else but think before.
+    """Return the SamplingParams fields that force an answer to call the tools of `choice`, after no more than
+    reasoning.
 
     Raises FieldError for tools that cannot be spelled, or not as strictly as they say, UnsupportedError for a format of
     calls without a grammar.
@@ -38,7 +39,7 @@ def forced_calls(
 
 
 def reason_of_refusal(model: ModelInfo, conversation: Conversation, choice: ToolChoice) -> FieldError | None:
-    """Which tool's schema the grammar cannot follow, after it was refused as a whole; None: none of them alone."""
+    """Return which tool's schema the grammar cannot follow, after the whole was refused; None: none of them alone."""
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
     for tool in _chosen(conversation.tools, choice):
         try:

@@ -26,7 +26,8 @@ async def run_generations(
     ended: Container[int] = (),
     order: Iterable[int] = (),
 ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-    """(index of the request, event) as they come. The first error of any of them ends all.
+    """Yield (index of the request, event) of all generations, as the events come. The first error of any of them ends
+    all.
 
     ended: looked at after each event, indices of those that the reader wants no more of.
     order: whose events come first, one each: those of tokens that the requests have in their past.

@@ -1,4 +1,4 @@
-"""What histories hold that no chat template takes as it is: calls that were cut or wrong, results that are no text.
+"""Repairs what no chat template takes as it is in a history: calls that were cut or wrong, results that are no text.
 
 A conversation goes on with them: a refusal would come back in each further turn, since clients send the same again.
 `alter` receives the name of each field that the model is shown something else for.
@@ -26,7 +26,9 @@ Templates take mappings; most refuse anything else, and some write the members o
 
 
 def past_arguments(value: Any, field: str, alter: Alter) -> Mapping[str, Any]:
-    """The arguments of an earlier call, an object or JSON as text. None and an empty text are no arguments."""
+    """Return the arguments of an earlier call, sent as an object or as JSON text, as an object. None and an empty text
+    are no arguments.
+    """
     if isinstance(value, Mapping):
         return _unicode(value, field, alter)
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -41,7 +43,7 @@ def past_arguments(value: Any, field: str, alter: Alter) -> Mapping[str, Any]:
 
 
 def is_arguments(text: str) -> bool:
-    """Whether a text is what arguments of a call have to be."""
+    """Whether a text can be the arguments of a call: empty, or a JSON object."""
     return not text.strip() or _object(text) is not None
 
 
@@ -77,11 +79,11 @@ def _quoted(text: str) -> Mapping[str, Any] | None:
 
 
 def left_out(kind: str) -> str:
-    """What the model reads in place of a part of a tool's result that is no text. kind: of the part."""
+    """Return the text that the model reads in place of a part of a tool's result that is no text. kind: of the part."""
     return f"[{kind} left out: only text can be read here]"
 
 
 def result_text(value: Any, field: str, alter: Alter) -> str:
-    """A tool's result that is neither text nor parts of one, as JSON."""
+    """Return a tool's result that is neither text nor parts of one as JSON text."""
     alter(field)
     return json.dumps(value, ensure_ascii=False)

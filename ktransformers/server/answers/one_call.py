@@ -12,13 +12,15 @@ __all__ = ["OneCall"]
 
 
 class OneCall(Choice):
-    """Another choice, cut behind its first call. What the engine computes after that is not shown."""
+    """A choice that ends the answer of another choice after its first tool call. What the engine computes after that is
+    not shown.
+    """
 
     def __init__(self, choice: Choice):
         self._choice, self._is_over = choice, False
 
     def feed(self, event: TokenEvent) -> tuple[AnswerEvent, ...]:
-        """See Choice. Empty once the answer is over."""
+        """Return the client's events for an event of the backend, as Choice.feed does; none once the answer is over."""
         return () if self._is_over else tuple(self._cut(event))
 
     def _cut(self, event: TokenEvent) -> Iterator[AnswerEvent]:

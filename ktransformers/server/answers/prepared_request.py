@@ -68,21 +68,23 @@ class PreparedRequest:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The tokenizer of the model that answers this request."""
         return self.service.model.tokenizer
 
     def answering(self, is_streamed: bool) -> Answering:
-        """The same for the log and for traces."""
+        """Return what the log and traces need to know of this request."""
         return Answering(self.id, self.request_metrics, self.operation, self.model, is_streamed, self.is_prompt_only)
 
     def usage(self) -> GenerationStats:
-        """What all answers took so far, each prompt counted once."""
+        """Return the counts and times of all answers so far, each prompt counted once."""
         return (
             replace(self.request_metrics.total, completion_len=0) if self.is_prompt_only else self.request_metrics.total
         )
 
     async def steps(self) -> AsyncGenerator[AnswerStep, None]:
-        """The answers, side by side. The first error of any of them ends all: raises KTransformersError."""
+        """Yield the steps of the answers, side by side. The first error of any of them ends all: raises
+        KTransformersError.
+        """
         ended: set[int] = set()
         try:
             made_by = run_generations(self.service.backend, self.requests, ended, self.order)
@@ -105,7 +107,7 @@ class PreparedRequest:
 
 
 def prepare(service: Service, asked: ChatRequest | TextRequest) -> PreparedRequest:
-    """Everything that takes time before an answer begins. Runs on a thread. Raises what is wrong with the request."""
+    """Do everything that takes time before an answer begins, on a thread. Raises what is wrong with the request."""
     name = service.check_model(asked.model)
     if asked.priority and not service.backend.has_priorities:
         raise UnsupportedError(f"the {service.backend.name} backend serves by order of arrival: leave priority out")

@@ -1,4 +1,4 @@
-"""From a conversation to prompt ids. Knows what chat templates expect, not who asked."""
+"""Makes the prompt ids of a conversation. Knows what chat templates expect, not who asked."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class TemplateKwargs:
-    """given: to the template, besides messages and tools. ignored: fields of the request that it does not know, by the
-    names that the client's dialect has.
+    """A request's variables for the chat template. given: to the template, besides messages and tools.
+    ignored: fields of the request that it does not know, by the names that the client's dialect has.
     """
 
     given: dict[str, Any]
@@ -67,7 +67,9 @@ class TemplateKwargs:
 
 
 def template_kwargs(tokenizer: Tokenizer, asked: Conversation) -> TemplateKwargs:
-    """What of a conversation's variables its template takes. Raises ConfigError for names that are not the client's."""
+    """Return which of a conversation's variables its chat template takes. Raises ConfigError for names that are not the
+    client's.
+    """
     reserved = sorted(_RESERVED & asked.template_kwargs.keys())
     if reserved:
         raise ConfigError(f"chat_template_kwargs must not hold {reserved[0]}")
@@ -100,7 +102,7 @@ def chat_prompt(
     reads_special_tokens: bool = False,
     note_changes: Callable[[Sequence[str]], None] | None = None,
 ) -> list[int]:
-    """Prompt ids of a conversation. force_think: open the reasoning when the template has not done it.
+    """Return the prompt ids of a conversation. force_think: open the reasoning when the template has not done it.
 
     note_changes: called with the names of what was folded because the template does not keep it, if anything was.
 

@@ -1,4 +1,4 @@
-"""Requests that go on in another process: what is written down of them, and how they are replayed from that.
+"""Requests that go on in another process: what the journal records of them, and how they are replayed from that.
 
 A request is read and prepared anew from its body, with the id, the prompt and the parameters that it had; its tokens
 so far are then replayed, so that parsers and writers are where they were and every event has the bytes that it had.
@@ -44,12 +44,14 @@ _GOES_ON = 204
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A request that the journal has, to be answered from where the server before left it."""
+    """A request from the journal, to be answered from where the previous server left it."""
 
     kept: Kept
 
     def restore(self, prepared: PreparedRequest) -> None:
-        """Make the request what it was. Raises ConfigError when it makes another number of answers now."""
+        """Restore prompts, parameters and past tokens of the request from the journal. Raises ConfigError when it makes
+        another number of answers now.
+        """
         opened = self.kept.opened
         if len(prepared.requests) != len(opened.generations):
             raise ConfigError(f"it had {len(opened.generations)} answers, and has {len(prepared.requests)} now")
@@ -87,7 +89,7 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True)
 class RequestBody:
-    """What was asked, as Opened has it. beside: called where it is written down."""
+    """A request's path and body, as the journal's Opened keeps them. beside: called where it is written down."""
 
     path: str
     body: bytes
@@ -97,7 +99,7 @@ class RequestBody:
 def write_down(
     journal: Journal, asked: RequestBody, prepared: PreparedRequest, one: Ongoing, replay: Replay | None
 ) -> None:
-    """From now on the journal knows this request, and its tokens."""
+    """Record this request in the journal, and its tokens from now on."""
     one.is_journaled, num_past = True, 0
     if replay is None:
         journal.opened(_opened(journal, asked, prepared, one))
@@ -140,14 +142,15 @@ def _api_key(service: Service, key: str) -> str:
 
 
 def without_reader(service: Service, one: Ongoing) -> Response:
-    """Its client has until now not come back: the time that the stream is kept for begins."""
+    """Return the response to a replayed request without a client; the time for which its stream is kept begins."""
     service.ongoing.attach(one)
     service.ongoing.detach(one)
     return Response(status_code=_GOES_ON)
 
 
 async def resume_requests(app: FastAPI, service: Service, journal: Journal) -> None:
-    """Go on with what the server before had in its journal. One that cannot go on is forgotten, with a line in the log.
+    """Resume the requests that the previous server had in its journal. One that cannot go on is forgotten, with a line
+    in the log.
 
     The model is loaded; nothing else has been asked yet.
     """

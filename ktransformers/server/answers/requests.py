@@ -1,4 +1,4 @@
-"""What a client asks, whatever dialect it speaks. Adapters fill these; values that a dialect allows are in range.
+"""Requests for answers, whatever the dialect. Adapters fill these; values that a dialect allows are in range.
 
 body of a dialect ── its adapter ──> ChatRequest | TextRequest ── prepare ──> PreparedRequest ──> AnswerStep
 """
@@ -35,25 +35,28 @@ MAX_ANSWERS = 128
 
 
 def new_id(prefix: str) -> str:
-    """An id that nothing else has."""
+    """Return a new random id behind this prefix."""
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def count_answers(num_prompts: int, n: int) -> int:
-    """num_prompts times n. Raises ConfigError when they are more than one request may want."""
+    """Return the answers of a request, num_prompts times n. Raises ConfigError when they are more than one request may
+    want.
+    """
     if num_prompts * n > MAX_ANSWERS:
         raise ConfigError(f"{num_prompts} prompts times n {n} are more than {MAX_ANSWERS} answers in one request")
     return num_prompts * n
 
 
 def derived_id(prefix: str, of: str, number: int, joint: str = "-") -> str:
-    """An id that nothing else has, always the same for number so-and-so of what has the id `of`."""
+    """Return a unique id that is always the same for part `number` of the object with the id `of`."""
     return f"{prefix}{joint}{hashlib.blake2b(f'{of}/{number}'.encode(), digest_size=16).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How answers are drawn. None: the request does not say, so the operator does, else the model's authors.
+    """Settings of how answers are sampled. None: the request does not say, so the operator does, else the model's
+    authors.
 
     Fields mean what they mean in SamplingParams. default_max_tokens: of the route, for requests that name no limit.
     """
@@ -83,7 +86,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest:
-    """What all requests for answers share.
+    """The fields that all requests for answers share.
 
     id: of the answer, spelled as the dialect does. model: the name that was asked for. n: answers per prompt. timeout:
     seconds, priority: a smaller number is served earlier. cache_salt: prefixes are shared within the same salt only.
@@ -112,7 +115,8 @@ class PastCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn. The role goes to the model's chat template as it is; the template knows which roles there are.
+    """A turn of a conversation. The role goes to the model's chat template as it is; the template knows which roles
+    there are.
 
     name, tool_call_id: of whom, and to which call this is the answer; None where the dialect has or needs none.
     """
@@ -137,7 +141,8 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """How many calls an answer makes. is_required: one at least. name: of this tool. max_calls: None: any number.
+    """Limits on how many tool calls an answer makes. is_required: at least one. name: of the tool to call. max_calls:
+    None: any number.
 
     Which tools there are to choose from is the Conversation's to say.
     """
@@ -149,7 +154,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What a chat template makes a prompt of.
+    """A conversation of which a chat template makes a prompt.
 
     tools: empty when the model must not call any. template_kwargs: more for the chat template. reasoning_effort,
     thinks, reasoning_budget (tokens): about the reasoning; None: as the template has it. What it does not know of
@@ -175,7 +180,7 @@ class Conversation:
     field_names: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, names: Sequence[str]) -> tuple[str, ...]:
-        """These fields as the client knows them."""
+        """Return these fields by the names that the client knows."""
         return tuple(self.field_names.get(name, name) for name in names)
 
     @property
@@ -185,13 +190,13 @@ class Conversation:
 
     @property
     def continues_reasoning(self) -> bool:
-        """Whether it goes on inside its reasoning: the last message has no more than that."""
+        """Whether the answer goes on inside its reasoning: the last message has no more than that."""
         return self.continues and not self.continues_text and bool(self.messages[-1].reasoning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(AnswerRequest):
-    """The next turn of a conversation."""
+    """A request for the next turn of a conversation."""
 
     conversation: Conversation
     tool_choice: ToolChoice = ToolChoice()
@@ -199,7 +204,7 @@ class ChatRequest(AnswerRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest(AnswerRequest):
-    """The continuation of texts or of token ids, as they are: no template, no reasoning, no tool calls.
+    """A request for the continuation of texts or of token ids, as they are: no template, no reasoning, no tool calls.
 
     has_echo: AnswerStarted shows the prompt. max_prompt_len: of longer ones the last so many tokens are taken; -1: as
     many as leave room for an answer; None: longer ones are refused.

@@ -44,7 +44,7 @@ class Writer(ABC):
     ping: ClassVar[bytes] = b": keep-alive\n\n"
 
     def begin(self) -> Iterator[bytes]:
-        """What a stream begins with, before anything is computed."""
+        """Yield the parts that a stream begins with, before anything is computed."""
         yield from ()
 
     @abstractmethod
@@ -53,15 +53,15 @@ class Writer(ABC):
 
     @abstractmethod
     def end(self, error: KTransformersError | None) -> Iterator[bytes]:
-        """What a stream ends with. error: why it ends before its answers are complete."""
+        """Yield the parts that a stream ends with. error: why it ends before its answers are complete."""
 
     @abstractmethod
     def keep(self, step: AnswerStep) -> None:
-        """Take in a step of answers that are sent as one body. Errors become a response of their own."""
+        """Add a step of answers that are sent as one body. Errors become a response of their own."""
 
     @abstractmethod
     def body(self) -> Any:
-        """That body, to be written as JSON, when all steps are in."""
+        """Return the body of answers that are not streamed, to be written as JSON, when all steps are in."""
 
 
 async def respond(
@@ -73,7 +73,7 @@ async def respond(
     more_bytes: int = 0,
     beside: Callable[[], bytes] = bytes,
 ) -> Response:
-    """Count the request in, before any work is done for it; then one JSON object, or a stream of events.
+    """Count the request in, before any work is done for it; then return one JSON object or a stream of events.
 
     num_answers: that it wants. read: from the dialect's body to the request; runs on a thread, where texts may take
     long. more_bytes: that it goes through beside the body's. beside: what the body says of other requests; the journal

@@ -32,7 +32,9 @@ _SSE = "text/event-stream"
 
 
 def keep_seconds(request: Request, config: ServerConfig, is_streamed: bool) -> float | None:
-    """What the header asks for; None: nothing. Raises ConfigError or UnsupportedError for what cannot be had."""
+    """Return the seconds for which x-kt-keep asks to keep the stream; None: there is no such header. Raises ConfigError
+    or UnsupportedError for what cannot be had.
+    """
     given = request.headers.getlist(KEEP_HEADER)
     if not given:
         return None
@@ -48,7 +50,7 @@ def keep_seconds(request: Request, config: ServerConfig, is_streamed: bool) -> f
 
 
 def check_media_type(media_type: str) -> None:
-    """Raises UnsupportedError for a dialect whose streams have no event ids."""
+    """Raise UnsupportedError for a dialect whose streams have no event ids."""
     if media_type != _SSE:
         raise UnsupportedError(
             f"{KEEP_HEADER}: streams of this API are lines of JSON, which have no ids; use /v1/chat/completions"
@@ -93,7 +95,7 @@ async def _is_written(ongoing: OngoingRequests, one: Ongoing) -> bool:
 
 
 def attached(service: Service, one: Ongoing, last_seen: int) -> EventStream:
-    """A response with the events behind this one, as they come."""
+    """Return a response with the events of a kept stream after number `last_seen`, as they come."""
     stream, config = one.stream, service.config
     assert stream is not None
     service.ongoing.attach(one)

@@ -1,4 +1,4 @@
-"""`tool_choice` in the words of any program, for every dialect: clients switch servers and keep their words.
+"""Reads `tool_choice` as any program spells it, for every dialect: clients switch servers and keep their spelling.
 
     "auto" "none" "required" "any" true false "NAME"                   OpenAI, Mistral, LangChain
     {"type": "auto" | "none" | "any" | "required"}                     Anthropic
@@ -35,7 +35,8 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class AskedChoice:
-    """mode: auto, none or required. name: of the one tool to call. allowed: names of those that may be called at all.
+    """A client's tool choice. mode: auto, none or required. name: of the one tool to call. allowed: names of those that
+    may be called at all.
 
     is_single: one call at most. is_custom: the name was said to be a custom tool's.
     """
@@ -48,7 +49,7 @@ class AskedChoice:
 
 
 def read_choice(value: Any) -> AskedChoice | None:
-    """What was asked, in whatever words; None for words that nobody has."""
+    """Return the tool choice that was asked for, in any dialect's spelling; None for a spelling that nobody has."""
     if isinstance(value, bool):
         return AskedChoice("required" if value else "none")
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""GET /: what there is, for a person with a browser or a program that asks; and GET /docs, which needs no internet.
+"""GET /, which shows what there is to a person with a browser or to a program; and GET /docs, which needs no internet.
 
 Neither holds a secret: where an API key is needed, `/` says what the program is, and not which models it serves.
 """
@@ -136,7 +136,9 @@ def _page(facts: dict[str, Any]) -> str:
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def front(request: Request) -> Response:
-    """JSON for who asks for it; for browsers the chat, or where that is off what JSON says; else Ollama's line."""
+    """Answer GET / with JSON for who asks for it; browsers get the chat, or the same facts where it is off; others
+    Ollama's line.
+    """
     service = service_of(request)
     is_browser = "text/html" in request.headers.get("accept", "")
     if is_browser and service.config.has_web:
@@ -152,13 +154,13 @@ async def front(request: Request) -> Response:
 
 @router.get("/docs")
 async def docs() -> Response:
-    """Swagger UI over /openapi.json; everything that it loads comes from this server."""
+    """Answer with Swagger UI over /openapi.json; everything that it loads comes from this server."""
     return HTMLResponse(_DOCS_PAGE, headers={**_SAFE, "Content-Security-Policy": _DOCS_POLICY})
 
 
 @router.get("/docs/start.js")
 async def start() -> Response:
-    """What Swagger UI is started with."""
+    """Answer with the script that starts Swagger UI."""
     return Response(_START, media_type="text/javascript", headers=_SAFE)
 
 

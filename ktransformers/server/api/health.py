@@ -1,4 +1,4 @@
-"""Whether the process lives, whether it serves, and what it is. /health and /ready need no API key."""
+"""Routes that say whether the process lives, whether it serves, and what it is. /health and /ready need no API key."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 as long as the process answers."""
+    """Answer 200 as long as the process answers."""
     return ApiResponse({"status": "ok"})
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 when requests are served, 503 while the model loads, while an engine is replaced, while the server drains."""
+    """Answer 200 when requests are served, 503 while the model loads, while an engine is replaced, while the server
+    drains.
+    """
     service = service_of(request)
     if service.admission.is_draining:
         raise NotReadyError("the server is shutting down")
@@ -36,7 +38,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Answer with the metrics in Prometheus' text format."""
     service = service_of(request)
     more = refusals_of(request)
     text, content_type = service.metrics.render(more) if service.group is None else service.group.metrics(more)
@@ -45,5 +47,5 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/version")
 async def version(request: Request) -> Response:
-    """The version of the program, and what answers."""
+    """Answer with the version of the program, and the backend that answers."""
     return ApiResponse({"version": __version__, "backend": service_of(request).backend.name})

@@ -32,19 +32,19 @@ _NOT_SERVED = {
 @router.get("/v1/health")
 @router.get("/ping")
 async def ping(request: Request) -> Response:
-    """As /health: 200 as long as the process answers."""
+    """Answer 200 as long as the process answers, as /health does."""
     return ApiResponse({"status": "ok"})
 
 
 @router.get("/load")
 async def load(request: Request) -> Response:
-    """How many requests are computed or wait, under vLLM's name."""
+    """Answer with how many requests are computed or wait, under vLLM's name."""
     return ApiResponse({"server_load": sum(one.admission.num_active for one in service_of(request).beside)})
 
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
-    """What is served, and how."""
+    """Answer with what is served, and how: the model, its limits, the backend."""
     service = service_of(request)
     model, config = service.model, service.config
     return ApiResponse(
@@ -82,7 +82,7 @@ def _tokens(model: ModelInfo) -> dict[str, Any]:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
-    """What a client needs to render and count prompts itself, under vLLM's names."""
+    """Answer with what a client needs to render and count prompts itself, under vLLM's names."""
     model = service_of(request).model
     tokenizer = model.tokenizer
     known: dict[str, Any] = {
@@ -96,7 +96,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 @router.get("/props")
 async def props(request: Request) -> Response:
-    """Under llama.cpp's names: slots, context, sampling of requests that name none, chat template."""
+    """Answer, under llama.cpp's names, with slots, context, sampling of requests that name none, and chat template."""
     service = service_of(request)
     model, sampling = service.model, _sampling(service)
     params = {name: value for name, value in sampling.items() if name != "repetition_penalty"}
@@ -120,7 +120,7 @@ async def props(request: Request) -> Response:
 
 @router.get("/slots")
 async def slots(request: Request) -> Response:
-    """Under llama.cpp's names: one entry for each request that can be computed at once."""
+    """Answer, under llama.cpp's names, with one entry for each request that can be computed at once."""
     service = service_of(request)
     model, num_running = service.model, service.backend.stats().num_running
     return ApiResponse(
@@ -134,7 +134,7 @@ async def slots(request: Request) -> Response:
 def _missing_route(path: str, text: str) -> None:
     @router.api_route(path, methods=["GET", "POST"], include_in_schema=False)
     async def missing(request: Request) -> Response:
-        """Says that it is left out, rather than misspelled."""
+        """Answer 404 with why this route is left out, rather than misspelled."""
         raise HTTPException(404, f"{path} is not served: this server {text}; / names its routes")
 
 

@@ -1,4 +1,6 @@
-"""/v1/profile: whether a profile is written, and the beginning and end of one. No texts are in it, nor in profiles."""
+"""Routes /v1/profile: whether a profile is written, and the beginning and end of one. No texts are in it, nor in
+profiles.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _MAX_SECONDS = 7 * 24 * 3600.0
 
 
 class StartBody(BaseModel):
-    """dir: a name below --profile_root. max_seconds: after which the profile ends by itself."""
+    """The body that starts a profile. dir: a name below --profile_root. max_seconds: after which the profile ends by
+    itself.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -30,13 +34,13 @@ class StartBody(BaseModel):
 
 @router.get("/v1/profile")
 async def profile(request: Request) -> Response:
-    """Whether a profile is being written, how many lines it has, and what was lost."""
+    """Answer whether a profile is being written, how many lines it has, and what was lost."""
     return ApiResponse(service_of(request).backend.profiler.status(), headers={"Cache-Control": "no-store"})
 
 
 @router.post("/v1/profile/start")
 async def start(request: Request, body: Annotated[StartBody | None, Body()] = None) -> Response:
-    """Begin a profile, from the next step on."""
+    """Start a profile, from the next step on."""
     service, asked = service_of(request), body or StartBody()
     service.model  # noqa: B018 - raises while loading
     return ApiResponse(await service.backend.profiler.start(asked.dir, asked.max_seconds))
@@ -44,5 +48,5 @@ async def start(request: Request, body: Annotated[StartBody | None, Body()] = No
 
 @router.post("/v1/profile/stop")
 async def stop(request: Request) -> Response:
-    """End it. Its files are complete when this answers."""
+    """End the profile that is being written. Its files are complete when this answers."""
     return ApiResponse(await service_of(request).backend.profiler.stop())

@@ -1,4 +1,4 @@
-"""/v1/requests: the requests that are in, and what a client may do with its own: suspend, resume, re-attach, end."""
+"""Routes /v1/requests: the ongoing requests, and what a client may do with its own: suspend, resume, re-attach, end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _found(request: Request, id: str) -> tuple[Service, Ongoing]:
 
 @router.get("/v1/requests")
 async def list_requests(request: Request) -> Response:
-    """The requests of this API key that are in, or whose streams are kept, the oldest first. No texts."""
+    """Answer with this API key's requests that are ongoing or have kept streams, the oldest first. No texts."""
     key = _key_of(request)
     found = [one for service in service_of(request).beside for one in service.ongoing.of_key(key)]
     found.sort(key=lambda one: one.created)
@@ -46,7 +46,7 @@ async def list_requests(request: Request) -> Response:
 
 @router.post("/v1/requests/{id:path}/suspend")
 async def suspend_request(id: str, request: Request) -> Response:
-    """Set it aside, at whatever step it is: it takes nothing of the cache until it is resumed."""
+    """Suspend a request, at whatever step it is: it takes nothing of the cache until it is resumed."""
     service, one = _found(request, id)
     if service.admission.is_draining:
         raise NotReadyError("the server is shutting down: nothing is suspended any more")
@@ -57,7 +57,7 @@ async def suspend_request(id: str, request: Request) -> Response:
 
 @router.post("/v1/requests/{id:path}/resume")
 async def resume_request(id: str, request: Request) -> Response:
-    """Go on with it, with the tokens that it would have had."""
+    """Resume a suspended request, with the tokens that it would have had."""
     service, one = _found(request, id)
     service.ongoing.resume(one)
     await service.ongoing.settled(one)
@@ -66,7 +66,9 @@ async def resume_request(id: str, request: Request) -> Response:
 
 @router.get("/v1/requests/{id:path}/stream")
 async def attach_to_request(id: str, request: Request) -> Response:
-    """Its stream, from the event behind Last-Event-ID on, or from the first. For those sent with x-kt-keep."""
+    """Answer with the stream of a request sent with x-kt-keep, from the event after Last-Event-ID on, or from the
+    first.
+    """
     service, one = _found(request, id)
     if one.stream is None:
         raise ConflictError(f"the stream of this request is not kept: send {KEEP_HEADER}: SECONDS with the request")
@@ -77,7 +79,7 @@ async def attach_to_request(id: str, request: Request) -> Response:
 
 @router.delete("/v1/requests/{id:path}")
 async def end_request(id: str, request: Request) -> Response:
-    """End it, and forget its stream. Whoever reads that receives ABORT."""
+    """End a request, and forget its stream. Whoever reads that receives ABORT."""
     service, one = _found(request, id)
     service.ongoing.end(one)
     return ApiResponse({"id": id, "object": "request", "deleted": True})

@@ -1,4 +1,6 @@
-"""GET /v1/status: what the page's status view shows, and anybody else who may use the service. No texts are in it."""
+"""GET /v1/status: the figures of the page's status view, for anybody else who may use the service, too. No texts are in
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ router = APIRouter()
 
 
 def state_of(service: Service) -> str:
-    """In one word: loading, ready, paused (requests wait for an engine) or stopping.
+    """Return the service's state in one word: loading, ready, paused (requests wait for an engine) or stopping.
 
     Of several models each may be stopped, which is no reason not to ask for it: it is ready, too.
     """
@@ -109,5 +111,5 @@ def _status(service: Service) -> dict[str, Any]:
 
 @router.get("/v1/status")
 async def status(request: Request) -> Response:
-    """Queue, cache, speed and the last requests, as JSON. What this backend does not know is null."""
+    """Answer with queue, cache, speed and the last requests, as JSON. What this backend does not know is null."""
     return ApiResponse(_status(service_of(request)), headers={"Cache-Control": "no-store"})

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM's clients know them."""
+"""The routes POST /tokenize and /detokenize, as vLLM's clients know them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _detokenize(model: ModelInfo, tokens: list[int]) -> Response:
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """Token ids of a text or of a conversation."""
+    """Answer with the token ids of a text or of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
     return await service.workers.run(await body_size(request), _tokenize, request, body)
@@ -72,7 +72,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 
 @detokenize_router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Answer with the text of token ids, special tokens included."""
     service = service_of(request)
     service.check_model(body.model)
     return await service.workers.run(await body_size(request), _detokenize, service.model, body.tokens)

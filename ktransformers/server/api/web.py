@@ -1,4 +1,4 @@
-"""The chat page: GET / for browsers, and its scripts, styles and fonts below /page.
+"""The chat page, served at GET / to browsers, with its scripts, styles and fonts below /page.
 
 The files are built from web/ (`make web`) and ship with the package; the routes of the API do the rest. They hold
 nothing to hide: where an API key is needed, the page asks for it.
@@ -49,7 +49,7 @@ _HEADERS = {
 
 
 def page() -> Response:
-    """The page itself, for GET / of a browser."""
+    """Return the chat page, for GET / of a browser."""
     return FileResponse(WEB_PATH / "index.html", media_type="text/html", headers={**_HEADERS, "Vary": "Accept"})
 
 
@@ -61,7 +61,9 @@ class _PageFiles(StaticFiles):
 
 
 def page_files() -> StaticFiles:
-    """What is mounted at PAGE_PREFIX. Raises ConfigError where the built page is missing."""
+    """Return the app that serves the page's files, to be mounted at PAGE_PREFIX. Raises ConfigError where the built
+    page is missing.
+    """
     folder = WEB_PATH / PAGE_PREFIX.strip("/")
     if not folder.is_dir():
         raise ConfigError(f"the built web page is missing ({folder}): build it with `make web`, or serve with --no_web")

@@ -1,4 +1,4 @@
-"""What answers requests: one interface (`base`), one module per backend.
+"""Backends, which answer the server's requests: one interface (`base`), one module per backend.
 
 `balance_serve.py` keeps the text and hands the ids to the processes of `server/balance`. The single backends
 (`single.py`, `ktransformers.py`, `transformers.py`) take a lock in the order of arrival and run a session on the

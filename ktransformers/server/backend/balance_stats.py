@@ -1,4 +1,4 @@
-"""The figures of balance_serve, apart from what starts its processes."""
+"""Figures of balance_serve, apart from what starts its processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["BalanceStats", "ClusterStats", "ReplicaFigures"]
 
 @dataclass(frozen=True, slots=True)
 class BalanceStats(BackendStats):
-    """What metrics show besides. Counts are from the start; scheduler None: it has not spoken yet.
+    """Figures that metrics show of balance_serve besides those of every backend. Counts are from the start; scheduler
+    None: it has not spoken yet.
 
     experts: how many rows each expert had, by layer, in the calls that were looked at. expert_bytes: see EngineFacts.
     """
@@ -29,14 +30,14 @@ class BalanceStats(BackendStats):
 
     @property
     def tiers(self) -> dict[str, int] | None:
-        """What /v1/status shows of the tiers below the cache, by the names of TierStats; None without any."""
+        """Figures that /v1/status shows of the tiers below the cache, by the names of TierStats; None without any."""
         tiers = None if self.scheduler is None else self.scheduler.tiers
         return None if tiers is None else msgspec.structs.asdict(tiers)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """Of one replica of several. node: where it is, as its manager names places. pid: of its process there.
+    """Figures of one of several replicas. node: where it is, as its manager names places. pid: of its process there.
 
     pause: see BackendInterfaceBase.
     """
@@ -50,7 +51,7 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStats(BalanceStats):
-    """Of all replicas together. num_taken_over: how often an answer went on at another replica."""
+    """Figures of all replicas together. num_taken_over: how often an answer went on at another replica."""
 
     replicas: Sequence[ReplicaFigures] = ()
     num_taken_over: int = 0

@@ -1,4 +1,4 @@
-"""What the HTTP layer asks of whatever runs the model. Knows neither HTTP nor engines.
+"""The interface that the HTTP layer has to whatever runs the model. Knows neither HTTP nor engines.
 
     starting ── start() returns ──> ready ── close() ──> closed
 
@@ -29,7 +29,7 @@ __all__ = ["BackendInterfaceBase", "BackendStats", "GenerationRequest", "ModelIn
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a backend knows of its loaded model. Lengths in tokens.
+    """Facts that a backend knows of its loaded model. Lengths in tokens.
 
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
@@ -53,7 +53,7 @@ class ModelInfo:
 
     @property
     def limits(self) -> Limits:
-        """What a request may ask."""
+        """Limits of what a request to this model may ask."""
         return Limits(
             max_len=self.max_len,
             vocab_size=self.vocab_size,
@@ -71,7 +71,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One answer to be generated, filled by the routes. A request for n choices is n of these.
+    """A request for the generation of one answer, filled by the routes. A request for n choices is n of these.
 
     request_id: never used twice, for a backend may still end one when its reader has left. params.seed is always set.
     priority: a smaller number is served earlier. timeout: seconds from now on, None: no limit. cache_salt: requests
@@ -94,7 +94,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """Figures of this moment. cache_usage: a fraction of cache_len, the tokens that the cache holds (0: not known)."""
+    """Figures of a backend at this moment. cache_usage: a fraction of cache_len, the tokens that the cache holds (0:
+    not known).
+    """
 
     num_running: int
     num_waiting: int
@@ -104,7 +106,8 @@ class BackendStats:
 
 
 class BackendInterfaceBase(ABC):
-    """What the HTTP layer calls to generate; one subclass for each backend. All methods are called on one event loop.
+    """Interface that the HTTP layer calls to generate; one subclass for each backend. All methods are called on one
+    event loop.
 
     has_priorities: whether GenerationRequest.priority changes the order of service.
     can_suspend: whether `suspend` works; else no_suspension says why not. can_go_on: see GenerationRequest.past.
@@ -127,35 +130,37 @@ class BackendInterfaceBase(ABC):
 
     @property
     def pause(self) -> str | None:
-        """Why nothing is computed at the moment although the model is loaded: requests are queued. By default never."""
+        """Reason why nothing is computed at the moment although the model is loaded: requests are queued. By default
+        never.
+        """
         return None
 
     @property
     @abstractmethod
     def model(self) -> ModelInfo:
-        """Raises NotReadyError before `start` has returned."""
+        """The loaded model's facts. Raises NotReadyError before `start` has returned."""
 
     @property
     def outline(self) -> ModelInfo | None:
-        """What is known of the model while it is not loaded; None: nothing, which is the default."""
+        """Facts of the model while it is not loaded; None: none are known, which is the default."""
         return None
 
     @property
     @abstractmethod
     def max_running(self) -> int:
-        """How many requests are computed at once; more of them wait."""
+        """Number of requests that are computed at once; more of them wait."""
 
     @property
     def profiler(self) -> Profiler:
-        """Raises UnsupportedError where steps cannot be recorded, which is the default."""
+        """The backend's profiler. Raises UnsupportedError where steps cannot be recorded, which is the default."""
         raise UnsupportedError(f"the {self.name} backend writes no profiles")
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """Figures of this moment."""
+        """Return the figures of this moment."""
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise what can be known to be wrong before a response is begun, without generating anything.
+        """Raise errors of a request that can be found before a response begins, without generating anything.
 
         See Limits and Grammars.
         """
@@ -172,7 +177,7 @@ class BackendInterfaceBase(ABC):
         """
 
     def suspend(self, request_id: str) -> None:
-        """Set a generation aside that is open, at whatever step it is, until `resume`. Its time goes on.
+        """Suspend an open generation, at whatever step it is, until `resume`. Its time goes on.
 
         It then needs nothing of the engine; the tokens afterwards are those that would have come. Tokens that were on
         their way still come. Does nothing for one that is suspended, has ended, or never came. Only with can_suspend.
@@ -180,18 +185,18 @@ class BackendInterfaceBase(ABC):
         raise UnsupportedError(self.no_suspension)
 
     def resume(self, request_id: str) -> None:
-        """Go on with a generation that is suspended, in the order that it had. Does nothing for others."""
+        """Resume a suspended generation, in the order that it had. Does nothing for others."""
         raise UnsupportedError(self.no_suspension)
 
     @abstractmethod
     def end(self, request_id: str) -> None:
-        """End a generation that is open, suspended or not: its reader gets a last event with ABORT.
+        """End an open generation, suspended or not: its reader gets a last event with ABORT.
 
         Does nothing for one that has ended or never came.
         """
 
     async def lost(self) -> KTransformersError:
-        """Returns when the backend cannot go on although nobody closed it, with the reason. By default never."""
+        """Wait until the backend cannot go on although nobody closed it, and return the reason. By default never."""
         never: asyncio.Future[KTransformersError] = asyncio.get_running_loop().create_future()
         return await never
 
@@ -201,7 +206,7 @@ class BackendInterfaceBase(ABC):
 
 
 def deadline_error(request: GenerationRequest, *, is_suspended: bool = False) -> DeadlineError:
-    """Make the error for an answer whose time is over."""
+    """Return the error for an answer whose time is over."""
     what = "was suspended when the" if is_suspended else "was not complete within the"
     end = " were over: resume it sooner, or give it more time (timeout)" if is_suspended else ""
     return DeadlineError(f"the answer {what} {request.timeout} s that it was given{end}")

@@ -23,7 +23,9 @@ MAX_UNREAD_EVENTS = 4096
 
 
 class EventBuffer:
-    """One reader on `loop`; producers on any thread. After `end` or `fail` nothing more is taken in."""
+    """Buffer of one answer's events: one reader on `loop`, producers on any thread. After `end` or `fail` nothing more
+    is taken in.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, bound: int = MAX_UNREAD_EVENTS):
         self._loop, self._bound = loop, bound
@@ -36,11 +38,11 @@ class EventBuffer:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes in no more events: the producer should stop."""
+        """Whether the buffer takes in no more events: the producer should stop."""
         return self._is_closed
 
     def put(self, event: TokenEvent) -> None:
-        """Add an event. Does nothing once closed."""
+        """Add an event to the buffer. Does nothing once closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -54,11 +56,11 @@ class EventBuffer:
             self._notify()
 
     def end(self) -> None:
-        """No more events come."""
+        """Close the buffer: no more events come."""
         self._close(None)
 
     def fail(self, error: BaseException) -> None:
-        """The reader gets what is there, then `error`."""
+        """Close the buffer: the reader gets the events that are there, then `error`."""
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:

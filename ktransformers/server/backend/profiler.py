@@ -37,7 +37,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class ProfileConfig:
-    """folder: of the profile that begins with the service, if one does. root: below which requests may begin others."""
+    """Folders and limits of profiles. folder: of the profile that begins with the service, if one does. root: below
+    which requests may begin others.
+    """
 
     folder: Path | None = None
     root: Path | None = None
@@ -45,7 +47,7 @@ class ProfileConfig:
     log_level: str = "info"
 
     def check(self) -> None:
-        """Raises ConfigError for folders that cannot be written to: minutes before the model has loaded."""
+        """Raise ConfigError for folders that cannot be written to: minutes before the model has loaded."""
         if self.folder is not None:
             check_folder(self.folder)
         if self.root is not None and not self.root.is_dir():
@@ -54,7 +56,8 @@ class ProfileConfig:
 
 @dataclass(slots=True)
 class Profiler:
-    """turn: makes the backend record for the endpoint, or no more (None). meta: what there is to say of the model.
+    """Turns profiles of one backend on and off. turn: makes the backend record for the endpoint, or no more (None).
+    meta: what there is to say of the model.
 
     All methods are called on one event loop.
     """
@@ -69,13 +72,13 @@ class Profiler:
     _last: dict[str, Any] | None = None
 
     async def begin(self) -> None:
-        """The profile that begins with the service, if one is wanted. Raises ConfigError or EngineError."""
+        """Start the profile that begins with the service, if one is wanted. Raises ConfigError or EngineError."""
         if self.config.folder is not None:
             async with self._lock:
                 await self._start(self.config.folder)
 
     async def start(self, name: str | None, max_seconds: float | None) -> dict[str, Any]:
-        """Begin a profile in this folder below the root; what it is called without a name tells the time.
+        """Start a profile in this folder below the root; without a name it is called by the time.
 
         Returns its status. Raises ConfigError for names that are none or taken, ConflictError when one is on.
         """
@@ -116,7 +119,9 @@ class Profiler:
                 await self._stop(capture)
 
     async def stop(self) -> dict[str, Any]:
-        """End the profile that is on, and wait until its files are complete. Raises ConflictError when none is."""
+        """End the profile that is being written, and wait until its files are complete. Raises ConflictError when none
+        is.
+        """
         async with self._lock:
             if self._capture is None:
                 raise ConflictError("no profile is being written")
@@ -135,13 +140,15 @@ class Profiler:
             self._timer = None
 
     def status(self) -> dict[str, Any]:
-        """Whether a profile is on, and what there is to say of it, or of the last one."""
+        """Return whether a profile is being written, and its figures, or those of the last one."""
         if self._capture is not None:
             return {"state": "on", **self._capture.status()}
         return {"state": "off", "last": self._last}
 
     async def close(self, end_backend: Callable[[], Awaitable[None]]) -> None:
-        """End the profile with the service. end_backend: what ends all that records, after it was stopped."""
+        """End the profile that is being written, with the service. end_backend: what ends all that records, after it
+        was stopped.
+        """
         self._forget_timer()
         for task in self._tasks:
             task.cancel()

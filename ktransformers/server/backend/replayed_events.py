@@ -17,7 +17,7 @@ _AT_ONCE = 64
 async def replayed_events(
     output_processor: OutputProcessor, past: Iterable[PastToken]
 ) -> AsyncGenerator[TokenEvent, None]:
-    """Yields the events of past tokens as they were. output_processor: a new one, which may go on behind them."""
+    """Yield the events of past tokens as they were. output_processor: a new one, which may go on behind them."""
     for at, one in enumerate(past):
         if not at % _AT_ONCE:
             await asyncio.sleep(0)

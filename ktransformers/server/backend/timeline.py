@@ -1,4 +1,5 @@
-"""When what was done of an answer: what its spans are made of. Filled while it runs, and only where traces are wanted.
+"""Times of what was done of an answer, from which its spans are made. Filled while it runs, and only where traces are
+wanted.
 
     created ── waits ── began ── chunks of the prompt ── first_token ── ... ── ended
 
@@ -19,7 +20,9 @@ MAX_CHUNKS = 256
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a prompt that one step computed: num_tokens from `position` on. num_rows: of the whole step."""
+    """Times of a part of a prompt that one step computed: num_tokens from `position` on. num_rows: of the whole
+    step.
+    """
 
     began: float
     ended: float
@@ -30,7 +33,8 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """Times of one answer. The backend fills began and chunks, also from a worker thread, `RequestMetrics` the rest.
+    """Times of one answer, for its spans. The backend fills began and chunks, also from a worker thread,
+    `RequestMetrics` the rest.
 
     num_chunks: also of those beyond MAX_CHUNKS.
     """
@@ -43,18 +47,18 @@ class Timeline:
     num_chunks: int = 0
 
     def begin(self, at: float) -> None:
-        """Its first step is planned. One that is preempted and begins again does not count."""
+        """Note when the answer's first step is planned. A run after a preemption does not count."""
         if self.began is None:
             self.began = at
 
     def add(self, chunk: Chunk) -> None:
-        """Keep a chunk, or count it."""
+        """Keep a chunk, or only count it beyond MAX_CHUNKS."""
         self.num_chunks += 1
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(chunk)
 
     def receive(self, has_token: bool, is_end: bool) -> None:
-        """An event of the answer has come."""
+        """Note that an event of the answer has come."""
         now = time.monotonic()
         if has_token and self.first_token is None:
             self.first_token = now
@@ -63,7 +67,7 @@ class Timeline:
 
 
 class ChunkClock:
-    """Takes the times of chunks of one sequence alone, from what `on_prefill` receives before each of them."""
+    """Takes the times of the chunks of one sequence, from what `on_prefill` receives before each of them."""
 
     def __init__(self, timeline: Timeline, prompt_len: int, clock: Callable[[], float] = time.monotonic):
         self._timeline, self._prompt_len, self._clock = timeline, prompt_len, clock
@@ -76,7 +80,7 @@ class ChunkClock:
         self._open, self._total = (now, done), total
 
     def finish(self) -> None:
-        """The prompt is computed. Safe to call again."""
+        """End the last chunk: the prompt is computed. Safe to call again."""
         self._close(self._total)
 
     def _close(self, done: int) -> float:

@@ -1,4 +1,4 @@
-"""The processes of `balance_serve`: who runs, what they say to each other, and what happens when one dies.
+"""The processes of `balance_serve`: which ones run, what they send to each other, and what happens when one dies.
 
     API process                     scheduler process                engine process (one per epoch)
     HTTP, text, supervisor          ids, pages, the truth            weights, K/V tensors

@@ -1,4 +1,6 @@
-"""The options of balance_serve's processes, which leave at once when their parent is gone, whatever they are doing."""
+"""Reads the options of balance_serve's processes, which leave at once when their parent is gone, whatever they are
+doing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def _watch(pipe: BinaryIO) -> None:
 
 
 def read_options(kind: Any) -> Any:
-    """Wait for the options, of type `kind`, whose parent_pid is checked. Watches the pipe from then on."""
+    """Wait for the process's options, of type `kind`, whose parent_pid is checked. Watches the pipe from then on."""
     pipe = sys.stdin.buffer
     data = read_frame(pipe)
     if data is None:

@@ -1,4 +1,5 @@
-"""When steps compute the chunks of prompts, for traces. The scheduler process asks; nothing here changes what it does.
+"""Notes when steps compute the chunks of prompts, for traces. The scheduler process asks; nothing here changes what it
+does.
 
 planned ──> in flight ──> finished            steps in the order of their ids, two of them in flight at most
                 └──────> lost, with the engine
@@ -27,7 +28,7 @@ class _Step:
 
 
 class ChunkWatch:
-    """Holds what running requests and steps in flight need, and what has not been sent yet."""
+    """Times of the chunks that steps compute: of running requests, of steps in flight, and those not sent yet."""
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[str, int]] = {}  # that are not through: the request, tokens known at the start
@@ -37,7 +38,7 @@ class ChunkWatch:
         self._chunks: list[ChunkTrace] = []
 
     def planned(self, plan: StepPlan, now: float) -> None:
-        """A step goes to the engine."""
+        """Note a step that goes to the engine."""
         for start in plan.starts:
             self._runs[start.run_id] = (start.request_id, len(start.token_ids))
             self._planned.append((start.request_id, now))
@@ -55,7 +56,9 @@ class ChunkWatch:
         self._steps.append(_Step(plan.step_id, now, plan.num_tokens, rows))
 
     def finished(self, step_id: int, now: float) -> None:
-        """Its result is here. It began when it was planned, or when the step before it was finished."""
+        """Note a step whose result is here. The step began when it was planned, or when the one before it was
+        finished.
+        """
         while self._steps and self._steps[0].step_id <= step_id:
             step = self._steps.popleft()
             began = max(step.planned, self._free_at)
@@ -64,12 +67,12 @@ class ChunkWatch:
         self._free_at = now
 
     def lost(self) -> None:
-        """The engine is gone, and what it was computing with it."""
+        """Drop the steps in flight and the runs: the engine is gone."""
         self._steps.clear()
         self._runs.clear()
 
     def take(self) -> Traces | None:
-        """What is new since the last call; None: nothing."""
+        """Return the times that are new since the last call; None: nothing."""
         if not self._planned and not self._chunks:
             return None
         taken = Traces(self._planned, self._chunks)

@@ -46,12 +46,12 @@ PROGRESS_SECONDS = 0.1
 
 
 class Executor(Protocol):
-    """What computes a step."""
+    """An object that computes steps."""
 
     recorder: Recorder | None
 
     def begin(self, plan: StepPlan) -> None:
-        """A step that will be executed behind others has come: what can be done of it beside them may be begun."""
+        """Receive a step that will be executed after others: what can be done of it beside them may be begun."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -62,11 +62,13 @@ class Executor(Protocol):
         ...
 
     def recover(self) -> None:
-        """After a StageLostError: steps can be computed again, over a cache that holds nothing. Raises EngineError."""
+        """Recover after a StageLostError: steps can be computed again, over a cache that holds nothing. Raises
+        EngineError.
+        """
         ...
 
     def new_runtime(self) -> Runtime | None:
-        """What native code records by."""
+        """Return the runtime by which native code records in profiles; None without any."""
         ...
 
 
@@ -150,7 +152,7 @@ class _Work:
 
 
 def main(preload: str = "") -> int:
-    """The process. Returns its exit code: 1 when the parent was sent the reason why the engine cannot start.
+    """Run the engine process. Returns its exit code: 1 when the parent was sent the reason why the engine cannot start.
 
     preload: a module to import before it is known what to do.
     """

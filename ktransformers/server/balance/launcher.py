@@ -1,4 +1,4 @@
-"""Starts child processes, and loads engines in them; keeps a spare one that has its imports behind it.
+"""Starts child processes, and loads engines in them; keeps a spare one that has its imports done.
 
 Knows how a process becomes an engine, not when one is needed.
 """
@@ -44,7 +44,9 @@ Process = asyncio.subprocess.Process
 
 
 class EngineDied(EngineError):
-    """The process ended while it was loading, and did not say why. code: its return code, where it is known."""
+    """Error that the engine process ended while it was loading, and did not say why. code: its return code, where it is
+    known.
+    """
 
     def __init__(self, message: str, code: int = 0):
         super().__init__(message)
@@ -52,13 +54,14 @@ class EngineDied(EngineError):
 
 
 class EngineHung(EngineDied):
-    """The process was killed because its loading did not go on."""
+    """Error that the engine process was killed because its loading did not go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadLimit:
-    """seconds: in which an engine that loads has to read or report something; 0: no limit. on_hang: called with what
-    is wrong with one that does not, before it is killed."""
+    """Limit on the time without progress while an engine loads. seconds: in which an engine that loads has to read or
+    report something; 0: no limit. on_hang: called with what is wrong with one that does not, before it is killed.
+    """
 
     seconds: float
     clock: Clock
@@ -67,7 +70,7 @@ class LoadLimit:
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """A loaded engine."""
+    """A loaded engine with its process and facts."""
 
     epoch: int
     process: Process
@@ -75,7 +78,9 @@ class RunningEngine:
 
 
 class Launcher:
-    """status: where engines report how far they are. Whoever waits for a process `forget`s it afterwards."""
+    """Starts the child processes. status: where engines report how far they are. Whoever waits for a process `forget`s
+    it afterwards.
+    """
 
     def __init__(self, status: zmq.asyncio.Socket, limit: LoadLimit):
         self._status, self._limit = status, limit
@@ -97,13 +102,13 @@ class Launcher:
         return child
 
     async def start_scheduler(self, options: SchedulerOptions) -> Process:
-        """The scheduler process, which works from now on."""
+        """Start the scheduler process, which works from now on, and return it."""
         child = await self._spawn(_SCHEDULER)
         _write(child, options)
         return child
 
     async def warm_up(self, factory: str) -> None:
-        """Have a process ready in which an engine of this factory comes up faster."""
+        """Start a spare process, if there is none, in which an engine of this factory loads faster."""
         if self._spare is None:
             module = factory.partition(":")[0]
             self._spare = (module, await self._spawn(_ENGINE, repr(module)))
@@ -119,7 +124,9 @@ class Launcher:
         return await self._spawn(_ENGINE)
 
     async def load(self, options: EngineOptions, progress: Progress | None) -> RunningEngine:
-        """An engine with these options. Raises what it says when it cannot start, EngineDied when it says nothing."""
+        """Load an engine with these options, and return it. Raises what it says when it cannot start, EngineDied when
+        it says nothing.
+        """
         self._reported = (0, "its imports")
         process = await self._engine_process(options.factory)
         _write(process, options)
@@ -180,7 +187,7 @@ class Launcher:
         return None if self._spare is None else self._spare[1].pid
 
     def forget(self, process: Process) -> None:
-        """The process has been waited for."""
+        """Forget a process that has been waited for."""
         self._children.discard(process)
         assert process.stdin is not None
         process.stdin.close()
@@ -193,8 +200,9 @@ class Launcher:
         self.forget(process)
 
     async def end_all(self) -> None:
-        """Kill what was started and not forgotten. Each once: a second signal would take a dead child's status away
-        from asyncio, which waits for it."""
+        """Kill all processes that were started and not forgotten. Each once: a second signal would take a dead child's
+        status away from asyncio, which waits for it.
+        """
         await asyncio.gather(*(self.end(child) for child in list(self._children)))
 
 

@@ -14,7 +14,7 @@ _LOOKS = 4
 
 
 class LoadWatch:
-    """Looked at every `pause` seconds, it says when nothing has moved for `seconds`; 0 seconds watch nothing.
+    """Finds, asked every `pause` seconds, that nothing has moved for `seconds`; 0 seconds watch nothing.
 
     Looks are counted rather than time: a machine or a process group that was stopped for an hour has missed one.
     """
@@ -25,14 +25,18 @@ class LoadWatch:
         self._unmoved = 0
 
     def is_stuck(self, progress: Hashable) -> bool:
-        """progress: whatever is different once something has been done. To be called after each pause."""
+        """Whether loading has not moved for `seconds`. progress: whatever is different once something has been done. To
+        be called after each pause.
+        """
         self._unmoved = self._unmoved + 1 if progress == self._last else 0
         self._last = progress
         return self._unmoved >= _LOOKS
 
 
 def read_so_far(pid: int, root: Path = Path("/proc")) -> tuple[int, int]:
-    """(bytes that came from disks, page faults that waited for one); zeros where the system hides them."""
+    """Return (bytes that came from disks, page faults that waited for one) of a process; zeros where the system hides
+    them.
+    """
     try:
         counts = dict(line.split(": ") for line in (root / str(pid) / "io").read_text().splitlines())
         fields = (root / str(pid) / "stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""What the processes say to each other: msgspec structs as msgpack, never pickle. Who sends what: see __init__."""
+"""Messages between the processes: msgspec structs as msgpack, never pickle. Who sends what: see __init__."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine process is started with. Addresses are ZMQ endpoints.
+    """Options with which an engine process is started. Addresses are ZMQ endpoints.
 
     factory: "module:function" that builds the engine from these options. spare_bytes: host memory that the spare
     process will take beside it.
@@ -66,7 +66,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler process is started with. What comes before parent_pid is as SchedulerConfig has it."""
+    """Options with which the scheduler process is started. Those before parent_pid are SchedulerConfig's."""
 
     num_pages: int
     page_size: int
@@ -93,7 +93,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """A new request. Its deadline is on the monotonic clock, which all processes of a machine share.
+    """Message with a new request. Its deadline is on the monotonic clock, which all processes of a machine share.
 
     twins: (request_id, seed) of others that differ in nothing else: their prompt and their fields are sent once.
     """
@@ -102,7 +102,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     twins: Sequence[tuple[str, int]] = ()
 
     def requests(self) -> Iterator[Request]:
-        """All of them. They share their prompt and what is in their params."""
+        """Yield all requests of the message. They share their prompt and what is in their params."""
         yield self.request
         for request_id, seed in self.twins:
             params = replace(self.request.params, seed=seed)
@@ -110,7 +110,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """The API process ends a request: its text held a stop string, or its client left.
+    """Message of the API process that ends a request: its text held a stop string, or its client left.
 
     completion_len: tokens of the answer up to the stop string; the scheduler may know more by now.
     """
@@ -121,19 +121,19 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Suspend(msgspec.Struct, frozen=True, tag=True):
-    """The request gives its pages back and waits for Resume. Its deadline goes on."""
+    """Message that suspends a request: it gives its pages back and waits for Resume. Its deadline goes on."""
 
     request_id: str
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """A request that is suspended goes on. Those that are not, or have ended, are left alone."""
+    """Message that resumes a suspended request. Those that are not, or have ended, are left alone."""
 
     request_id: str
 
 
 class EngineUp(msgspec.Struct, frozen=True, tag=True):
-    """An engine of this epoch has loaded. The scheduler binds both endpoints, the engine connects."""
+    """Message that an engine of this epoch has loaded. The scheduler binds both endpoints, the engine connects."""
 
     epoch: int
     steps: str
@@ -141,23 +141,25 @@ class EngineUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineDown(msgspec.Struct, frozen=True, tag=True):
-    """The engine of this epoch is gone, and its cache with it."""
+    """Message that the engine of this epoch is gone, and its cache with it."""
 
     epoch: int
 
 
 class ProfileOn(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler and engine record for the bridge that listens there. The engines to come do so, too."""
+    """Message by which scheduler and engine record for the bridge that listens at this endpoint. The engines to come do
+    so, too.
+    """
 
     endpoint: str
 
 
 class ProfileOff(msgspec.Struct, frozen=True, tag=True):
-    """They do not any more."""
+    """Message by which scheduler and engine stop recording."""
 
 
 class Anew(msgspec.Struct, frozen=True, tag=True):
-    """The scheduler knows that steps were lost (StepResult.mending): those behind this are planned anew."""
+    """Message that the scheduler knows that steps were lost (StepResult.mending): those after it are planned anew."""
 
 
 Command = Add | Finish | Suspend | Resume | EngineUp | EngineDown | ProfileOn | ProfileOff
@@ -167,7 +169,7 @@ EngineWork = StepPlan | Anew | ProfileOn | ProfileOff
 
 
 class EngineTotals(msgspec.Struct, frozen=True):
-    """Counted from the start, over all epochs."""
+    """Counts of the engines' work from the start, over all epochs."""
 
     num_steps: int = 0
     num_tokens: int = 0  # rows computed, prompts and answers
@@ -183,7 +185,7 @@ class EngineTotals(msgspec.Struct, frozen=True):
 
 
 class EngineLoss(msgspec.Struct, frozen=True):
-    """The scheduler knows that the engine of this epoch is gone.
+    """Note of the scheduler that it knows that the engine of this epoch is gone.
 
     explained: epochs, this one perhaps among them, that died of a request which has now been found and ended.
     """
@@ -193,7 +195,9 @@ class EngineLoss(msgspec.Struct, frozen=True):
 
 
 class ChunkTrace(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a request's prompt that a step computed; see server/backend/timeline.py. Also when it is recomputed."""
+    """Times of a part of a request's prompt that a step computed; see server/backend/timeline.py. Also when it is
+    recomputed.
+    """
 
     request_id: str
     began: float
@@ -204,14 +208,17 @@ class ChunkTrace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traces(msgspec.Struct, frozen=True):
-    """planned: requests whose run began, and when, in seconds on the monotonic clock. chunks: of steps that ended."""
+    """Times of requests and steps for traces. planned: requests whose run began, and when, in seconds on the monotonic
+    clock. chunks: of steps that ended.
+    """
 
     planned: Sequence[tuple[str, float]]
     chunks: Sequence[ChunkTrace]
 
 
 class News(msgspec.Struct, frozen=True):
-    """What happened since the last one. prefill_seconds: from admission to the first token, of requests that got it.
+    """The scheduler's message about what happened since the last one. prefill_seconds: from admission to the first
+    token, of requests that got it.
 
     losses: answers to EngineDown, one to each. hanging: the epoch of an engine whose step takes too long.
     expert_counts: of steps that ended, see StepResult. traces: with SchedulerOptions.has_traces only.
@@ -228,7 +235,7 @@ class News(msgspec.Struct, frozen=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the other processes have to know of the loaded model.
+    """Facts about the loaded model that the other processes have to know.
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
     ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
@@ -255,7 +262,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):
-    """Progress, in bytes; name: the module that was loaded last."""
+    """Progress of loading the engine, in bytes; name: the module that was loaded last."""
 
     epoch: int
     done: int
@@ -264,14 +271,14 @@ class EngineLoading(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded. facts: what the scheduler may count on."""
+    """Message of the engine that the model is loaded. facts: what the scheduler may count on."""
 
     epoch: int
     facts: EngineFacts
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start. error: the name of a class in errors.py."""
+    """Message of the engine that it cannot start. error: the name of a class in errors.py."""
 
     epoch: int
     error: str
@@ -288,10 +295,10 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 def encode(message: Any) -> bytes:
-    """msgpack; paths as text."""
+    """Return a message as msgpack; paths become text."""
     return msgspec.msgpack.encode(message, enc_hook=str)
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """A message of type `kind`. Raises msgspec.ValidationError for anything else."""
+    """Return the message of type `kind` in these bytes. Raises msgspec.ValidationError for anything else."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain)

@@ -1,4 +1,4 @@
-"""The engine that a process of balance_serve loads. Importing this module is most of what starting one takes."""
+"""Loads the engine of a process of balance_serve. Importing this module is most of what starting one takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["load_engine"]
 
 
 def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
-    """Raises the KTransformersError that the user has to see."""
+    """Load the engine of these options. Raises the KTransformersError that the user has to see."""
     hardware = Hardware.detect(options.config)
     engine = build_paged_engine(
         options.config,

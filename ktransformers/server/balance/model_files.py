@@ -41,7 +41,9 @@ class _Known:
 
 
 class ModelFiles:
-    """The files as they are when this is made. Methods may be called on any thread; each looks at all files."""
+    """The files of weights as they are when this is made. Methods may be called on any thread; each looks at all
+    files.
+    """
 
     def __init__(self, paths: Iterable[Path] = ()):
         self._known = {path: _Known(_state_of(path)) for path in paths}
@@ -49,11 +51,11 @@ class ModelFiles:
         self._is_closed = threading.Event()
 
     def close(self) -> None:
-        """Have files no longer read, on whatever thread that happens. Later looks find nothing."""
+        """Stop reading the files, on whatever thread that happens. Later looks find nothing."""
         self._is_closed.set()
 
     def read(self) -> None:
-        """Take the digests by which a file that was written to differs from one that was only touched.
+        """Compute the digests by which a file that was written to differs from one that was only touched.
 
         They come from records where there are some.
 
@@ -68,11 +70,13 @@ class ModelFiles:
                     known.digest = digest
 
     def written_to(self) -> str | None:
-        """What was done to a file that is mapped; None when all are as they were, or another has their name now."""
+        """Return what was done to a mapped file; None when all are as they were, or another file has the name now."""
         return self._first_change(is_mapped=True)
 
     def changed(self) -> str | None:
-        """What is different for whoever opens the files now; None when nothing is, and it is these that are mapped."""
+        """Return what differs for whoever opens the files now; None when nothing does, and the same files are
+        mapped.
+        """
         return self._first_change(is_mapped=False)
 
     def _first_change(self, *, is_mapped: bool) -> str | None:

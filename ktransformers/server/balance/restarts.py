@@ -1,4 +1,4 @@
-"""How an engine that died is replaced: how many deaths are too many, how long to wait, what must not change.
+"""Policy for replacing an engine that died: how many deaths are too many, how long to wait, what must not change.
 
 Pure but for SystemClock: whoever decides passes times in.
 """
@@ -36,19 +36,19 @@ _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 
 
 class Clock(Protocol):
-    """Seconds from any beginning. Tests have one that stands still."""
+    """A clock of seconds from any beginning. Tests have one that stands still."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the seconds on this clock."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Wait so long by this clock."""
+        """Wait for `seconds` by this clock."""
         ...
 
 
 class SystemClock(Clock):
-    """The monotonic clock."""
+    """The system's monotonic clock."""
 
     @override
     def now(self) -> float:
@@ -60,24 +60,24 @@ class SystemClock(Clock):
 
 
 class DeathLimit:
-    """Counts the deaths of the last RESTART_SECONDS that nothing explains."""
+    """Counts the engine deaths of the last RESTART_SECONDS that nothing explains."""
 
     def __init__(self, most: int):
         self.most = most
         self._died_at: dict[int, float] = {}  # by epoch
 
     def count(self, epoch: int, now: float) -> None:
-        """The engine of this epoch died."""
+        """Count the death of the engine of this epoch."""
         self._died_at = {e: at for e, at in self._died_at.items() if now - at < RESTART_SECONDS} | {epoch: now}
 
     def excuse(self, epochs: Iterable[int]) -> None:
-        """Deaths that do not speak against the engine."""
+        """Stop counting the deaths of these epochs, which do not speak against the engine."""
         for epoch in epochs:
             self._died_at.pop(epoch, None)
 
     @property
     def num_deaths(self) -> int:
-        """At the time of the last `count`."""
+        """Number of deaths at the time of the last `count`."""
         return len(self._died_at)
 
     @property
@@ -86,7 +86,7 @@ class DeathLimit:
 
 
 def delays() -> Iterator[float]:
-    """Seconds to wait before each new try to start an engine that says that it cannot."""
+    """Yield the seconds to wait before each new try to start an engine that reports that it cannot start."""
     delay = _FIRST_DELAY
     while True:
         yield delay
@@ -94,7 +94,7 @@ def delays() -> Iterator[float]:
 
 
 def pinned(config: EngineConfig, facts: EngineFacts) -> EngineConfig:
-    """The configuration in which an engine comes up as the one with these facts did, whatever memory is free now.
+    """Return the configuration in which an engine loads as the one with these facts did, whatever memory is free now.
 
     Where it does not fit any more it says so, instead of becoming a smaller one or one without GPUs.
     """
@@ -107,7 +107,9 @@ def pinned(config: EngineConfig, facts: EngineFacts) -> EngineConfig:
 
 
 def shortfall(first: EngineFacts, now: EngineFacts) -> str | None:
-    """Why an engine with the facts `now` cannot go on with the plans made for the `first` one; None when it can."""
+    """Return why an engine with the facts `now` cannot go on with the plans made for the `first` one; None when it
+    can.
+    """
     for name in ("num_pages", "chunk_size", "num_states"):
         had, has = getattr(first, name), getattr(now, name)
         if has < had:
@@ -130,7 +132,7 @@ def was_killed(code: int) -> bool:
 
 
 def ending(code: int) -> str:
-    """How a process ended, by its return code."""
+    """Return in words how a process ended, by its return code."""
     if code >= 0:
         return f"exit code {code}"
     if -code == signal.SIGBUS:

@@ -80,12 +80,12 @@ class EngineLink:
         self._outbox: deque[bytes] = deque()
 
     def send(self, work: EngineWork) -> None:
-        """Hand the engine a step, say; what its socket does not take now goes with `flush`."""
+        """Send work, such as a step, to the engine; what its socket does not take now goes with `flush`."""
         self._outbox.append(encode(work))
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as there is somebody to take it."""
+        """Send the work that waits in the outbox, as far as a peer takes it."""
         while self._outbox:
             try:
                 self.steps.send(self._outbox[0], zmq.NOBLOCK)
@@ -98,7 +98,7 @@ class EngineLink:
         return bool(self._outbox)
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the sockets to the engine."""
         self.steps.close()
         self.results.close()
 
@@ -117,13 +117,15 @@ class _Profile:
 
 
 def scheduler_config(options: SchedulerOptions) -> SchedulerConfig:
-    """The part of the options that is the scheduler's."""
+    """Return the part of the options that is the scheduler's."""
     names = SchedulerConfig.__dataclass_fields__
     return SchedulerConfig(**{name: getattr(options, name) for name in names})
 
 
 class SchedulerProcess:
-    """See the module's docstring. clock: of deadlines, which the API process sets by the monotonic one."""
+    """The loop of the scheduler process, see the module's docstring. clock: of deadlines, which the API process sets by
+    the monotonic one.
+    """
 
     def __init__(
         self,
@@ -156,12 +158,12 @@ class SchedulerProcess:
         self._profile: _Profile | None = None
 
     def run(self) -> None:
-        """Serve for ever: the process ends with its parent."""
+        """Serve forever: the process ends with its parent."""
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """One round of the module's docstring."""
+        """Do one round of the loop: wait for messages, receive them, plan and send steps."""
         due = [at for at in (self.scheduler.next_deadline, self._watch.next_look) if at is not None]
         timeout = max(int(1000 * (min(due) - self._clock())) + 1, 0) if due else None
         link = self._link
@@ -414,7 +416,7 @@ def _refusal(request_id: str, prompt_len: int, error: str) -> RequestUpdate:
 
 
 def main() -> int:
-    """The process. Does not return."""
+    """Run the scheduler process. Does not return."""
     become("kt-scheduler")
     follow_parent()
     options: SchedulerOptions = read_options(SchedulerOptions)

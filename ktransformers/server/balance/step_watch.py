@@ -13,7 +13,7 @@ _LOOKS_PER_LIMIT = 4
 
 
 class StepWatch:
-    """How long the oldest step in flight has been under way, against `seconds * (1 + tokens / TOKENS_PER_LIMIT)`.
+    """Limit on how long the oldest step in flight takes, `seconds * (1 + tokens / TOKENS_PER_LIMIT)`.
 
     Time is counted from look to look, and no more of it than is planned between two: a machine or a process group
     that was stopped for an hour has not computed for an hour. All times are seconds of one clock; 0 watches nothing.
@@ -26,19 +26,19 @@ class StepWatch:
         self._looked_at = 0.0
 
     def sent(self, num_tokens: int, now: float) -> None:
-        """A step was given to the engine."""
+        """Note that a step was given to the engine."""
         if not self._steps:
             self._begin(now)
         self._steps.append(self._seconds * (1 + num_tokens / TOKENS_PER_LIMIT))
 
     def finished(self, now: float) -> None:
-        """The result of the oldest step has come."""
+        """Note that the result of the oldest step has come."""
         if self._steps:
             self._steps.popleft()
         self._begin(now)
 
     def clear(self) -> None:
-        """Nothing is in flight any more."""
+        """Forget all steps: nothing is in flight any more."""
         self._steps.clear()
 
     def _begin(self, now: float) -> None:
@@ -46,7 +46,7 @@ class StepWatch:
 
     @property
     def next_look(self) -> float | None:
-        """When `is_overdue` should be asked again, if nothing happens before."""
+        """Time at which `is_overdue` should be asked again, if nothing happens before."""
         return self._looked_at + self._pause if self._seconds and self._steps else None
 
     @property

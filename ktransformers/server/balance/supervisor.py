@@ -65,7 +65,7 @@ SPARE_BYTES = 300 << 20
 
 @dataclass(frozen=True, slots=True)
 class BalanceConfig:
-    """What balance_serve is started with. engine.cache_lens counts the tokens of all requests together.
+    """Options with which balance_serve is started. engine.cache_lens counts the tokens of all requests together.
 
     max_itl_ratio, max_gap_ms: see SchedulerConfig.
     max_engine_restarts: engines that may die within RESTART_SECONDS; one more ends the service.
@@ -105,7 +105,8 @@ class BalanceConfig:
 
 
 class Supervisor:
-    """on_news is called with what the scheduler sends, on the event loop. files: of weights, as they were opened.
+    """Keeps a scheduler and an engine running. on_news is called with what the scheduler sends, on the event loop.
+    files: of weights, as they were opened.
 
     pause: why nothing is computed at the moment, None while an engine serves.
     """
@@ -139,12 +140,12 @@ class Supervisor:
 
     @property
     def engine_pid(self) -> int | None:
-        """Of the engine that serves, or served last."""
+        """Process id of the engine that serves, or served last."""
         return None if self._engine is None else self._engine.process.pid
 
     @property
     def spare_pid(self) -> int | None:
-        """Of the process that will be the next engine."""
+        """Process id of the spare engine, which will be the next one."""
         return self._launcher.spare_pid
 
     def _endpoint(self, name: str) -> str:
@@ -248,11 +249,11 @@ class Supervisor:
     # Serving.
 
     async def send(self, command: Command) -> None:
-        """Tell the scheduler."""
+        """Send a command to the scheduler."""
         await self._commands.send(encode(command))
 
     def send_soon(self, command: Command) -> None:
-        """Tell the scheduler, from a place that cannot wait."""
+        """Send a command to the scheduler, from a place that cannot wait."""
         self._spawn(self.send(command))
 
     async def _receive_news(self) -> None:
@@ -389,7 +390,7 @@ class Supervisor:
     # Stopping.
 
     async def close(self) -> None:
-        """Stop all children and remove every trace. Safe to call twice."""
+        """Stop all children and remove the private folder. Safe to call twice."""
         if self._is_closing:
             return
         self._is_closing = True

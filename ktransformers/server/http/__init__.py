@@ -1,1 +1,1 @@
-"""What requests have in common below any route: paths, hosts, keys, fields, limits of JSON, threads for texts."""
+"""Common handling of requests below any route: paths, hosts, keys, fields, limits of JSON, threads for texts."""

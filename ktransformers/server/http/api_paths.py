@@ -1,4 +1,4 @@
-"""Facts about routes that layers around them need."""
+"""Facts about the paths of routes that layers around them need."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ USE_KEY = "ktransformers.key_use"
 
 
 def is_of_page(path: str) -> bool:
-    """Whether this is a file of the chat page."""
+    """Whether a path is that of a file of the chat page."""
     return path.startswith(PAGE_PREFIX)
 
 
 def is_open(path: str) -> bool:
-    """Whether a request for it needs no API key."""
+    """Whether a request for this path needs no API key."""
     return path in OPEN_PATHS or is_of_page(path)
 
 
 def plain_path(path: str) -> str:
-    """The path as routes are called: single slashes, none at the end. Clients join addresses in all ways."""
+    """Return the path as routes are called: single slashes, none at the end. Clients join addresses in all ways."""
     return _SLASHES.sub("/", path).rstrip("/") or "/"
 
 
 def nearest_path(path: str, routes: Iterable[str]) -> str | None:
-    """The one of these routes that a client meant whose address has a part too few or too many, or a slip of letters.
+    """Return the route that a client meant whose address has a part too few or too many, or a slip of letters.
 
     None when none is near. Parts of routes in braces stand for any.
     """

@@ -1,4 +1,4 @@
-"""What becomes of the fields of a request, by one table per dialect. Knows no dialect and no model.
+"""Decides what becomes of the fields of a request, by one table per dialect. Knows no dialect and no model.
 
     null, a neutral value ──> as if absent          honour, hint: the field's own meaning, or none
     another program's name ─> the field that means it    refuse: 400 that names the nearest field
@@ -76,7 +76,7 @@ _MAX_STEPS = 12
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """What becomes of a field whose value is neither null nor among `neutral`.
+    """Rule for what becomes of a field whose value is neither null nor among `neutral`.
 
     to: the fields that a value means, in their own names; they are sorted in turn. nearest: refuse the value, and say
     what to use instead. is_ignored: it has no effect here, and the response says so. Neither: the field itself stays,
@@ -97,41 +97,51 @@ FieldTable = Mapping[str, FieldRule]
 
 
 class SortedFields(NamedTuple):
-    """honoured: fields for the dialect's model. ignored: names that have no meaning here."""
+    """The fields of a body, sorted by a dialect's table. honoured: fields for the dialect's model. ignored: names that
+    have no meaning here.
+    """
 
     honoured: dict[str, Any]
     ignored: tuple[str, ...]
 
 
 def honour(*neutral: Any) -> FieldRule:
-    """The dialect reads the field under this name."""
+    """Make the rule for a field that the dialect reads under this name."""
     return FieldRule(neutral)
 
 
 def hint() -> FieldRule:
-    """About speed, storage, billing or tracing: whatever it says, the answer is the same. Taken."""
+    """Make the rule for a field about speed, storage, billing or tracing, which is taken: the answer is the same
+    whatever it says.
+    """
     return FieldRule(is_hint=True)
 
 
 def mapped(to: str | Callable[[Any], Mapping[str, Any]], *neutral: Any) -> FieldRule:
-    """Another name for the field `to`; or a function from the value to fields, which raises FieldError."""
+    """Make the rule for another name of the field `to`, or for a value that a function turns into fields, or raises
+    FieldError.
+    """
     if callable(to):
         return FieldRule(neutral, to)
     return FieldRule(neutral, lambda value: {to: value})
 
 
 def refuse(nearest: str, *neutral: Any, code: str | None = None) -> FieldRule:
-    """It would change the answer and cannot be honoured. nearest: what to do instead, as in "use nearest"."""
+    """Make the rule for a field that would change the answer and cannot be honoured. nearest: what to do instead, as in
+    "use nearest".
+    """
     return FieldRule(neutral, nearest=nearest, code=code)
 
 
 def without_effect(*neutral: Any) -> FieldRule:
-    """A known name whose other values are set when the server starts, or not at all: ignored like an unknown one."""
+    """Make the rule for a known name whose other values are set when the server starts, or not at all: ignored like an
+    unknown one.
+    """
     return FieldRule(neutral, is_ignored=True)
 
 
 def inside(table: FieldTable, *neutral: Any) -> FieldRule:
-    """An object whose fields mean what `table` says, and else what they mean beside it."""
+    """Make the rule for an object whose fields mean what `table` says, and else what they mean beside it."""
 
     def spread(value: Any) -> Mapping[str, Any]:
         if not isinstance(value, dict):
@@ -149,17 +159,19 @@ def inside(table: FieldTable, *neutral: Any) -> FieldRule:
 
 
 def within(table: FieldTable, *neutral: Any) -> FieldRule:
-    """An object that the dialect reads under this name; `table` says what becomes of its fields, NAME.FIELD."""
+    """Make the rule for an object that the dialect reads under this name; `table` says what becomes of its fields,
+    NAME.FIELD.
+    """
     return FieldRule(({}, *neutral), inner=table)
 
 
 def is_unwanted(name: str) -> FieldError:
-    """The error for a field without effect where the operator wants none of them."""
+    """Return the error for a field without effect where the operator wants none of them."""
     return FieldError(f"{name[:200]!r} has no effect here, and --strict_requests refuses such fields", name)
 
 
 def sort_fields(body: Mapping[str, Any], table: FieldTable, *, is_strict: bool = False) -> SortedFields:
-    """The body's fields by the table. is_strict: what has no meaning here is refused.
+    """Sort the body's fields by the table. is_strict: what has no meaning here is refused.
 
     Raises FieldError for a field that cannot be honoured, and for two names of one field that say different things.
     """
@@ -170,7 +182,7 @@ def sort_fields(body: Mapping[str, Any], table: FieldTable, *, is_strict: bool =
 
 
 def said_names(body: Mapping[str, Any], table: FieldTable) -> dict[str, str]:
-    """The names that a body has for fields that it does not call by their own, of fields that were sorted before."""
+    """Return the names by which a body calls sorted fields otherwise than by their own."""
     made: dict[str, str] = {}
     for name, value in body.items():
         rule = table.get(name)
@@ -264,7 +276,9 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def schema_place(name: str, at: str, keyword: str) -> str:
-    """A keyword of a schema as a header may carry it. name: of the field that has the schema. at: a JSON pointer."""
+    """Return the place of a schema's keyword as a header may carry it. name: of the field that has the schema. at: a
+    JSON pointer.
+    """
     steps = [*at.split("/")[1:], keyword]
     if len(steps) > _MAX_STEPS:
         steps = [*steps[:2], "*", *steps[3 - _MAX_STEPS :]]
@@ -290,22 +304,22 @@ def _shown(names: Iterable[str]) -> list[str]:
 
 
 def note_ignored(scope: MutableMapping[str, Any], names: Iterable[str]) -> None:
-    """Say that these fields of the request had no effect or another form, for its response's header."""
+    """Note that these fields of the request had no effect or another form, for its response's header."""
     scope.setdefault(_SCOPE_KEY, []).extend(names)
 
 
 def note_said_names(scope: MutableMapping[str, Any], names: Mapping[str, str]) -> None:
-    """Say what the request calls these fields, for its response's header. names: see `said_names`."""
+    """Note what the request calls these fields, for its response's header. names: see `said_names`."""
     scope[_SAID_KEY] = names
 
 
 def note_dropped(scope: MutableMapping[str, Any], num_messages: int) -> None:
-    """Say that so many of the oldest messages were left out, for the response's header."""
+    """Note that `num_messages` of the oldest messages were left out, for the response's header."""
     scope[_DROPPED_KEY] = num_messages
 
 
 def ignored_header(scope: Mapping[str, Any]) -> dict[str, str]:
-    """The headers that say what of a request was not taken, empty when all was."""
+    """Return the headers that name what of a request was not taken, empty when all was."""
     said = scope.get(_SAID_KEY, {})
     names = _shown(
         name if "#" in name else said.get(name.partition(".")[0], name)  # a place in a schema is one of the field's own
@@ -319,7 +333,7 @@ def ignored_header(scope: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class LoggedNames:
-    """Says each name once, and no more than `limit`: whoever sends others all the time does not fill the log.
+    """Logs each name once, and no more than `limit`: whoever sends others all the time does not fill the log.
 
     words: what is said, with %s for the name.
     """
@@ -329,7 +343,7 @@ class LoggedNames:
     _said: set[str] = field(default_factory=set)
 
     def say(self, names: Iterable[str]) -> None:
-        """Log the new ones among them."""
+        """Log the names that were not logged before."""
         for name in dict.fromkeys(_without_names(one) if "#" in one else one for one in _shown(names)):
             if name not in self._said and len(self._said) < self.limit:
                 self._said.add(name)

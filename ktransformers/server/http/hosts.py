@@ -1,4 +1,4 @@
-"""Under which names a server is meant to be reached. Knows Host headers, not HTTP."""
+"""The names by which a server is meant to be reached. Knows Host headers, not HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _LOOPBACK = "localhost"
 
 
 class HostRule:
-    """allowed: names beside loopback ones; * for all, *.example.com for all below one. bound: the address listened on.
+    """The host names by which a server may be reached. allowed: names beside loopback ones; * for all, *.example.com
+    for all below one. bound: the address listened on.
 
     A server that listens on all addresses of the machine (0.0.0.0, ::) goes by any address, and by the machine's name:
     whoever makes a browser ask the wrong server does it by a name of his own.
@@ -31,7 +32,7 @@ class HostRule:
             self._names |= {own, own.partition(".")[0]}
 
     def allows(self, host: str) -> bool:
-        """Whether `host`, a Host header with or without a port, is this server."""
+        """Whether `host`, a Host header with or without a port, names this server."""
         if self._is_open:
             return True
         try:

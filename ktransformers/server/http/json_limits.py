@@ -1,4 +1,4 @@
-"""How large and how deep a JSON text is, found without building anything from it. Knows no fields.
+"""Finds how large and how deep a JSON text is, without building anything from it. Knows no fields.
 
 Parsing and checking a document holds the interpreter's lock, so the time it takes is the time that every stream waits,
 on whatever thread it is done. The work is in proportion to the values, not to the bytes: they are counted first, with
@@ -25,7 +25,8 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class JsonSize:
-    """depth: most lists and objects within each other. num_values: at least the elements of all lists and objects.
+    """The size of a JSON text. depth: most lists and objects within each other. num_values: at least the elements of
+    all lists and objects.
 
     num_nodes: strings (names of fields too), lists and objects.
     """
@@ -37,7 +38,7 @@ class JsonSize:
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """What a server takes; the meaning of each is JsonSize's. max_bytes: of the whole text."""
+    """Limits of the JSON texts that a server takes; the meaning of each is JsonSize's. max_bytes: of the whole text."""
 
     max_bytes: int
     max_values: int
@@ -45,7 +46,7 @@ class JsonLimits:
     max_depth: int = MAX_DEPTH
 
     def check(self, data: bytes, what: str = "the body") -> None:
-        """Raises ConfigError for a text that is larger or deeper, or not UTF-8 as far as its first bytes show."""
+        """Raise ConfigError for a text that is larger or deeper, or not UTF-8 as far as its first bytes show."""
         if json.detect_encoding(data) not in ("utf-8", "utf-8-sig"):
             raise ConfigError(f"{what} is not valid JSON: send it as UTF-8")
         size = json_size(data)
@@ -59,7 +60,9 @@ class JsonLimits:
 
 
 def json_size(data: bytes) -> JsonSize:
-    """The size of what a parser makes of `data`; of text that is no JSON, of what comes before the mistake at least."""
+    """Return the size of what a parser makes of `data`; of text that is no JSON, of what comes before the mistake at
+    least.
+    """
     is_inside, is_odd = False, False  # within a string; behind an odd number of backslashes
     depth, max_depth, num_values, num_nodes = 0, 0, 1, 0
     whole = np.frombuffer(data, dtype=np.uint8)

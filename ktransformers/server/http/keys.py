@@ -25,7 +25,7 @@ _LARGEST = {"rpm": 1_000_000, "concurrent": 1 << 20, "priority": 1 << 30}
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one key may do; None: no limit of its own.
+    """Limits of one API key; None: no limit of its own.
 
     name: what the log calls it. rpm: requests for answers within any 60 seconds. concurrent: answers that wait or are
     computed at once. priority: of its requests; they may ask for a later turn, not for an earlier one.
@@ -38,7 +38,7 @@ class KeyLimits:
 
 
 class KeyUse:
-    """What one key does at the moment. name: for the log. clock: seconds, for tests."""
+    """The answers and requests of one API key at the moment. name: for the log. clock: seconds, for tests."""
 
     def __init__(self, name: str = "", limits: KeyLimits | None = None, clock: Clock = time.monotonic):
         self.limits = limits or KeyLimits()
@@ -74,17 +74,17 @@ class KeyUse:
             )
 
     def note(self) -> None:
-        """A request was let in."""
+        """Count a request that was let in."""
         if self.limits.rpm is not None:
             self._sent.append(self._forget())
 
     def priority(self, asked: int) -> int:
-        """Of a request that asks for this one, 0 being what a request has that does not ask."""
+        """Return the priority of a request that asks for `asked`; 0 stands for a request that asks for none."""
         own = self.limits.priority
         return asked if own is None else own if asked == 0 else max(asked, own)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What OpenAI's clients read of a limit on the rate. reset: seconds until nothing of it is used."""
+        """Return the headers of a rate limit that OpenAI's clients read. reset: seconds until nothing of it is used."""
         rpm = self.limits.rpm
         if rpm is None:
             return []
@@ -95,7 +95,7 @@ class KeyUse:
 
 
 def read_api_keys(keys: list[str], file: Path | None) -> dict[str, KeyLimits]:
-    """Keys from the command line (each may be a comma-separated list) and from a file: see _key_line.
+    """Read API keys from the command line (each may be a comma-separated list) and from a file: see _key_line.
 
     Raises ConfigError for an empty key, a key that no HTTP header can carry, or a file without keys.
     """

@@ -1,4 +1,5 @@
-"""What a server that is killed has to know again: which requests with kept streams ran, and how far they were.
+"""The journal of what a server must know again after it was killed: which requests with kept streams ran, and how far
+they were.
 
     event loop ── records ──> Journal ── a thread ──> JournalFile
 

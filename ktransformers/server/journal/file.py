@@ -37,12 +37,14 @@ _FILE_HEAD = len(_MAGIC) + _SALT_BYTES + _FINGERPRINT_BYTES + _CRC.size
 
 
 class WrongJournalError(Exception):
-    """The file is not for this server to read. The message says why."""
+    """Error that a file is no journal for this server to read. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """payloads: of the whole records, in order. num_damaged: stretches passed over. torn: bytes cut off at the end."""
+    """The readable records of a journal file. payloads: of the whole records, in order. num_damaged: stretches passed
+    over. torn: bytes cut off at the end.
+    """
 
     payloads: tuple[bytes, ...]
     num_damaged: int
@@ -58,8 +60,9 @@ def _nonce(number: int) -> bytes:
 
 
 def contents_of(data: bytes, key: bytes, fingerprint: bytes) -> Contents:
-    """What is in a file with these bytes. Raises WrongJournalError for another version, model or key,
-    and for what is damaged from its first byte to its last."""
+    """Return the records in a file with these bytes. Raises WrongJournalError for another version, model or key,
+    and for what is damaged from its first byte to its last.
+    """
     if len(data) < _FILE_HEAD and _MAGIC.startswith(data[: len(_MAGIC)]):
         return Contents((), 0, len(data))  # killed while it began
     head = data[: _FILE_HEAD - _CRC.size]
@@ -134,7 +137,9 @@ def _next_whole(data: bytes, at: int, seal: AESGCM, last: int) -> int | None:
 
 
 class JournalFile:
-    """A new file at `path`, 0600, which takes the place of one that is there when it is `settled`. Raises OSError."""
+    """A new journal file at `path`, 0600, which takes the place of one that is there when it is `settled`. Raises
+    OSError.
+    """
 
     def __init__(self, path: Path, key: bytes, fingerprint: bytes):
         self._path, self._new = path, path.with_suffix(".new")
@@ -148,7 +153,9 @@ class JournalFile:
         self._write(head + _CRC.pack(zlib.crc32(head)))
 
     def append(self, payloads: Iterable[bytes]) -> None:
-        """Write records. They outlive this process from then on, and a power loss once `sync` has returned."""
+        """Write records to the file. They outlive this process from then on, and a power loss once `sync` has
+        returned.
+        """
         self._write(b"".join(map(self._record, payloads)))
 
     def _record(self, payload: bytes) -> bytes:
@@ -164,7 +171,7 @@ class JournalFile:
         self.num_bytes += len(data)
 
     def settle(self) -> None:
-        """Make it the journal: whoever reads finds either the old one or this one, whole."""
+        """Move the file to its place as the journal: whoever reads finds either the old one or this one, whole."""
         os.fsync(self._file)
         self._new.replace(self._path)
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -174,9 +181,9 @@ class JournalFile:
             os.close(folder)
 
     def sync(self) -> None:
-        """Returns when what was appended before is on the disk. For another thread than the one that appends."""
+        """Wait until what was appended before is on the disk. For another thread than the one that appends."""
         os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Append no more."""
+        """Close the file; nothing is appended any more."""
         os.close(self._file)

@@ -55,7 +55,9 @@ _MIN_COMPACTED = 1 << 20
 
 
 def state_after(payloads: Sequence[bytes]) -> JournalState:
-    """What is open after these records. Those that another version wrote are passed over with a line in the log."""
+    """Return the requests that are open after these records. Those that another version wrote are passed over with a
+    line in the log.
+    """
     state, num_unknown = JournalState(), 0
     for payload in payloads:
         try:
@@ -68,7 +70,8 @@ def state_after(payloads: Sequence[bytes]) -> JournalState:
 
 
 class Journal:
-    """One at a time has a folder. Raises ConfigError when another server does, or it cannot be used.
+    """The journal of one server, which alone has its folder. Raises ConfigError when another server has it, or it
+    cannot be used.
 
     `begin` on the event loop, before anything but `close`; all other methods there too.
     """
@@ -124,17 +127,17 @@ class Journal:
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """The folder that the journal is in."""
         return self._folder
 
     def digest_of(self, api_key: str) -> str:
-        """What stands for an API key in the journal; "" for none."""
+        """Return what stands for an API key in the journal; "" for none."""
         return hashlib.blake2b(api_key.encode(), key=self._key, digest_size=16).hexdigest() if api_key else ""
 
     # The beginning and the end.
 
     def begin(self, fingerprint: bytes) -> list[Kept]:
-        """Read what there is and go on from there. The requests that were open, the oldest first.
+        """Read what there is, go on from there, and return the requests that were open, the oldest first.
 
         fingerprint: 32 bytes, of the model. Another model's journal is set aside. Raises ConfigError.
         """
@@ -177,11 +180,11 @@ class Journal:
         return made
 
     def stop(self) -> None:
-        """What comes from now on is not written down: the requests that are open now are so at the next start."""
+        """Stop writing down what comes: the requests that are open now are so at the next start."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """Write what is left, let go of the folder. Safe to call twice."""
+        """Write what is left, and let go of the folder. Safe to call twice."""
         self.stop()
         self._ends.set()
         self._wake.set()
@@ -200,23 +203,23 @@ class Journal:
     # What happens to requests.
 
     def opened(self, record: Opened) -> None:
-        """A request has come."""
+        """Record that a request has come."""
         self._put(record)
 
     def note(self, id: str, first: int, token: PastToken) -> None:
-        """Token number `first` of all answers of a request."""
+        """Record a token, number `first` of all answers of a request."""
         self._put(Tokens(id, first, (token,)))
 
     def suspended(self, id: str, is_suspended: bool, num_tries: int = 0) -> None:
-        """It is, or is not any more. num_tries: see Noted."""
+        """Record whether a request is suspended from now on. num_tries: see Noted."""
         self._put(Noted(id, is_suspended, num_tries))
 
     def closed(self, id: str) -> None:
-        """Nobody can ask for it any more."""
+        """Record that nobody can ask for the request any more."""
         self._put(Closed(id))
 
     async def written(self) -> bool:
-        """Returns when all that was said before is written. False: the journal has stopped, it never will be."""
+        """Wait until all that was recorded before is written. False: the journal has stopped, it never will be."""
         if not self._is_stopped and not self._has_failed and self._num_written < self._num_put:
             waiter = self._loop.create_future()
             self._waiters.append((self._num_put, waiter))

@@ -1,4 +1,4 @@
-"""What the journal says: msgspec structs as msgpack. Any of its records, in order, give requests to go on with.
+"""Records of the journal: msgspec structs as msgpack. Any of its records, in order, give requests to go on with.
 
     Opened ── (Tokens | Noted)* ── Closed          of one request; those of others stand between them
 
@@ -29,8 +29,8 @@ __all__ = [
 
 
 class GenerationRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One answer of a request. prompt: index into Opened.prompts. params: with its seed, without stop strings:
-    the body has them.
+    """Record of one answer of a request. prompt: index into Opened.prompts. params: with its seed, without stop
+    strings: the body has them.
     """
 
     prompt: int
@@ -40,7 +40,7 @@ class GenerationRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="open"):
-    """A request whose stream is kept.
+    """Record of a request whose stream is kept.
 
     id: of its answer; request_id: what x-request-id says. key: digest of the API key that it came with, or "".
     path, body: what was asked, where. created, deadline: seconds since 1970, None: it may take any time. beside: what
@@ -61,7 +61,9 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="op
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
-    """The next tokens of all answers of a request, in the order in which they came. first: how many came before."""
+    """Record of the next tokens of all answers of a request, in the order in which they came. first: how many came
+    before.
+    """
 
     id: str
     first: int
@@ -69,8 +71,9 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, tag="note"):
-    """is_suspended: whether it is, from now on. num_tries: starts of a server that took it up to run
-    without another token."""
+    """Record of a request's suspension and restarts. is_suspended: whether it is, from now on. num_tries: starts of a
+    server that took it up to run without another token.
+    """
 
     id: str
     is_suspended: bool
@@ -78,7 +81,7 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, tag="note"):
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """Nobody can ask for it any more."""
+    """Record that nobody can ask for a request any more."""
 
     id: str
 
@@ -88,12 +91,12 @@ _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Record)
 
 
 def encoded(record: Record) -> bytes:
-    """As it is sealed."""
+    """Return the record's bytes, as they are sealed."""
     return _encoder.encode(record)
 
 
 def decoded(payload: bytes) -> Record:
-    """Raises msgspec.MsgspecError for what another version wrote."""
+    """Return the record in these bytes. Raises msgspec.MsgspecError for what another version wrote."""
     record: Record = _decoder.decode(payload)
     return record
 
@@ -109,7 +112,7 @@ class Kept:
     num_bytes: int = 0
 
     def records(self) -> Iterator[Record]:
-        """The fewest that say the same."""
+        """Yield the fewest records that say the same."""
         yield self.opened
         if self.tokens:
             yield Tokens(self.opened.id, 0, tuple(self.tokens))
@@ -125,7 +128,7 @@ class JournalState:
         self.num_bytes = 0
 
     def apply(self, record: Record, num_bytes: int) -> None:
-        """Take in the next record, of so many bytes. One of a request whose Opened was lost changes nothing."""
+        """Apply the next record, which has `num_bytes`. One of a request whose Opened was lost changes nothing."""
         if isinstance(record, Opened):
             self._close(record.id)
             self.kept[record.id] = Kept(record, num_bytes=num_bytes)

@@ -25,7 +25,8 @@ _HEADERS = [
 
 
 class EarlyStream:
-    """Stands between a route and its client. path: of the route, which decides the shape of errors.
+    """Passes messages between a route and its client, and can begin the response before the route does. path: of the
+    route, which decides the shape of errors.
 
     Before the first `ping` it lets everything through.
     """
@@ -38,22 +39,22 @@ class EarlyStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has a head already, so that an error can only be an event."""
+        """Whether the client has received the response's head, so that an error can only be an event."""
         return self._has_begun
 
     async def ping(self) -> None:
-        """Say that the model is on its way."""
+        """Send a ping, which says that the model is on its way, and the response's head before the first one."""
         if not self._has_begun:
             self._has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
         await self._send({"type": "http.response.body", "body": _PING, "more_body": True})
 
     async def fail(self, error: KTransformersError) -> None:
-        """End the stream with an error."""
+        """End the stream with an error event."""
         await self._end_with(error_body(error, self._path))
 
     async def send(self, message: Message) -> None:
-        """What the route sends."""
+        """Send the route's message to the client."""
         if not self._has_begun:
             await self._send(message)
         elif message["type"] == "http.response.start":

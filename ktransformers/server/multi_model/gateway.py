@@ -46,7 +46,7 @@ _SHORT = 16 << 10
 
 
 def gateway_app(gateway: Gateway, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
-    """The app of all models: what stands in front of routes is there once."""
+    """Return the app of all models, whose middleware in front of routes is there once."""
     app = FastAPI(title="ktransformers", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.default = gateway
     install_error_handlers(app)
@@ -55,8 +55,9 @@ def gateway_app(gateway: Gateway, config: ServerConfig, traces: TraceSink | None
 
 
 class Gateway:
-    """An ASGI app. models: in the order of their file; the first answers requests that name none, or one that nobody
-    knows. is_started: whether those that are wanted from the start are loaded.
+    """ASGI app that hands each request to the app of its model. models: in the order of their file; the first answers
+    requests that name none, or one that nobody knows. is_started: whether those that are wanted from the start are
+    loaded.
     """
 
     def __init__(self, models: Sequence[ServedModel], manager: ModelManager, config: ServerConfig):
@@ -78,7 +79,7 @@ class Gateway:
         return watch
 
     def share(self) -> RecentRequests:
-        """Let the models have together what they keep of answers, and the last requests, which are returned."""
+        """Let all models share the store of kept answers and the last requests, which are returned."""
         store, recent = ResponseStore(self._config.responses_store), RecentRequests()
         for model in self._models:
             model.app.state.responses = store
@@ -86,7 +87,7 @@ class Gateway:
         return recent
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads for texts."""
         self._workers.close()
         for model in self._models:
             model.service.workers.close()

@@ -1,4 +1,4 @@
-"""What the routes of each model show of the others: states, times, figures."""
+"""Facts that the routes of each model show of the others: states, times, figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PoolGroup"]
 
 
 class PoolGroup(ModelGroup):
-    """wall: seconds since 1970."""
+    """The models of a pool, as the routes of each see the others. wall: seconds since 1970."""
 
     def __init__(self, models: Sequence[ServedModel], pool: ModelPool, wall: Callable[[], float] = time.time):
         self.services = [model.service for model in models]

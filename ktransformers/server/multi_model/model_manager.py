@@ -1,4 +1,4 @@
-"""Does what the pool decides: loads and stops models, wakes those that wait. Knows no HTTP.
+"""Does what the pool decides: loads and stops models, wakes requests that wait. Knows no HTTP.
 
 All on one event loop. Whatever happens ends in `poke`, which asks the pool what is to be done now.
 """
@@ -31,15 +31,15 @@ class Loadable(Protocol):
     """A model that can be started and closed as often as one likes."""
 
     async def start(self) -> None:
-        """Load it. Raises KTransformersError."""
+        """Load the model. Raises KTransformersError."""
         ...
 
     async def lost(self) -> KTransformersError:
-        """Returns when it cannot go on though nobody closed it."""
+        """Wait until the model cannot go on though nobody closed it, and return the reason."""
         ...
 
     async def close(self) -> None:
-        """Free it."""
+        """Free the model."""
         ...
 
 
@@ -62,16 +62,16 @@ class ModelManager:
 
     @property
     def is_draining(self) -> bool:
-        """Whether nobody is let in any more."""
+        """Whether no request is let in any more."""
         return self._is_draining
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for any model."""
+        """Number of requests that wait for any model."""
         return sum(map(len, self._waiters.values()))
 
     def try_enter(self, name: str) -> bool:
-        """Be a user of the model, who must `leave` once, if it runs and takes requests."""
+        """Become a user of the model, who must `leave` once, if it runs and takes requests; return whether it does."""
         if self._is_draining or self.pool.state(name) is not ModelState.RUNNING:
             return False
         if self.pool.ask(name):
@@ -80,7 +80,7 @@ class ModelManager:
         return False
 
     async def enter(self, name: str) -> None:
-        """Wait until the model runs, and be a user of it, who must `leave` once.
+        """Wait until the model runs, and become a user of it, who must `leave` once.
 
         Raises NotReadyError while draining, QueueFullError, and LoadFailedError when it cannot be loaded, or could not
         be a moment ago.
@@ -116,16 +116,16 @@ class ModelManager:
             )
 
     def use(self, name: str) -> None:
-        """There is one user more, of a model that has one."""
+        """Count one more user of a model that has one."""
         self.pool.use(name)
 
     def leave(self, name: str) -> None:
-        """A user has gone."""
+        """Count out a user of the model."""
         self.pool.leave(name)
         self.poke()
 
     def keep_for(self, name: str, seconds: float) -> None:
-        """See ModelPool."""
+        """Keep the model running for this long when idle, as ModelPool.keep_for does."""
         self.pool.keep_for(name, seconds)
         self.poke()
 
@@ -136,7 +136,7 @@ class ModelManager:
         self.leave(name)
 
     def poke(self) -> None:
-        """Begin what is to be done now, and set the clock for what is to be done later."""
+        """Begin what is to be done now, and set the timer for what is to be done later."""
         if self._is_closed:
             return
         for action in self.pool.decide():
@@ -219,7 +219,7 @@ class ModelManager:
             logger.exception("the model %s was not stopped as it should be", name)
 
     def drain(self) -> None:
-        """Let nobody in any more. Those that wait receive an error."""
+        """Let no request in any more. Requests that wait receive an error."""
         self._is_draining = True
         for name, waiters in self._waiters.items():
             for _ in waiters:

@@ -1,4 +1,4 @@
-"""What models take of each device, before any of them is loaded: each is planned in a process of its own.
+"""Finds what models take of each device, before any of them is loaded: each is planned in a process of its own.
 
 Planning imports torch and looks at GPUs: in a child neither stays in the memory of the server. Reads headers only.
 """
@@ -26,7 +26,8 @@ _MOST_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class ToPlan:
-    """page_size: 0 for a cache of one sequence. beside: bytes of host memory that its processes take for themselves.
+    """A model to be planned. page_size: 0 for a cache of one sequence. beside: bytes of host memory that its processes
+    take for themselves.
 
     memory: bytes of host memory that there are for models; 0: all that is free.
     """
@@ -40,7 +41,8 @@ class ToPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """nbytes: {device: bytes} that the model takes, `beside` included. memory: {device: bytes} that are free now.
+    """Memory that a model needs, as planned. nbytes: {device: bytes} that the model takes, `beside` included. memory:
+    {device: bytes} that are free now.
 
     cache_lens, chunk_size, uses_gpus: what was left to the plan. error: why it cannot run; all else is empty then.
     ram_bytes: of the machine.
@@ -56,13 +58,15 @@ class ModelNeeds:
 
 
 def find_needs(models: Sequence[ToPlan]) -> list[ModelNeeds]:
-    """Of each, in order; some at a time. Errors of a model are in its needs."""
+    """Return the needs of each model, in order; a few are planned at the same time. Errors of a model are in its
+    needs.
+    """
     with ThreadPoolExecutor(max(min(len(models), _MOST_AT_ONCE, usable_cores()), 1)) as pool:
         return list(pool.map(_in_child, models))
 
 
 def pinned(config: EngineConfig, needs: ModelNeeds) -> EngineConfig:
-    """The configuration in which a model takes what was planned, whatever memory is free when it is loaded."""
+    """Return the configuration in which a model takes what was planned, whatever memory is free when it is loaded."""
     return replace(
         config,
         cache_lens=needs.cache_lens,
@@ -81,7 +85,7 @@ def _in_child(model: ToPlan) -> ModelNeeds:
 
 
 def plan_needs(model: ToPlan) -> ModelNeeds:
-    """Of one model, on this machine. Imports torch."""
+    """Plan the memory that one model needs on this machine. Imports torch."""
     from ktransformers.cache.paged import PagedCache
     from ktransformers.engine.model.opened import open_model
     from ktransformers.engine.plan.cache_plan import CachePlan, OneSequence, SharedPages
@@ -121,7 +125,7 @@ def _limited(machine: Machine, model: ToPlan) -> Machine:
 
 
 def main() -> int:
-    """The child: a ToPlan on standard input, ModelNeeds on standard output."""
+    """Plan a model in the child process: a ToPlan on standard input, ModelNeeds on standard output."""
     data = read_frame(sys.stdin.buffer)
     if data is None:
         return 1

@@ -1,4 +1,4 @@
-"""What is known of a model from its headers and its plan, for those who ask before it is loaded."""
+"""Facts of a model from its headers and its plan, for those who ask before it is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ __all__ = ["outline_of"]
 
 
 def outline_of(config: EngineConfig, needs: ModelNeeds) -> ModelInfo:
-    """Loads the tokenizer. Raises KTransformersError as loading the model would."""
+    """Return the facts of a model that is not loaded; loads the tokenizer. Raises KTransformersError as loading the
+    model would.
+    """
     check_tokenizer(config)
     described = describe_model(open_model(config))
     context_len = described.context_len

@@ -1,4 +1,4 @@
-"""Which of several models run: pure decisions about memory and turns. Starts nothing, waits for nothing.
+"""Decides which of several models run: pure decisions about memory and turns. Starts nothing, waits for nothing.
 
     stopped ── LOAD ──> loading ── loaded ──> running ── STOP ──> stopping ── stopped ──> stopped
                            └── failed ──> stopped       └── lost ──> stopping
@@ -29,7 +29,7 @@ FIRST_BACK_OFF, MOST_BACK_OFF = 1.0, 60.0
 
 
 class ModelState(StrEnum):
-    """See the module's docstring."""
+    """State of a model in the pool, see the module's docstring."""
 
     STOPPED = "stopped"
     LOADING = "loading"
@@ -38,7 +38,9 @@ class ModelState(StrEnum):
 
 
 class PoolActionKind(StrEnum):
-    """LOAD, STOP: say `loaded`, `failed` or `stopped` when it is done. ADMIT: those that waited for it are users."""
+    """Kind of an action that the pool decides. LOAD, STOP: say `loaded`, `failed` or `stopped` when it is done. ADMIT:
+    those that waited for it are users.
+    """
 
     LOAD = "load"
     STOP = "stop"
@@ -47,7 +49,7 @@ class PoolActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolAction:
-    """What is to be done with a model."""
+    """An action to be done with a model."""
 
     kind: PoolActionKind
     name: str
@@ -55,7 +57,9 @@ class PoolAction:
 
 @dataclass(frozen=True, slots=True)
 class PooledModel:
-    """nbytes: {device: bytes} that it takes while it runs, as planned. is_kept: once it runs it is never stopped."""
+    """A model in the pool. nbytes: {device: bytes} that it takes while it runs, as planned. is_kept: once it runs it is
+    never stopped.
+    """
 
     name: str
     nbytes: Mapping[str, int]
@@ -93,7 +97,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class Totals:
-    """Since the start."""
+    """Counts of a model's loads, failures and stops since the start."""
 
     num_loads: int = 0
     num_failures: int = 0
@@ -101,8 +105,8 @@ class Totals:
 
 
 class ModelPool:
-    """memory: {device: bytes} for all models together. idle_seconds: after which one that nobody asks for is stopped;
-    infinite: never. clock: seconds.
+    """Decides which models run within the memory. memory: {device: bytes} for all models together. idle_seconds: after
+    which one that nobody asks for is stopped; infinite: never. clock: seconds.
 
     Raises CapacityError for a model that cannot run alone, or beside those that are kept.
     """
@@ -138,8 +142,8 @@ class ModelPool:
     # What happens.
 
     def ask(self, name: str) -> bool:
-        """A request has come. True: it is a user now, and must `leave` once. False: it waits, until an ADMIT or what
-        `loaded` and `failed` say; or it must `withdraw` once.
+        """Ask for a model for a request that has come. True: it is a user now, and must `leave` once. False: it waits,
+        until an ADMIT or what `loaded` and `failed` say; or it must `withdraw` once.
         """
         entry = self._entries[name]
         if entry.state is ModelState.RUNNING and entry not in self._held:
@@ -150,35 +154,37 @@ class ModelPool:
         return False
 
     def wish(self, name: str) -> None:
-        """It shall be loaded though no request asks for it."""
+        """Ask to load a model though no request asks for it."""
         entry = self._entries[name]
         if not entry.has_memory:
             entry.is_wished = True
             self._stand_in_line(entry)
 
     def withdraw(self, name: str) -> None:
-        """A request that waited has gone. A model that loads for it alone goes on loading: who left may come again."""
+        """Count out a request that waited for a model. A model that loads for it alone goes on loading: who left may
+        come again.
+        """
         entry = self._entries[name]
         entry.num_waiting -= 1
         if not entry.num_waiting and not entry.is_wished and entry in self._line:
             self._line.remove(entry)
 
     def use(self, name: str) -> None:
-        """There is one user more, of a model that has one."""
+        """Count one more user of a model that has one."""
         self._use(self._entries[name], 1)
 
     def leave(self, name: str) -> None:
-        """A user has gone."""
+        """Count out a user of the model."""
         entry = self._entries[name]
         entry.num_users -= 1
         entry.idle_since = self._clock()
 
     def keep_for(self, name: str, seconds: float) -> None:
-        """From now on until it is stopped, it may be idle for so long."""
+        """Let the model be idle for `seconds`, from now on until it is stopped."""
         self._entries[name].patience = seconds
 
     def loaded(self, name: str) -> None:
-        """It runs. Those that waited are its users."""
+        """Note that a model runs. Requests that waited are its users."""
         entry = self._entries[name]
         entry.state, entry.error, entry.num_failures = ModelState.RUNNING, None, 0
         entry.idle_since = self._clock()
@@ -186,20 +192,20 @@ class ModelPool:
         self._admit(entry)
 
     def failed(self, name: str, error: KTransformersError) -> None:
-        """It could not be loaded. Nobody waits for it any more."""
+        """Note that a model could not be loaded. Nobody waits for it any more."""
         entry = self._entries[name]
         entry.num_waiting = 0
         self._note_failure(entry, error)
         self._free(entry)
 
     def lost(self, name: str, error: KTransformersError) -> None:
-        """It has ended by itself. It has its memory until `stopped`."""
+        """Note that a model has ended by itself. It has its memory until `stopped`."""
         entry = self._entries[name]
         entry.state = ModelState.STOPPING
         self._note_failure(entry, error)
 
     def stopped(self, name: str) -> None:
-        """Its memory is free."""
+        """Note that a model has stopped and its memory is free."""
         self._free(self._entries[name])
         self.totals[name].num_stops += 1
 
@@ -229,7 +235,9 @@ class ModelPool:
     # What is to be done.
 
     def decide(self) -> list[PoolAction]:
-        """What is to be done now; it counts as begun. To be asked after everything that happens, and at `wake_at`."""
+        """Return the actions to be done now; they count as begun. To be asked after everything that happens, and at
+        `wake_at`.
+        """
         now = self._clock()
         actions = [self._stop(entry) for entry in self._entries.values() if self._is_over(entry, now)]
         while self._line and self._line[0].state is ModelState.RUNNING:  # held for others, who have left
@@ -246,7 +254,7 @@ class ModelPool:
         return actions
 
     def wake_at(self) -> float | None:
-        """When `decide` has something to do though nothing happens, by the clock; None: never."""
+        """Return when `decide` has something to do though nothing happens, by the clock; None: never."""
         waits = [self._idle_end(entry) for entry in self._entries.values() if self._can_be_idle(entry)]
         end = min(waits, default=float("inf"))
         return None if end == float("inf") else end
@@ -308,11 +316,11 @@ class ModelPool:
     # What is known.
 
     def now(self) -> float:
-        """By its clock."""
+        """Return the seconds on the pool's clock."""
         return self._clock()
 
     def refusal(self, name: str) -> tuple[KTransformersError, float] | None:
-        """Why the model cannot be asked for now, and for how many seconds: it failed a moment ago."""
+        """Return why the model cannot be asked for now, and for how many seconds: it failed a moment ago."""
         entry = self._entries[name]
         wait = entry.retry_at - self._clock()
         if entry.has_memory or entry.error is None or wait <= 0:
@@ -320,23 +328,23 @@ class ModelPool:
         return entry.error, wait
 
     def state(self, name: str) -> ModelState:
-        """Of one model."""
+        """Return the state of one model."""
         return self._entries[name].state
 
     def num_waiting(self, name: str) -> int:
-        """Requests that wait for it."""
+        """Return the number of requests that wait for the model."""
         return self._entries[name].num_waiting
 
     def num_users(self, name: str) -> int:
-        """Requests that it must not be stopped under."""
+        """Return the number of requests under which the model must not be stopped."""
         return self._entries[name].num_users
 
     def nbytes(self, name: str) -> Mapping[str, int]:
-        """What it takes while it runs, by device."""
+        """Return the bytes that the model takes while it runs, by device."""
         return self._entries[name].model.nbytes
 
     def idle_end(self, name: str) -> float | None:
-        """When it will be stopped if nobody asks for it from now on, by the clock; None: never."""
+        """Return when the model will be stopped if nobody asks for it from now on, by the clock; None: never."""
         entry = self._entries[name]
         if entry.model.is_kept:
             return None
@@ -345,12 +353,12 @@ class ModelPool:
         return None if end == float("inf") else end
 
     def used(self) -> dict[str, int]:
-        """Bytes of all that load, run or stop, by device."""
+        """Return the bytes of all models that load, run or stop, by device."""
         there = [entry for entry in self._entries.values() if entry.has_memory]
         return {device: _sum(there, device) for device in self.memory}
 
     def check_integrity(self) -> None:
-        """For tests: what has to be true at every moment."""
+        """Assert what has to be true at every moment, for tests."""
         assert all(self.used()[device] <= self.memory[device] for device in self.memory)
         assert sum(entry.state is ModelState.LOADING for entry in self._entries.values()) <= 1
         assert all(entry.num_users >= 0 and entry.num_waiting >= 0 for entry in self._entries.values())

@@ -1,4 +1,4 @@
-"""What a request says of its model, read from its body before its route sees it. Knows the dialects' field names."""
+"""Reads which model a request wants from its body, before its route sees it. Knows the dialects' field names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class RoutingFields:
 
 
 def read_routing_fields(path: str, data: bytes, limits: JsonLimits) -> RoutingFields | None:
-    """What the body says; None for what is no JSON object within the limits: the route says what is wrong with it.
+    """Read the fields that decide about routing; None for what is no JSON object within the limits: the route says what
+    is wrong with it.
 
     Raises FieldError for a keep_alive that means nothing.
     """

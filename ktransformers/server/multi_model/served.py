@@ -1,4 +1,4 @@
-"""One of several models: its app, its backend, and how it is started. Does not decide when."""
+"""A model among several: its app, its backend, and how it is started. Does not decide when."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ logger = logging.getLogger("ktransformers.server")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """app: the routes over the backend, without what stands in front of them. It outlives every load."""
+    """A served model. app: the routes over the backend, without what stands in front of them. It outlives every
+    load.
+    """
 
     app: FastAPI
     backend: OnDemandInterface
 
     @classmethod
     def of(cls, backend: OnDemandInterface, config: ServerConfig, traces: TraceSink | None = None) -> ServedModel:
-        """config: with the model's own names."""
+        """Make the served model of a backend. config: with the model's own names."""
         return cls(model_app(backend, config, traces), backend)
 
     @property
     def service(self) -> Service:
-        """What its routes share."""
+        """The service that the model's routes share."""
         service = self.app.state.service
         assert isinstance(service, Service)
         return service
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """The first of the model's names."""
         return self.service.config.model_names[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """That requests may use."""
+        """The names that requests may use for the model."""
         return self.service.config.model_names
 
     async def start(self) -> None:
-        """Load it. Raises KTransformersError."""
+        """Load the model. Raises KTransformersError."""
         began = time.monotonic()
         await self.backend.start(LoadingLog(self.name))
         self.backend.model.tokenizer.use_tool_format(self.service.config.tool_format)
@@ -62,9 +64,9 @@ class ServedModel:
         logger.info("%s is ready after %s", self.name, duration(time.monotonic() - began))
 
     async def lost(self) -> KTransformersError:
-        """Returns when it cannot go on though nobody closed it."""
+        """Wait until the model cannot go on though nobody closed it, and return the reason."""
         return await self.backend.lost()
 
     async def close(self) -> None:
-        """Free it."""
+        """Free the model."""
         await self.backend.close()

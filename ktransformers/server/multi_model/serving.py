@@ -36,7 +36,8 @@ logger = logging.getLogger("ktransformers.server")
 
 @dataclass(frozen=True, slots=True)
 class ModelToServe:
-    """config: with the model's names and sampling. kind, make: of its backend, which is made within the event loop.
+    """A model to be served. config: with the model's names and sampling. kind, make: of its backend, which is made
+    within the event loop.
 
     outline: what is known before it is loaded. nbytes: {device: bytes}, as planned. is_kept: never stopped once it
     runs. is_first: loaded at the start.
@@ -52,7 +53,7 @@ class ModelToServe:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """The first of the model's names."""
         return self.config.model_names[0]
 
 
@@ -84,19 +85,19 @@ class Models:
         self._first = [model.name for model in models if model.is_first]
 
     async def start(self) -> None:
-        """Load those that are wanted from the start. Raises LoadFailedError."""
+        """Load the models that are wanted from the start. Raises LoadFailedError."""
         for name in self._first:
             await self.manager.load(name)
         self.gateway.is_started = True
 
     @property
     def counts(self) -> Counts:
-        """Of all models."""
+        """The counts of all models together."""
         each = [model.service.metrics.counts for model in self.served]
         return Counts(*(sum(getattr(one, name) for one in each) for name in Counts.__slots__))
 
     async def sum_up(self) -> None:
-        """Log what each model does, for ever."""
+        """Log what each model does, forever."""
         summaries = [(one.name, LoadSummary(one.backend, one.service.metrics.counts)) for one in self.served]
         while True:
             await asyncio.sleep(SUMMARY_SECONDS)
@@ -106,7 +107,7 @@ class Models:
                     logger.info("%s: %s", name, line)
 
     async def drain(self, seconds: float) -> None:
-        """Let nobody in any more, end those that are suspended or wait for a model, and wait for the others."""
+        """Let no request in any more, end those that are suspended or wait for a model, and wait for the others."""
         self.manager.drain()
         services = [model.service for model in self.served]
         num_suspended = sum(service.ongoing.end_suspended() for service in services)
@@ -119,11 +120,11 @@ class Models:
 
     @property
     def num_active(self) -> int:
-        """Requests that are in."""
+        """Number of requests to all models that were admitted and have not left."""
         return sum(model.service.admission.num_active for model in self.served)
 
     async def close(self) -> None:
-        """End everything."""
+        """End all models and the threads."""
         await self.manager.close()
         self.gateway.close()
 
@@ -184,7 +185,7 @@ def _announce(models: Models, config: ServerConfig, listener: socket.socket, sec
 def serve_models(
     models: Sequence[ModelToServe], config: ServerConfig, memory: Mapping[str, int], idle_seconds: float
 ) -> None:
-    """Serve until a signal comes. See Models.
+    """Serve several models until a signal comes. See Models.
 
     Raises KTransformersError when the port, the certificate, a flag or a model that is wanted at once cannot be used.
     """

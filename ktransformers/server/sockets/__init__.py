@@ -1,1 +1,1 @@
-"""What the kernel knows of connections."""
+"""Facts that the kernel knows of connections."""

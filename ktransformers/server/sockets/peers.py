@@ -1,4 +1,4 @@
-"""Whether the other side of a connection that sends no more still reads. Knows no HTTP.
+"""Finds whether the other side of a connection that sends no more still reads. Knows no HTTP.
 
 A client that has left and one that only sends no more (`shutdown(SHUT_WR)`) look the same on the wire: both send a FIN.
 Of a client on this machine the kernel knows which it is: a socket that its process has closed belongs to no file any
@@ -68,8 +68,9 @@ def _socket_of(family: socket.AddressFamily, source: tuple[str, int], target: tu
 
 
 def probe_often(connection: socket.socket) -> None:
-    """Have the kernel probe a silent peer each second: one that has left resets the connection, at the latest when
-    its system has forgotten it, after a minute on Linux."""
+    """Have the kernel probe a silent peer each second: one that has left resets the connection, at the latest when its
+    system has forgotten it, after a minute on Linux.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 30)):
         if hasattr(socket, name):

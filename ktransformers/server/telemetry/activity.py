@@ -1,4 +1,4 @@
-"""What the log says of the service itself: how loading goes, how busy it is, and what it did when it ends.
+"""Lines of the log about the service itself: how loading goes, how busy it is, and what it did when it ends.
 
 Pure text from counts and a clock that tests set; run.py says when.
 """
@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 
 
 def duration(seconds: float) -> str:
-    """For people: "12.3 s", "4 min 5 s", "3 h 12 min", "2 d 3 h"."""
+    """Return a time for people: "12.3 s", "4 min 5 s", "3 h 12 min", "2 d 3 h"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = int(seconds)
@@ -38,14 +38,14 @@ def duration(seconds: float) -> str:
 
 
 class LoadSummary:
-    """A line about the time since the last one; none when nobody asked for anything."""
+    """Makes a line about the time since the last one; none when nobody asked for anything."""
 
     def __init__(self, backend: BackendInterfaceBase, counts: Counts, clock: Clock = time.monotonic):
         self._backend, self._counts, self._clock = backend, counts, clock
         self._before, self._at = replace(counts), clock()
 
     def line(self) -> str | None:
-        """What is running now, and the rates since the last call. None when idle."""
+        """Return a line on what is running now, and the rates since the last call. None when idle."""
         now, counts, before = self._clock(), replace(self._counts), self._before
         seconds = max(now - self._at, 1e-9)
         self._before, self._at = counts, now
@@ -60,7 +60,7 @@ class LoadSummary:
         )
 
     async def run(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
-        """Log it every SUMMARY_SECONDS, for ever."""
+        """Log the line every SUMMARY_SECONDS, forever."""
         while True:
             await sleep(SUMMARY_SECONDS)
             line = self.line()
@@ -69,7 +69,9 @@ class LoadSummary:
 
 
 class LoadingLog:
-    """Lines in the place of a bar, for those who read the log later. A Progress; called from any thread."""
+    """Logs the progress of loading in lines in the place of a bar, for those who read the log later. A Progress; called
+    from any thread.
+    """
 
     def __init__(self, name: str, clock: Clock = time.monotonic):
         self._name, self._clock, self._began = name, clock, clock()
@@ -98,12 +100,12 @@ class LoadingLog:
 
 
 def watch_loading(name: str, bar: Progress | None) -> Progress:
-    """The bar where there is one (a terminal), else lines in the log."""
+    """Return the bar where there is one (a terminal), else lines in the log."""
     return LoadingLog(name) if bar is None else bar
 
 
 def farewell(why: int | str, counts: Counts, seconds: float) -> str:
-    """The last line. why: the signal that ended the service, or the reason in words."""
+    """Return the last line of the log. why: the signal that ended the service, or the reason in words."""
     reason = signal.Signals(why).name if isinstance(why, int) else why
     aborted = counts.num_started - counts.num_finished
     return (

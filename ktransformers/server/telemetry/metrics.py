@@ -1,4 +1,4 @@
-"""What /metrics shows: vLLM's names, which existing dashboards read, and our own. Knows a backend's figures.
+"""The metrics of /metrics: vLLM's names, which existing dashboards read, and our own. Knows a backend's figures.
 
 https://docs.vllm.ai/en/latest/usage/metrics.html. Histograms are observed where answers pass (answers/generations.py);
 everything else is read from the backend when somebody asks.
@@ -130,17 +130,17 @@ class _BackendCollector(Collector):
 
 
 class Refusals(Collector):
-    """Requests that were answered with an error status, whichever part of the server has refused them."""
+    """Counts of requests that were answered with an error status, whichever part of the server has refused them."""
 
     def __init__(self) -> None:
         self._by_status: dict[int, int] = {}
 
     def count(self, status: int) -> None:
-        """One more. status: of HTTP, 400 or more."""
+        """Count one more refused request. status: of HTTP, 400 or more."""
         self._by_status[status] = self._by_status.get(status, 0) + 1
 
     def collect(self) -> Iterator[Metric]:
-        """See Collector."""
+        """Yield the counter of refused requests, by HTTP status."""
         family = CounterMetricFamily(
             "ktransformers:requests_refused", "Requests answered with an error, by HTTP status.", labels=["status"]
         )
@@ -151,7 +151,9 @@ class Refusals(Collector):
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start, as they happen. prompt_tokens: computed, not found in the cache; counted at the first token."""
+    """Counts of answers and tokens since the start, as they happen. prompt_tokens: computed, not found in the cache;
+    counted at the first token.
+    """
 
     num_started: int = 0
     num_finished: int = 0
@@ -160,7 +162,7 @@ class Counts:
 
 
 class Metrics:
-    """One per app, with a registry of its own."""
+    """The metrics of one app, with a registry of its own."""
 
     def __init__(self, backend: BackendInterfaceBase, model_name: str):
         self.counts = Counts()
@@ -196,7 +198,7 @@ class Metrics:
         self._answer_tokens.inc(stats.completion_len)
 
     def render(self, more: Collector) -> tuple[bytes, str]:
-        """The text and its content type. more: what is said beside."""
+        """Return the metrics as text, and its content type. more: what is said beside."""
         return render_together([self], more)
 
 
@@ -221,7 +223,9 @@ class _Together(Collector):
 
 
 def render_together(all_metrics: Iterable[Metrics], *more: Collector) -> tuple[bytes, str]:
-    """As Metrics.render, of several models, which a label names. more: what is said beside."""
+    """Return the metrics of several models, which a label names, as text, and its content type. more: what is said
+    beside.
+    """
     registry = CollectorRegistry()
     registry.register(_Together([*(one.registry for one in all_metrics), *more]))
     return _rendered(registry)

@@ -42,7 +42,9 @@ _PLACEHOLDER = re.compile(r"%[-#0 +.\d]*[a-zA-Z]")
 
 
 def collector_url(endpoint: str) -> str:
-    """The address that spans are sent to: the endpoint, with OTLP's path where it has none. Raises ConfigError."""
+    """Return the address that spans are sent to: the endpoint, with OTLP's path where it has none. Raises
+    ConfigError.
+    """
     try:
         parts = urlsplit(endpoint)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -57,7 +59,7 @@ def collector_url(endpoint: str) -> str:
 
 
 class OtlpTraces:
-    """A TraceSink. Give it a provider for tests; `to` makes the real one."""
+    """A TraceSink that sends spans by OTLP. Give it a provider for tests; `to` makes the real one."""
 
     def __init__(self, provider: TracerProvider, exporter: _Exporter | None = None):
         self._provider, self._exporter = provider, exporter
@@ -65,7 +67,9 @@ class OtlpTraces:
 
     @classmethod
     def to(cls, endpoint: str) -> OtlpTraces:
-        """Sends to this address, with what the environment's OTEL_* variables say otherwise. Raises ConfigError."""
+        """Return traces that send to this address, with what the environment's OTEL_* variables say otherwise. Raises
+        ConfigError.
+        """
         url = collector_url(endpoint)
         _tame_logging()
         try:
@@ -78,11 +82,11 @@ class OtlpTraces:
         return cls(provider, exporter)
 
     def write(self, span: Span, headers: Mapping[str, Sequence[str]]) -> None:
-        """See TraceSink."""
+        """Send a request's spans, as TraceSink.write does."""
         _write(self._tracer, span, propagate.extract(headers), SpanKind.SERVER)
 
     def close(self) -> None:
-        """Send what is left, for CLOSE_SECONDS at most. Blocks."""
+        """Send the spans that are left, for CLOSE_SECONDS at most. Blocks."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)

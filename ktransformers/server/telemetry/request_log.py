@@ -1,4 +1,5 @@
-"""One line per request: who asked for what, the outcome, and of an answer its counts, times and rates. Never a text.
+"""Logs one line per request: who asked for what, the outcome, and of an answer its counts, times and rates. Never a
+text.
 
     127.0.0.1:50312 POST /v1/chat/completions 200 in 1.234 s, chatcmpl-...: 812 prompt tokens (700 cached),
         prefill 0.301 s (372.1 tokens/s), 96 tokens in 0.912 s (104.2 tokens/s), stop [alice, 3f2a...]
@@ -68,33 +69,33 @@ def _notes(scope: MutableMapping[str, Any]) -> _Notes:
 
 
 def request_id_of(request: Request) -> str:
-    """The id under which the log shows this request."""
+    """Return the id under which the log shows this request."""
     return _notes(request.scope).request_id
 
 
 def refusals_of(request: Request) -> Refusals:
-    """What was refused until now by the server that this request has come to."""
+    """Return the counts of requests that the server which got this request has refused until now."""
     found = request.scope.get(_REFUSALS_KEY)
     return found if isinstance(found, Refusals) else Refusals()
 
 
 def note_id(scope: MutableMapping[str, Any], request_id: str) -> None:
-    """Say under which id it is known, for one that is asked again without RequestLog in front."""
+    """Note the id under which a request is known, for one that is asked again without RequestLog in front."""
     _notes(scope).request_id = request_id
 
 
 def note_request(request: Request, answering: Answering) -> None:
-    """Say which generations this request is about, for its line in the log and its spans."""
+    """Note which generations this request is about, for its line in the log and its spans."""
     _notes(request.scope).answering = answering
 
 
 def note_key(scope: MutableMapping[str, Any], name: str) -> None:
-    """Say by which API key, for the line in the log: its name, not the key."""
+    """Note the name of the request's API key, not the key, for its line in the log."""
     _notes(scope).key_name = name
 
 
 def note_reason(scope: MutableMapping[str, Any], reason: str, error: BaseException | None = None) -> None:
-    """Say why this request is refused, for its line in the log: nothing that the client wrote may be in it.
+    """Note why this request is refused, for its line in the log: nothing that the client wrote may be in it.
 
     error: whose class its span names.
     """
@@ -103,7 +104,7 @@ def note_reason(scope: MutableMapping[str, Any], reason: str, error: BaseExcepti
 
 
 def without_quotes(message: str) -> str:
-    """An error message as the log may show it: what it quotes is left out."""
+    """Return an error message as the log may show it: what it quotes is left out."""
     return _QUOTED.sub("'...'", message)
 
 
@@ -193,8 +194,8 @@ def _trace(traces: TraceSink, scope: Scope, notes: _Notes, status: int, seconds:
 
 
 class RequestLog:
-    """ASGI middleware, the outermost. recent: where requests for answers are kept; traces: where their spans go;
-    refusals: where answers with an error status are counted, but those of probes.
+    """The outermost ASGI middleware, which logs each request. recent: where requests for answers are kept; traces:
+    where their spans go; refusals: where answers with an error status are counted, but those of probes.
 
     clock: seconds, for tests.
     """

@@ -1,4 +1,4 @@
-"""What a request has taken so far, for its line in the log and for the metrics."""
+"""Counts and times of a request so far, for its line in the log and for the metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = ["RequestMetrics"]
 
 
 class RequestMetrics:
-    """Counts of all generations behind one request. num_choices per prompt: a prompt counts once, not n times."""
+    """Counts and times of all generations behind one request. num_choices per prompt: a prompt counts once, not n
+    times.
+    """
 
     def __init__(self, requests: Sequence[GenerationRequest], n: int, metrics: Metrics):
         self.requests = requests
@@ -67,21 +69,21 @@ class RequestMetrics:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of all prompts, each counted once; known from the beginning."""
+        """Number of tokens of all prompts, each counted once; known from the beginning."""
         return sum(len(request.prompt_ids) for request in self.requests[:: self._n])
 
     @property
     def num_answers(self) -> int:
-        """To each prompt."""
+        """Number of answers to each prompt."""
         return self._n
 
     def stats(self, index: int) -> GenerationStats | None:
-        """Of one answer; None before its first event."""
+        """Return the stats of one answer; None before its first event."""
         return self._stats[index]
 
     @property
     def total(self) -> GenerationStats:
-        """The sum. Times add up too: they are the engine's work on this request."""
+        """The sum of the stats of all answers. Times add up too: they are the engine's work on this request."""
         known = [stats for stats in self._stats if stats is not None]
         firsts = [stats for stats in self._stats[:: self._n] if stats is not None]
         return GenerationStats(

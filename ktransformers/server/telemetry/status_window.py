@@ -1,4 +1,4 @@
-"""What the service did lately, for those who watch it: its last requests, without their texts, and its speed."""
+"""The service's last requests, without their texts, and its speed, for those who watch it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _WINDOW = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PastRequest:
-    """One request for answers. at: seconds since 1970, when it came. ttft, seconds: from then on.
+    """A past request for answers, as the status view shows it. at: seconds since 1970, when it came. ttft, seconds:
+    from then on.
 
     Counts are of all its answers together; what a refused one did not get to is None. key: the name of the API key.
     """
@@ -52,22 +53,22 @@ class _Seen:
 
 
 class RecentRequests:
-    """The last MAX_REQUESTS, in memory only."""
+    """The last MAX_REQUESTS requests, in memory only."""
 
     def __init__(self) -> None:
         self._past: deque[PastRequest] = deque(maxlen=MAX_REQUESTS)
 
     def add(self, past: PastRequest) -> None:
-        """Forgets the oldest when there are too many."""
+        """Add a request, and forget the oldest when there are too many."""
         self._past.append(past)
 
     def described(self) -> list[dict[str, Any]]:
-        """As JSON, the newest first."""
+        """Return the requests as JSON, the newest first."""
         return [asdict(past) for past in reversed(self._past)]
 
 
 class SpeedMeter:
-    """Tokens per second over the last _WINDOW seconds, or since it was last asked if that is longer ago.
+    """Measures tokens per second over the last _WINDOW seconds, or since it was last asked if that is longer ago.
 
     Keeps nothing while nobody asks. clock: seconds, for tests. limit_gbps: what the memory gives at most, GB/s, None
     where nobody has measured it.
@@ -100,7 +101,8 @@ class SpeedMeter:
         return before, now
 
     def read(self) -> tuple[dict[str, float], dict[str, float | None] | None]:
-        """prefill_tps and decode_tps; and gbps, the experts' weights that steps read from memory, while they ran.
+        """Return prefill_tps and decode_tps; and gbps, the experts' weights that steps read from memory, while they
+        ran.
 
         None without experts on the CPU, or when no step was looked at.
         """

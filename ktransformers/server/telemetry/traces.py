@@ -1,4 +1,5 @@
-"""A request for answers as spans, named by the GenAI semantic conventions. Knows no OpenTelemetry: see otlp.py.
+"""Makes the spans of a request for answers, named by the GenAI semantic conventions. Knows no OpenTelemetry: see
+otlp.py.
 
     chat demo ─┬─ prepare   from its arrival until its prompt is ready to be computed
                ├─ queue     until a step is planned for it                       each of its answers has
@@ -35,7 +36,7 @@ _Value = str | bool | int | float | Sequence[str]
 
 
 class Operation(StrEnum):
-    """gen_ai.operation.name."""
+    """Operation of a request, as the span attribute gen_ai.operation.name has it."""
 
     CHAT = "chat"
     TEXT_COMPLETION = "text_completion"
@@ -56,13 +57,14 @@ _OPERATIONS = {
 
 
 def operation_of(path: str) -> Operation | None:
-    """What a request for this path would have been, had it not been refused. None: nothing that has spans."""
+    """Return the operation of requests for this path, refused ones too. None: requests for it have no spans."""
     return _OPERATIONS.get(path)
 
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """What a request became. id: of the answer. model: the served name that it goes by.
+    """Facts about the answer to a request, for the log and traces. id: of the answer. model: the served name that it
+    goes by.
 
     is_prompt_only: see PreparedRequest.
     """
@@ -93,7 +95,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """began, ended: nanoseconds since 1970. Children lie inside, in the order of their beginnings."""
+    """A span of a trace. began, ended: nanoseconds since 1970. Children lie inside, in the order of their
+    beginnings.
+    """
 
     name: str
     began: int
@@ -104,7 +108,7 @@ class Span:
 
 
 class TraceSink(Protocol):
-    """Where spans go."""
+    """Receiver of the spans of requests."""
 
     def write(self, span: Span, headers: Mapping[str, Sequence[str]]) -> None:
         """Take in a request's spans, without waiting for anybody. headers: of the request, names in lower case."""
@@ -112,7 +116,7 @@ class TraceSink(Protocol):
 
 
 def span_of(outcome: Outcome) -> Span | None:
-    """The request's span, which ends now, with all that belongs to it. None: its path has none."""
+    """Return the request's span, which ends now, with all that belongs to it. None: its path has none."""
     answering = outcome.answering
     operation = operation_of(outcome.path) if answering is None else answering.operation
     if operation is None:
@@ -204,7 +208,9 @@ class _Clock:
     offset: int
 
     def at(self, seconds: float | None) -> int:
-        """None: never, so that what would have ended then ended with the request."""
+        """Return seconds on the monotonic clock as nanoseconds since 1970. None: never, so that what would have ended
+        then ended with the request.
+        """
         if seconds is None:
             return self.last
         return min(max(round(seconds * 1e9) + self.offset, self.first), self.last)

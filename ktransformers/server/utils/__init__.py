@@ -1,1 +1,1 @@
-"""What programs around the server need of it."""
+"""Functions that programs around the server need of it."""

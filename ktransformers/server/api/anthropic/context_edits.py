@@ -33,7 +33,9 @@ Count = Callable[[Conversation], int]
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """applied: what was done, as responses say it. original_len: tokens of the prompt before."""
+    """A conversation after its edits. applied: what was done, as responses say it. original_len: tokens of the prompt
+    before.
+    """
 
     conversation: Conversation
     applied: tuple[dict[str, Any], ...]
@@ -41,7 +43,7 @@ class Edited:
 
 
 def edited(conversation: Conversation, edits: Sequence[ContextEdit], count: Count, room: int) -> Edited:
-    """The conversation after these edits, in their order; those of other types do nothing.
+    """Return the conversation after these edits, made in their order; those of other types do nothing.
 
     count: called for each step that cleared something. room: tokens of a prompt that leaves room for the answer.
     """

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape, and the `request-id` that every answer of its routes carries."""
+"""Bodies of errors in Anthropic's shape, and the `request-id` that every answer of its routes carries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TYPES = {
 
 
 def error_shape(status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
-    """The body of an error; our code for it is in `details`. See responses.ERROR_SHAPES."""
+    """Return the body of an error in Anthropic's shape; our code for it is in `details`. See responses.ERROR_SHAPES."""
     type = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
     error: dict[str, Any] = {"type": type, "message": message}
     if code is not None:
@@ -47,7 +47,7 @@ def error_shape(status: int, message: str, code: str | None, param: str | None) 
 
 
 def too_long(error: ContextLengthError) -> ContextLengthError:
-    """The same in the words by which Claude Code knows that it has to shorten its conversation."""
+    """Return the error in the words by which Claude Code knows that it has to shorten its conversation."""
     return ContextLengthError(
         f"prompt is too long: {error.prompt_len} tokens > {error.max_len} maximum ({error})",
         prompt_len=error.prompt_len,

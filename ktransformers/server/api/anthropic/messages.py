@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens.
+"""The routes POST /v1/messages and /v1/messages/count_tokens.
 
 The headers `anthropic-version` and `anthropic-beta` and the query `?beta=true` are taken and change nothing.
 """
@@ -40,7 +40,7 @@ MAX_TOKENS = 1 << 18
 
 @router.post("/v1/messages")
 async def create_message(body: MessagesBody, request: Request) -> Response:
-    """The next turn of a conversation, as one message or as a stream of events (Anthropic's API)."""
+    """Answer with the next turn of a conversation, as one message or as a stream of events (Anthropic's API)."""
 
     applied: list[Mapping[str, Any]] = []
 
@@ -110,7 +110,7 @@ def _count(request: Request, body: ConversationBody) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: ConversationBody, request: Request) -> Response:
-    """How many tokens the prompt of such a request has."""
+    """Answer with how many tokens the prompt of a request to /v1/messages has."""
     service = service_of(request)
     service.check_model(body.model)
     return await service.workers.run(await body_size(request), _count, request, body)

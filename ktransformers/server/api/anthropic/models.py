@@ -1,4 +1,4 @@
-"""What GET /v1/models says to Anthropic's clients."""
+"""The answers of GET /v1/models to Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["described_model", "described_models", "is_asked_for"]
 
 
 def is_asked_for(request: Request) -> bool:
-    """Whether the client is one of Anthropic's."""
+    """Whether the client of this request is one of Anthropic's."""
     return "anthropic-version" in request.headers
 
 
 def described_model(service: Service, name: str) -> dict[str, Any]:
-    """One name. Raises NotReadyError while the model loads."""
+    """Return the entry of one model name for Anthropic's clients. Raises NotReadyError while the model loads."""
     created = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
     return {
         "type": "model",
@@ -32,6 +32,6 @@ def described_model(service: Service, name: str) -> dict[str, Any]:
 
 
 def described_models(service: Service) -> dict[str, Any]:
-    """All names, on one page."""
+    """Return the entries of all model names at this address, on one page."""
     models = [described_model(one, name) for one in service.beside for name in one.listed_names]
     return {"data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}

@@ -1,4 +1,4 @@
-"""From Anthropic's bodies to the requests of server/answers.
+"""Reads Anthropic's bodies into the requests of server/answers.
 
 Turns there hold lists of blocks; chat templates want one text, calls and reasoning beside it, and a turn of the role
 `tool` for each result. Neighbouring turns of one role are one turn.
@@ -67,7 +67,7 @@ _SEARCH_TOOLS = "tool_search_tool_"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was understood. ignored: names of fields that have no effect here, whatever the model."""
+    """A conversation read from a body. ignored: names of fields that have no effect here, whatever the model."""
 
     conversation: Conversation
     ignored: tuple[str, ...]
@@ -294,12 +294,12 @@ def _field_names(body: ConversationBody) -> dict[str, str]:
 
 
 def edits_of(body: ConversationBody) -> list[ContextEdit]:
-    """What `context_management` asks for."""
+    """Return the edits of the conversation that the body's `context_management` asks for."""
     return [] if body.context_management is None else body.context_management.edits or []
 
 
 def read_conversation(body: ConversationBody) -> Reading:
-    """Raises ConfigError and UnsupportedError for what this server does not do."""
+    """Read the conversation of a body. Raises ConfigError and UnsupportedError for what this server does not do."""
     ignored: list[str] = []
     config, thinking = body.output_config or OutputConfig(), body.thinking
     messages, altered = _messages(body, ignored.append)
@@ -331,7 +331,9 @@ def _constraint(body: ConversationBody) -> Constraint | None:
 
 
 def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
-    """The request, of a conversation that was read before. max_tokens 0 computes one token all the same."""
+    """Return the request for an answer to a conversation that was read before. max_tokens 0 computes one token all the
+    same.
+    """
     is_greedy = body.top_p == 0
     sampling = Sampling(
         temperature=0.0 if is_greedy else body.temperature,

@@ -66,7 +66,7 @@ class _Part(BaseModel):
 
 
 class TextBlock(_Part):
-    """Text."""
+    """A block of text."""
 
     type: Literal["text"]
     text: str
@@ -82,7 +82,7 @@ TextBlocks = Annotated[_TextBlocks, BeforeValidator(_blocks, json_schema_input_t
 
 
 class TextSource(_Part):
-    """Where a document's text is. Only text that comes with the request is read."""
+    """The source of a document's text. Only text that comes with the request is read."""
 
     type: str
     data: str | None = None
@@ -98,7 +98,7 @@ class TextSource(_Part):
 
 
 class DocumentBlock(_Part):
-    """A document; of plain text."""
+    """A document of plain text."""
 
     type: Literal["document"]
     source: TextSource
@@ -107,7 +107,7 @@ class DocumentBlock(_Part):
 
 
 class SearchResultBlock(_Part):
-    """What a search of the client's found."""
+    """A result of a search that the client made."""
 
     type: Literal["search_result"]
     source: str
@@ -116,7 +116,7 @@ class SearchResultBlock(_Part):
 
 
 class ToolReferenceBlock(_Part):
-    """The name of a tool that a search of the client's for tools found."""
+    """The name of a tool that was found when the client searched for tools."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -145,20 +145,20 @@ class ToolUseBlock(_Part):
 
 
 class ServerBlock(_Part):
-    """What ran on the servers of others, and what it gave: a tool, a fetch, a container."""
+    """A tool, a fetch or a container that ran on another provider's servers, and its result."""
 
     type: str
 
 
 class CompactionBlock(_Part):
-    """What another server made of the turns before. content: None where it failed."""
+    """A summary that another server made of the turns before. content: None where it failed."""
 
     type: Literal["compaction"]
     content: str | None = None
 
 
 class LeftOutBlock(_Part):
-    """A part of a tool's result that no model here is shown. What it says besides its type is not looked at."""
+    """A part of a tool's result that no model here is shown. Its fields besides its type are not looked at."""
 
     type: str = "content"
 
@@ -219,7 +219,7 @@ ResultContent = Annotated[_ResultBlocks, BeforeValidator(_blocks, json_schema_in
 
 
 class ToolResultBlock(_Part):
-    """What a call gave, or why it failed."""
+    """The result of a tool call, or why the call failed."""
 
     type: Literal["tool_result"]
     tool_use_id: str | None = None
@@ -248,7 +248,7 @@ _Blocks = Annotated[list[Block], Field(fail_fast=True)]
 
 
 class InputMessage(_Part):
-    """One turn."""
+    """A turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[_Blocks, BeforeValidator(_blocks, json_schema_input_type=str | _Blocks)]
@@ -275,7 +275,9 @@ class ToolDefinition(_Part):
 
 
 class ToolChoice(_Part):
-    """Whether the model calls tools, and which. disable_parallel_tool_use: one call at most. allowed: of these only."""
+    """Setting of whether the model calls tools, and which ones. disable_parallel_tool_use: one call at most. allowed:
+    of these only.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -298,7 +300,7 @@ def _as_choice(value: Any) -> Any:
 
 
 class Thinking(_Part):
-    """Whether the model reasons before it answers. display "omitted": without showing it."""
+    """Setting of whether the model reasons before it answers. display "omitted": without showing it."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: WholeNumber | None = None
@@ -306,7 +308,7 @@ class Thinking(_Part):
 
 
 class OutputFormat(BaseModel):
-    """A JSON schema. It is always followed; strict: whole, or not at all."""
+    """A JSON schema that the answer has to fit. It is always followed; strict: whole, or not at all."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -318,35 +320,35 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(_Part):
-    """effort: how much the model reasons. format: what the answer has to fit."""
+    """The output that the client wants. effort: how much the model reasons. format: what the answer has to fit."""
 
     effort: Annotated[str, Field(max_length=32)] | None = None
     format: OutputFormat | None = None
 
 
 class Trigger(_Part):
-    """More than so many: then an edit is done."""
+    """The number of tokens or tool uses above which a context edit is done."""
 
     type: Literal["input_tokens", "tool_uses"]
     value: Annotated[WholeNumber, Field(ge=0)]
 
 
 class Keep(_Part):
-    """The newest so many stay; "all" has no number."""
+    """The number of newest items that a context edit keeps; "all" has no number."""
 
     type: Literal["tool_uses", "thinking_turns", "all"]
     value: Annotated[WholeNumber, Field(ge=0)] | None = None
 
 
 class ClearAtLeast(_Part):
-    """So many tokens, or an edit is not done."""
+    """The number of tokens that a context edit must clear, else it is not done."""
 
     type: Literal["input_tokens"]
     value: Annotated[WholeNumber, Field(ge=0)]
 
 
 class ContextEdit(_Part):
-    """What of the conversation is cleared, and when (context_edits.py). None: as Anthropic has it."""
+    """An edit of the conversation: what is cleared, and when (context_edits.py). None: Anthropic's default."""
 
     type: str
     trigger: Trigger | None = None
@@ -363,7 +365,7 @@ class ContextManagement(_Part):
 
 
 class ConversationBody(BaseModel):
-    """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
+    """The body of POST /v1/messages/count_tokens, whose fields /v1/messages has too."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -381,7 +383,7 @@ class ConversationBody(BaseModel):
 
 
 class MessagesBody(ConversationBody):
-    """POST /v1/messages. max_tokens 0 computes the prompt, so that it is in the cache, and answers nothing."""
+    """The body of POST /v1/messages. max_tokens 0 computes the prompt into the cache, and answers nothing."""
 
     max_tokens: Annotated[WholeNumber, Field(ge=0, lt=1 << 31)]
     stream: bool | None = None

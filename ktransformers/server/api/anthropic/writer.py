@@ -1,4 +1,4 @@
-"""Answers as Anthropic's API writes them: blocks of thinking, text and tool calls, streamed or as one message.
+"""Writes answers as Anthropic's API has them: blocks of thinking, text and tool calls, streamed or as one message.
 
     message_start ping (content_block_start content_block_delta* content_block_stop)* message_delta message_stop
 
@@ -50,8 +50,8 @@ def _sse(type: str, **fields: Any) -> bytes:
 
 
 class MessageWriter(Writer):
-    """hides_thinking: blocks of thinking are empty. applied_edits: what context_management did, None without one.
-    ping: the event that says that the server lives.
+    """Writes an answer as Anthropic's API has it. hides_thinking: blocks of thinking are empty. applied_edits: what
+    context_management did, None without one. ping: the event that says that the server lives.
     """
 
     ping: ClassVar[bytes] = _sse("ping")
@@ -72,7 +72,7 @@ class MessageWriter(Writer):
     # Both ways follow the events and keep the blocks; the events that a stream shows come out on the way.
 
     def write(self, step: AnswerStep) -> Iterator[bytes]:
-        """See Writer."""
+        """Yield the stream's events for this step."""
         for event in step.events:
             match event:
                 case AnswerStarted(stats):
@@ -85,7 +85,7 @@ class MessageWriter(Writer):
                     yield from self._add(event)
 
     def end(self, error: KTransformersError | None) -> Iterator[bytes]:
-        """See Writer."""
+        """Yield the events that end the stream."""
         error = error or self._aborted()
         if error is not None:
             body = error_body(error, PATH)
@@ -99,12 +99,12 @@ class MessageWriter(Writer):
         yield _sse("message_stop")
 
     def keep(self, step: AnswerStep) -> None:
-        """See Writer."""
+        """Add a step of an answer that is sent as one message."""
         for _ in self.write(step):
             pass
 
     def body(self) -> Fields:
-        """See Writer. Raises NotReadyError for an answer that the server's end cut off."""
+        """Return the whole answer as one message. Raises NotReadyError for an answer that the server's end cut off."""
         error = self._aborted()
         if error is not None:
             raise error

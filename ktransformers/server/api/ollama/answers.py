@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate."""
+"""The routes POST /api/chat and /api/generate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ generate_router = APIRouter(route_class=any_type_route(GENERATE), responses=ERRO
 
 @router.post("/api/chat")
 async def chat(body: ChatBody, request: Request) -> Response:
-    """The next turn of a conversation, as lines of JSON or, with `stream` false, as one object."""
+    """Answer with the next turn of a conversation, as lines of JSON or, with `stream` false, as one object."""
     if is_load(body):
         return _loaded(request, body, {"message": {"role": "assistant", "content": ""}})
     return await _answer(request, body, partial(chat_request, service_of(request), body), ChatWriter)
@@ -36,7 +36,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
 
 @generate_router.post("/api/generate")
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """The answer to a prompt, as lines of JSON or, with `stream` false, as one object."""
+    """Answer a prompt, as lines of JSON or, with `stream` false, as one object."""
     if is_load(body):
         return _loaded(request, body, {"response": ""})
     return await _answer(request, body, partial(generate_request, service_of(request), body), GenerateWriter)

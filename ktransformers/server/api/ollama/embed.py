@@ -1,4 +1,6 @@
-"""POST /api/embed and /api/embeddings: vectors of texts. Too long ones are cut, unless `truncate` is false."""
+"""The routes POST /api/embed and /api/embeddings, for vectors of texts. Too long ones are cut, unless `truncate` is
+false.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ one_router = APIRouter(route_class=any_type_route(EMBED_ONE), responses=ERRORS)
 
 @router.post("/api/embed")
 async def embed(body: EmbedBody, request: Request) -> Response:
-    """A vector of length 1 for each input, from the hidden states of the model's last layer."""
+    """Answer with a vector of length 1 for each input, from the hidden states of the model's last layer."""
     began, service = time.perf_counter(), service_of(request)
 
     def render(made: Embeddings) -> Response:
@@ -54,7 +56,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
 
 @one_router.post("/api/embeddings")
 async def embeddings(body: EmbedOneBody, request: Request) -> Response:
-    """The embedding of a prompt, as older clients ask for it."""
+    """Answer with the embedding of one prompt, as older clients ask for it."""
     service = service_of(request)
 
     def render(made: Embeddings) -> Response:

@@ -1,4 +1,6 @@
-"""Which fields Ollama's clients send, and what becomes of each (server/http/fields.py says how). Knows no model."""
+"""Table of the fields that Ollama's clients send, and what becomes of each (server/http/fields.py says how). Knows no
+model.
+"""
 
 from __future__ import annotations
 

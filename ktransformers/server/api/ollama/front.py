@@ -1,4 +1,4 @@
-"""What Ollama says at `/`, which its clients look for before anything else."""
+"""Ollama's answer at `/`, which its clients look for before anything else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ __all__ = ["running"]
 
 
 def running(request: Request) -> Response | None:
-    """ "Ollama is running" for a program that takes whatever comes; None for browsers and for who asks for JSON.
+    """Return the response "Ollama is running" for a program that takes any type; None for browsers and who asks for
+    JSON.
 
     For GET and HEAD of `/`.
     """

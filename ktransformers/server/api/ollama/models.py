@@ -1,4 +1,4 @@
-"""What is said of the model: GET /api/version, /api/tags, /api/ps and POST /api/show."""
+"""Routes about the model: GET /api/version, /api/tags, /api/ps and POST /api/show."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ def _capabilities(model: ModelInfo) -> list[str]:
 
 @router.get("/api/version")
 async def version(request: Request) -> Response:
-    """The version of Ollama whose API this is, and of this program."""
+    """Answer with the version of Ollama whose API this is, and of this program."""
     return ApiResponse({"version": API_VERSION, "ktransformers": __version__})
 
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """The models that there are. 503 while the only one loads."""
+    """Answer with the models at this address. 503 while the only one loads."""
     found = [
         entry | {"modified_at": timestamp(service.shown_model.card.modified)}
         for service in service_of(request).beside
@@ -144,7 +144,7 @@ async def tags(request: Request) -> Response:
 
 @router.get("/api/ps")
 async def ps(request: Request) -> Response:
-    """The models that are loaded. size_vram: what the plan has on GPUs, the cache included."""
+    """Answer with the loaded models. size_vram: what the plan has on GPUs, the cache included."""
     loaded = (service for service in service_of(request).beside if service.backend.is_ready)
     return ApiResponse({"models": [entry | _loaded(service) for service in loaded for entry in _entries(service)]})
 
@@ -160,7 +160,7 @@ def _loaded(service: Service) -> Fields:
 
 @router.post("/api/show")
 async def show(body: NameBody, request: Request) -> Response:
-    """All about one model."""
+    """Answer with all facts about one model."""
     service = named_service(service_of(request), body.model)
     model, name = service.shown_model, plain_name(service, body.model)
     if name not in service.model_names:

@@ -10,7 +10,7 @@ LATEST = ":latest"
 
 
 def plain_name(service: Service, asked: str | None) -> str | None:
-    """The served name behind the one that was asked for; that itself when there is none."""
+    """Return the served name behind the one that was asked for; that itself when there is none."""
     if asked is None or asked in service.model_names:
         return asked
     plain = asked.removesuffix(LATEST)
@@ -18,15 +18,15 @@ def plain_name(service: Service, asked: str | None) -> str | None:
 
 
 def named_service(service: Service, asked: str | None) -> Service:
-    """The one at this address whose model is asked for; this one when there is none."""
+    """Return the service at this address whose model is asked for; this one when there is none."""
     return next((one for one in service.beside if plain_name(one, asked) in one.model_names), service)
 
 
 def shown_name(service: Service, asked: str | None, served: str) -> str:
-    """The name for the answer: as it was asked for, where that model is served."""
+    """Return the model's name for the answer: as it was asked for, where that model is served."""
     return asked if asked is not None and plain_name(service, asked) == served else served
 
 
 def listed_names(service: Service) -> list[str]:
-    """What the operator calls the model, with a tag each."""
+    """Return the operator's names of the model, with a tag each."""
     return [name if ":" in name.rpartition("/")[2] else name + LATEST for name in service.config.model_names]

@@ -1,4 +1,4 @@
-"""From Ollama's bodies to the requests of server/answers.
+"""Reads Ollama's bodies into the requests of server/answers.
 
 What a field asks that this model or server has no way to do, and that may be left undone, is added to `ignored`.
 """
@@ -48,12 +48,12 @@ def knows_thinking(tokenizer: Tokenizer) -> bool:
 
 
 def is_load(body: ChatBody | GenerateBody) -> bool:
-    """Whether nothing is asked but that the model be there, or be gone."""
+    """Whether a body asks for no answer, only that the model be loaded or unloaded."""
     return not (body.messages if isinstance(body, ChatBody) else body.prompt)
 
 
 def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRequest:
-    """The next turn of a conversation."""
+    """Read a body of /api/chat into the request for the next turn of its conversation."""
     altered: list[str] = []
     messages = _messages(body.messages, altered.append)
     tools = [
@@ -64,7 +64,7 @@ def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRe
 
 
 def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -> ChatRequest | TextRequest:
-    """The prompt as the one turn of a conversation, or raw."""
+    """Read a body of /api/generate into a request, with the prompt as the one turn of a conversation, or raw."""
     if not body.raw:
         messages = [Message(role="system", text=body.system)] if body.system else []
         return _chat(service, body, [*messages, Message(role="user", text=body.prompt)], [], ignored)

@@ -1,4 +1,4 @@
-"""Routes of Ollama's that this server has no way to serve: each says so, and what to do instead."""
+"""Ollama's routes that this server has no way to serve: each says so, and what to do instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED = (
 
 @router.post("/api/pull", include_in_schema=False)
 async def pull(body: NameBody, request: Request) -> Response:
-    """Success for the model that is served; others are not fetched by a running server."""
+    """Answer success for the model that is served; a running server fetches no others."""
     service = named_service(service_of(request), body.model)
     if plain_name(service, body.model) in service.model_names:
         return ApiResponse({"status": "success"})

@@ -1,4 +1,4 @@
-"""What the routes of this dialect share: bodies of any content type, and errors."""
+"""The parts that the routes of this dialect share: bodies of any content type, and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class AnyTypeRoute(BodyRoute):
-    """Takes every body as JSON: the commands in Ollama's documentation are `curl -d`, which calls it a form."""
+    """A route that takes every body as JSON: the commands in Ollama's documentation are `curl -d`, which calls it a
+    form.
+    """
 
     @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -54,5 +56,5 @@ class AnyTypeRoute(BodyRoute):
 
 
 def any_type_route(table: FieldTable) -> type[BodyRoute]:
-    """The class of routes whose bodies are sorted by this table, and are JSON whatever they say that they are."""
+    """Return the class of routes whose bodies are sorted by this table, and are JSON whatever their content type."""
     return body_route(table, AnyTypeRoute)

@@ -102,7 +102,7 @@ class _Model(BaseModel):
 
 
 class Options(_Body):
-    """How the answer is drawn. num_predict: most tokens of it; 0 and less: to the end of the context."""
+    """Options of how the answer is drawn. num_predict: most tokens of it; 0 and less: to the end of the context."""
 
     num_predict: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     num_ctx: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
@@ -119,7 +119,7 @@ class Options(_Body):
 
 
 class OllamaBody(_Body):
-    """What all bodies share. keep_alive: seconds, or a text such as "5m"."""
+    """The fields that all bodies share. keep_alive: seconds, or a text such as "5m"."""
 
     model: str | None = None
     options: Options = Options()
@@ -127,14 +127,14 @@ class OllamaBody(_Body):
 
     @property
     def is_to_unload(self) -> bool:
-        """Whether the model is not wanted any longer than this."""
+        """Whether the body asks to unload the model after this request: keep_alive is zero."""
         if isinstance(self.keep_alive, str):
             return _ZERO.fullmatch(self.keep_alive.strip()) is not None
         return self.keep_alive == 0
 
 
 class AnswerBody(OllamaBody):
-    """What chat and generate share. format: "json" or a JSON schema. think: whether to reason, or how much.
+    """The fields that chat and generate share. format: "json" or a JSON schema. think: whether to reason, or how much.
 
     truncate, shift: whether the oldest turns leave where the conversation is longer than the context. Ollama tells
     prompts from answers there; here turns leave before an answer begins, and make room for it.
@@ -156,12 +156,14 @@ class AnswerBody(OllamaBody):
 
     @property
     def is_streamed(self) -> bool:
-        """A stream is the default."""
+        """Whether the answer is streamed, which is the default."""
         return self.stream is not False
 
 
 class CalledFunction(_Model):
-    """arguments: an object; as JSON in a text too, as other dialects have it; or whatever the model wrote instead."""
+    """The function of an earlier tool call. arguments: an object; as JSON in a text too, as other dialects have it; or
+    whatever the model wrote instead.
+    """
 
     name: Annotated[str, Field(max_length=256)] = ""
     arguments: Any = None
@@ -175,7 +177,7 @@ class PastCallBody(_Model):
 
 
 class PastMessage(_Model):
-    """One turn. The role goes to the model's chat template as it is. tool_name: whose result this is."""
+    """A turn of a conversation. The role goes to the chat template as it is. tool_name: whose result this is."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Any = None
@@ -198,7 +200,7 @@ class PastMessage(_Model):
 
 
 class FunctionBody(_Model):
-    """parameters: a JSON schema, shown to the model as it is."""
+    """A function that the model may call. parameters: a JSON schema, shown to the model as it is."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -206,21 +208,21 @@ class FunctionBody(_Model):
 
 
 class ToolBody(_Model):
-    """An element of `tools`."""
+    """A tool, as an element of `tools`."""
 
     type: Literal["function"] = "function"
     function: FunctionBody
 
 
 class ChatBody(AnswerBody):
-    """POST /api/chat. Without messages nothing is answered but that the model is there."""
+    """The body of POST /api/chat. One without messages only asks that the model is there."""
 
     messages: Annotated[list[PastMessage], Field(fail_fast=True)] = []
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] = []
 
 
 class GenerateBody(AnswerBody):
-    """POST /api/generate. raw: the prompt as it is, without the chat template. Without a prompt: as chat."""
+    """The body of POST /api/generate. raw: the prompt as it is, without chat template. Without a prompt: as chat."""
 
     prompt: str = ""
     system: str = ""
@@ -234,7 +236,9 @@ class GenerateBody(AnswerBody):
 
 
 class EmbedBody(OllamaBody):
-    """POST /api/embed. truncate false: a text that is too long is an error. dimensions: how many of each vector's."""
+    """The body of POST /api/embed. truncate false: a text that is too long is an error. dimensions: how many of each
+    vector's.
+    """
 
     input: str | Annotated[list[str], Field(fail_fast=True)]
     truncate: bool | None = None
@@ -242,12 +246,12 @@ class EmbedBody(OllamaBody):
 
 
 class EmbedOneBody(OllamaBody):
-    """POST /api/embeddings, as older clients have it."""
+    """The body of POST /api/embeddings, as older clients have it."""
 
     prompt: str
 
 
 class NameBody(_Body):
-    """Names a model."""
+    """A body that names a model."""
 
     model: str

@@ -1,4 +1,4 @@
-"""Answers as Ollama writes them: lines of JSON, or one object; counts and durations (nanoseconds) in the last."""
+"""Writes answers as Ollama does: lines of JSON, or one object; counts and durations (nanoseconds) in the last."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _REASONS = {AnswerReason.LENGTH: "length", AnswerReason.ABORT: "abort"}  # "stop
 
 
 def timestamp(seconds: float) -> str:
-    """Seconds since 1970, as RFC 3339 has it."""
+    """Return a time in seconds since 1970 in the format of RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def error_fields(status: int, message: str, code: str | None, param: str | None) -> Fields:
-    """An error, of which Ollama's clients get the words alone."""
+    """Return the body of an error, which in Ollama's API is the message alone."""
     return {"error": message}
 
 
 def nanoseconds(seconds: float) -> int:
-    """At least 1: clients divide by it."""
+    """Return seconds as whole nanoseconds, at least 1: clients divide by it."""
     return max(1, round(seconds * 1e9))
 
 
@@ -70,8 +70,8 @@ class _Piece:
 
 
 class OllamaWriter(Writer):
-    """A subclass says where an answer's text goes. model: the name for the answer. began: of the request, on
-    time.perf_counter's clock.
+    """Writes answers as Ollama does; a subclass says where an answer's text goes. model: the name for the answer.
+    began: of the request, on time.perf_counter's clock.
     """
 
     media_type: ClassVar[str] = "application/x-ndjson"
@@ -87,7 +87,7 @@ class OllamaWriter(Writer):
         """The fields that carry a piece."""
 
     def write(self, step: AnswerStep) -> Iterator[bytes]:
-        """See Writer."""
+        """Yield the lines of the stream for this step."""
         self.keep(step)
         if not self._piece.is_empty:
             yield self._line(self._shown() | {"done": False})
@@ -96,12 +96,12 @@ class OllamaWriter(Writer):
             yield self._line(self._shown() | self._end())
 
     def end(self, error: KTransformersError | None) -> Iterator[bytes]:
-        """See Writer."""
+        """Yield the line that says why a stream ended early."""
         if error is not None:
             yield self._line({"error": str(error)})
 
     def keep(self, step: AnswerStep) -> None:
-        """See Writer."""
+        """Add a step of an answer to what is written next."""
         piece = self._piece
         for event in step.events:
             match event:
@@ -121,7 +121,7 @@ class OllamaWriter(Writer):
                     self._finished = event
 
     def body(self) -> Fields:
-        """See Writer."""
+        """Return the whole answer as one object."""
         return self._shown() | self._end()
 
     def _close(self, index: int) -> None:
@@ -162,7 +162,7 @@ class OllamaWriter(Writer):
 
 
 class ChatWriter(OllamaWriter):
-    """Of /api/chat."""
+    """Writes answers of /api/chat."""
 
     def _content(self, piece: _Piece) -> Fields:
         message: Fields = {"role": "assistant", "content": piece.text}
@@ -174,7 +174,7 @@ class ChatWriter(OllamaWriter):
 
 
 class GenerateWriter(OllamaWriter):
-    """Of /api/generate."""
+    """Writes answers of /api/generate."""
 
     def _content(self, piece: _Piece) -> Fields:
         return {"response": piece.text} | ({"thinking": piece.thinking} if piece.thinking else {})

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions. https://platform.openai.com/docs/api-reference/chat
+"""The route POST /v1/chat/completions. https://platform.openai.com/docs/api-reference/chat
 
 Reasoning comes back as `reasoning_content` (DeepSeek's name) and as `reasoning` (OpenRouter's), in messages and in
 deltas. A stream's first chunk, which names the role, comes with the first token: what is measured to it is the prompt's
@@ -48,7 +48,7 @@ router = APIRouter(route_class=body_route(CHAT_FIELDS))
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-    """The next turn of a conversation, as one JSON object or as a stream of server-sent events."""
+    """Answer with the next turn of a conversation, as one JSON object or as a stream of server-sent events."""
 
     def read() -> ChatRequest:
         note_unused(request, unenforced(body))

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids in, their continuation out.
+"""The route POST /v1/completions: text or token ids in, their continuation out.
 
 https://platform.openai.com/docs/api-reference/completions. With `echo` the choice begins with its prompt, and with
 `logprobs` too, the prompt's tokens have theirs: what evaluation harnesses score answers with.
@@ -30,7 +30,7 @@ router = APIRouter(route_class=body_route(COMPLETION_FIELDS))
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionBody, request: Request) -> Response:
-    """The continuation of one or more prompts, as one JSON object or as a stream of server-sent events."""
+    """Answer with the continuation of one or more prompts, as one JSON object or as a stream of server-sent events."""
     return await respond(
         request,
         count_answers(num_prompts(body), body.num_computed),
@@ -53,7 +53,7 @@ class _Piece:
 
     @property
     def mean_logprob(self) -> float:
-        """How likely its tokens were on average."""
+        """Mean log probability of the answer's tokens."""
         return self.sum_logprobs / max(self.num_scored, 1)
 
 

@@ -16,7 +16,7 @@ class _Fields(BaseModel):
 
 
 class NamedSchema(_Fields):
-    """A JSON schema. It is always followed; strict: whole, or not at all."""
+    """A JSON schema that the answer has to fit. It is always followed; strict: whole, or not at all."""
 
     name: str | None = None
     description: str | None = None
@@ -25,7 +25,9 @@ class NamedSchema(_Fields):
 
 
 class ResponseFormat(_Fields):
-    """OpenAI's; with `schema` beside the type, llama.cpp's. value: TGI's, pattern: Together's, grammar: Fireworks'."""
+    """OpenAI's `response_format`; with `schema` beside the type, llama.cpp's. value: TGI's, pattern: Together's,
+    grammar: Fireworks'.
+    """
 
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
     json_schema: NamedSchema | None = None
@@ -36,7 +38,7 @@ class ResponseFormat(_Fields):
 
 
 class StructuredOutputs(_Fields):
-    """vLLM's. One of the first five."""
+    """vLLM's `structured_outputs`, with one of the first five fields."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: str | None = None
@@ -50,14 +52,14 @@ class StructuredOutputs(_Fields):
 
 
 class TypedGrammar(_Fields):
-    """TGI's: a schema or a regular expression under the name of a grammar."""
+    """TGI's `grammar`: a schema or a regular expression under the name of a grammar."""
 
     type: Literal["json", "json_schema", "regex"]
     value: Schema
 
 
 class ConstraintFields(_Fields):
-    """At most one of them."""
+    """The fields that constrain an answer, at most one of which may be sent."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -69,5 +71,5 @@ class ConstraintFields(_Fields):
     grammar: TypedGrammar | str | None = None
 
     def constraint_fields(self) -> dict[str, Any]:
-        """These fields as they were sent."""
+        """Return the constraint's fields as they were sent."""
         return self.model_dump(by_alias=True, exclude_none=True, include=set(ConstraintFields.model_fields))

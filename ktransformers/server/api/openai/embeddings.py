@@ -1,4 +1,4 @@
-"""POST /v1/embeddings. https://platform.openai.com/docs/api-reference/embeddings"""
+"""The route POST /v1/embeddings. https://platform.openai.com/docs/api-reference/embeddings"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ router = APIRouter(route_class=body_route(EMBEDDING_FIELDS))
 
 @router.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingsBody, request: Request) -> Response:
-    """A vector of length 1 for each input, from the hidden states of the model's last layer."""
+    """Answer with a vector of length 1 for each input, from the hidden states of the model's last layer."""
     inputs = _inputs(body)
 
     def read() -> EmbeddingRequest:

@@ -1,4 +1,5 @@
-"""Which fields OpenAI's routes and vLLM's know, and what becomes of each (http/fields.py says how). Knows no model.
+"""Table of the fields that OpenAI's routes and vLLM's know, and what becomes of each (http/fields.py says how). Knows
+no model.
 
 OpenAI's names are joined by those of vLLM, SGLang, llama.cpp, Ollama, DeepSeek and OpenRouter, whose clients send them
 by habit. `docs/server.md` has the same as a table for readers.

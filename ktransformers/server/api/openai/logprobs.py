@@ -22,14 +22,16 @@ def _finite(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-    """One element of choices[].logprobs.content."""
+    """Return one element of choices[].logprobs.content, for one token of a chat answer."""
     top = [_entry(tokenizer, other, value) for other, value in logprobs.top]
     return _entry(tokenizer, token_id, logprobs.logprob) | {"top_logprobs": top}
 
 
 @dataclass(slots=True)
 class CompletionLogprobs:
-    """choices[].logprobs of /v1/completions. text_offset counts characters from the beginning of the choice's text."""
+    """The field choices[].logprobs of /v1/completions, built token by token. text_offset counts characters from the
+    beginning of the choice's text.
+    """
 
     tokenizer: Tokenizer
     _offset: int = 0
@@ -39,7 +41,7 @@ class CompletionLogprobs:
     _offsets: list[int] = field(default_factory=list)
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """logprobs None: the first token of a prompt, which nothing comes before."""
+        """Add the next token. logprobs None: the first token of a prompt, which nothing comes before."""
         token = self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
         self._tokens.append(token)
         self._offsets.append(self._offset)
@@ -56,7 +58,7 @@ class CompletionLogprobs:
         self._tops.append(tops)
 
     def take(self) -> dict[str, Any]:
-        """What was added since the last call."""
+        """Return the fields for the tokens that were added since the last call."""
         taken = {
             "tokens": self._tokens,
             "token_logprobs": self._logprobs,

@@ -1,4 +1,5 @@
-"""GET /v1/models: the names that requests may use. 503 while the model loads: scripts wait here for it.
+"""The routes below GET /v1/models, which say the names that requests may use. 503 while the model loads: scripts wait
+here for it.
 
 Anthropic's clients, which send `anthropic-version`, get their dialect.
 """
@@ -32,7 +33,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The names to choose from: those that the operator gave, of each model at this address."""
+    """Answer with the names to choose from: those that the operator gave, of each model at this address."""
     service = service_of(request)
     if is_asked_for(request):
         return ApiResponse(described_models(service))
@@ -42,7 +43,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request) -> Response:
-    """One name."""
+    """Answer with the entry of one model name."""
     asked = service_of(request)
     service = next((one for one in asked.beside if name in one.model_names), asked)
     described = _describe(service, name)

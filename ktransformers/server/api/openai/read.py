@@ -1,4 +1,4 @@
-"""From OpenAI's bodies to the requests of server/answers. Knows no model.
+"""Reads OpenAI's bodies into the requests of server/answers. Knows no model.
 
 Two forms differ from what chat templates want: content parts (templates want one text) and the arguments of earlier
 tool calls (JSON as text here, an object there).
@@ -120,12 +120,12 @@ def _tool(tool: FunctionTool | CustomTool) -> list[Tool]:
 
 
 def custom_names(body: ChatBody) -> frozenset[str]:
-    """The names of its tools whose input is a text."""
+    """Return the names of the body's tools whose input is a text."""
     return frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, CustomTool))
 
 
 def unenforced(body: ChatBody) -> list[str]:
-    """Fields that the model is shown and may not follow."""
+    """Return the names of the body's fields that the model is shown and may not follow."""
     has_grammar = any(isinstance(tool, CustomTool) and tool.custom.grammar is not None for tool in body.tools or ())
     return ["tools.custom.format"] if has_grammar else []
 
@@ -206,7 +206,7 @@ def _overflow(truncate_prompt_tokens: int | None) -> dict[str, Any]:
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
-    """Raises FieldError for a tool that is none."""
+    """Read a chat body into a request. Raises FieldError for a tool that is none."""
     altered: list[str] = []
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tools = _allowed(body, _tools(body.tools) if body.functions is None else _functions(body.functions))
@@ -236,7 +236,7 @@ def chat_request(body: ChatBody) -> ChatRequest:
 
 
 def tokenized_conversation(body: TokenizeBody) -> Conversation:
-    """What /tokenize counts. Errors as `chat_request`."""
+    """Return the conversation whose tokens /tokenize counts. Errors as `chat_request`."""
     altered: list[str] = []
     return Conversation(
         messages=_messages(body.messages or (), altered.append),
@@ -252,7 +252,7 @@ def tokenized_conversation(body: TokenizeBody) -> Conversation:
 
 
 def num_prompts(body: CompletionBody) -> int:
-    """How many prompts these are. Raises ConfigError for none."""
+    """Return how many prompts the body has. Raises ConfigError for none."""
     if not isinstance(body.prompt, str) and not body.prompt:
         raise ConfigError("prompt is empty: there is nothing to continue")
     return len(_prompts(body))
@@ -264,7 +264,9 @@ def _prompts(body: CompletionBody) -> Sequence[str | Sequence[int]]:
 
 
 def text_request(body: CompletionBody) -> TextRequest:
-    """With best_of above n, answers carry what tells the best of them: how likely their tokens are."""
+    """Read a completion body into a request. With best_of above n, answers carry what tells the best of them: how
+    likely their tokens are.
+    """
     is_chosen = body.num_computed > (body.n or 1)
     return TextRequest(
         id=new_id("cmpl"),

@@ -1,4 +1,4 @@
-"""What OpenAI's two ways to write answers share: chunks as server-sent events, and where they carry the usage."""
+"""Parts that OpenAI's two ways to write answers share: chunks as server-sent events, and where they carry the usage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _sse(content: Fields) -> bytes:
 
 
 class OpenAIWriter(Writer):
-    """A subclass writes the elements of `choices`. kind, chunk_kind: what `object` says, of a body and of a chunk.
+    """Base of OpenAI's writers; a subclass writes the elements of `choices`. kind, chunk_kind: what `object` says, of a
+    body and of a chunk.
 
     A stream's usage comes in a chunk of its own, and every other chunk says `usage: null`, with OpenAI's include_usage;
     without stream_options in the chunk that finishes the last choice, which is what scripts of upstream's users read;
@@ -58,14 +59,14 @@ class OpenAIWriter(Writer):
         """The choices of a body."""
 
     def write(self, step: AnswerStep) -> Iterator[bytes]:
-        """See Writer."""
+        """Yield the stream's chunks for this step."""
         self._num_sent += sum(isinstance(event, TokenAdded) for event in step.events)
         for choice in self._chunk_choices(step):
             self._num_open -= choice["finish_reason"] is not None
             yield self._chunk(choice, has_usage=self._is_in_finish and not self._num_open)
 
     def end(self, error: KTransformersError | None) -> Iterator[bytes]:
-        """See Writer."""
+        """Yield the chunks that end the stream."""
         if error is not None:
             yield _sse(error_body(error))
         elif self._has_last_chunk:
@@ -73,7 +74,7 @@ class OpenAIWriter(Writer):
         yield _DONE
 
     def body(self) -> Fields:
-        """See Writer."""
+        """Return the whole answer as one object."""
         return self._head(self.kind) | {"choices": self._choices(), "usage": self._usage()}
 
     def _head(self, kind: str) -> Fields:

@@ -73,12 +73,12 @@ class _Stream:
         return replayed_events(self._output_processor, self._request.past)
 
     def abort(self) -> None:
-        """Send its reader the last event, with ABORT."""
+        """Send the answer's reader the last event, with ABORT."""
         self.buffer.put(self._output_processor.aborted())
         self.buffer.end()
 
     def resume(self) -> None:
-        """The time since it was suspended does not count as decoding."""
+        """Leave the time since the answer was suspended out of its time of decoding."""
         assert self.suspended_at is not None
         self._output_processor.leave_out(time.perf_counter() - self.suspended_at)
         self.suspended_at = None
@@ -102,7 +102,7 @@ class _Stream:
 
 
 class BalanceServeInterface(BackendInterfaceBase):
-    """Serves many requests at once. Every method runs on the event loop that `start` runs on.
+    """Backend that serves many requests at once. Every method runs on the event loop that `start` runs on.
 
     clock: of waits between restarts.
     """
@@ -187,7 +187,7 @@ class BalanceServeInterface(BackendInterfaceBase):
 
     @property
     def supervisor(self) -> Supervisor:
-        """For tests and metrics. Raises NotReadyError before `start`."""
+        """The supervisor of the processes, for tests and metrics. Raises NotReadyError before `start`."""
         if self._supervisor is None:
             raise NotReadyError("nothing is started yet")
         return self._supervisor
@@ -211,7 +211,7 @@ class BalanceServeInterface(BackendInterfaceBase):
         )
 
     async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See BackendInterfaceBase.
+        """Generate an answer, as BackendInterfaceBase.inference does.
 
         stats.prefill_seconds runs from admission to the first token, without the time in the queue.
         """

@@ -18,7 +18,8 @@ __all__ = ["KTransformersInterface"]
 
 
 class KTransformersInterface(TransformersInterface):
-    """Serves one request at a time with our operators, decode steps as CUDA graphs where the model allows it.
+    """Backend that serves one request at a time with our operators, decode steps as CUDA graphs where the model allows
+    it.
 
     Reuses the longest prefix that a prompt shares with the request before it.
     """

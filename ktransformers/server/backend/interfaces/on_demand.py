@@ -1,4 +1,4 @@
-"""A backend that is started and closed many times: each start makes the real one anew. Does not decide when.
+"""A backend that can be started and closed many times: each start makes the real one anew. Does not decide when.
 
 stopped ── start() ──> ready ── close() ──> stopped
 """
@@ -32,7 +32,7 @@ class OnDemandInterface(BackendInterfaceBase):
 
     @staticmethod
     def of(kind: type[BackendInterfaceBase]) -> type[OnDemandInterface]:
-        """The class for real backends of this class."""
+        """Return the subclass for real backends of this class."""
         traits = ("name", "has_priorities", "can_suspend", "can_go_on", "no_suspension")
         named = {name: getattr(kind, name) for name in traits}
         return type(f"OnDemand{kind.__name__}", (OnDemandInterface,), named)
@@ -70,7 +70,7 @@ class OnDemandInterface(BackendInterfaceBase):
 
     @property
     def model(self) -> ModelInfo:
-        """Of one that has stopped, too: what is left of its answers is still written."""
+        """The model's facts, also of a backend that has stopped: what is left of its answers is still written."""
         return self._outline if self._inner is None else self._inner.model
 
     @override
@@ -96,7 +96,7 @@ class OnDemandInterface(BackendInterfaceBase):
         self._running().check(request)
 
     async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See BackendInterfaceBase."""
+        """Generate an answer with the real backend, as BackendInterfaceBase.inference does."""
         async with aclosing(self._running().inference(request)) as events:
             async for event in events:
                 yield event

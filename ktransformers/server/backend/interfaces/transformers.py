@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedSession:
-    """A loaded model: its facts, what generates, how to free it, and what profiles say of it."""
+    """A loaded model: its facts, the session that generates, how to free it, and the facts for profiles."""
 
     model: ModelInfo
     session: Session
@@ -72,7 +72,9 @@ class LoadedSession:
         profiled: ProfileMeta,
         new_runtime: Callable[[], Runtime | None] = lambda: None,
     ) -> LoadedSession:
-        """All of it from an engine of one sequence. new_runtime: what native code records by in profiles."""
+        """Return the loaded session of an engine of one sequence. new_runtime: what native code records by in
+        profiles.
+        """
         model = ModelInfo(
             tokenizer=engine.tokenizer,
             max_len=engine.runner.max_len,
@@ -107,34 +109,34 @@ class _RequestState:
         (self.suspend if request.is_suspended() else self.resume)()
 
     def past(self) -> AsyncGenerator[TokenEvent, None]:
-        """Yields the events of what another process has sent."""
+        """Yield the events of what another process has sent."""
         return replayed_events(self._replayed, self.request.past)
 
     def begin(self, session: Session) -> Generation:
-        """Its answer, or the rest of it. Raises what is wrong with the request."""
+        """Begin the generation of the answer, or of the rest of it. Raises what is wrong with the request."""
         request, past = self.request, self.request.past
         cached_len = past[-1].cached_len if past else None
         partial = PartialGeneration(request.prompt_ids, request.params, [one.token_id for one in past], cached_len)
         return session.resume(partial, request.request_id)
 
     def aborted(self) -> TokenEvent:
-        """The last event, where it is ended while it waits or is suspended."""
+        """Return the last event of an answer that is ended while it waits or is suspended."""
         return (self._replayed if self.generation is None else self.generation.output_processor).aborted()
 
     def suspend(self) -> None:
-        """Before its next step."""
+        """Suspend the answer before its next step."""
         self.is_suspended = True
         self._may_run.clear()
 
     def resume(self) -> None:
-        """Its turn may come."""
+        """Let the answer go on when its turn comes."""
         self.is_suspended = False
         if self.generation is not None:
             self.generation.resumed()
         self._may_run.set()
 
     async def until_resumed(self, deadline: float | None) -> None:
-        """Raises DeadlineError."""
+        """Wait until the answer is not suspended. Raises DeadlineError."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self._may_run.wait()
@@ -143,7 +145,8 @@ class _RequestState:
 
 
 class TransformersInterface(BackendInterfaceBase):
-    """Serves one request at a time, on transformers' own modules and cache, unless a subclass loads another model.
+    """Backend that serves one request at a time, on transformers' own modules and cache, unless a subclass loads
+    another model.
 
     config: the model, and what it runs with. profile: where profiles are written.
     """
@@ -229,7 +232,9 @@ class TransformersInterface(BackendInterfaceBase):
         return self._loaded
 
     async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See BackendInterfaceBase. It has the lock while the worker computes it, whatever its reader does."""
+        """Generate an answer, as BackendInterfaceBase.inference does. A request has the lock while the worker computes
+        it, whatever its reader does.
+        """
         loaded, loop = self._require(), asyncio.get_running_loop()
         deadline = None if request.timeout is None else loop.time() + request.timeout
         if request.request_id in self._requests:
@@ -328,7 +333,7 @@ class TransformersInterface(BackendInterfaceBase):
         yield from itertools.islice(state.events, 1)
 
     def generate(self, state: _RequestState) -> Iterator[TokenEvent]:
-        """Yield the events of the tokens behind `prefill`'s until the answer ends or is suspended. On the worker."""
+        """Yield the events of the tokens after `prefill`'s until the answer ends or is suspended. On the worker."""
         while (event := self.decode_one_tokens(state)) is not None:
             yield event
 

@@ -1,4 +1,4 @@
-"""What a request says of earlier ones, in bytes that stand beside its body in the journal.
+"""The earlier turns that a request refers to, in bytes that stand beside its body in the journal.
 
 The store is in memory: a request that goes on in the next server finds there neither the response that it follows nor
 the items that it names.
@@ -27,18 +27,20 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """history: what previous_response_id stands for. referred: turns with items that are named by their ids."""
+    """The earlier turns that a request refers to. history: what previous_response_id stands for. referred: turns with
+    items that are named by their ids.
+    """
 
     history: tuple[Turn, ...] = ()
     referred: Mapping[str, Turn] = field(default_factory=dict)
 
     @property
     def turns(self) -> list[Turn]:
-        """All of them, each once."""
+        """All earlier turns, each once."""
         return list(dict.fromkeys((*self.history, *self.referred.values())))
 
     def packed(self) -> bytes:
-        """b"" for nothing."""
+        """Return the earlier turns as bytes for the journal; b"" for none."""
         turns = self.turns
         if not turns:
             return b""
@@ -52,7 +54,9 @@ class Earlier:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Earlier:
-        """From what is not b"". Raises ConfigError for what another version wrote."""
+        """Return the earlier turns from bytes of `packed` that are not b"". Raises ConfigError for what another version
+        wrote.
+        """
         try:
             packed = msgspec.msgpack.decode(data, type=_Packed)
             turns = [Turn(*one) for one in packed.turns]

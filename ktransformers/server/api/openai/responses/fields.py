@@ -1,4 +1,5 @@
-"""Which fields /v1/responses knows, and what becomes of each (server/http/fields.py says how). Knows no model.
+"""Table of the fields that /v1/responses knows, and what becomes of each (server/http/fields.py says how). Knows no
+model.
 
 What says how an answer is drawn, and what other programs call it, is as in the other two routes of OpenAI's.
 """

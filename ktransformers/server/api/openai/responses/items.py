@@ -1,4 +1,4 @@
-"""From the items of a request to the turns of a conversation. Knows no model.
+"""Turns the items of a request into the turns of a conversation. Knows no model.
 
     input ── typed ──> Turns.add ──> [Message, ...]
 
@@ -100,7 +100,7 @@ _KINDS: dict[str, tuple[_Kind, type[_Item]]] = {
 
 
 def sealed(reasoning: str) -> str | None:
-    """`encrypted_content`: reasoning for a client that keeps it, and need not read it, until the next turn.
+    """Return reasoning as `encrypted_content`, which a client keeps until the next turn and need not read.
 
     None for more than clients may be expected to carry about.
     """
@@ -109,7 +109,7 @@ def sealed(reasoning: str) -> str | None:
 
 
 def unsealed(content: str) -> str | None:
-    """The reasoning in it; None for what another server made."""
+    """Return the reasoning in a value of `encrypted_content`; None for what another server made."""
     if len(content) > 2 * _MAX_SEALED:
         return None
     try:
@@ -120,13 +120,13 @@ def unsealed(content: str) -> str | None:
 
 
 def kind_of(item: Mapping[str, Any]) -> str:
-    """The item's type; messages may leave it out."""
+    """Return the item's type, which messages may leave out."""
     kind = item.get("type")
     return "message" if kind is None and "role" in item else str(kind)
 
 
 def answered_calls(items: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """Ids of the calls whose results are among these items."""
+    """Return the ids of the calls whose results are among these items."""
     outputs = (item for item in items if kind_of(item) in _KINDS and _KINDS[kind_of(item)][0] == "output")
     ids = (item.get("call_id") or item.get("id") for item in outputs)
     return frozenset(id for id in ids if isinstance(id, str))
@@ -161,7 +161,8 @@ def _read(model: type[_Item], item: Mapping[str, Any], at: str) -> Any:
 
 @dataclass(slots=True)
 class Turns:
-    """Feed it items in their order. answered: ids of calls that have a result among all items, see `answered_calls`.
+    """Builds the turns of a conversation from items, fed in their order. answered: ids of calls that have a result
+    among all items, see `answered_calls`.
 
     ignored: types of items, and fields, that mean nothing here. altered: what the model is shown in another form.
     """
@@ -176,7 +177,7 @@ class Turns:
     _names: dict[str, str] = field(default_factory=dict)  # of the calls, by their ids
 
     def add(self, item: Mapping[str, Any], at: str) -> None:
-        """at: where it stands, for errors. Raises ConfigError and UnsupportedError."""
+        """Add the next item. at: where it stands, for errors. Raises ConfigError and UnsupportedError."""
         kind = kind_of(item)
         if kind in _REFUSED_ITEMS:
             raise UnsupportedError(f"{at}: {_REFUSED_ITEMS[kind]}")
@@ -202,7 +203,7 @@ class Turns:
                 self._add_reasoning(read, at)
 
     def end(self) -> list[Message]:
-        """All turns."""
+        """End the last turn, and return all turns."""
         if self._reasoning or self._text is not None or self._calls:
             self.messages.append(
                 Message(

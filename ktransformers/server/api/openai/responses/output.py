@@ -1,4 +1,4 @@
-"""The items of a response as they grow, and their events. Knows no request and no transport.
+"""Builds the items of a response as they grow, and their events. Knows no request and no transport.
 
 A message, a piece of reasoning and a call are each one item, begun by the first neutral event that belongs to it and
 done when another begins or the answer ends.
@@ -36,7 +36,8 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """callables: the client's tools by the names that the model knows. has_summary: reasoning is shown as a summary.
+    """Options of how an answer is shown as items. callables: the client's tools by the names that the model knows.
+    has_summary: reasoning is shown as a summary.
 
     has_sealed: with encrypted_content. max_calls: None for any number. logprobs: of a token, None when not wanted.
     answer_id: what the ids of items are made of, so that a replayed answer has the same ones.
@@ -60,12 +61,12 @@ class _Item(ABC):
 
     @property
     def text(self) -> str:
-        """So far."""
+        """The text that has come so far."""
         return "".join(self._pieces)
 
     @abstractmethod
     def item(self, status: str) -> Fields:
-        """As it is now."""
+        """Return the item as it is now."""
 
     def begin(self) -> Iterator[Fields]:
         yield {"type": "response.output_item.added", "output_index": self.index, "item": self.item("in_progress")}
@@ -188,7 +189,7 @@ class _CustomCall(_Item):
 
 
 class Output:
-    """Feed it the neutral events of one answer; items are its finished items."""
+    """Builds the items of one answer, fed with its neutral events; `items` are the finished ones."""
 
     def __init__(self, options: OutputOptions):
         self._options = options
@@ -201,7 +202,7 @@ class Output:
         self.finished: AnswerFinished | None = None
 
     def feed(self, event: AnswerEvent) -> Iterator[Fields]:
-        """The events of the API, without their sequence numbers."""
+        """Yield the API's events for one neutral event, without their sequence numbers."""
         match event:
             case TokenAdded():
                 self._note_token(event)

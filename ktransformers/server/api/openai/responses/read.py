@@ -1,4 +1,4 @@
-"""From the body of POST /v1/responses to the neutral request. Knows the store, not the model."""
+"""Reads the body of POST /v1/responses into the neutral request. Knows the store, not the model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def _made_id(prefix: str) -> str:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request on its way. id: of the response. earlier: what it refers to. note: called with fields without effect.
+    """A request to /v1/responses while it is answered. id: of the response. earlier: what it refers to. note: called
+    with fields without effect.
 
     items (the input's), context and tools are there once `read` was called, which works on a thread.
     """
@@ -70,17 +71,17 @@ class Exchange:
 
     @property
     def num_bytes(self) -> int:
-        """What `read` has to go through beside the body."""
+        """Number of bytes of earlier turns that `read` has to go through beside the body."""
         return sum(len(turn.data) for turn in self.earlier.turns)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether text comes with log probabilities."""
+        """Whether the answer's text comes with log probabilities."""
         return LOGPROBS in (self.body.include or ()) or bool(self.body.top_logprobs)
 
     @property
     def wants_sealed(self) -> bool:
-        """Whether reasoning comes with encrypted_content."""
+        """Whether the answer's reasoning comes with encrypted_content."""
         return SEALED_REASONING in (self.body.include or ())
 
     def _field_names(self) -> dict[str, str]:
@@ -97,7 +98,7 @@ class Exchange:
         }
 
     def read(self) -> ChatRequest:
-        """Raises ConfigError and UnsupportedError for what cannot be honoured."""
+        """Read the body into a request. Raises ConfigError and UnsupportedError for what cannot be honoured."""
         body = self.body
         self.tools = read_tools(body.tools, body.tool_choice)
         self.items = self._resolved()
@@ -180,7 +181,8 @@ def begin_exchange(
     template_knows: Callable[[str], bool],
     replay: Replay | None = None,
 ) -> Exchange:
-    """Looks up what the request refers to. Raises UnknownIdError for what is not kept.
+    """Look up the earlier turns that a request refers to, and return its exchange. Raises UnknownIdError for what is
+    not kept.
 
     replay: it goes on here, and has with it what it referred to then.
     """

@@ -28,7 +28,7 @@ router = APIRouter(route_class=body_route(TABLE))
 
 
 def add_responses(app: Any, config: ServerConfig) -> None:
-    """The routes, and the store behind them."""
+    """Add the routes of /v1/responses to the app, and the store behind them."""
     app.state.responses = ResponseStore(config.responses_store)
     app.include_router(router)
 
@@ -49,7 +49,7 @@ def _kept(request: Request, id: str) -> KeptResponse:
 
 @router.post("/v1/responses")
 async def create_response(body: ResponsesBody, request: Request) -> Response:
-    """The next turn of a conversation, as one JSON object or as a stream of server-sent events."""
+    """Answer with the next turn of a conversation, as one JSON object or as a stream of server-sent events."""
     store, key = _store_of(request), _key_of(request)
     tokenizer = service_of(request).model.tokenizer
     replay: Replay | None = request.scope.get(REPLAY_KEY)
@@ -68,7 +68,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
 
 @router.get("/v1/responses/{id}")
 async def get_response(id: str, request: Request, stream: bool = False) -> Response:
-    """A response that was kept, as it was sent. Streams cannot be taken up again."""
+    """Answer with a response that was kept, as it was sent. Streams cannot be taken up again."""
     kept = _kept(request, id)
     if stream:
         raise UnsupportedError("stream: a response is kept whole; leave stream out")
@@ -77,14 +77,14 @@ async def get_response(id: str, request: Request, stream: bool = False) -> Respo
 
 @router.delete("/v1/responses/{id}")
 async def delete_response(id: str, request: Request) -> Response:
-    """Forget it. Responses that followed it still know the conversation."""
+    """Delete a kept response. Responses that followed it still know the conversation."""
     _store_of(request).delete(_key_of(request), id)
     return ApiResponse({"id": id, "object": "response", "deleted": True})
 
 
 @router.post("/v1/responses/{id}/cancel")
 async def cancel_response(id: str, request: Request) -> Response:
-    """Always refused: only responses made in the background can be cancelled, and there are none."""
+    """Refuse to cancel a response: only responses made in the background can be cancelled, and there are none."""
     _kept(request, id)
     raise UnsupportedError("only background responses can be cancelled; to stop a stream, close its connection")
 
@@ -98,7 +98,9 @@ async def list_input_items(
     after: str | None = None,
     before: str | None = None,
 ) -> Response:
-    """What a response answered, the turns before it included. after, before: ids of items around the page."""
+    """Answer with the items that a response answered, the turns before it included. after, before: ids of items around
+    the page.
+    """
     kept = _kept(request, id)
     items = [item for turn in kept.context for item in turn.items()]
     if order == "desc":

@@ -23,7 +23,9 @@ class _Fields(BaseModel):
 
 
 class Reasoning(_Fields):
-    """effort: the chat template's word for it. summary: as which of its two forms reasoning comes back."""
+    """The `reasoning` field: how much the model reasons, and how that is shown. effort: the chat template's word for
+    it. summary: as which of its two forms reasoning comes back.
+    """
 
     effort: Annotated[UnicodeText, Field(max_length=64)] | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
@@ -31,7 +33,7 @@ class Reasoning(_Fields):
 
 
 class TextFormat(_Fields):
-    """What the text has to be. A schema is always followed; strict: whole, or not at all."""
+    """The format that the answer's text must have. A schema is always followed; strict: whole, or not at all."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -40,12 +42,12 @@ class TextFormat(_Fields):
     strict: bool | None = None
 
     def as_sent(self) -> dict[str, Any]:
-        """As `constraint_of` reads it."""
+        """Return the format as `constraint_of` reads it."""
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
 class TextSettings(_Fields):
-    """verbosity: taken as a hint."""
+    """The `text` field, with the format of the answer's text. verbosity: taken as a hint."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
@@ -80,7 +82,9 @@ def _as_choice(value: Any) -> Any:
 
 
 class ResponsesBody(ConstraintFields):
-    """POST /v1/responses. input: a text, or items: the whole conversation, or what follows previous_response_id."""
+    """The body of POST /v1/responses. input: a text, or items: the whole conversation, or what follows
+    previous_response_id.
+    """
 
     input: (
         Annotated[
@@ -135,7 +139,7 @@ class ResponsesBody(ConstraintFields):
 
     @property
     def text_format(self) -> dict[str, Any]:
-        """What the text has to be, as it was sent."""
+        """The format that the answer's text must have, as it was sent."""
         form = None if self.text is None else self.text.format
         return {"type": "text"} if form is None else form.as_sent()
 

@@ -1,4 +1,5 @@
-"""Answers that later requests may refer to: bounded, in memory, each seen by the API key that asked for it alone.
+"""Store of answers that later requests may refer to: bounded, in memory, each seen only by the API key that asked for
+it.
 
 Everything is kept as the JSON that it is, so that its size is known. A conversation's answers share its turns.
 """
@@ -26,25 +27,27 @@ MAX_RESPONSES = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """Items that came together, as a JSON list. ids: theirs."""
+    """Items that came together in one request or answer, as a JSON list. ids: theirs."""
 
     data: bytes
     ids: tuple[str, ...]
 
     @classmethod
     def of(cls, items: Iterable[dict[str, Any]]) -> Turn:
-        """Each has an id."""
+        """Return the turn of these items, each of which has an id."""
         made = list(items)
         return cls(json_bytes(made), tuple(item["id"] for item in made))
 
     def items(self) -> list[dict[str, Any]]:
-        """They, parsed."""
+        """Return the turn's items, parsed."""
         return list(json.loads(self.data))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptResponse:
-    """body: the response as JSON. context: what it answered, history first. answer: its own items."""
+    """A response that is kept for later requests. body: the response as JSON. context: what it answered, history first.
+    answer: its own items.
+    """
 
     id: str
     body: bytes
@@ -53,7 +56,7 @@ class KeptResponse:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """What a request that follows it begins with."""
+        """The turns that a request which follows this response begins with."""
         return (*self.context, self.answer)
 
 
@@ -89,7 +92,8 @@ class _OfKey:
 
 
 class ResponseStore:
-    """At most max_bytes and max_responses. Beyond them the key that holds most loses what it has not used for longest.
+    """Store of at most max_bytes and max_responses. Beyond them the key that holds most loses what it has not used for
+    longest.
 
     Used on the event loop only.
     """
@@ -101,19 +105,21 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether the store keeps anything at all."""
         return self._max_bytes > 0
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all kept responses."""
         return sum(one.num_bytes for one in self._keys.values())
 
     def __len__(self) -> int:
         return sum(len(one.responses) for one in self._keys.values())
 
     def keep(self, key: str, kept: KeptResponse) -> None:
-        """Make room, and keep it. One that is larger than the whole store is not kept, and the log says so."""
+        """Keep a response, and make room for it. One that is larger than the whole store is not kept, and the log says
+        so.
+        """
         if not self.is_on:
             return
         size = len(kept.body) + sum(len(turn.data) + _OVERHEAD for turn in kept.turns) + _OVERHEAD
@@ -128,7 +134,7 @@ class ResponseStore:
             self._remove(largest, next(iter(self._keys[largest].responses)))
 
     def get(self, key: str, id: str) -> KeptResponse:
-        """Raises UnknownIdError."""
+        """Return the kept response with this id. Raises UnknownIdError."""
         of_key = self._keys.get(key)
         if of_key is None or id not in of_key.responses:
             raise UnknownIdError(
@@ -139,12 +145,12 @@ class ResponseStore:
         return of_key.responses[id]
 
     def delete(self, key: str, id: str) -> None:
-        """Raises UnknownIdError. Answers that followed it keep their turns."""
+        """Delete the kept response with this id. Raises UnknownIdError. Answers that followed it keep their turns."""
         self.get(key, id)
         self._remove(key, id)
 
     def turn_of(self, key: str, id: str) -> Turn:
-        """The turn that an item is in. Raises UnknownIdError."""
+        """Return the turn that holds the item with this id. Raises UnknownIdError."""
         of_key = self._keys.get(key)
         turn = None if of_key is None else of_key.turn_of.get(id)
         if turn is None:

@@ -1,4 +1,5 @@
-"""What the model may call: functions, custom tools (text in, shown as a function of one text), and groups of both.
+"""Tools that the model may call: functions, custom tools (text in, shown as a function of one text), and groups of
+both.
 
 Tools that OpenAI's servers run, or models were trained for (web_search, local_shell, ...), have no meaning here.
 """
@@ -31,7 +32,7 @@ class _Definition(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Callable:
-    """A tool by the name that the model knows: what the client calls it, and how its calls come back."""
+    """A tool under the name that the model knows: the client's name for it, and how its calls come back."""
 
     name: str
     namespace: str | None
@@ -40,7 +41,8 @@ class Callable:
 
 @dataclass(slots=True)
 class ToolSet:
-    """shown: to the model. callables: by shown name. echoed: for the response. ignored: what means nothing here.
+    """The tools of a request. shown: to the model. callables: by shown name. echoed: for the response. ignored: what
+    means nothing here.
 
     choice: what has to be called, without how many calls there may be.
     """
@@ -53,12 +55,12 @@ class ToolSet:
 
 
 def shown_name(name: str, namespace: str | None) -> str:
-    """What the model calls it: names of groups are part of it."""
+    """Return the name by which the model calls a tool: names of groups are part of it."""
     return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> ToolSet:
-    """The tools that the choice leaves. Raises ConfigError and UnsupportedError."""
+    """Return the tools that the choice leaves. Raises ConfigError and UnsupportedError."""
     made = ToolSet()
     for index, tool in enumerate(tools or ()):
         _add(made, tool, f"tools[{index}]", None)

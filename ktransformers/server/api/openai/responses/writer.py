@@ -1,4 +1,4 @@
-"""The response object, whole or as a stream of numbered events, and what is kept of it."""
+"""Writes the response object, whole or as a stream of numbered events, and keeps it for later requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def _shown_format(form: Fields) -> Fields:
 
 
 class ResponsesWriter(Writer):
-    """keep_response: is given what later requests may refer to, once the answer is complete."""
+    """Writes answers of /v1/responses. keep_response: is given what later requests may refer to, once the answer is
+    complete.
+    """
 
     def __init__(
         self, prepared: PreparedRequest, exchange: Exchange, keep_response: Callable[[KeptResponse], None] | None
@@ -52,18 +54,20 @@ class ResponsesWriter(Writer):
     # As a stream.
 
     def begin(self) -> Iterator[bytes]:
-        """See Writer."""
+        """Yield the events that open the stream."""
         for type in ("response.created", "response.in_progress"):
             yield self._sent({"type": type, "response": self._response("in_progress")})
 
     def write(self, step: AnswerStep) -> Iterator[bytes]:
-        """See Writer."""
+        """Yield the stream's events for this step."""
         for event in step.events:
             for made in self._output.feed(event):
                 yield self._sent(made)
 
     def end(self, error: KTransformersError | None) -> Iterator[bytes]:
-        """See Writer. An error is sent twice, since some clients look for one of the two only."""
+        """Yield the events that end the stream. An error is sent twice, since some clients look for one of the two
+        only.
+        """
         if error is None:
             response = self._finished()
             yield self._sent({"type": f"response.{response['status']}", "response": response})
@@ -82,13 +86,13 @@ class ResponsesWriter(Writer):
     # As one body.
 
     def keep(self, step: AnswerStep) -> None:
-        """See Writer."""
+        """Add a step of an answer that is sent as one body."""
         for event in step.events:
             for _ in self._output.feed(event):
                 pass
 
     def body(self) -> Fields:
-        """See Writer."""
+        """Return the response object of a whole answer."""
         return self._finished()
 
     # The object.

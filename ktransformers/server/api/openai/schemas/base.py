@@ -1,4 +1,4 @@
-"""What the bodies of OpenAI's routes are made of: strict types, whole numbers, stop strings, token ids."""
+"""Parts of which the bodies of OpenAI's routes are made: strict types, whole numbers, stop strings, token ids."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAX_ID = (1 << 31) - 1
 
 
 class Body(BaseModel):
-    """Fields that the dialect's table lets through; it has sorted the others out."""
+    """Base of bodies with only the fields that the dialect's table lets through; it has sorted the others out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,7 +52,9 @@ class Body(BaseModel):
 
 
 class History(BaseModel):
-    """A part of a conversation. What clients keep beside it (ids, times, marks for caches) is no request: taken."""
+    """Base of the parts of a conversation; fields that clients keep beside it (ids, times, cache marks) are taken and
+    not read.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -87,7 +89,7 @@ def _few_stops(stop: str | list[str]) -> str | list[str]:
 
 
 def number_values(value: Any) -> Any:
-    """Refuses a logit_bias that is no object of numbers in range, before each is looked at by itself."""
+    """Refuse a logit_bias that is no object of numbers in range, before each is looked at by itself."""
     if isinstance(value, dict):
         if not set(map(type, value.values())) <= {int, float}:
             raise ValueError("the values of logit_bias must be numbers")
@@ -102,12 +104,12 @@ def _are_ids(value: object) -> bool:
 
 
 def quick_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Takes a list of token ids as it is."""
+    """Take a list of token ids as it is, with one check of the whole list in the place of pydantic's of each id."""
     return value if _are_ids(value) else handler(value)
 
 
 def quick_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Prompts of many ids are taken as they are, and those that are too many are not looked at one by one."""
+    """Take lists of token ids as they are, and refuse too many prompts before each is looked at."""
     if _are_ids(value):
         return value
     if isinstance(value, list):

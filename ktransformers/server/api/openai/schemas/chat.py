@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""The body of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _as_choice(value: Any) -> Any:
 
 
 class ChatBody(GenerationFields):
-    """POST /v1/chat/completions. functions, function_call: what tools and tool_choice were before.
+    """The body of POST /v1/chat/completions. functions, function_call: what tools and tool_choice were before.
 
     enable_thinking, reasoning_effort, thinking_budget: for models that can reason; what the chat template does not
     know is named in the response's header. continue_final_message: the answer goes on from the last message,

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""The body of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CompletionBody"]
 
 
 class CompletionBody(GenerationFields):
-    """POST /v1/completions. prompt: one text, several, the token ids of one, or of several.
+    """The body of POST /v1/completions. prompt: one text, several, the token ids of one, or of several.
 
     max_tokens 0: nothing but the prompt is looked at. best_of: so many answers are computed, and the n whose tokens are
     likeliest on average come back. return_token_ids: choices carry the answer's token_ids, its end token included.
@@ -34,7 +34,7 @@ class CompletionBody(GenerationFields):
 
     @property
     def num_computed(self) -> int:
-        """Answers that are computed for each prompt."""
+        """Number of answers that are computed for each prompt."""
         return max(self.best_of or 1, self.n or 1)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""The body of POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["EmbeddingsBody"]
 
 
 class EmbeddingsBody(Body):
-    """POST /v1/embeddings. input: one text, several, the token ids of one, or of several.
+    """The body of POST /v1/embeddings. input: one text, several, the token ids of one, or of several.
 
     truncate_prompt_tokens: of longer inputs the last so many tokens count, or with truncation_side "right" the first;
     -1: as many as the model takes.

@@ -1,4 +1,4 @@
-"""What chat and text completions share."""
+"""The fields that chat and text completions share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ __all__ = ["GenerationFields", "StreamOptions"]
 
 
 class StreamOptions(History):
-    """include_usage: a last chunk without choices carries the usage, all others carry `usage: null`.
+    """The `stream_options` of a body. include_usage: a last chunk without choices carries the usage, all others carry
+    `usage: null`.
 
     continuous_usage_stats: every chunk carries the usage so far.
     """
@@ -34,7 +35,7 @@ class StreamOptions(History):
 
 
 class GenerationFields(Body, ConstraintFields):
-    """What chat and text completions share. Values that change nothing are gone before (fields.py).
+    """The fields that chat and text completions share. Values that change nothing are gone before (fields.py).
 
     truncate_prompt_tokens: of longer prompts this much is left; -1: what leaves room for an answer. Conversations lose
     whole turns, their oldest.

@@ -42,7 +42,7 @@ _MEDIA = {
 
 
 class ContentPart(History):
-    """One part of a message's content. left_out: what a tool's result had in its place."""
+    """A part of the content of a message. left_out: what a tool's result had in its place."""
 
     type: str
     text: str | None = None
@@ -61,12 +61,12 @@ class ContentPart(History):
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether this is an earlier answer's reasoning."""
+        """Whether this part is an earlier answer's reasoning."""
         return self.type == "thinking"
 
     @property
     def content(self) -> str:
-        """What it says."""
+        """The text of this part."""
         return str(getattr(self, _TEXTS[self.type]) or "")
 
 
@@ -81,14 +81,16 @@ Content = Annotated[
 
 
 class FunctionCall(History):
-    """arguments: a JSON object, as text or as it is; or whatever the model wrote instead."""
+    """An earlier answer's call of a function. arguments: a JSON object, as text or as it is; or whatever the model
+    wrote instead.
+    """
 
     name: str | None = None
     arguments: Any = None
 
 
 class CustomCall(History):
-    """input: text."""
+    """An earlier answer's call of a custom tool. input: text."""
 
     name: str | None = None
     input: Any = None
@@ -104,7 +106,8 @@ class MessageToolCall(History):
 
 
 class ChatMessage(History):
-    """One turn. The role goes to the model's chat template as it is; the template knows which roles there are.
+    """A turn of a conversation. The role goes to the model's chat template as it is; the template knows which roles
+    there are.
 
     refusal: an earlier answer's text, where it has no other. function_call, and the role `function`: what tool calls
     were before. prefix, partial: the last message is the beginning of the answer.
@@ -155,7 +158,7 @@ class FunctionDefinition(History):
 
 
 class FunctionTool(History):
-    """An element of `tools`."""
+    """A tool that is a function, an element of `tools`."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -170,7 +173,7 @@ class CustomDefinition(History):
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """Its syntax and its definition; None for plain text."""
+        """Syntax and definition of the grammar of the tool's input; None for plain text."""
         form = self.format or {}
         if form.get("type") != "grammar":
             return None
@@ -179,7 +182,7 @@ class CustomDefinition(History):
 
 
 class CustomTool(History):
-    """An element of `tools`."""
+    """A tool whose input is a text, an element of `tools`."""
 
     type: Literal["custom"]
     custom: CustomDefinition
@@ -224,14 +227,14 @@ class NamedTool(History):
 
 
 class AllowedTools(History):
-    """Some of the tools. mode required: one of them must be called."""
+    """The tools to which a tool choice is restricted. mode required: one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class AllowedToolsChoice(History):
-    """Only some of the tools may be called."""
+    """A tool choice by which only some of the tools may be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""The bodies of POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _OF_MESSAGES = (
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or a conversation through the model's chat template, with what shapes a chat's prompt."""
+    """The body of POST /tokenize: a text, or a conversation through the model's chat template, with what shapes a
+    chat's prompt.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -62,7 +64,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(quick_ids)]
