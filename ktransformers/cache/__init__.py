@@ -1,4 +1,4 @@
-"""Where keys, values and recurrent states live: as ids first, then as tensors.
+"""The cache of keys, values and recurrent states: as ids first, then as tensors.
 
 - Ids, without torch: `pages.py` and `prefix_tree.py` (pages, who holds them, what they begin with), `page_keys.py` (a
   page's name: the hash of its tokens and of the page before it), `state_slots.py` (slots of recurrent states),

@@ -1,4 +1,4 @@
-"""Which experts of a model's layers lie in slots of a GPU while it decodes: a policy on numbers alone.
+"""Chooses the experts of a model's layers that lie in slots of a GPU while it decodes: a policy on numbers alone.
 
 A pool has slots for experts of one size, of several layers. Every slot holds some expert at all times, or waits for
 one. A step is observed once it is over; what the next steps should find there is decided then:
@@ -50,7 +50,9 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class HotCosts:
-    """Seconds: read, of an expert that the CPU computes; upload, by which a copy to the GPU holds others up."""
+    """Costs of experts in seconds: read, of an expert that the CPU computes; upload, by which a copy to the GPU holds
+    others up.
+    """
 
     read: float = 1.0
     upload: float = 1.0
@@ -60,8 +62,9 @@ class HotCosts:
             raise ValueError(f"no costs: read {self.read}, upload {self.upload}")
 
     def gain_of_hot(self, hit_rate: float, share: float, reads: float, uploads: float) -> float:
-        """By how much less time a step's experts take with slots for each layer than with whole layers, as a share of
-        the latter. share: of experts that have a slot; reads, uploads: of a step."""
+        """Return the share of time that a step's experts save with slots for each layer, compared with whole layers on
+        the GPU. share: of experts that have a slot; reads, uploads: of a step.
+        """
         hot = (1.0 - hit_rate) * reads * self.read + uploads * self.upload
         whole = (1.0 - share) * reads * self.read
         return 0.0 if whole <= 0.0 else 1.0 - hot / whole
@@ -79,7 +82,9 @@ class Upload:
 
 @dataclass(slots=True)
 class HotTotals:
-    """Since the start. reads: experts that steps used, each once a step and layer; hits: those that had a slot."""
+    """Totals of hot experts since the start. reads: experts that steps used, each once a step and layer; hits: those
+    that had a slot.
+    """
 
     steps: int = 0
     reads: int = 0
@@ -88,7 +93,7 @@ class HotTotals:
 
     @property
     def hit_rate(self) -> float:
-        """0 before the first step."""
+        """Share of reads whose expert had a slot, 0 before the first step."""
         return self.hits / self.reads if self.reads else 0.0
 
 
@@ -147,16 +152,17 @@ class HotExperts:
 
     @property
     def share(self) -> float:
-        """Of the experts that have a slot."""
+        """Share of all experts that have a slot."""
         return self.num_slots / (self.num_layers * self.num_experts)
 
     def scores(self) -> Floats:
-        """[L, E]: picks, recent ones in full."""
+        """Return the experts' scores [L, E]: picks, recent ones in full."""
         scores: Floats = self._score / self._weight
         return scores
 
     def begin(self, scores: Floats | None = None) -> list[Upload]:
-        """What to fill the slots with at first: what earlier steps chose, or any. All must land before the first step.
+        """Return the uploads that fill the slots at first: what earlier steps chose, or any. All must land before the
+        first step.
 
         scores: of `scores`, an earlier time. Raises ValueError for those of other experts.
         """
@@ -174,12 +180,12 @@ class HotExperts:
         return made
 
     def launch(self) -> int:
-        """A step is launched that reads the map as it is now: its number."""
+        """Count the launch of a step that reads the map as it is now; return its number."""
         self._launched += 1
         return self._launched
 
     def observe(self, picks: Ints) -> None:
-        """A step is over. picks: [L, E], how often each expert was picked in it."""
+        """Learn from a step that is over. picks: [L, E], how often each expert was picked in it."""
         is_used, totals = picks > 0, self.totals
         num_used = int(is_used.sum())
         if not num_used:
@@ -201,7 +207,9 @@ class HotExperts:
             self._judge(self.costs)
 
     def decide(self) -> list[Upload]:
-        """Uploads to begin now. Their experts have no slot until they land; those that they replace have none now."""
+        """Return the uploads to begin now. Their experts have no slot until they land; those that they replace have
+        none now.
+        """
         found = self._candidates()
         made: list[Upload] = []
         for at in found[np.argsort(-self._score.ravel()[found], kind="stable")].tolist():
@@ -217,13 +225,13 @@ class HotExperts:
         return made
 
     def land(self, uploads: Iterable[Upload]) -> None:
-        """Their bytes are in their slots."""
+        """Note that the bytes of these uploads are in their slots."""
         for upload in uploads:
             self._is_coming[upload.layer, upload.expert] = False
             self.slot_of[upload.layer, upload.expert] = upload.slot
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each slot has one expert at most, and each layer what it is counted to have."""
+        """Raise AssertionError unless each slot has one expert at most, and each layer what it is counted to have."""
         held = self.slot_of[self.slot_of >= 0]
         assert len(np.unique(held)) == len(held), "a slot has two experts"
         assert not held.size or held.max() < self.num_slots, "there is no such slot"
@@ -314,7 +322,7 @@ class HotExperts:
 
 
 def replay(policy: HotExperts, trace: Iterable[tuple[Ints, Ints]], delay: int = 1) -> Iterator[int]:
-    """Run a policy over recorded steps, and give the hits of each. It must have begun.
+    """Run a policy over recorded steps, and yield the hits of each. It must have begun.
 
     trace: (layer, expert) of each step, [n] each. delay: steps that an upload takes.
     """

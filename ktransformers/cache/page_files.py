@@ -1,4 +1,4 @@
-"""Copies of pages in files: one each, whole or not there, and never believed without looking. Knows bytes, not tensors.
+"""Copies of pages in files: one each, whole or not there, and always checked when read. Knows bytes, not tensors.
 
     magic 8 | length of the header 4 | header, msgpack | blake2b of header and payload 32 | payload
 
@@ -41,7 +41,9 @@ class WrongFile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """What all files of one kind have in common. fingerprint: of the model. layout: of the tensors in the payload."""
+    """Properties that all page files of one kind have in common. fingerprint: of the model. layout: of the tensors in
+    the payload.
+    """
 
     fingerprint: bytes
     layout: str
@@ -74,11 +76,11 @@ class PageFiles:
         self._folder = PageFolder(folder, max_bytes)
 
     def path(self, name: bytes, depth: int) -> Path:
-        """Of what is called `name` in the tiers."""
+        """Return the path of the file for a page or state called `name` in the tiers."""
         return self._folder.file(name, depth)
 
     def file_nbytes(self, kind: bytes) -> int:
-        """Bytes of a file of this kind."""
+        """Return the bytes of a file of this kind."""
         header = self._header(kind + bytes(32))
         return _START.size + len(header) + _SUM_NBYTES + self._formats[kind].nbytes
 
@@ -87,11 +89,11 @@ class PageFiles:
         return msgspec.msgpack.encode(_Header(name, form.fingerprint, form.layout, form.nbytes))
 
     def found(self) -> list[FoundFile]:
-        """See PageFolder.found."""
+        """Return the files of the folder that were there before, see PageFolder.found."""
         return self._folder.found()
 
     def write(self, name: bytes, depth: int, payload: Buffer) -> None:
-        """Put a file in its place, whole or not at all."""
+        """Write a file to its place, whole or not at all."""
         header = self._header(name)
         parts: list[Buffer | bytes] = [_START.pack(_MAGIC, len(header)), header, _sum(header, payload), payload]
         with self._folder.writing(self.path(name, depth), sum(map(len, parts))) as fd:
@@ -124,11 +126,11 @@ class PageFiles:
                 os.utime(fd)
 
     def delete(self, name: bytes, depth: int) -> None:
-        """It may be gone already."""
+        """Delete the file of a page or state; it may be gone already."""
         self._folder.remove(self.path(name, depth))
 
     def close(self) -> None:
-        """Leave the folder to others."""
+        """Leave the folder to other processes: its quota counts for this one no more."""
         self._folder.close()
 
 

@@ -1,4 +1,4 @@
-"""The folder of the disk tier: what its files are called, and one quota for all services that share it.
+"""The folder of the disk tier: the names of its files, and one quota for all services that share it.
 
     KEY-DEPTH.page, KEY-DEPTH.state     KEY: 64 hexadecimal digits, DEPTH: pages before it
     writing-RANDOM                      on its way, as large as it will be, locked by its writer while that lives
@@ -48,7 +48,7 @@ _NEW = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class FoundFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file that was there before. nbytes: its size."""
+    """A page file that was there before the start. nbytes: its size."""
 
     name: bytes
     depth: int
@@ -90,7 +90,9 @@ class _Contents:
 
 
 class PageFolder:
-    """Any number of them, in any processes, may be of one folder. Methods raise OSError."""
+    """Folder of page files with a quota: any number of these objects, in any processes, may be of one folder. Methods
+    raise OSError.
+    """
 
     def __init__(self, path: Path, max_bytes: int):
         self.path, self.max_bytes = path, max_bytes
@@ -98,11 +100,11 @@ class PageFolder:
         self._user: tuple[Path, int] | None = None  # its file, and that of its lock
 
     def file(self, name: bytes, depth: int) -> Path:
-        """Of what is called `name` in the tiers."""
+        """Return the path of the file for a page or state called `name` in the tiers."""
         return self.path / f"{name[1:].hex()}-{depth}.{_SUFFIXES[name[:1]]}"
 
     def found(self) -> list[FoundFile]:
-        """All pages there are within the quota, least recently used first, by their names and dates alone.
+        """Return all pages there are within the quota, least recently used first, by their names and dates alone.
 
         Removes what killed writers left, and what has no room.
         """
@@ -111,7 +113,7 @@ class PageFolder:
 
     @contextlib.contextmanager
     def writing(self, target: Path, nbytes: int) -> Iterator[int]:
-        """A file of nbytes on its way, which is at `target` afterwards, whole or not at all."""
+        """Yield the descriptor of a new file of nbytes, which is at `target` afterwards, whole or not at all."""
         path = self.path / f"{_WRITING}{secrets.token_hex(8)}"
         with self._locked() as count:
             assert count.value is not None
@@ -140,14 +142,14 @@ class PageFolder:
             os.close(fd)
 
     def remove(self, path: Path) -> None:
-        """A file of the folder. It may be gone already."""
+        """Remove a file of the folder. It may be gone already."""
         with self._locked() as count:
             nbytes = _size_of(path)
             path.unlink(missing_ok=True)
             count.add(-nbytes)
 
     def close(self) -> None:
-        """Its quota does not count any more."""
+        """Leave the folder: this user's quota does not count any more."""
         if self._user is not None and self._leave is not None:
             with contextlib.suppress(OSError):
                 self._user[0].unlink(missing_ok=True)

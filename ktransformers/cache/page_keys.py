@@ -1,4 +1,4 @@
-"""What a page of the cache is called outside of the device: 32 bytes that say what it is the cache of. Pure.
+"""Names of the cache's pages outside of the device: 32 bytes that say what a page is the cache of. Pure.
 
     root  = blake2b(fingerprint of the model, page size, type of keys and values, salt)
     key   = blake2b(key of the page before, or root; the page's own token ids as little-endian int32)
@@ -18,7 +18,9 @@ KEY_NBYTES = 32
 
 
 def root_key(fingerprint: bytes, page_size: int, kv_type: str, salt: str) -> bytes:
-    """What first pages hang on. fingerprint: of all that decides a token's keys and values but the tokens."""
+    """Return the key that takes the place of a parent's for first pages. fingerprint: of all that decides a token's
+    keys and values but the tokens.
+    """
     digest = blake2b(digest_size=KEY_NBYTES)
     for part in (fingerprint, page_size.to_bytes(8, "little"), kv_type.encode(), salt.encode("utf-8", "surrogatepass")):
         digest.update(len(part).to_bytes(8, "little"))  # or two splits of the same bytes would be one key
@@ -27,5 +29,5 @@ def root_key(fingerprint: bytes, page_size: int, kv_type: str, salt: str) -> byt
 
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of the page of these tokens behind `parent`."""
+    """Return the key of the page of these tokens behind `parent`."""
     return blake2b(parent + pack(f"<{len(token_ids)}i", *token_ids), digest_size=KEY_NBYTES).digest()

@@ -61,22 +61,22 @@ class LayerShape:
 
     @classmethod
     def without_pages(cls, state: StateShape | None = None) -> LayerShape:
-        """Of a layer that keeps no keys and values."""
+        """Return the shape of a layer that keeps no keys and values."""
         return cls(0, 0, 0, state=state)
 
     @property
     def has_pages(self) -> bool:
-        """Whether it keeps keys and values."""
+        """Whether the layer keeps keys and values."""
         return self.kv_heads > 0
 
     @property
     def is_scaled(self) -> bool:
-        """Whether what is kept are codes of 8 bits with scales."""
+        """Whether the layer keeps codes of 8 bits with scales."""
         return self.dtype.itemsize == 1
 
     @property
     def key_parts(self) -> int:
-        """Parts of a key with a scale each: latent and rotated, or one."""
+        """Number of parts of a key with a scale each: latent and rotated, or one."""
         return 2 if self.is_latent else 1
 
     @property
@@ -85,16 +85,17 @@ class LayerShape:
         return self.kept_products and self.place == "cpu"
 
     def unrounded(self) -> LayerShape:
-        """The shape of a cache that keeps rows as they come."""
+        """Return the shape of a cache that keeps rows as they come."""
         return replace(self, dtype=self.row_dtype, kept_products=False)
 
     def nbytes(self, num_slots: int) -> int:
-        """That one layer's keys and values at `num_slots` positions take."""
+        """Return the bytes that the layer's own keys and values at `num_slots` positions take."""
         return 0 if self.shares is not None else self.read_nbytes(num_slots)
 
     def read_nbytes(self, num_slots: int) -> int:
-        """Of the keys and values at `num_slots` positions, which attention reads, whosever they are, and of an
-        indexer's keys."""
+        """Return the bytes of the keys and values that attention reads at `num_slots` positions, of whichever layer,
+        and of an indexer's keys.
+        """
         values = 0 if self.is_latent else self.value_dim
         position = self.dtype.itemsize * self.kv_heads * (self.key_dim + values)
         if self.is_scaled:
@@ -152,7 +153,7 @@ class KDeepSeekV3Cache(KGQACache):
         return keys, keys[..., :1]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See KGQACache; without the views."""
+        """Return what is kept by position, by name, as KGQACache does; without the views."""
         return {name: tensor for name, tensor in super().tensors().items() if not name.startswith("value")}
 
 
@@ -161,7 +162,7 @@ def _layer_cache(shape: LayerShape, num_slots: int) -> KGQACache:
 
 
 class PagedCache:
-    """num_pages pages of page_size positions. Memory is touched when it is written first.
+    """Cache of all layers in num_pages pages of page_size positions. Memory is touched when it is written first.
 
     states: of recurrent layers, num_states slots; None where no layer is recurrent. has_states: layers in other
     processes are, so that sequences have slots all the same.
@@ -190,12 +191,12 @@ class PagedCache:
 
     @staticmethod
     def size(shapes: Sequence[LayerShape], num_slots: int) -> int:
-        """Bytes that a cache of these shapes takes."""
+        """Return the bytes that a cache of these shapes takes."""
         return sum(shape.nbytes(num_slots) for shape in shapes)
 
     @staticmethod
     def size_by_place(shapes: Sequence[LayerShape], num_slots: int) -> dict[str, int]:
-        """Bytes that a cache of these shapes takes on each device, by its name in plans."""
+        """Return the bytes that a cache of these shapes takes on each device, by its name in plans."""
         sizes: dict[str, int] = {}
         for shape in shapes:
             sizes[shape.place] = sizes.get(shape.place, 0) + shape.nbytes(num_slots)
@@ -211,20 +212,20 @@ class PagedCache:
 
     @property
     def num_states(self) -> int:
-        """Slots of states; 0 where no layer is recurrent."""
+        """Number of slots of states; 0 where no layer is recurrent."""
         return 0 if self.states is None else self.states.num_slots
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
+        """Return (keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
         cache = self._layers[layer_idx]
         return cache.keys, cache.values
 
     def scales(self, layer_idx: int) -> Scales:
-        """Those of `layer(layer_idx)`, which are written with them."""
+        """Return the scales of layer `layer_idx`'s keys and values, which are written with them."""
         return self._layers[layer_idx].scales
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that is kept by position, by name ("3.keys"): [num_slots, ...] each, no byte of them twice."""
+        """Return all that is kept by position, by name ("3.keys"): [num_slots, ...] each, no byte of them twice."""
         found: dict[str, torch.Tensor] = {}
         for index, shape in enumerate(self.shapes):
             if shape.has_pages and shape.shares is None:
@@ -234,11 +235,11 @@ class PagedCache:
         return found
 
     def shape(self, layer_idx: int) -> LayerShape:
-        """What layer `layer_idx` caches."""
+        """Return what layer `layer_idx` caches."""
         return self.shapes[layer_idx]
 
     def index_keys(self, layer_idx: int) -> torch.Tensor:
-        """Keys of layer `layer_idx`'s indexer, [slots, index_dim]; the indexer writes to them in place."""
+        """Return the keys of layer `layer_idx`'s indexer, [slots, index_dim]; the indexer writes to them in place."""
         return self._index_keys[layer_idx]
 
     def is_on_gpu(self, layer_idx: int) -> bool:
@@ -247,7 +248,7 @@ class PagedCache:
 
 
 def check_page_size(shapes: Sequence[LayerShape], num_slots: int, page_size: int) -> None:
-    """Raises ConfigError for pages whose borders cut what an indexer chooses together."""
+    """Raise ConfigError for pages whose borders cut what an indexer chooses together."""
     for shape in shapes:
         if num_slots > page_size and page_size % shape.index_pool:
             raise ConfigError(
@@ -257,5 +258,5 @@ def check_page_size(shapes: Sequence[LayerShape], num_slots: int, page_size: int
 
 
 def state_shapes(shapes: Sequence[LayerShape]) -> dict[int, StateShape]:
-    """Of the recurrent layers, by layer index."""
+    """Return the shapes of the recurrent layers' states, by layer index."""
     return {index: shape.state for index, shape in enumerate(shapes) if shape.state is not None}

@@ -1,4 +1,5 @@
-"""Who holds which page of the K/V cache: a free list and reference counts. Knows no tensors, tokens, requests.
+"""Counts the holders of each page of the K/V cache: a free list and reference counts. Knows no tensors, tokens,
+requests.
 
 Every page is in exactly one place, and `holders` says how many sequences have it in their block table:
 
@@ -17,7 +18,9 @@ __all__ = ["PagePool"]
 
 
 class PagePool:
-    """Pages 0 .. num_pages - 1. Calls that break the table above raise RuntimeError: they are bugs of the caller."""
+    """Pool of the cache's pages 0 .. num_pages - 1. Calls that break the table above raise RuntimeError: they are bugs
+    of the caller.
+    """
 
     def __init__(self, num_pages: int):
         if num_pages < 1:
@@ -32,7 +35,7 @@ class PagePool:
         return len(self._free)
 
     def holders(self, page: int) -> int:
-        """How many block tables hold this page."""
+        """Return how many block tables hold this page."""
         return self._holders[page]
 
     def is_free(self, page: int) -> bool:
@@ -40,7 +43,7 @@ class PagePool:
         return self._is_free[page]
 
     def allocate(self) -> int:
-        """A free page, now with one holder."""
+        """Take a free page and return it, now with one holder."""
         if not self._free:
             raise RuntimeError("no free page: free one before allocating")
         page = self._free.pop()
@@ -49,27 +52,27 @@ class PagePool:
         return page
 
     def acquire(self, page: int) -> None:
-        """One more holder of a page that is in use or set aside."""
+        """Add a holder to a page that is in use or set aside."""
         if self._is_free[page]:
             raise RuntimeError(f"page {page} is free: its contents belong to nobody")
         self._holders[page] += 1
 
     def release(self, page: int) -> bool:
-        """One holder less. True when it was the last one: the page is now set aside."""
+        """Remove a holder of a page. True when it was the last one: the page is now set aside."""
         if self._holders[page] < 1:
             raise RuntimeError(f"page {page} has no holder to release it")
         self._holders[page] -= 1
         return self._holders[page] == 0
 
     def free(self, page: int) -> None:
-        """Back to the free list; its contents are lost."""
+        """Return a page to the free list; its contents are lost."""
         if self._is_free[page] or self._holders[page]:
             raise RuntimeError(f"page {page} is free already or has {self._holders[page]} holders")
         self._is_free[page] = True
         self._free.append(page)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the free list and the counts disagree."""
+        """Raise AssertionError when the free list and the counts disagree."""
         assert sorted(self._free) == [page for page, is_free in enumerate(self._is_free) if is_free], "free list"
         assert all(count >= 0 for count in self._holders), "negative holders"
         assert not any(self._holders[page] for page in self._free), "a free page has holders"

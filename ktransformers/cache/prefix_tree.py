@@ -1,4 +1,5 @@
-"""Which pages hold the keys and values of which prefix: a radix tree with one full page per edge. Ids only, no tensors.
+"""Finds the pages that hold the keys and values of a prefix: a radix tree with one full page per edge. Ids only, no
+tensors.
 
     roots[cache_salt] ── (t0 .. t3) page 7 ── (t4 .. t7) page 2 ── ...        page_size 4
                                          └── (u4 .. u7) page 5
@@ -38,7 +39,7 @@ class _Node:
 
 
 class PrefixTree:
-    """Finds, publishes and evicts full pages of page_size tokens."""
+    """Radix tree that finds, publishes and evicts full pages of page_size tokens."""
 
     def __init__(self, page_size: int):
         if page_size < 1:
@@ -56,11 +57,13 @@ class PrefixTree:
 
     @property
     def num_idle(self) -> int:
-        """Pages without a holder: what eviction can give."""
+        """Number of pages without a holder: those that eviction can free."""
         return len(self._idle)
 
     def match(self, salt: str, token_ids: Sequence[int], max_pages: int) -> list[int]:
-        """Pages that hold the longest known prefix of token_ids, at most max_pages of them. Changes nothing."""
+        """Return the pages that hold the longest known prefix of token_ids, at most max_pages of them. Changes
+        nothing.
+        """
         pages: list[int] = []
         node = self._roots.get(salt)
         if node is None:
@@ -93,11 +96,11 @@ class PrefixTree:
         return self._roots.setdefault(salt, _Node(salt, None, (), _NO_PAGE))
 
     def mark_idle(self, page: int) -> None:
-        """The page's last holder left. On one path, call for the deeper page first."""
+        """Mark a page as idle: its last holder left. On one path, call for the deeper page first."""
         self._idle[page] = self._nodes[page]
 
     def mark_used(self, page: int) -> None:
-        """An idle page has a holder again."""
+        """Mark an idle page as used: it has a holder again."""
         del self._idle[page]
 
     def is_idle(self, page: int) -> bool:
@@ -116,7 +119,7 @@ class PrefixTree:
         return page
 
     def path(self, page: int) -> tuple[str, list[int]]:
-        """(salt, token ids from the first position to the end of this page): what a page is the cache of."""
+        """Return (salt, token ids from the first position to the end of this page): what a page is the cache of."""
         node: _Node | None = self._nodes[page]
         pieces: list[tuple[int, ...]] = []
         salt = ""
@@ -126,7 +129,7 @@ class PrefixTree:
         return salt, [token for piece in reversed(pieces) for token in piece]
 
     def parent(self, page: int) -> int | None:
-        """The page before this one, None for a first page."""
+        """Return the page before this one, None for a first page."""
         node = self._nodes[page].parent
         return None if node is None or node.page == _NO_PAGE else node.page
 
@@ -134,7 +137,7 @@ class PrefixTree:
         return iter(self._nodes)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when nodes, roots and the idle list disagree."""
+        """Raise AssertionError when nodes, roots and the idle list disagree."""
         reached = {}
         stack = list(self._roots.values())
         assert all(root.children for root in stack), "an empty root was kept"

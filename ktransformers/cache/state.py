@@ -32,12 +32,14 @@ class StateShape:
 
     @property
     def nbytes(self) -> int:
-        """Of one slot."""
+        """Bytes of one slot of a layer's state."""
         return torch.float32.itemsize * sum(map(math.prod, self.parts.values()))
 
 
 class StateCache:
-    """num_slots states of each layer in `shapes`, by layer index. Memory is touched when it is written first."""
+    """Cache of recurrent states: num_slots states of each layer in `shapes`, by layer index. Memory is touched when it
+    is written first.
+    """
 
     def __init__(self, shapes: Mapping[int, StateShape], num_slots: int):
         if num_slots < 1:
@@ -50,7 +52,7 @@ class StateCache:
 
     @staticmethod
     def size_by_place(shapes: Mapping[int, StateShape], num_slots: int) -> dict[str, int]:
-        """Bytes of `num_slots` slots on each device, by its name in plans."""
+        """Return the bytes of `num_slots` slots on each device, by its name in plans."""
         sizes: dict[str, int] = {}
         for shape in shapes.values():
             sizes[shape.place] = sizes.get(shape.place, 0) + num_slots * shape.nbytes
@@ -61,9 +63,11 @@ class StateCache:
         return sum(self.size_by_place(self.shapes, self.num_slots).values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All states, by name ("3.conv"): fp32 [num_slots, ...] each."""
+        """Return all states, by name ("3.conv"): fp32 [num_slots, ...] each."""
         return {f"{index}.{name}": part for index, parts in self._layers.items() for name, part in parts.items()}
 
     def layer(self, layer_idx: int) -> Mapping[str, torch.Tensor]:
-        """By part: fp32 [num_slots, *shape], which kernels write in place. Raises KeyError for layers without."""
+        """Return a layer's states by part: fp32 [num_slots, *shape], which kernels write in place. Raises KeyError for
+        layers without.
+        """
         return self._layers[layer_idx]

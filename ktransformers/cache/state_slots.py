@@ -1,4 +1,4 @@
-"""Who holds which slot of the recurrent layers' states: running sequences and snapshots. Ids only, no tensors.
+"""Assigns the slots of the recurrent layers' states to running sequences and snapshots. Ids only, no tensors.
 
     a slot is    held by                            comes from        goes to
     free         nobody                             release, drop     allocate(), begin_save()
@@ -21,7 +21,8 @@ __all__ = ["StateSlots"]
 
 
 class StateSlots:
-    """Slots 0 .. num_slots - 1, of which num_running are for running sequences and the others for snapshots.
+    """Pool of slots 0 .. num_slots - 1 of states, of which num_running are for running sequences and the others for
+    snapshots.
 
     Calls that break the table above raise RuntimeError: they are bugs of the caller.
     """
@@ -47,15 +48,15 @@ class StateSlots:
 
     @property
     def num_snapshots(self) -> int:
-        """Snapshots that runs can begin from."""
+        """Number of snapshots that runs can begin from."""
         return len(self._kept)
 
     def begin_step(self) -> None:
-        """Another step is planned: what the last one reads may be written from now on."""
+        """Begin planning a step: what the last one reads may be written from now on."""
         self._pinned.clear()
 
     def allocate(self) -> int | None:
-        """A slot for a run; None when there is none before the next step."""
+        """Take a slot for a run; None when there is none before the next step."""
         if not self._free and not self._evict():
             return None
         slot = self._free.pop()
@@ -63,7 +64,7 @@ class StateSlots:
         return slot
 
     def begin_save(self) -> int | None:
-        """A slot that a step will write a snapshot to; None when the budget is spent on others like it."""
+        """Take a slot that a step will write a snapshot to; None when the budget is spent on others like it."""
         if len(self._kept) + len(self._pending) >= self.max_snapshots and not self._evict():
             return None
         if not self._free:
@@ -73,7 +74,9 @@ class StateSlots:
         return slot
 
     def publish(self, page: int, slot: int) -> bool:
-        """A pending snapshot was written: runs can begin behind `page` from now on. False: another one is there."""
+        """Publish a pending snapshot that was written: runs can begin behind `page` from now on. False: another one is
+        there.
+        """
         if slot not in self._pending:
             raise RuntimeError(f"slot {slot} is not pending")
         self._pending.remove(slot)
@@ -91,32 +94,32 @@ class StateSlots:
         return bool(self._free) and len(self._kept) + len(self._pending) < self.max_snapshots
 
     def slot(self, page: int) -> int | None:
-        """Where the snapshot behind a page is, if there is one. Changes nothing."""
+        """Return the slot of the snapshot behind a page, if there is one. Changes nothing."""
         return self._kept.get(page)
 
     def use(self, page: int) -> int:
-        """The slot of a snapshot that a run begins from."""
+        """Return the slot of a snapshot that a run begins from."""
         self._kept.move_to_end(page)
         self._used.add(page)
         self._pinned.add(page)
         return self._kept[page]
 
     def hold(self, page: int) -> None:
-        """Do not give the slot of this snapshot away, until `let_go`."""
+        """Keep the slot of a snapshot from being reused, until `let_go`."""
         self._held[page] += 1
 
     def let_go(self, page: int) -> None:
-        """One of those who hold a snapshot does not any more."""
+        """Undo one `hold` of a snapshot."""
         self._held[page] -= 1
         if not self._held[page]:
             del self._held[page]
 
     def is_used(self, page: int) -> bool:
-        """Whether a run began from this snapshot."""
+        """Whether a run began from the snapshot behind a page."""
         return page in self._used
 
     def release(self, slot: int) -> None:
-        """A run is over, or what a step was to save is not wanted any more."""
+        """Free the slot of a run that is over, or of a snapshot that is not wanted any more."""
         if slot in self._running:
             self._running.remove(slot)
         elif slot in self._pending:
@@ -145,12 +148,12 @@ class StateSlots:
         return next((page for page in self._kept if page not in self._pinned and page not in self._held), None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot is in one place, and snapshots are within their budget."""
+        """Raise AssertionError unless every slot is in one place, and snapshots are within their budget."""
         held = [*self._free, *self._running, *self._pending, *self._kept.values()]
         assert sorted(held) == list(range(self.num_slots)), "a slot is lost, or in two places"
         assert len(self._kept) + len(self._pending) <= self.max_snapshots, "more snapshots than there is room for"
         assert self._used <= self._kept.keys() >= self._pinned | self._held.keys(), "snapshots that are not there"
 
     def holders(self) -> tuple[set[int], set[int]]:
-        """Slots of runs, and those that steps will write snapshots to."""
+        """Return the slots of runs, and those that steps will write snapshots to."""
         return set(self._running), set(self._pending)

@@ -10,7 +10,9 @@ __all__ = ["LayerShape", "StaticCache"]
 
 
 class StaticCache(PagedCache):
-    """Keys and values of one sequence of at most max_len tokens. Its state is in slot 0, snapshots in the others."""
+    """Cache of one sequence of at most max_len tokens: keys and values. Its state is in slot 0, snapshots in the
+    others.
+    """
 
     def __init__(self, shapes: Sequence[LayerShape], max_len: int, num_states: int = 1):
         super().__init__(shapes, num_pages=1, page_size=max_len, num_states=num_states)

@@ -1,4 +1,4 @@
-"""Where copies of pages and of states lie outside of the device: in slots of host memory, in files. Ids only, no bytes.
+"""Places of copies of pages and of states outside of the device: slots of host memory, files. Ids only, no bytes.
 
     host slot     name   pins          may be given to another name
     free          no     0             yes
@@ -21,17 +21,19 @@ PAGE, STATE = b"p", b"s"
 
 
 def page_name(key: bytes) -> bytes:
-    """Of the keys and values of a page."""
+    """Return the name under which tiers keep the keys and values of a page."""
     return PAGE + key
 
 
 def state_name(key: bytes) -> bytes:
-    """Of the recurrent layers' states behind a page."""
+    """Return the name under which tiers keep the recurrent layers' states behind a page."""
     return STATE + key
 
 
 class HostTier:
-    """Slots 0 .. num_slots - 1 of one size. Calls that break the table above raise RuntimeError: bugs of the caller."""
+    """Host memory as slots 0 .. num_slots - 1 of one size. Calls that break the table above raise RuntimeError: bugs of
+    the caller.
+    """
 
     def __init__(self, num_slots: int):
         if num_slots < 0:
@@ -53,25 +55,25 @@ class HostTier:
         return name in self._slots
 
     def is_ready(self, name: bytes) -> bool:
-        """Whether its bytes are there, or will be before anything that is asked for from now on."""
+        """Whether a name's bytes are in its slot, or will be before anything that is asked for from now on."""
         return name in self._slots and name not in self._pending
 
     @property
     def num_available(self) -> int:
-        """Slots that can be given out now."""
+        """Number of slots that can be given out now."""
         return len(self._free) + len(self._slots) - len(self._pins)
 
     @property
     def pins(self) -> Mapping[bytes, int]:
-        """How often names are pinned, those that are."""
+        """Counts of the pins of pinned names."""
         return self._pins
 
     def slot(self, name: bytes) -> int:
-        """Where it lies."""
+        """Return the slot of a name."""
         return self._slots[name]
 
     def allocate(self, name: bytes, *, is_pending: bool = False) -> int | None:
-        """A slot for a new name; None when all are pinned. is_pending: pinned until `arrived` or `drop`."""
+        """Take a slot for a new name; None when all are pinned. is_pending: pinned until `arrived` or `drop`."""
         if name in self._slots:
             raise RuntimeError("a name has one slot")
         if not self._free and not self._evict():
@@ -83,24 +85,24 @@ class HostTier:
         return slot
 
     def arrived(self, name: bytes) -> None:
-        """The bytes of a pending slot are there."""
+        """Unpin a pending slot: its bytes are there."""
         self._pending.remove(name)
         self.unpin(name)
 
     def failed(self, name: bytes) -> None:
-        """The bytes of a pending slot will not come: it is free."""
+        """Free a pending slot: its bytes will not come."""
         self._pending.remove(name)
         self.unpin(name)
         self.drop(name)
 
     def pin(self, name: bytes) -> None:
-        """Keep it where it is until as many calls of `unpin`."""
+        """Keep a name in its slot until as many calls of `unpin`."""
         if name not in self._slots:
             raise RuntimeError("what is not there cannot be pinned")
         self._pins[name] = self._pins.get(name, 0) + 1
 
     def unpin(self, name: bytes) -> None:
-        """See `pin`."""
+        """Undo one `pin` of a name."""
         left = self._pins[name] - 1
         if left:
             self._pins[name] = left
@@ -108,12 +110,12 @@ class HostTier:
             del self._pins[name]
 
     def touch(self, name: bytes) -> None:
-        """It is used: others go first. What is not here is left alone."""
+        """Mark a name as used last, so that others are evicted first. What is not here is left alone."""
         if name in self._slots:
             self._slots.move_to_end(name)
 
     def drop(self, name: bytes) -> None:
-        """Forget it."""
+        """Free the slot of a name."""
         if name in self._pins:
             raise RuntimeError("what is pinned cannot be dropped")
         self._free.append(self._slots.pop(name))
@@ -126,7 +128,7 @@ class HostTier:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot is in one place."""
+        """Raise AssertionError unless every slot is in one place."""
         assert sorted([*self._free, *self._slots.values()]) == list(range(self.num_slots)), "a slot is lost, or twice"
         assert self._pins.keys() <= self._slots.keys() >= self._pending, "pins of names that are not there"
         assert self._pending <= self._pins.keys(), "a pending slot is not pinned"
@@ -134,7 +136,7 @@ class HostTier:
 
 
 class DiskTier:
-    """Files of at most max_bytes together, by name. What is being written counts from the start."""
+    """Disk tier: files of at most max_bytes together, by name. What is being written counts from the start."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.num_bytes = max_bytes, 0
@@ -152,11 +154,11 @@ class DiskTier:
         return name in self._sizes
 
     def is_ready(self, name: bytes) -> bool:
-        """Whether its file is there."""
+        """Whether a name's file is written."""
         return name in self._sizes and name not in self._pending
 
     def fill(self, found: Iterable[tuple[bytes, int]]) -> list[bytes]:
-        """Files that were there before, (name, bytes), least recently used first. Returns those that have no room.
+        """Add files that were there before, (name, bytes), least recently used first. Returns those that have no room.
 
         They are not to be deleted: the folder may have another user with a larger quota, see PageFolder.
         """
@@ -167,7 +169,9 @@ class DiskTier:
         return self._shrink()
 
     def begin(self, name: bytes, nbytes: int) -> list[bytes] | None:
-        """A file of nbytes will be written. Returns those to be deleted before, None when there can be no room now."""
+        """Announce that a file of nbytes will be written. Returns those to be deleted before, None when there can be no
+        room now.
+        """
         if name in self._sizes:
             raise RuntimeError("a name has one file")
         if sum(self._sizes[one] for one in self._pending) + nbytes > self.max_bytes:
@@ -178,16 +182,16 @@ class DiskTier:
         return self._shrink()
 
     def written(self, name: bytes) -> None:
-        """What `begin` announced is there."""
+        """Note that the file which `begin` announced is there."""
         self._pending.remove(name)
 
     def touch(self, name: bytes) -> None:
-        """It is used: others go first. What is not here is left alone."""
+        """Mark a name as used last, so that others are deleted first. What is not here is left alone."""
         if name in self._sizes:
             self._sizes.move_to_end(name)
 
     def drop(self, name: bytes) -> None:
-        """Forget it, written or not. What is not here is left alone."""
+        """Forget a name's file, written or not. What is not here is left alone."""
         self._pending.discard(name)
         self.num_bytes -= self._sizes.pop(name, 0)
 
@@ -200,7 +204,7 @@ class DiskTier:
         return gone
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless sizes add up and are within their budget."""
+        """Raise AssertionError unless sizes add up and are within their budget."""
         assert self.num_bytes <= self.max_bytes, "more bytes than there may be"
         assert self.num_bytes == sum(self._sizes.values()), "bytes do not add up"
         assert self._pending <= self._sizes.keys(), "a file on its way that is not counted"

@@ -1,4 +1,5 @@
-"""Collects activation statistics of a model over a text: how large what is multiplied with each column is.
+"""Collects activation statistics of a model over a text: how large the activations are that each column is multiplied
+with.
 
 The model is computed by transformers' own modules in fp32 from the numbers in its files
 (`engine/verify/reference_module.py`), layer by layer, so that one that does not fit into memory in fp32 can be watched
@@ -47,7 +48,7 @@ class _Target:
 
 
 class Collector:
-    """Adds up squares by tensor."""
+    """Collector of squares of activations, by tensor."""
 
     def __init__(self, opened: OpenedModel):
         self._opened = opened
@@ -60,7 +61,9 @@ class Collector:
         self.tensors: dict[str, Statistics] = {}
 
     def observe(self, name: str, expert: int | None, x: torch.Tensor) -> None:
-        """What a parameter, or one of its experts, is multiplied with: fp32 [..., cols]."""
+        """Add the squares of activations, fp32 [..., cols], with which a parameter, or one of its experts, is
+        multiplied.
+        """
         if name not in self._targets:
             self._targets[name] = self._find(name)
         targets = self._targets[name]
@@ -113,7 +116,7 @@ class Collector:
 
 
 def chunks_of(ids: Sequence[int], size: int, most: int, first: int | None) -> list[list[int]]:
-    """Pieces of `size` tokens, at most `most` (0: all); each begins with `first` when that is a token.
+    """Cut ids into pieces of `size` tokens, at most `most` (0: all); each begins with `first` when that is a token.
 
     Raises ConfigError for a text that does not fill one.
     """
@@ -128,7 +131,7 @@ def chunks_of(ids: Sequence[int], size: int, most: int, first: int | None) -> li
 def collect(
     config: EngineConfig, text: Path, out: Path, *, chunk_size: int, most_chunks: int, shown: Callable[[int, int], None]
 ) -> Iterator[Imatrix]:
-    """The statistics of a model over the text in a file, after every few chunks: all so far.
+    """Yield the statistics of a model over the text in a file, after every few chunks: all so far.
 
     shown: told how many chunks are done, of how many. Raises ConfigError, WeightError or UnsupportedError.
     """

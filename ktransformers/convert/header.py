@@ -1,4 +1,4 @@
-"""A GGUF file's header, before its tensors are made: metadata with their types, and where each tensor will be.
+"""Header of a GGUF file, before its tensors are made: metadata with their types, and where each tensor will be.
 
 The `gguf` package's writer packs it. Knows no model.
 """
@@ -37,7 +37,8 @@ Entries = dict[str, MetadataValue]
 
 
 def entry(value: object) -> MetadataValue:
-    """A value with the type that llama.cpp's converter gives it: whole numbers u32, others f32; lists by their first.
+    """Return a value with the type that llama.cpp's converter gives it: whole numbers u32, others f32; lists by their
+    first.
 
     Raises TypeError for other values.
     """
@@ -53,7 +54,7 @@ def entry(value: object) -> MetadataValue:
 
 
 def entries_of(file: GGUFFile) -> Entries:
-    """All metadata of a file as they are. Empty arrays are left out: the format's writers refuse them."""
+    """Return all metadata of a file as they are. Empty arrays are left out: the format's writers refuse them."""
     found: Entries = {}
     for key, value in file.metadata.items():
         kinds = [GGUFValueType(kind) for kind in file.value_types[key]]
@@ -65,7 +66,9 @@ def entries_of(file: GGUFFile) -> Entries:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One tensor of the file to be. shape: in torch order. offset: from the start of the file, in bytes."""
+    """Tensor with its place in a file that is to be written. shape: in torch order. offset: from the start of the file,
+    in bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -74,13 +77,15 @@ class Placed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape[:-1]) * row_bytes(self.qtype, self.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFLayout:
-    """A whole file: what comes first, padded to where the data begin, and its tensors in order. nbytes: of all."""
+    """Layout of a whole file: what comes first, padded to where the data begin, and its tensors in order. nbytes: of
+    all.
+    """
 
     header: bytes
     tensors: tuple[Placed, ...]
@@ -88,7 +93,7 @@ class GGUFLayout:
 
 
 def lay_out(arch: str, entries: Mapping[str, MetadataValue], tensors: Sequence[Placed]) -> GGUFLayout:
-    """The file with these metadata and tensors, whose offsets are filled in."""
+    """Lay out the file with these metadata and tensors, whose offsets are filled in."""
     header = _header(arch, entries, tensors)
     found = entries.get(_ALIGNMENT)
     alignment = DEFAULT_ALIGNMENT if found is None else int(found.value)

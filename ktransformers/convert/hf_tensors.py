@@ -1,4 +1,4 @@
-"""From the parameters of a model of `transformers` to the tensors of a GGUF: what `weights/gguf/source.py` undoes.
+"""Makes the tensors of a GGUF from the parameters of a model of `transformers`: what `weights/gguf/source.py` undoes.
 
 Names, and what changes, are those by which such files are read (`weights/gguf/names.py`); here the changes are
 undone the other way round. Knows no metadata.
@@ -34,7 +34,7 @@ _DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType
 
 
 class WantedNames:
-    """Stands for the names of a file that is not written yet: all that are spelled right.
+    """Stand-in for the names of a file that is not written yet: all that are spelled right.
 
     Of the forms that files have for the same thing this wants llama.cpp's present one: the two halves of kv_b.
     """
@@ -56,7 +56,7 @@ class _Part:
 
 
 def hf_tensors(model: PreTrainedModel, facts: ModelFacts, source: WeightSource, arch: str) -> list[OutTensor]:
-    """The tensors of a model on meta whose weights are in `source`, as a GGUF of architecture `arch` has them.
+    """Return the tensors of a model on meta whose weights are in `source`, as a GGUF of architecture `arch` has them.
 
     Raises UnsupportedError for a parameter that the architecture has no place for, TensorMismatchError for one that is
     missing.

@@ -34,7 +34,7 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 @dataclass(slots=True)
 class Statistics:
-    """Of one tensor. sums: fp64 [matrices, cols]; counts: fp64 [matrices]."""
+    """Activation statistics of one tensor. sums: fp64 [matrices, cols]; counts: fp64 [matrices]."""
 
     sums: npt.NDArray[np.float64]
     counts: npt.NDArray[np.float64]
@@ -42,7 +42,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Imatrix:
-    """The statistics of a model by the names of its tensors in GGUF.
+    """Activation statistics of a model by the names of its tensors in GGUF.
 
     chunk_count, chunk_size: how much text that was, in pieces of so many tokens. datasets: names of the texts.
     """
@@ -54,7 +54,8 @@ class Imatrix:
     datasets: list[str] = field(default_factory=list)
 
     def importance(self, name: str, matrices: int, cols: int) -> F32Array | None:
-        """fp32 [matrices, cols], or [1, cols] for all: mean squares. None for a tensor that is not here.
+        """Return the mean squares of a tensor's columns, fp32 [matrices, cols], or [1, cols] for all. None for a tensor
+        that is not here.
 
         An expert that no token chose weighs all columns as the others do together. Raises FormatError for another size.
         """
@@ -75,7 +76,7 @@ class Imatrix:
         return narrow
 
     def described(self) -> dict[str, str | int]:
-        """What a quantized file says of it, by llama.cpp's keys."""
+        """Return what a quantized file says of the statistics, by llama.cpp's keys."""
         values: dict[str, str | int] = {"file": self.path.name}
         if self.datasets:
             values["dataset"] = self.datasets[0]
@@ -83,7 +84,7 @@ class Imatrix:
 
 
 def write_imatrix(imatrix: Imatrix) -> None:
-    """Write `imatrix.path`."""
+    """Write statistics to `imatrix.path`."""
     writer = GGUFWriter(imatrix.path, "")
     writer.kv_data[0].clear()  # there is no architecture
     writer.add_type("imatrix")
@@ -100,7 +101,7 @@ def write_imatrix(imatrix: Imatrix) -> None:
 
 
 def read_imatrix(path: Path) -> Imatrix:
-    """The statistics in a file of either form. Raises FormatError."""
+    """Return the statistics in a file of either form. Raises FormatError."""
     return _from_gguf(path, open_gguf(path)) if is_gguf(read_head(path)) else _from_dat(path, path.read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""Which type each tensor gets: llama.cpp's mixtures by name, and a user's rules before them.
+"""Chooses the type that each tensor gets: llama.cpp's mixtures by name, and a user's rules before them.
 
 A mixture has a type for most matrices and better ones for those that err most: values and down projections of some
 layers, the output head. They are the ones that files of these names have, so that names mean the same everywhere
@@ -39,7 +39,7 @@ FLOAT_TYPES = (T.F32, T.F16, T.BF16)
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What mixtures ask of a model. queries_per_key: heads of queries that share one of keys."""
+    """Numbers of a model by which mixtures choose. queries_per_key: heads of queries that share one of keys."""
 
     num_layers: int
     num_experts: int = 0
@@ -57,17 +57,17 @@ class _Place:
 
     @property
     def is_early(self) -> bool:
-        """In the first eighth."""
+        """Whether the layer is in the first eighth."""
         return self.index < self.count // 8
 
     @property
     def is_between(self) -> bool:
-        """Neither in the first eighth nor in the last."""
+        """Whether the layer is neither in the first eighth nor in the last."""
         return not self.is_early and self.index < 7 * self.count // 8
 
     @property
     def is_worth_more(self) -> bool:
-        """In the first or last eighth, or every third between."""
+        """Whether the layer is in the first or last eighth, or every third between."""
         eighth = self.count // 8
         return self.index < eighth or self.index >= 7 * self.count // 8 or (self.index - eighth) % 3 == 2
 
@@ -139,7 +139,9 @@ class Mixture:
 
     @property
     def is_lowest(self) -> bool:
-        """Of so few bits that Q8_0 for the attention of eight experts would be too many beside the others."""
+        """Whether the mixture has so few bits that Q8_0 for the attention of eight experts would be too many beside the
+        others.
+        """
         return self.base in _LOWEST
 
 
@@ -286,18 +288,18 @@ _NEED_IMPORTANCE = (T.IQ1_S, T.IQ1_M, T.IQ2_XXS, T.IQ2_XS)
 
 
 def need_importance(types: Mapping[str, QuantType]) -> list[str]:
-    """Tensors whose types have so few bits that the columns must be known that matter."""
+    """Return the tensors whose types have so few bits that the columns must be known that matter."""
     return [name for name, one in types.items() if one in _NEED_IMPORTANCE and name not in _UNWATCHED]
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is one whose type a mixture or a rule chooses; others keep floats."""
+    """Whether a tensor is of those whose type a mixture or a rule chooses; others keep floats."""
     return len(shape) >= 2 and name.endswith(".weight") and _KEPT.fullmatch(name) is None
 
 
 @dataclass(slots=True)
 class TypeRule:
-    """One rule of a user: tensors whose name `match` is found in get `qtype`. hits: how many did."""
+    """Rule of a user: tensors whose name `match` is found in get `qtype`. hits: how many did."""
 
     match: re.Pattern[str]
     qtype: QuantType
@@ -306,7 +308,7 @@ class TypeRule:
 
 
 def read_rules(path: Path) -> list[TypeRule]:
-    """The rules of a YAML file: a list of `{match: regex, type: name}`. Raises RuleError with file and line."""
+    """Return the rules of a YAML file: a list of `{match: regex, type: name}`. Raises RuleError with file and line."""
     document = read_yaml(path)
     if document is None or not isinstance(document.value, list):
         line = None if document is None else document.line
@@ -337,7 +339,7 @@ def _rule(item: Item, path: Path, number: int) -> TypeRule:
 def choose_types(
     mixture: Mixture, shapes: Mapping[str, tuple[int, ...]], model: ModelShape, rules: Sequence[TypeRule] = ()
 ) -> dict[str, QuantType]:
-    """The type of every tensor that `is_quantized`, by name.
+    """Return the type of every tensor that `is_quantized`, by name.
 
     Rows that do not fit the chosen type get one that they fit, with a line in the log; so does a rule that no tensor
     matches.

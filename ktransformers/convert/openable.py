@@ -1,4 +1,5 @@
-"""Whether llama.cpp opens a file with these tensors: what its loader takes, for each architecture that is written.
+"""Checks whether llama.cpp opens a file with these tensors: what its loader takes, for each architecture that is
+written.
 
 It refuses a file that lacks a tensor it asks for, and one with a tensor that it does not ask for. What it asks for is
 here (llama.cpp's src/models); which names a converter uses is in weights/gguf/names.py. Knows no file.
@@ -70,7 +71,7 @@ _LITE_LAYERS = (26, 27)
 
 
 def check_opens(arch: str, metadata: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UnsupportedError, naming a tensor or a key, where llama.cpp could not open such a file.
+    """Raise UnsupportedError, naming a tensor or a key, where llama.cpp could not open such a file.
 
     metadata: by whole key; shapes: of all tensors, in torch order. Architectures that this program does not write pass.
     """

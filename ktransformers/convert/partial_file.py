@@ -33,7 +33,8 @@ _SYNC_BYTES = 256 << 20
 
 
 class PartialFile:
-    """A context. Tensors are written by several threads, each its own bytes; `finish` makes it OUT.
+    """Context of a GGUF file while it is written. Tensors are written by several threads, each its own bytes; `finish`
+    makes it OUT.
 
     source: what the tensors are made of, in words that differ where they would.
     """
@@ -116,7 +117,7 @@ class PartialFile:
             raise self._named(error) from error
 
     def finished(self, tensor: Placed) -> None:
-        """All bytes of a tensor were written. Any thread."""
+        """Note that all bytes of a tensor were written. Any thread."""
         with self._lock:
             self._unsynced.append(tensor)
             if sum(one.nbytes for one in self._unsynced) >= _SYNC_BYTES:
@@ -132,7 +133,7 @@ class PartialFile:
         self._unsynced = []
 
     def finish(self) -> None:
-        """The file is whole: give it its name. Inside the context."""
+        """Give the file its name: it is whole. Inside the context."""
         with self._lock:
             self._note()
         missing = [tensor.name for tensor in self.layout.tensors if tensor.name not in self.done]

@@ -59,10 +59,10 @@ _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
 
 
 class Advances(Protocol):
-    """Shows how far it is."""
+    """Progress display of the bytes written."""
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes were written."""
+        """Show that so many more bytes were written."""
         ...
 
 
@@ -72,7 +72,8 @@ MakeProgress = Callable[[int, int], AbstractContextManager[Advances]]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked for. model: a folder of safetensors, or a GGUF file or folder; mixture: a name of MIXTURES.
+    """Arguments of `ktransformers quantize`. model: a folder of safetensors, or a GGUF file or folder; mixture: a name
+    of MIXTURES.
 
     num_threads 0: one for each core. force: whether `out` may be there already. without_imatrix: whether types that
     need one may do without.
@@ -90,7 +91,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeResult:
-    """What was written. types: bytes by type's name; num_weights: of all tensors."""
+    """Result of quantizing a model. types: bytes by type's name; num_weights: of all tensors."""
 
     nbytes: int
     num_weights: int
@@ -99,7 +100,7 @@ class QuantizeResult:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the tensors alone."""
+        """Bits per weight of the tensors alone."""
         return 8 * sum(self.types.values()) / max(self.num_weights, 1)
 
 
@@ -116,7 +117,9 @@ class _Input:
 
 
 def quantize_model(task: Task, progress: MakeProgress) -> QuantizeResult:
-    """Write `task.out`. Raises ConfigError, WeightError, RuleError, or CapacityError when the disk is full."""
+    """Quantize a model and write it to `task.out`. Raises ConfigError, WeightError, RuleError, or CapacityError when
+    the disk is full.
+    """
     start = time.monotonic()
     _check_out(task)
     given = _open(task)

@@ -1,4 +1,4 @@
-"""The tensors that a file will get, wherever they come from, as matrices whose rows are read when they are wanted."""
+"""Tensors that a file will get, wherever they come from, as matrices whose rows are read when they are wanted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Matrix = torch.Tensor | RawTensor | Fp8Matrix
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """One tensor of the file to be. shape: in torch order; stored: its type's name where it comes from.
+    """Tensor that a file will get. shape: in torch order; stored: its type's name where it comes from.
 
     matrices: opens it, as one matrix for each of the leading dimensions' entries; a vector is one row.
     """
@@ -35,17 +35,17 @@ class OutTensor:
 
     @property
     def num_matrices(self) -> int:
-        """How many `matrices` gives."""
+        """Number of matrices that `matrices` gives."""
         return math.prod(self.shape[:-2])
 
     @property
     def rows(self) -> int:
-        """Of one matrix."""
+        """Number of rows of one matrix."""
         return self.shape[-2] if len(self.shape) > 1 else 1
 
 
 def rows_f32(matrix: Matrix, start: int, stop: int, name: str) -> npt.NDArray[np.float32]:
-    """Rows start .. stop - 1 in fp32."""
+    """Return rows start .. stop - 1 of a matrix in fp32."""
     if isinstance(matrix, Fp8Matrix):
         codes = matrix.values.view(torch.float8_e4m3fn)
         return BlockScaledMatrix(codes, matrix.scales, (FP8_BLOCK, FP8_BLOCK)).rows_f32(start, stop).numpy()
@@ -55,14 +55,14 @@ def rows_f32(matrix: Matrix, start: int, stop: int, name: str) -> npt.NDArray[np
 
 
 def rows_as(matrix: Matrix, start: int, stop: int, qtype: QuantType) -> npt.NDArray[np.uint8] | None:
-    """The bytes of rows that are stored as `qtype` already; None for others."""
+    """Return the bytes of rows that are stored as `qtype` already; None for others."""
     if isinstance(matrix, RawTensor) and matrix.qtype is qtype:
         return matrix.rows_slice(start, stop).data.numpy()
     return None
 
 
 def gguf_tensors(model: GGUFModel) -> list[OutTensor]:
-    """The tensors of a GGUF model, in the order of its files."""
+    """Return the tensors of a GGUF model, in the order of its files."""
 
     def opener(name: str) -> Callable[[], Sequence[Matrix]]:
         def matrices() -> Sequence[Matrix]:

@@ -1,4 +1,4 @@
-"""From a fast tokenizer to the `tokenizer.*` metadata of a GGUF file: the inverse of `tokenizer/gguf_vocab.py`.
+"""Makes the `tokenizer.*` metadata of a GGUF file from a fast tokenizer: the inverse of `tokenizer/gguf_vocab.py`.
 
 A file holds tokens, merges and the name of the rule that cuts text into words. That name is found by trying all rules
 that are known, and what was written is read back and compared with the tokenizer on a probe: one that would read text
@@ -36,7 +36,7 @@ PROBE = (
 
 
 def vocab_metadata(backend: PreTrainedTokenizerFast, vocab_size: int) -> Entries:
-    """The keys of a tokenizer with `vocab_size` tokens, ids that it does not use filled up.
+    """Return the keys of a tokenizer with `vocab_size` tokens, ids that it does not use filled up.
 
     Raises UnsupportedError for a tokenizer that the format cannot hold.
     """

@@ -86,7 +86,7 @@ def write_tensors(
     num_threads: int,
     advance: Callable[[int], None],
 ) -> None:
-    """Write those tensors that `file` does not have yet. advance: told how many bytes were written.
+    """Write those tensors that `file` does not have yet. advance: called with the bytes written.
 
     Raises what reading and quantizing raise, and CapacityError when the disk is full.
     """

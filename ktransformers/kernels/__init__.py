@@ -1,4 +1,4 @@
-"""How one computation runs: native kernels of the CPU, Triton kernels of a GPU, and a slow torch oracle of each.
+"""Kernels: native ones of the CPU, Triton ones of a GPU, and a slow torch oracle of each.
 
     extension               loads the native extension; nobody else imports it
     types                   nouns: weights, block formats, steps of states

@@ -1,4 +1,5 @@
-"""ggml's blocks as numbers: by `gguf.quants`, and those of Q1_0, of which the package has the name and the sizes only.
+"""Decodes ggml's blocks to numbers: by `gguf.quants`, and those of Q1_0, of which the package has the name and sizes
+only.
 
 Q1_0 is 128 weights in 18 bytes: an fp16 number d, and a bit for each, from the lowest of the first byte up: d where it
 is set, else -d (llama.cpp's ggml-quants.c). Knows nothing of files, the extension or devices.
@@ -19,7 +20,9 @@ _F32Array = npt.NDArray[np.float32]
 
 
 def decode_blocks(rows: _U8Array, qtype: QuantType) -> _F32Array:
-    """fp32 [..., cols] of uint8 [..., bytes of whole blocks]. Raises NotImplementedError where no decoder is known."""
+    """Decode blocks of a type, uint8 [..., bytes of whole blocks], to fp32 [..., cols]. Raises NotImplementedError
+    where no decoder is known.
+    """
     if qtype is not QuantType.Q1_0:
         return np.ascontiguousarray(quants.dequantize(np.ascontiguousarray(rows), qtype), dtype=np.float32)
     blocks = np.ascontiguousarray(rows).reshape(-1, 18)

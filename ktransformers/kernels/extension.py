@@ -1,4 +1,4 @@
-"""The native extension. Only this package imports it, and everything of it comes from here."""
+"""The native extension. Only this package imports it, and everything of it is imported from here."""
 
 from ktransformers.errors import KernelError
 

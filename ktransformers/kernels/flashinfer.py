@@ -50,7 +50,7 @@ _IMPORT_ERRORS = (ImportError, OSError, RuntimeError)  # of it, of its libraries
 
 @dataclass(frozen=True, slots=True)
 class GqaShape:
-    """Grouped-query attention of some layers. window 0: all positions; softcap 0: none."""
+    """Shape of the grouped-query attention of some layers. window 0: all positions; softcap 0: none."""
 
     num_heads: int
     num_kv_heads: int
@@ -63,7 +63,7 @@ class GqaShape:
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Absorbed latent attention: queries [T, Hq, rank + rope_dim] on a cache of so many columns."""
+    """Shape of absorbed latent attention: queries [T, Hq, rank + rope_dim] on a cache of so many columns."""
 
     num_heads: int
     rank: int
@@ -80,7 +80,7 @@ def _module() -> Any:
 
 
 def version() -> str | None:
-    """FlashInfer's version, None where it cannot be imported."""
+    """Return FlashInfer's version, None where it cannot be imported."""
     try:
         return str(getattr(_module(), "__version__", "unknown"))
     except _IMPORT_ERRORS:
@@ -92,7 +92,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why FlashInfer cannot run on `device`, or None when nothing is known to speak against it."""
+    """Return why FlashInfer cannot run on `device`, or None when nothing is known to speak against it."""
     try:
         _module()
     except _IMPORT_ERRORS as error:
@@ -107,7 +107,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def why_not_shape(shape: Shape) -> str | None:
-    """Why FlashInfer has no kernel for `shape`, or None when it has, by its documentation."""
+    """Return why FlashInfer has no kernel for `shape`, or None when it has, by its documentation."""
     if shape.dtype not in _DTYPES:
         return f"its cache is {str(shape.dtype).removeprefix('torch.')}, not bf16 or fp16"
     if isinstance(shape, LatentShape):
@@ -120,7 +120,7 @@ def why_not_shape(shape: Shape) -> str | None:
 
 
 def workspace_nbytes(num_shapes: int) -> int:
-    """Bytes of a device that `FlashInfer` takes for so many shapes."""
+    """Return the bytes of a device that `FlashInfer` takes for so many shapes."""
     return _SHARED_NBYTES + num_shapes * _SHAPE_NBYTES if num_shapes else 0
 
 
@@ -140,7 +140,7 @@ class PageTable:
 
     @property
     def last_page_lens(self) -> Tensor:
-        """Positions in each sequence's last page, [S]."""
+        """Number of positions in each sequence's last page, [S]."""
         return (self.kv_lens - 1) % self.page_size + 1
 
 
@@ -149,7 +149,7 @@ def _indptr(counts: Tensor) -> Tensor:
 
 
 def pages_of(seq_ids: Tensor, kv_lens: Tensor, block_table: Tensor, page_size: int) -> PageTable:
-    """The pages of a step whose tensors are on the CPU; its arguments as in `triton.attention`.
+    """Return the pages of a step whose tensors are on the CPU; arguments as in `triton.attention`.
 
     Pages are cut into parts of at most 16 positions, since the static cache is one page of any size. Raises ValueError
     when the rows of a sequence do not follow one another.
@@ -194,7 +194,7 @@ class FlashInfer:
         return made
 
     def plan(self, shape: Shape, pages: PageTable) -> None:
-        """Prepare `run` of a step."""
+        """Prepare `run` for the layers of a shape in a step."""
         wrapper = self._wrapper(shape)
         self._page_sizes[shape] = pages.page_size
         if isinstance(shape, LatentShape):
@@ -213,7 +213,9 @@ class FlashInfer:
         )  # fmt: skip
 
     def run(self, shape: Shape, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of rows q [T, Hq, D] over the cache [slots, Hkv, D]; returns [T, Hq, Dv] (rank for latents)."""
+        """Compute attention of rows q [T, Hq, D] over the cache [slots, Hkv, D]; returns [T, Hq, Dv] (rank for
+        latents).
+        """
         size, wrapper = self._page_sizes[shape], self._wrappers[shape]
         if isinstance(shape, LatentShape):
             pages = keys.view(-1, size, keys.shape[-1])
@@ -237,7 +239,7 @@ def _probe_step(window: int, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tolerance(shape: Shape) -> float:
-    """By how much two right results may differ, for values up to 1.
+    """Return by how much two right results may differ, for values up to 1.
 
     Weights and results are rounded to the type, each by half an epsilon, on both sides: 2 epsilon in all. FlashInfer
     may take tanh from an instruction that errs by 2^-11 (PTX, tanh.approx), times the cap in the logarithm of a weight.
@@ -248,7 +250,7 @@ def tolerance(shape: Shape) -> float:
 
 
 def difference(flash: FlashInfer, shape: Shape, cache_page: int = _MAX_PAGE) -> float:
-    """The largest difference from the Triton kernels' result on random numbers, whose values are at most 1.
+    """Return the largest difference from the Triton kernels' result on random numbers, whose values are at most 1.
 
     cache_page: positions of a page of the cache that `shape` will be used on, for `pages_of` to cut alike.
     """

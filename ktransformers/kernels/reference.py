@@ -1,4 +1,4 @@
-"""What the native kernels mean, slowly, in plain torch: weights dequantized by `gguf`, fp32 matmul, softmax.
+"""Oracles of the native kernels, slowly, in plain torch: weights dequantized by `gguf`, fp32 matmul, softmax.
 
 Kernels are held to it within a tolerance; `int8_arithmetic.py` has the exact one. Knows nothing of the
 extension, threads or tiers.
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def dequantize(weight: RawTensor | Fp8Matrix) -> Tensor:
-    """The weight as fp32, shape `weight.shape`, through `decode_blocks`, or torch's own FP8 type."""
+    """Return a weight as fp32, shape `weight.shape`, through `decode_blocks`, or torch's own FP8 type."""
     if isinstance(weight, Fp8Matrix):
         scales = weight.scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
         return weight.values.view(torch.float8_e4m3fn).float() * scales[: weight.shape[0], : weight.shape[1]]
@@ -48,7 +48,8 @@ _TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, 
 
 
 def group_parts(weight: RawTensor) -> tuple[Tensor, Tensor]:
-    """Blocks of a GroupType [N, K] as (values less zero points, scales), whose products are the weights: fp32 [N, K].
+    """Split blocks of a GroupType [N, K] into (values less zero points, scales), whose products are the weights: fp32
+    [N, K].
 
     Values of E2M1 are twice what the format says, and its scales half.
     """
@@ -76,13 +77,13 @@ def group_parts(weight: RawTensor) -> tuple[Tensor, Tensor]:
 
 
 def linear(x: Tensor, weight: RawTensor | Fp8Matrix, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] -> [T, N], accumulated in fp64."""
+    """Multiply x [T, K] with weight [N, K] and add bias [N] -> [T, N], accumulated in fp64."""
     result = x.double() @ dequantize(weight).double().T
     return (result if bias is None else result + bias.double()).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H], weight [H] -> [T, H], in fp64."""
+    """Normalize x [T, H] with weight [H] (RMSNorm) -> [T, H], in fp64."""
     wide = x.double()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).float()
 
@@ -95,7 +96,7 @@ def moe(
     up: list[RawTensor],
     down: list[RawTensor],
 ) -> Tensor:
-    """SiLU experts without biases, one token and one expert at a time. Shapes as in `cpu.MoeKernel.forward`."""
+    """Compute SiLU experts without biases, one token and one expert at a time. Shapes as in `cpu.MoeKernel.forward`."""
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
         for slot in range(topk_ids.shape[1]):
@@ -124,7 +125,7 @@ def attention(  # noqa: PLR0913 - as the kernel
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """One row at a time, in fp64. Arguments as in `cpu.attention`."""
+    """Compute causal attention over a paged cache, one row at a time, in fp64. Arguments as in `cpu.attention`."""
     heads, kv_heads = q.shape[1], v_cache.shape[1]
     out = torch.zeros(q.shape[0], heads, v_cache.shape[2])
     for row in range(q.shape[0]):
@@ -150,7 +151,8 @@ def attention(  # noqa: PLR0913 - as the kernel
 
 
 def quantize_kv(rows: Tensor, dtype: torch.dtype, split: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Keys or values fp32 [T, H, D] as a cache keeps them: codes of `dtype` [T, H, D], scales fp32 [T, H, parts].
+    """Return keys or values fp32 [T, H, D] as a cache keeps them: codes of `dtype` [T, H, D], scales fp32 [T, H,
+    parts].
 
     Codes of 8 bits: a head's largest magnitude is the type's largest, 127 or 448; what is below 2^-100 becomes 0, and a
     head with infinities or NaN has a scale that is NaN. split: the first `split` dimensions have a scale of their own,
@@ -183,7 +185,7 @@ def select_topk_positions(  # noqa: PLR0913 - as the kernel
     block: int = 1,
     num_local: int = 0,
 ) -> list[list[int]]:
-    """Slots that each row, or each head of a row, chooses; one row at a time, in fp64. As `cpu.choose_positions`."""
+    """Choose the slots of each row, or of each head of a row; one row at a time, in fp64. As `cpu.select_topk_positions`."""
     chosen = []
     for row in range(q.shape[0]):
         length = int(kv_lens[row])

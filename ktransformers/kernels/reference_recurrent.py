@@ -1,4 +1,4 @@
-"""What the kernels of recurrent layers mean, slowly, in plain torch: row by row, in fp64, states in place.
+"""Oracles of the kernels of recurrent layers, slowly, in plain torch: row by row, in fp64, states in place.
 
 The names and arguments are those of `kernels.cpu.recurrent` without a pool; see there for shapes. States may have any
 floating dtype. Knows nothing of the extension.
@@ -58,7 +58,7 @@ def delta_scan(  # noqa: PLR0913 - what a call of the kernel takes
     l2norm_eps: float | None,
     scale: float,
 ) -> Tensor:
-    """The gated delta rule."""
+    """The gated delta rule, row by row."""
     share = v.shape[1] // q.shape[1]
     if l2norm_eps is not None:
         q, k = (x.double() * torch.rsqrt(x.double().square().sum(-1, keepdim=True) + l2norm_eps) for x in (q, k))
@@ -78,7 +78,7 @@ def delta_scan(  # noqa: PLR0913 - what a call of the kernel takes
 
 
 def linear_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, states: Tensor, step: StateStep) -> Tensor:
-    """Linear attention with decay."""
+    """Linear attention with decay, row by row."""
     share = v.shape[1] // q.shape[1]
     queries, keys = (x.double().repeat_interleave(share, 1) for x in (q, k))
     factors, out = decay.double().exp(), torch.zeros_like(v)
@@ -94,7 +94,7 @@ def linear_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, states: Tensor, 
 def selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, states: Tensor, step: StateStep
 ) -> Tensor:
-    """Mamba's scan."""
+    """Mamba's selective scan, row by row."""
     wide, steps, out = x.double(), dt.double(), torch.zeros_like(x)
 
     def advance(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def gated_norm(
 
 
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Decay (in log space) and beta of Gated DeltaNet."""
+    """Compute decay (in log space) and beta of Gated DeltaNet."""
     wide = a.double() + bias.double()
     softplus = torch.logaddexp(wide, torch.zeros_like(wide))
     return (rate.double() * softplus).float(), torch.sigmoid(b.double()).float()

@@ -1,4 +1,4 @@
-"""The nouns of kernels: tensors in ggml block layout, FP8 matrices, packed matrices, experts, activations.
+"""Types of the kernels' arguments: tensors in ggml block layout, FP8 matrices, packed matrices, experts, activations.
 
 Knows the sizes of ggml's block formats (from the `gguf` package) and how rows of blocks lie in memory. Does not know
 where the bytes come from or what a block's bits mean. Numbers that cross to the native extension are the extension's.
@@ -69,7 +69,7 @@ FP8_BLOCK: int = extension.FP8_BLOCK
 
 
 def fp8_nbytes(rows: int, cols: int) -> int:
-    """Bytes of an Fp8Matrix: codes and scales."""
+    """Return the bytes of an Fp8Matrix: codes and scales."""
     return rows * cols + 4 * -(-rows // FP8_BLOCK) * -(-cols // FP8_BLOCK)
 
 
@@ -82,21 +82,21 @@ _FLOAT_TYPES = {
 
 
 def block_size(qtype: BlockType) -> int:
-    """Elements in one block of `qtype` (1 for F32, 32 for Q8_0, 256 for Q4_K)."""
+    """Return the elements in one block of `qtype` (1 for F32, 32 for Q8_0, 256 for Q4_K)."""
     if isinstance(qtype, GroupType):
         return _GROUP_TYPES[qtype.name][1]
     return int(GGML_QUANT_SIZES[qtype][0])
 
 
 def type_size(qtype: BlockType) -> int:
-    """Bytes in one block of `qtype` (4 for F32, 34 for Q8_0, 144 for Q4_K)."""
+    """Return the bytes in one block of `qtype` (4 for F32, 34 for Q8_0, 144 for Q4_K)."""
     if isinstance(qtype, GroupType):
         return _GROUP_TYPES[qtype.name][2]
     return int(GGML_QUANT_SIZES[qtype][1])
 
 
 def row_bytes(qtype: BlockType, cols: int) -> int:
-    """Bytes in one row of `cols` elements.
+    """Return the bytes in one row of `cols` elements.
 
     Raises ValueError when `cols` is negative or no multiple of the block size.
     """
@@ -168,7 +168,7 @@ class RawTensor:
         return self.rows * self.row_bytes
 
     def reshape(self, shape: Sequence[int]) -> RawTensor:
-        """The same bytes under another shape with the same `cols`. Raises ValueError when it does not fit."""
+        """Return the same bytes under another shape with the same `cols`. Raises ValueError when it does not fit."""
         new_shape = tuple(int(size) for size in shape)
         if not new_shape or new_shape[-1] != self.cols or math.prod(new_shape[:-1]) != self.rows:
             raise ValueError(
@@ -177,21 +177,25 @@ class RawTensor:
         return RawTensor(self.data, self.qtype, new_shape)
 
     def rows_slice(self, start: int, stop: int) -> RawTensor:
-        """View of rows start .. stop - 1 of the flattened (rows, cols) tensor. Raises IndexError out of range."""
+        """Return a view of rows start .. stop - 1 of the flattened (rows, cols) tensor. Raises IndexError out
+        of range.
+        """
         if not 0 <= start <= stop <= self.rows:
             raise IndexError(f"rows {start}:{stop} are not inside a tensor of {self.rows} rows")
         size = self.row_bytes
         return RawTensor(self.data[start * size : stop * size], self.qtype, (stop - start, self.cols))
 
     def unbind(self) -> list[RawTensor]:
-        """Views of all leading indices, as `select` makes them. Raises IndexError for less than two dimensions."""
+        """Return views of all leading indices, as `select` makes them. Raises IndexError for less than two
+        dimensions.
+        """
         if len(self.shape) < 2:
             raise IndexError("unbind() needs a tensor of at least two dimensions")
         parts = self.data.view(self.shape[0], self.nbytes // max(self.shape[0], 1)).unbind(0)
         return [RawTensor(part, self.qtype, self.shape[1:]) for part in parts]
 
     def select(self, index: int) -> RawTensor:
-        """View of leading index `index` (shape loses its first dimension). Raises IndexError out of range."""
+        """Return a view of leading index `index` (shape loses its first dimension). Raises IndexError out of range."""
         if len(self.shape) < 2:
             raise IndexError("select() needs a tensor of at least two dimensions")
         if not 0 <= index < self.shape[0]:
@@ -231,7 +235,7 @@ class Fp8Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, cols)."""
+        """Shape of the matrix: (rows, cols)."""
         return (self.values.shape[0], self.values.shape[1])
 
     @property
@@ -240,11 +244,13 @@ class Fp8Matrix:
         return fp8_nbytes(*self.shape)
 
     def to(self, device: torch.device) -> Fp8Matrix:
-        """The matrix on a device."""
+        """Return the matrix on a device."""
         return Fp8Matrix(self.values.to(device), self.scales.to(device))
 
     def rows_slice(self, start: int, stop: int) -> Fp8Matrix:
-        """View of rows start .. stop - 1; start is a multiple of 128. Raises IndexError otherwise or out of range."""
+        """Return a view of rows start .. stop - 1; start is a multiple of 128. Raises IndexError otherwise or out of
+        range.
+        """
         if start % FP8_BLOCK or not 0 <= start <= stop <= self.values.shape[0]:
             raise IndexError(f"rows {start}:{stop} are no part of {self.values.shape[0]} rows that begins with a block")
         return Fp8Matrix(self.values[start:stop], self.scales[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
@@ -307,7 +313,7 @@ class Activation(IntEnum):
 
     @property
     def is_clamped(self) -> bool:
-        """Whether it has a limit, and needs a gate."""
+        """Whether the activation has a limit, and needs a gate."""
         return self in (Activation.SWIGLU_OAI, Activation.SWIGLU_CLAMPED)
 
 
@@ -325,13 +331,13 @@ class ActivationSpec:
 
     @property
     def native(self) -> tuple[int, float, float]:
-        """As the extension takes it."""
+        """Return the activation as the extension takes it."""
         return (int(self.kind), float(self.alpha), float(self.limit))
 
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """Which rows of a step continue which states of a recurrent layer, and where the states behind them go.
+    """Step of a recurrent layer's states: which rows continue which states, and where the states behind them go.
 
     S sequences, T rows; the rows of a sequence are neighbours, in ascending position. All int32, on one device.
 
@@ -355,11 +361,11 @@ class StateStep:
 
     @property
     def num_seqs(self) -> int:
-        """S."""
+        """Number S of sequences in the step."""
         return int(self.read_slots.shape[0])
 
     def to(self, device: torch.device, kv_lens: torch.Tensor) -> StateStep:
-        """The same on a device that has the lengths already."""
+        """Return the step's tensors on a device that has the lengths already."""
         return StateStep(
             self.first_rows.to(device),
             self.read_slots.to(device),

@@ -1,4 +1,4 @@
-"""Functions that no TorchFunctionMode looks into.
+"""Wraps functions so that no TorchFunctionMode looks into them.
 
 While a mode is active (operators/exact.py has one around a whole step), every look at a tensor, at its type, its shape,
 its address, goes through the mode's Python: microseconds each, and a kernel's checks look some forty times. Kernels
@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, with modes out of the way while it runs."""
+    """Return the function with torch function modes out of the way while it runs."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,4 +1,4 @@
-"""What a model is: facts in types out of its config, what is particular to families, and configs made from GGUF.
+"""Models: facts in types out of their configs, what is particular to families, and configs made from GGUF.
 
 `facts.py` reads a Hugging Face config once, checks it, and says it in types (`layers.py`: layers and their kinds,
 heads, windows, experts, lengths). `families.py` is the table of which families run and why others do not, `registry.py`

@@ -1,4 +1,4 @@
-"""Which part of a config for images and text is the language model's. Knows no modules."""
+"""Finds the language model's part of a config for images and text. Knows no modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["take_text_config", "text_config_of"]
 
 
 def text_config_of(whole: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model in `whole`, which is `whole` itself where that is no composite.
+    """Return the config of the language model in `whole`, which is `whole` itself where that is no composite.
 
     Raises ConfigError for one that is no config.
     """
@@ -26,7 +26,7 @@ def text_config_of(whole: PretrainedConfig) -> PretrainedConfig:
 
 
 def take_text_config(whole: PretrainedConfig, stored: Collection[str]) -> PretrainedConfig:
-    """`text_config_of(whole)`, which is told in place whether the model's head is its embedding table.
+    """Return `text_config_of(whole)`, in which is set whether the model's head is its embedding table.
 
     stored: names of all tensors in the files. It is the composite's to say, and of no account where the files hold a
     head.

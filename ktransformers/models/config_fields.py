@@ -29,23 +29,23 @@ class ConfigFields:
         self.of = of
 
     def raw(self, name: str) -> object:
-        """The value as it is; None without."""
+        """Return the value of a field as it is; None without."""
         try:
             return getattr(self.of, name, None)
         except RuntimeError:  # what transformers raises for a field that has no value of all layers
             return [getattr(layer, name, None) for layer in self.of.per_layer_config]
 
     def part(self, name: str) -> ConfigFields:
-        """The config of a part of the model; this one where it has none of its own."""
+        """Return the config of a part of the model; this one where it has none of its own."""
         part = self.raw(name)
         return ConfigFields(part) if hasattr(part, "to_dict") else self
 
     def first(self, names: Sequence[str]) -> str | None:
-        """The first of these fields that says something."""
+        """Return the first of these fields that has a value."""
         return next((name for name in names if self.raw(name) is not None), None)
 
     def number(self, name: str, most: int = MAX_NUMBER) -> int:
-        """A count of at least 1 that every model has."""
+        """Return a count of at least 1 that every model has."""
         value = self.find(name, most=most)
         if value is None:
             raise ConfigError(f"the model's config says no {name}")
@@ -54,12 +54,14 @@ class ConfigFields:
         return value
 
     def find(self, *names: str, most: int = MAX_NUMBER) -> int | None:
-        """What the first of these fields says that says something."""
+        """Return the count in the first of these fields that has a value."""
         name = self.first(names)
         return None if name is None else _count(name, self.raw(name), most)
 
     def numbers(self, num_layers: int, *names: str, most: int = MAX_NUMBER) -> tuple[int, ...] | None:
-        """By layer, from a field with one number for all or a list with one for each; none of a layer is 0."""
+        """Return counts by layer, from a field with one number for all or a list with one for each; none of a layer is
+        0.
+        """
         name = self.first(names)
         if name is None:
             return None
@@ -69,7 +71,7 @@ class ConfigFields:
         return tuple(_count(name, one or 0, most) for one in self._of_layers(name, value, num_layers))
 
     def words(self, num_layers: int, *names: str) -> tuple[str, ...] | None:
-        """By layer, from a list of names."""
+        """Return names by layer, from a field with a list of names."""
         name = self.first(names)
         value = None if name is None else self.raw(name)
         if name is None or not value:
@@ -85,7 +87,7 @@ class ConfigFields:
 
 
 def absurd(name: str, value: object) -> ConfigError:
-    """To be raised for a value that no model has."""
+    """Return the error to raise for a value that no model has."""
     return ConfigError(f"the model's config says {name} {value!r:.60}, which no model has")
 
 
@@ -100,7 +102,7 @@ def _count(name: str, value: object, most: int) -> int:
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """The ids in what a config says as eos_token_id: none, one or a list. Raises ConfigError."""
+    """Return the ids in what a config says as eos_token_id: none, one or a list. Raises ConfigError."""
     several = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
         raise ConfigError(f"the model's config says eos_token_id {value!r:.60}; a token's number is needed, or a list")

@@ -1,4 +1,4 @@
-"""What a model is, read once from its Hugging Face config: layers, heads, windows, experts, lengths, ends.
+"""Facts of a model, read once from its Hugging Face config: layers, heads, windows, experts, lengths, ends.
 
 The only module that knows under which names families say these things, and the one place where missing, absurd or
 wrongly typed values are refused, by the name of their field. Knows no files and no modules.
@@ -49,7 +49,7 @@ _EXTENDED_BY_FACTOR = ("linear", "dynamic")
 
 
 class LayerKind(StrEnum):
-    """How a layer brings positions together, and so what it keeps of them.
+    """Kinds of layers: how a layer brings positions together, and so what it keeps of them.
 
     Not closed: a family with something new adds a member, the words for it to `_KINDS`, and a cache. OTHER is what is
     not known here; `LayerFacts.word` says how the config calls it.
@@ -89,7 +89,8 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """One decoder layer. word: what the config calls its kind. window: most positions it looks back, None for all.
+    """Facts of a decoder layer. word: what the config calls its kind. window: most positions it looks back, None for
+    all.
 
     head_dim, v_head_dim: of a key and of a value, as the attention function gets them.
     shares: the earlier layer whose keys and values it attends to, None for its own.
@@ -108,7 +109,8 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class LatentFacts:
-    """Attention over latents. rank, q_rank: of the latent and of the query's, None for queries projected at once.
+    """Facts of attention over latents. rank, q_rank: of the latent and of the query's, None for queries projected at
+    once.
 
     Where layers differ these are the largest of each; LayerFacts have what single layers have. A head has nope_dim
     elements without rotation and rope_dim with, rotated by neighbours where is_interleaved.
@@ -124,7 +126,7 @@ class LatentFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFacts:
-    """Routed experts. top_k: how many a token takes, by layer; 0 where the config does not say.
+    """Facts of routed experts. top_k: how many a token takes, by layer; 0 where the config does not say.
 
     shared_intermediate_size: of the experts that every token takes, all together; 0 without.
     """
@@ -136,13 +138,13 @@ class ExpertFacts:
 
     @property
     def max_top_k(self) -> int:
-        """Of the layer that takes most."""
+        """Experts of a token in the layer that takes most."""
         return max(self.top_k)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaFacts:
-    """Gated DeltaNet layers: heads of keys, each of which several heads of values share, and their dims."""
+    """Facts of Gated DeltaNet layers: heads of keys, each of which several heads of values share, and their dims."""
 
     key_heads: int
     value_heads: int
@@ -152,7 +154,9 @@ class DeltaFacts:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the config says of quantized safetensors. block: (rows, columns) that share a scale. fields: all it says."""
+    """Facts of quantized safetensors, as the config has them. block: (rows, columns) that share a scale. fields: all it
+    says.
+    """
 
     method: str | None
     block: tuple[int, int] | None = None
@@ -161,7 +165,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A causal language model, by its config alone.
+    """Facts of a causal language model, by its config alone.
 
     architecture: the class in its config.json. is_of_transformers: whether that config is a class of transformers.
     composite_type: the model_type of a config for images and text whose language model this is; None for no such.
@@ -193,7 +197,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> ModelFacts:
-        """The facts in a config, of its text model where it has several.
+        """Return the facts in a config, of its text model where it has several.
 
         Raises ConfigError, which names the field, and UnsupportedError for what is no decoder of one config.
         """
@@ -227,17 +231,18 @@ class ModelFacts:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, without those of multi-token prediction."""
+        """Number of decoder layers, without those of multi-token prediction."""
         return len(self.layers)
 
     @property
     def num_heads(self) -> int:
-        """Of the layer that has most."""
+        """Heads of the layer that has most."""
         return max(layer.num_heads for layer in self.layers)
 
     def top_k(self, layer: int | None = None) -> int:
-        """Experts of a token in the layer of that number, or in the one that takes most; 0 when the config does not
-        say."""
+        """Return the experts of a token in the layer of that number, or in the one that takes most; 0 when the config
+        does not say.
+        """
         if self.experts is None:
             return 0
         if layer is None:
@@ -251,7 +256,7 @@ class ModelFacts:
         return any(layer.kind in (LayerKind.RECURRENT, LayerKind.HYBRID) for layer in self.layers)
 
     def longest_sequence(self, num_slots: int) -> int:
-        """Most positions of one sequence: all slots of the cache, or what the model was made for."""
+        """Return the most positions of one sequence: all slots of the cache, or what the model was made for."""
         return min(self.context_len or num_slots, num_slots)
 
 

@@ -1,4 +1,4 @@
-"""Which families of transformers run, and why others are refused: one line for each model_type.
+"""Families of transformers that run, and why others are refused: one line for each model_type.
 
 Of all causal families, and of the composite ones whose language model has experts. `docs/models.md` is written from
 this table (`make families`). tests/models/test_families.py builds a tiny random model of every such family that the
@@ -22,7 +22,7 @@ Version = tuple[int, int]
 
 
 class Support(StrEnum):
-    """How a family that runs is known to agree with transformers.
+    """Ways in which a family that runs is known to agree with transformers.
 
     TESTED: compared by tests/models in every feature it has, and therefore not while loading. CHECKED: compared by the
     tests as a tiny model of its own defaults, and every model of it while it is loaded (engine/verify/self_check.py).
@@ -34,7 +34,9 @@ class Support(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a family does not run. means: in words, for docs/models.md. says: what the error says (re.search)."""
+    """Reason for which a family does not run. means: in words, for docs/models.md. says: what the error says
+    (re.search).
+    """
 
     means: str
     says: str
@@ -42,7 +44,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """A family that versions of transformers treat differently: `then` from `version` on, `before` until it.
+    """Families that versions of transformers treat differently: `then` from `version` on, `before` until it.
 
     version: the first of those tested for which `then` is so. before: None where earlier versions lack the family.
     """

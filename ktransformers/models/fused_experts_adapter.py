@@ -1,4 +1,4 @@
-"""Experts modules of a form of their own, made into the form that all other families have in transformers.
+"""Replaces experts modules of a form of their own by the form that all other families have in transformers.
 
     DBRX     experts.mlp.w1, v1, w2 [E I, H], one expert below another --> gate_up_proj [E, 2 I, H], down_proj [E, H, I]
     JetMoE   a block of input_linear, output_linear and a router that sorts rows --> the same, in a block of GraniteMoE
@@ -19,7 +19,7 @@ __all__ = ["adapt_fused_experts"]
 
 
 def adapt_fused_experts(model: PreTrainedModel) -> None:
-    """Replace what is known to be of another form in `model`, just built on meta."""
+    """Replace experts modules known to be of another form in `model`, just built on meta."""
     for parent in list(model.modules()):
         experts: Any = parent._modules.get("experts")
         inner = getattr(experts, "mlp", None)

@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to the Hugging Face config of its model, so that the file alone is enough to run it.
+"""Makes the Hugging Face config of a model from a GGUF file's metadata, so that the file alone is enough to run it.
 
 The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as llama.cpp's converter writes them.
 Only architectures whose every field was compared with the original config are accepted; for others the user passes
@@ -36,7 +36,7 @@ def config_from_gguf(
     tensor_shapes: Mapping[str, tuple[int, ...]],
     factors: Mapping[str, Sequence[float]] | None = None,
 ) -> PretrainedConfig:
-    """The config that `metadata` and `tensor_shapes` (torch order, by stored name) describe.
+    """Return the config that `metadata` and `tensor_shapes` (torch order, by stored name) describe.
 
     factors: the values of those FACTOR_TENSORS that the file has. Raises FormatError for values that are missing,
     absurd or contradict the tensors, UnsupportedError for architectures and features that are not known here.

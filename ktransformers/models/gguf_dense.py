@@ -205,7 +205,7 @@ def _exaone4(gguf: Metadata) -> tuple[str, Values]:
 
 
 def granite_multipliers(gguf: Metadata) -> Values:
-    """What scales embeddings, attention, residuals and logits."""
+    """Return the factors of embeddings, attention, residuals and logits."""
     return {
         "attention_multiplier": gguf.float("attention.scale", 1.0),
         "embedding_multiplier": gguf.float("embedding_scale", 1.0),

@@ -1,4 +1,4 @@
-"""Per GGUF architecture: the `transformers` model type, and the config values that only its family has.
+"""GGUF architectures: of each the `transformers` model type, and the config values that only its family has.
 
 What a converter does not write because llama.cpp assumes it (a router that normalizes, groups of experts) is filled in
 from the published models of the family. Each entry is tested against the config that a file was written from.

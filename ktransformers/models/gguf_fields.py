@@ -32,27 +32,29 @@ SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
 
 
 def head_dim(gguf: Metadata) -> Values:
-    """head_dim, where the file says it."""
+    """Return head_dim, where the file says it."""
     value = gguf.find_int("attention.key_length", 1) or gguf.find_int("rope.dimension_count", 2)
     return {} if value is None else {"head_dim": value}
 
 
 def rotary_share(gguf: Metadata, head_size: int) -> float:
-    """The share of a head's elements that rotates; transformers multiplies it by their number and rounds down."""
+    """Return the share of a head's elements that rotates; transformers multiplies it by their number and rounds
+    down.
+    """
     turning = gguf.int("rope.dimension_count", 2)
     share = turning / head_size
     return share if int(share * head_size) == turning else math.nextafter(share, math.inf)
 
 
 def partial_rotary(gguf: Metadata) -> Values:
-    """rope_parameters with the share of head_dim that rotates; only for families that rotate a part."""
+    """Return rope_parameters with the share of head_dim that rotates; only for families that rotate a part."""
     size = gguf.int("attention.key_length")
     share = rotary_share(gguf, size)
     return {"head_dim": size, "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
 
 
 def experts(gguf: Metadata, count: str, used: str = "num_experts_per_tok") -> Values:
-    """The number of experts as `count`, how many a token takes as `used`, and moe_intermediate_size."""
+    """Return the number of experts as `count`, how many a token takes as `used`, and moe_intermediate_size."""
     num_experts, chosen = gguf.int("expert_count"), gguf.int("expert_used_count")
     router = gguf.shape("ffn_gate_inp.weight")
     if router is not None and router[0] != num_experts:
@@ -72,7 +74,7 @@ def experts(gguf: Metadata, count: str, used: str = "num_experts_per_tok") -> Va
 
 
 def gating(gguf: Metadata, default: int) -> int:
-    """What makes weights of a router's scores: SOFTMAX or SIGMOID."""
+    """Return what makes weights of a router's scores: SOFTMAX or SIGMOID."""
     value = gguf.find_int("expert_gating_func") or default
     if value not in (SOFTMAX, SIGMOID):
         raise UnsupportedError(f"{gguf.arch}.expert_gating_func {value} is not supported (softmax and sigmoid are)")
@@ -80,13 +82,13 @@ def gating(gguf: Metadata, default: int) -> int:
 
 
 def expect_gating(gguf: Metadata, wanted: int) -> None:
-    """Raises UnsupportedError for a router of the other kind."""
+    """Raise UnsupportedError for a router that makes weights of scores in the other way."""
     if gating(gguf, wanted) != wanted:
         raise UnsupportedError(f"{gguf.arch} with this expert_gating_func is no known model; pass --model_path")
 
 
 def routing(gguf: Metadata) -> Values:
-    """What the DeepSeek-like routers share."""
+    """Return the router's values that DeepSeek-like families share."""
     return {
         "n_shared_experts": gguf.int("expert_shared_count"),
         "first_k_dense_replace": gguf.int("leading_dense_block_count", 0),
@@ -97,7 +99,7 @@ def routing(gguf: Metadata) -> Values:
 
 
 def groups(gguf: Metadata) -> Values:
-    """Into how many groups experts are divided, and in how many of them those of a token are looked for.
+    """Return into how many groups experts are divided, and in how many of them those of a token are looked for.
 
     Raises FormatError where a file says the one and not the other, or more groups than there are.
     """
@@ -118,12 +120,14 @@ _HALF = (
 
 
 def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:
-    """The epsilon of norms that subtract the mean, under the family's name for it."""
+    """Return the epsilon of norms that subtract the mean, under the family's name for it."""
     return {name: gguf.float("attention.layer_norm_epsilon")}
 
 
 def windows(gguf: Metadata, period: int) -> Values:
-    """sliding_window and layer_types: as the file says by layer, else every `period`-th layer sees all positions."""
+    """Return sliding_window and layer_types: as the file says by layer, else every `period`-th layer sees all
+    positions.
+    """
     window = gguf.find_int("attention.sliding_window", 1)
     said = gguf.by_layer("attention.sliding_window_pattern")
     if window is None:

@@ -1,4 +1,4 @@
-"""What the keys of a GGUF file may say that the reader of its family did not ask for.
+"""Keys of a GGUF file that the reader of its family did not ask for, and what they may say.
 
 `Metadata` notes which keys were read. Each other one is looked up here: what changes nothing is taken, what would
 change the answer is refused by name. A key that neither llama.cpp nor the `gguf` package knows is left aside, with one
@@ -281,7 +281,7 @@ def is_key_of_other_parts(key: str) -> bool:
 
 
 def check_unread(gguf: Metadata) -> None:
-    """Raises UnsupportedError for a key that was not read and that says what changes the answer."""
+    """Raise UnsupportedError for a key that was not read and that says what changes the answer."""
     unknown = []
     for key, value in gguf.unread().items():
         neutral = NEUTRAL.get(key)

@@ -1,4 +1,4 @@
-"""Checked access to a GGUF file's metadata, and which of them were asked for. Knows no model family."""
+"""Checked access to a GGUF file's metadata, and which keys were asked for. Knows no model family."""
 
 from __future__ import annotations
 
@@ -39,19 +39,21 @@ class Metadata:
         self._read: set[str] = set()
 
     def raw(self, key: str) -> object:
-        """What the file says, unchecked; None when it does not."""
+        """Return the value of a key, unchecked; None when the file has none."""
         self._read.add(key)
         return self.metadata.get(f"{self.arch}.{key}")
 
     def unread(self) -> dict[str, object]:
-        """The keys of the architecture, without its prefix, that nobody asked for so far, with what they say."""
+        """Return the keys of the architecture, without its prefix, that were not asked for so far, with their
+        values.
+        """
         prefix = f"{self.arch}."
         said = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
         return {key: value for key, value in said.items() if key not in self._read}
 
     @property
     def layers(self) -> int:
-        """Layers of the model itself, without those of multi-token prediction at its end."""
+        """Number of layers of the model itself, without those of multi-token prediction at its end."""
         return self.int("block_count") - (self.find_int("nextn_predict_layers") or 0)
 
     def has(self, tensor: str) -> bool:
@@ -60,12 +62,14 @@ class Metadata:
         return any(pattern.fullmatch(name) for name in self.shapes)
 
     def shape(self, tensor: str) -> tuple[int, ...] | None:
-        """The shape of the first layer's tensor of that name."""
+        """Return the shape of the first layer's tensor of that name."""
         pattern = re.compile(rf"blk\.\d+\.{re.escape(tensor)}")
         return next((shape for name, shape in self.shapes.items() if pattern.fullmatch(name)), None)
 
     def find_int(self, key: str, least: int = 0) -> int | None:
-        """A count, or None when the file does not say. A list with one entry per layer must hold one value only."""
+        """Return a count, or None when the file does not say. A list with one entry per layer must hold one
+        value only.
+        """
         value = self.raw(key)
         if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
             value = value.flat[0].item()
@@ -78,7 +82,7 @@ class Metadata:
         return value
 
     def list(self, key: str) -> list[builtins.int]:
-        """The counts of an array, or nothing when the file does not say."""
+        """Return the counts of an array, or nothing when the file does not say."""
         value = self.raw(key)
         if value is None:
             return []
@@ -87,7 +91,7 @@ class Metadata:
         return [one for one in value.tolist() if isinstance(one, builtins.int)]
 
     def find_some(self, key: str) -> builtins.int | None:
-        """A count, which an array may say of some layers only: 0 stands for those that have none."""
+        """Return a count, which an array may say of some layers only: 0 stands for those that have none."""
         value = self.raw(key)
         if not isinstance(value, np.ndarray):
             return self.find_int(key, 1)
@@ -97,7 +101,7 @@ class Metadata:
         return some.pop() if some else None
 
     def by_layer(self, key: str) -> builtins.list[builtins.bool | builtins.int] | None:
-        """An array of counts or flags with one for each layer; None when the file has no array there."""
+        """Return an array of counts or flags with one for each layer; None when the file has no array there."""
         value = self.raw(key)
         if not isinstance(value, np.ndarray | list):
             return None
@@ -109,7 +113,7 @@ class Metadata:
         return array[: self.layers].tolist()  # type: ignore[no-any-return]
 
     def ints(self, key: str, least: int = 1) -> tuple[int, ...]:
-        """A count for each layer, which the file must have: one for all, or a list."""
+        """Return a count for each layer, which the file must have: one for all, or a list."""
         counts = self.by_layer(key)
         if counts is None:
             return (self.int(key, least),) * self.layers
@@ -119,21 +123,21 @@ class Metadata:
 
     @property
     def head_size(self) -> int:
-        """Elements of a head, where the file has no key for it."""
+        """Return the elements of a head, where the file has no key for it."""
         size = self.int("embedding_length") // self.int("attention.head_count")
         if size == 0:
             raise FormatError(f"{self.arch}.attention.head_count is more than {self.arch}.embedding_length")
         return size
 
     def int(self, key: str, least: int = 1) -> int:
-        """A count that the file must have."""
+        """Return a count that the file must have."""
         value = self.find_int(key, least)
         if value is None:
             raise FormatError(f"the GGUF file lacks {self.arch}.{key}; pass --model_path with the model's config.json")
         return value
 
     def find_float(self, key: str) -> float | None:
-        """A finite number, or None when the file does not say."""
+        """Return a finite number, or None when the file does not say."""
         value = self.raw(key)
         if value is None:
             return None
@@ -143,7 +147,7 @@ class Metadata:
         return float(f"{value:.7g}")
 
     def float(self, key: str, default: float | None = None) -> float:
-        """A finite number that the file must have, unless there is a default."""
+        """Return a finite number that the file must have, unless there is a default."""
         value = self.find_float(key)
         value = default if value is None else value
         if value is None:
@@ -151,7 +155,7 @@ class Metadata:
         return value
 
     def bool(self, key: str, default: bool) -> bool:
-        """What is true or false."""
+        """Return a flag that the file must have, unless there is a default."""
         value = self.raw(key)
         if value is None:
             return default

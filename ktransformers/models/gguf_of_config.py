@@ -1,4 +1,4 @@
-"""From a Hugging Face config to the metadata of a GGUF file: the inverse of `models/gguf_config.py`.
+"""Makes the metadata of a GGUF file from a Hugging Face config: the inverse of `models/gguf_config.py`.
 
 Keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as llama.cpp's converter writes them. What
 is written is read back and compared with the config: a model whose config says more than the format has keys for is
@@ -191,7 +191,7 @@ WRITABLE_FAMILIES: Mapping[str, tuple[str, Callable[[Any], Values]]] = {
 
 
 def hf_metadata(config: PretrainedConfig) -> tuple[str, Values]:
-    """The architecture, and its keys with their values; names without the architecture's prefix are for all.
+    """Return the architecture, and its keys with their values; names without the architecture's prefix are for all.
 
     Raises UnsupportedError for a family that is not in WRITABLE_FAMILIES.
     """
@@ -250,7 +250,7 @@ def _yarn(rope: Mapping[str, Any]) -> Values:
 
 
 def factor_tensors(config: PretrainedConfig) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """What divides rotary frequencies, in fp32: part of the config in safetensors, tensors in a GGUF file."""
+    """Return the divisors of rotary frequencies, in fp32: part of the config in safetensors, tensors in a GGUF file."""
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "longrope":
@@ -301,7 +301,7 @@ _NOT_COMPARED = frozenset(
 def check_comes_back(
     config: PretrainedConfig, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises UnsupportedError where the config that such a file describes is not this one, naming the fields."""
+    """Raise UnsupportedError where the config that such a file describes is not this one, naming the fields."""
     from ktransformers.models.facts import ModelFacts
 
     factors = {name: values.tolist() for name, values in factor_tensors(config).items()}

@@ -1,4 +1,4 @@
-"""Per GGUF architecture with recurrent layers: the `transformers` model type, and the config values of its family.
+"""GGUF architectures with recurrent layers: of each the `transformers` model type, and the config values of its family.
 
 Which layer is of which kind is asked of the tensors: metadata say it in a different way in every family, or not at all.
 """

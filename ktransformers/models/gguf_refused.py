@@ -1,4 +1,4 @@
-"""Why GGUF files of some architectures cannot run, by the name that the file gives.
+"""Reasons for which GGUF files of some architectures cannot run, by the name that the file gives.
 
 Together with gguf_families.py this covers every architecture that the `gguf` package knows; a test holds it to that.
 """
@@ -56,7 +56,7 @@ REFUSED: dict[str, str] = {
 
 
 def check_architecture(arch: str, known: Container[str]) -> None:
-    """Raises UnsupportedError, with the reason, for what is not `known`."""
+    """Raise UnsupportedError, with the reason, for an architecture that is not `known`."""
     if arch in known:
         return
     why = REFUSED.get(arch, "it is not known here")

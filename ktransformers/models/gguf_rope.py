@@ -18,7 +18,7 @@ _CLOSE = 1e-4  # the converter computes factors in fp32; those further away are 
 
 
 def rope_parameters(gguf: Metadata) -> Values:
-    """The `rope_parameters` of transformers 5."""
+    """Return the `rope_parameters` of transformers 5."""
     rope: Values = {"rope_type": "default", "rope_theta": gguf.float("rope.freq_base", 10000.0)}
     if not float(str(rope["rope_theta"])) > 0:
         raise FormatError(f"{gguf.arch}.rope.freq_base is {rope['rope_theta']}; a positive number is needed")
@@ -54,7 +54,9 @@ def _kind(gguf: Metadata) -> str:
 
 
 def rope_scaling_factor(gguf: Metadata) -> float:
-    """By what positions are divided; 1 where the file says nothing, 0 or 1. Raises FormatError for a negative one."""
+    """Return the number that positions are divided by; 1 where the file says nothing, 0 or 1. Raises FormatError for a
+    negative one.
+    """
     said = gguf.find_float("rope.scaling.factor")
     if said is None:
         said = gguf.find_float("rope.scale_linear")  # as old files have it

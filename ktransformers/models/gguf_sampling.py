@@ -23,7 +23,7 @@ _NAMES = {  # the key's end: ours, and the least and the most that it may be
 
 
 def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, object]:
-    """The settings under the names of generation_config.json; empty when the file recommends none.
+    """Return the settings under the names of generation_config.json; empty when the file recommends none.
 
     Settings that this program does not have are named once in the log. Raises FormatError for values out of range.
     """

@@ -1,4 +1,4 @@
-"""Where in a module tree of `transformers` the decoder layers are, and in them what brings positions together.
+"""Finds the decoder layers in a module tree of `transformers`, and in them what brings positions together.
 
 Attention modules say `layer_idx` and `scaling`, recurrent ones `layer_idx`; some layers have neither: they work row by
 row. Knows modules, not what they compute.
@@ -15,7 +15,7 @@ __all__ = ["attention_modules", "mixers", "named_cache", "number_mixers"]
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:
-    """{layer: name of its attention module}."""
+    """Return {layer: name of its attention module}."""
     return {
         int(module.layer_idx): key
         for key, module in model.named_modules()
@@ -24,15 +24,16 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
 
 
 def named_cache(module: nn.Module, cache: object) -> dict[str, Any]:
-    """`cache` under the name that the module's forward has for it: `past_key_values` until transformers 5.24, which
-    calls it `cache` and warns of the other name. An operator around a module takes what the module takes."""
+    """Return `cache` under the name that the module's forward has for it: `past_key_values` until transformers 5.24,
+    which calls it `cache` and warns of the other name. An operator around a module takes what the module takes.
+    """
     while isinstance(inner := getattr(module, "inner", None), nn.Module):
         module = inner
     return {"cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values": cache}
 
 
 def number_mixers(model: nn.Module) -> None:
-    """Let modules that bring positions together say their layer, in families that leave it out.
+    """Give modules that bring positions together their layer's number, in families that leave it out.
 
     Attention of a block whose weights layers share (Zamba) has number -1 or none; some recurrent blocks say nothing.
     """
@@ -48,7 +49,7 @@ def number_mixers(model: nn.Module) -> None:
 
 
 def mixers(model: nn.Module) -> dict[int, str]:
-    """{layer: name of the child that brings positions together}; of its first part where none does.
+    """Return {layer: name of the child that brings positions together}; of its first part where none does.
 
     A layer with attention and something recurrent counts as one with attention.
     """

@@ -1,4 +1,5 @@
-"""What is particular to families: rule files, other names, and which stored tensors a model may leave unread.
+"""Registry of what is particular to families: rule files, other names, and which stored tensors a model may leave
+unread.
 
 Knows facts and modules, not files of weights. Families that need nothing special are not listed.
 """
@@ -35,7 +36,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class UpstreamNames:
-    """What upstream calls a family. module: in modeling_MODULE; prefixes: of class names, upstream's and ours."""
+    """Names that upstream has for a family. module: in modeling_MODULE; prefixes: of class names, upstream's
+    and ours.
+    """
 
     module: str
     prefixes: tuple[str, str] = ("", "")
@@ -43,7 +46,7 @@ class UpstreamNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is particular to one model_type.
+    """Particulars of one model_type.
 
     rules: the name of a shipped file, None for a default one; rules_without_q_lora: the one for a full-rank query.
     gguf_arch: whose tensor names safetensors have that upstream's scripts merged. expert_type: of published experts.
@@ -107,7 +110,7 @@ Such configs name Python files of the model's own, which are not needed then."""
 
 
 def family_of(model_type: str) -> Family:
-    """What is particular to `model_type`; nothing for most."""
+    """Return what is particular to `model_type`; nothing for most."""
     return custom_models.get(model_type, Family())
 
 
@@ -130,7 +133,7 @@ def default_optimize_rules(facts: ModelFacts, model: nn.Module | None = None) ->
 
 
 def routed_experts(model: nn.Module) -> dict[str, int]:
-    """{experts module: number of experts}, by the fused 3-D parameters that transformers >= 5 keeps them in."""
+    """Return {experts module: number of experts}, by the fused 3-D parameters that transformers >= 5 keeps them in."""
     found = {}
     for key, module in model.named_modules():
         down = module._parameters.get("down_proj")
@@ -140,7 +143,8 @@ def routed_experts(model: nn.Module) -> dict[str, int]:
 
 
 def ignorable_tensors(model: PreTrainedModel, facts: ModelFacts) -> Callable[[str], bool]:
-    """Tells which stored tensors `model` (a causal LM of transformers) does without, by their names in the files.
+    """Return a predicate: which stored tensors `model` (a causal LM of transformers) does without, by their names in
+    the files.
 
     These are what its class declares (`_keys_to_ignore_on_load_unexpected`), layers for multi-token prediction after
     the last one, and rotary frequencies, which old checkpoints carry and which follow from the config.

@@ -27,14 +27,18 @@ __all__ = ["SHAPES", "PublishedShape", "find_shape", "small_config"]
 
 @dataclass(frozen=True, slots=True)
 class PublishedShape:
-    """A model by name. num_layers: of the whole model; make(n) is its config with the first n of them."""
+    """Shape of a published model, by name. num_layers: of the whole model; make(n) is its config with the first n of
+    them.
+    """
 
     name: str
     num_layers: int
     make: Callable[[int], PretrainedConfig]
 
     def config(self, num_layers: int | None = None) -> PretrainedConfig:
-        """The config with `num_layers` layers, all by default. Raises ConfigError when the model has not so many."""
+        """Return the config with `num_layers` layers, all by default. Raises ConfigError when the model has not so
+        many.
+        """
         count = self.num_layers if num_layers is None else num_layers
         if not 1 <= count <= self.num_layers:
             raise ConfigError(f"--layers {count}: {self.name} has 1 to {self.num_layers} layers")
@@ -266,7 +270,7 @@ SHAPES: Mapping[str, PublishedShape] = {
 
 
 def find_shape(name: str) -> PublishedShape:
-    """The shape called `name`. Raises ConfigError that lists the names."""
+    """Return the shape called `name`. Raises ConfigError that lists the names."""
     shape = SHAPES.get(name.lower())
     if shape is None:
         raise ConfigError(f"--synthetic {name} is not one of {', '.join(SHAPES)}")
@@ -290,7 +294,7 @@ _NARROW = {
 
 
 def small_config(name: str, layers: int) -> PretrainedConfig:
-    """The config of a published shape with `layers` layers of width 256."""
+    """Return the config of a published shape with `layers` layers of width 256."""
     config = find_shape(name).config(layers)
     for key, value in _NARROW.items():
         if hasattr(config, key):

@@ -1,4 +1,4 @@
-"""What a rule can inject: one operator per role. See `base.Operator` for the contract.
+"""Operators that a rule can put in the place of modules: one per role. See `base.Operator` for the contract.
 
     device, marks, usage, shares       a device by its name; timers; counts; parts of a sum in other processes
     base, context                      an operator's life; which row of a step belongs to which sequence

@@ -26,7 +26,7 @@ __all__ = ["KActivation", "activate", "sigmoid"]
 
 
 def sigmoid(x: torch.Tensor, pool: cpu.WorkerPool) -> torch.Tensor:
-    """Logistic function of fp32 x of any shape, independent of an element's place."""
+    """Compute the logistic function of fp32 x of any shape, independent of an element's place."""
     return cpu.activate(ActivationSpec(Activation.SIGMOID), None, x.contiguous(), pool)
 
 
@@ -38,7 +38,9 @@ def activate(
     pool: cpu.WorkerPool | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """act(gate) * up, or act(up), of any shape [..., I], on `device`; `out` may be gate. The pool is for the CPU."""
+    """Compute act(gate) * up, or act(up), of any shape [..., I], on `device`; `out` may be gate. The pool is for the
+    CPU.
+    """
     if not device.is_gpu:
         assert pool is not None, "built for planning only"
         return cpu.activate(spec, None if gate is None else gate.contiguous(), up.contiguous(), pool, out=out)
@@ -49,7 +51,9 @@ def activate(
 
 
 class KActivation(WrapperOperator):
-    """An activation module (`act_fn`): fp32 [...] in and out. Kinds that no kernel knows keep their own forward."""
+    """Operator of an activation module (`act_fn`): fp32 [...] in and out. Kinds that no kernel knows keep their own
+    forward.
+    """
 
     OPS: ClassVar[dict[str, str]] = {
         "KActivationNative": "native kernel",

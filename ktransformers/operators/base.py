@@ -1,4 +1,4 @@
-"""What an operator is: a module that a rule puts in the place of a Hugging Face module.
+"""Base of operators: modules that a rule puts in the places of Hugging Face modules.
 
 The life of an operator, which `optimize/apply.py` leads all operators of a model through, stage by stage:
 
@@ -55,7 +55,8 @@ COMMON_KWARGS = frozenset({"generate_device", "prefill_device", "out_device", "g
 
 
 def layer_number(module: nn.Module) -> int:
-    """The number in the model of the layer that a mixing module is of, for what is told of layers.
+    """Return the number in the model of the layer that a mixing module is of, under which counts and times of the layer
+    are kept.
 
     Its `layer_idx` is the place of its cache in this process: a stage of a pipeline counts those from 0.
     """
@@ -78,39 +79,39 @@ class Placement:
 
     @classmethod
     def on(cls, device: str, layer_device: str | None = None) -> Placement:
-        """All on one device, with the operator's default implementations."""
+        """Return a placement of all on one device, with the operator's default implementations."""
         return cls(device, device, device, layer_device=layer_device)
 
     def device(self, phase: Phase) -> str:
-        """Where the module runs in `phase`."""
+        """Return the device on which the module runs in `phase`."""
         return self.prefill_device if phase is Phase.PREFILL else self.generate_device
 
 
 class ExpertStats:
-    """How the routed experts of a model are used, exactly, counted where they run: kernels count their own calls."""
+    """Exact counts of the routed experts that a model uses, made where they run: kernels count their own calls."""
 
     def __init__(self) -> None:
         self._counts = ExpertCounts()
         self._usages: list[tuple[ExpertUsage, torch.Tensor]] = []  # and their counts, as they were added last
 
     def watch(self, kernel: MoeKernel) -> None:
-        """Count what this kernel computes."""
+        """Count the experts that a kernel computes."""
         self._counts.watch(kernel)
 
     def add(self, layer: int, rows: Sequence[int], calls: int = 1) -> None:
-        """What no kernel on the CPU counted: rows of each expert of a layer (-1: of no number) in so many calls.
+        """Add what no kernel on the CPU counted: rows of each expert of a layer (-1: of no number) in so many calls.
 
         calls 0: a part of a call that a kernel counts.
         """
         self._counts.add(layer, rows, calls)
 
     def watch_gpu(self, usage: ExpertUsage) -> None:
-        """Count what this counts on its GPU. Watching it again does nothing."""
+        """Count the experts that a counter counts on its GPU. Watching it again does nothing."""
         if all(usage is not known for known, _ in self._usages):
             self._usages.append((usage, usage.counts.clone()))
 
     def totals(self) -> tuple[int, int, int]:
-        """(token, expert) pairs computed, layer calls, and distinct experts of each call, added up.
+        """Return the sums of (token, expert) pairs computed, of layer calls, and of distinct experts of each call.
 
         Experts on GPUs add pairs alone, as of the last step that is over.
         """
@@ -119,17 +120,17 @@ class ExpertStats:
         return self._counts.totals()
 
     def take_counts(self) -> bytes:
-        """Rows of each layer's experts that are new since the last time: see ExpertCounts.take."""
+        """Return the rows of each layer's experts that are new since the last call: see ExpertCounts.take."""
         return self._counts.take()
 
     def note(self, topk_ids: torch.Tensor, num_experts: int, layer: int = -1) -> None:
-        """topk_ids [T, K] on the CPU of one call that no kernel counts; one of num_experts was skipped."""
+        """Count one call that no kernel counts by its topk_ids [T, K] on the CPU; one of num_experts was skipped."""
         self.add(layer, topk_ids.flatten().bincount(minlength=num_experts)[:num_experts].tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorConfig:
-    """What all operators of one model share. pool is None while only planning.
+    """Configuration that all operators of one model share. pool is None while only planning.
 
     shares: of a model that is cut over several processes.
     """
@@ -145,7 +146,7 @@ class OperatorConfig:
     partial_sums: PartialSums | None = None
 
     def require_pool(self) -> WorkerPool:
-        """The worker pool. Raises RuntimeError while only planning."""
+        """Return the worker pool. Raises RuntimeError while only planning."""
         if self.pool is None:
             raise RuntimeError("this operator was built for planning only; it has no worker pool")
         return self.pool
@@ -153,7 +154,7 @@ class OperatorConfig:
 
 @dataclass(slots=True)
 class Requirements:
-    """What loading an operator will hold: resident bytes per device, quant types, and the stored tensors it reads."""
+    """Needs of loading an operator: resident bytes per device, quant types, and the stored tensors it reads."""
 
     nbytes: dict[str, int] = field(default_factory=dict)
     quant_types: list[str] = field(default_factory=list)
@@ -171,7 +172,7 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRuntime:
-    """What an operator is told when it is attached.
+    """What an operator gets when the model is loaded.
 
     max_len: no step will hold a position beyond max_len - 1. service: what works for this operator alone, if anything
     does: a FlashLayer for its attention, a PrefillLayer that streams its experts.
@@ -181,12 +182,12 @@ class OperatorRuntime:
     service: object | None = None
 
     def find(self, kind: type[_Service]) -> _Service | None:
-        """The service, if it is of this kind."""
+        """Return the service, if it is of this kind."""
         return self.service if isinstance(self.service, kind) else None
 
 
 class Stage(enum.IntEnum):
-    """How far an operator has come, see the module's docstring."""
+    """Stages of an operator's life, see the module's docstring."""
 
     PLANNED = 0
     LOADED = 1
@@ -232,17 +233,17 @@ class Operator(nn.Module, ABC):
         return True
 
     def op(self, phase: Phase) -> str:
-        """The implementation that runs in `phase`, for the plan's table."""
+        """Return the implementation that runs in `phase`, for the plan's table."""
         named = self.placement.prefill_op if phase is Phase.PREFILL else self.placement.generate_op
         return named or type(self).__name__
 
     def owned_children(self) -> frozenset[str]:
-        """OWNED_CHILDREN, unless it depends on how the operator is used."""
+        """Return OWNED_CHILDREN, unless it depends on how the operator is used."""
         return self.OWNED_CHILDREN
 
     @abstractmethod
     def requirements(self, source: WeightSource) -> Requirements:
-        """Bytes per device and tensors read by `load`, children that are operators of their own excluded.
+        """Return bytes per device and tensors read by `load`, children that are operators of their own excluded.
 
         Raises TensorMismatchError when the files lack a tensor or hold it in another shape.
         """
@@ -252,7 +253,9 @@ class Operator(nn.Module, ABC):
         """Read the tensors and lay them out. Subclasses say how; `fill` calls it."""
 
     def bind(self, runtime: OperatorRuntime) -> None:
-        """Take what the runtime has for it, and share what may be shared. Subclasses say how; `post_load` calls it."""
+        """Take what the runtime has for the operator, and share what may be shared. Subclasses say how; `post_load`
+        calls it.
+        """
 
     @final
     def fill(self, source: WeightSource) -> None:
@@ -274,10 +277,12 @@ class Operator(nn.Module, ABC):
         self._stage = stage
 
     def forget(self) -> None:
-        """Called after a step whose positions were made up: give back memory that grew with them."""
+        """Free memory that grew with positions that were made up: called after a step with such."""
 
     def bypassed(self) -> Iterable[nn.Module]:
-        """Modules it holds whose own forward is never called, or runs under the operator's own care."""
+        """Return the modules in the operator whose own forward is never called, or runs under the operator's
+        own care.
+        """
         return ()
 
     @override
@@ -286,7 +291,7 @@ class Operator(nn.Module, ABC):
 
 
 def expect_shape(info: TensorInfo | None, key: str, shape: tuple[int, ...]) -> TensorInfo:
-    """`info` if it has `shape`; otherwise a TensorMismatchError that names the tensor."""
+    """Return `info` if it has `shape`; otherwise raise a TensorMismatchError that names the tensor."""
     if info is None:
         raise TensorMismatchError(f"tensor {key} is missing from the weight files")
     if tuple(info.shape) != tuple(shape):
@@ -297,5 +302,5 @@ def expect_shape(info: TensorInfo | None, key: str, shape: tuple[int, ...]) -> T
 
 
 def empty_parameter(shape: tuple[int, ...]) -> torch.Tensor:
-    """A placeholder on `meta` that keeps `module.weight.shape` readable for Hugging Face code."""
+    """Return a placeholder on `meta` that keeps `module.weight.shape` readable for Hugging Face code."""
     return torch.empty(shape, device="meta")

@@ -1,4 +1,4 @@
-"""The record that tells operators which rows of a flattened step belong to which sequence.
+"""The record by which operators know which rows of a flattened step belong to which sequence.
 
 A step carries the tokens of all its sequences in one row axis: `input_ids [1, T]`, `position_ids [1, T]`. The engine
 builds a ForwardContext per step; Hugging Face modules hand it down as the keyword argument `forward_context`.
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class LayerCache(Protocol):
-    """Where one layer's keys and values live: [slots, kv_heads, key_dim] and [slots, kv_heads, value_dim].
+    """Cache in which layers keep keys and values: [slots, kv_heads, key_dim] and [slots, kv_heads, value_dim] each.
 
     For MLA the cache stores the latent: kv_heads is 1, key_dim is kv_lora_rank + qk_rope_head_dim, and `values` is a
     view of the first kv_lora_rank columns of `keys`.
@@ -45,29 +45,30 @@ class LayerCache(Protocol):
         ...
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer."""
+        """Return the keys and values of a layer."""
         ...
 
     def scales(self, layer_idx: int) -> Scales:
-        """Of keys and values of 8 bits, see cache.paged."""
+        """Return the scales of a layer's keys and values of 8 bits, see cache.paged."""
         ...
 
     def shape(self, layer_idx: int) -> LayerShape:
-        """What a layer caches, and whose it is."""
+        """Return what a layer caches, and whose it is."""
         ...
 
     def index_keys(self, layer_idx: int) -> torch.Tensor:
-        """Keys of a layer's indexer, [slots, index_dim]."""
+        """Return the keys of a layer's indexer, [slots, index_dim]."""
         ...
 
     def is_on_gpu(self, layer_idx: int) -> bool:
-        """Whether kernels of a GPU are to read them."""
+        """Whether kernels of a GPU are to read a layer's keys and values."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """See the module's docstring. Built by `engine.step.context` on the CPU; `replicated` puts it on other devices too.
+    """Rows, sequences and cache of one step, for operators; see the module's docstring. Built by `engine.step.context`
+    on the CPU; `replicated` puts it on other devices too.
 
     is_replayable: the step is, or may be, captured in a CUDA graph, so that nothing about it may be planned on the
     host, and its tensors are on its device alone. replicas: the same step on other devices.
@@ -89,11 +90,11 @@ class ForwardContext:
     _derived: dict[tuple[str, int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> ForwardContext:
-        """The context with its tensors on `device`. Raises KeyError when the step was not made ready for it."""
+        """Return the context with its tensors on `device`. Raises KeyError when the step was not made ready for it."""
         return self if self.slot_mapping.device == device else self.replicas[device]
 
     def replicated(self, devices: Iterable[torch.device]) -> ForwardContext:
-        """A copy that `on` has for each of `devices`."""
+        """Return a copy that `on` has for each of `devices`."""
         replicas = {device: self._copy(device) for device in devices if device != self.slot_mapping.device}
         return replace(self, replicas=replicas, _moved={}, _derived={})
 
@@ -104,7 +105,7 @@ class ForwardContext:
         return replace(self, **moved, states=states, token_ids=ids, replicas={}, _moved={}, _derived={})
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """`tensor` on `device`, copied once per step however many layers ask."""
+        """Return `tensor` on `device`, copied once per step however many layers ask."""
         if tensor.device == device:
             return tensor
         key = (id(tensor), device)
@@ -113,8 +114,9 @@ class ForwardContext:
         return self._moved[key][1]
 
     def derived(self, what: str, tensor: torch.Tensor, make: Callable[[torch.Tensor], _T]) -> _T:
-        """`make(tensor)`, made once per step however many layers ask. what: names it; all that ask for a name of one
-        tensor must want the same."""
+        """Return `make(tensor)`, made once per step however many layers ask. what: names it; all that ask for a name of
+        one tensor must want the same.
+        """
         key = (what, id(tensor))
         if key not in self._derived:
             self._derived[key] = (tensor, make(tensor))

@@ -1,4 +1,4 @@
-"""What the device names of a placement ("cpu", "cuda:1") mean: a torch device, a type for activations, which kernels.
+"""Devices by the names of placements ("cpu", "cuda:1"): a torch device, a type for activations, which kernels.
 
 Tests map "cuda:N" to torch's CPU, where the Triton kernels run in Triton's interpreter; nothing outside this module
 knows. On the CPU activations are fp32; on a GPU they are bf16, and so is its K/V cache.
@@ -47,14 +47,14 @@ _COUNTERS = 1 << 14
 
 
 class DeviceService(Protocol):
-    """Something that works beside a device for the operators there."""
+    """A service that works beside a device for the operators there."""
 
     def check(self) -> None:
         """Raise EngineError for what failed in a step, which is over."""
         ...
 
     def close(self) -> None:
-        """Stop, once nothing uses it any more."""
+        """Stop the service, once nothing uses it any more."""
         ...
 
 
@@ -62,17 +62,17 @@ class StepFollower(DeviceService, Protocol):
     """A DeviceService that follows steps, whether they are replayed or not. Called by the thread that runs them."""
 
     def launched(self) -> None:
-        """A step was launched, which is not over."""
+        """Note that a step was launched, which is not over."""
         ...
 
     def finished(self, num_rows: int) -> None:
-        """It is over, and had so many rows."""
+        """Note that the step launched last is over, and had so many rows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device that operators run on.
+    """Device on which operators run, with its name, type of tensors and kernels.
 
     name: as placements spell it. torch_device: where its tensors are. dtype: of activations, dense weights and cache.
     is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels. make_driver:
@@ -92,13 +92,14 @@ class Device:
 
     @property
     def matmul_dtype(self) -> torch.dtype:
-        """The type of the activations that quantized products read: fp16 where `dtype` is fp32, which none of them
+        """Type of the activations that quantized products read: fp16 where `dtype` is fp32, which none of them
         reads.
         """
         return torch.float16 if self.dtype is torch.float32 else self.dtype
 
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` here: floats in `dtype`, integers and complex numbers as they are. No copy of what is here already.
+        """Return `x` on this device: floats in `dtype`, integers and complex numbers as they are. No copy of what is
+        here already.
 
         What an operator does first: kernels launched next go to this device.
         """
@@ -106,15 +107,15 @@ class Device:
         return x.to(self.torch_device, self.dtype) if x.is_floating_point() else x.to(self.torch_device)
 
     def move(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` here, in its own type."""
+        """Return `x` on this device, in its own type."""
         return x.to(self.torch_device)
 
     def begin_step(self, slots: torch.Tensor) -> None:
-        """A step comes. slots: int64 [T], where its rows go in the cache, on this device; negative for padding."""
+        """Begin a step. slots: int64 [T], where its rows go in the cache, on this device; negative for padding."""
         self._scratch["slots"] = slots
 
     def slots_of(self, num_rows: int) -> torch.Tensor | None:
-        """Those of the step; None for rows that are not the step's."""
+        """Return the slots of the step's rows; None for rows that are not the step's."""
         slots = self._scratch.get("slots")
         return slots if isinstance(slots, torch.Tensor) and len(slots) == num_rows else None
 
@@ -127,44 +128,48 @@ class Device:
 
     @property
     def usages(self) -> list[ExpertUsage]:
-        """What expert_usage made."""
+        """The counters of experts that expert_usage made."""
         return list(self._usages.values())
 
     @property
     def gpu_timers(self) -> GpuTimers | None:
-        """What times the parts of steps here, while somebody wants that."""
+        """Timers of the parts of steps on this device, while they are on; else None."""
         made = self._scratch.get("marks")
         return made if isinstance(made, GpuTimers) and made.is_on else None
 
     def make_gpu_timers(self) -> GpuTimers:
-        """Those of this device, off until they are begun."""
+        """Return the timers of this device, off until they are begun."""
         made = self._scratch.get("marks")
         if not isinstance(made, GpuTimers):
             made = self._scratch["marks"] = GpuTimers(self.torch_device)
         return made
 
     def time_part(self, part: str, layer: int | None = None) -> None:
-        """From here on, what this device does belongs to this part of a step, and of this layer (None: as before)."""
+        """Time what this device does from here on as this part of a step, and of this layer (None: as before)."""
         marks = self.gpu_timers
         if marks is not None:
             marks.at(part, layer)
 
     def linear_workspace(self) -> Workspace:
-        """Memory of the quantized products, which run one after another on this device."""
+        """Return memory of the quantized products, which run one after another on this device."""
         made = self._scratch.get("linear")
         if not isinstance(made, Workspace):
             made = self._scratch["linear"] = Workspace.allocate(self.torch_device, SPLIT_ROWS)
         return made
 
     def counters(self) -> torch.Tensor:
-        """int32, all 0 between launches, for kernels whose last program does something for all; one after another."""
+        """Return counters, int32, all 0 between launches, for kernels whose last program does something for all; one
+        after another.
+        """
         made = self._scratch.get("counters")
         if not isinstance(made, torch.Tensor):
             made = self._scratch["counters"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.torch_device)
         return made
 
     def latent_workspace(self, numel: int) -> torch.Tensor:
-        """Uninitialized values of `dtype`, at least `numel`: one layer's expanded keys and values after another's."""
+        """Return uninitialized values of `dtype`, at least `numel`: for one layer's expanded keys and values after
+        another's.
+        """
         made = self._scratch.get("latent")
         if not isinstance(made, torch.Tensor) or made.numel() < numel:
             made = self._scratch["latent"] = torch.empty(numel, dtype=self.dtype, device=self.torch_device)
@@ -173,7 +178,9 @@ class Device:
     def moe_workspace(
         self, x: torch.Tensor, top_k: int, experts: int, up: ExpertMatrices, down: ExpertMatrices
     ) -> MoeWorkspace:
-        """Memory of one layer's experts for x [T, H]; kept, and shared by all layers, for as few rows as decode has."""
+        """Return memory of one layer's experts for x [T, H]; kept, and shared by all layers, for as few rows as decode
+        has.
+        """
         if not uses_gemv(x.shape[0], up, down):
             return MoeWorkspace.allocate(x, top_k, experts, up, down)
         shape = ("moe", x.shape[0], x.dtype, top_k, up.rows, down.rows)
@@ -191,11 +198,13 @@ class Device:
         return made
 
     def async_cpu_experts(self) -> list[AsyncCpuExperts]:
-        """The async CPU experts that were made for this device."""
+        """Return the async CPU experts that were made for this device."""
         return [made for made in self._scratch.values() if isinstance(made, AsyncCpuExperts)]
 
     def workspace_nbytes(self) -> int:
-        """Bytes that a GPU holds beside weights and cache: workspaces of small steps, and room for a prefill step."""
+        """Return the bytes that a GPU holds beside weights and cache: workspaces of small steps, and room for a prefill
+        step.
+        """
         return _STEP_BYTES if self.is_gpu else 0
 
 
@@ -217,15 +226,15 @@ class Devices:
         return device
 
     def async_cpu_experts(self) -> list[AsyncCpuExperts]:
-        """The async CPU experts of all devices."""
+        """Return the async CPU experts of all devices."""
         return [stream for device in self._made.values() for stream in device.async_cpu_experts()]
 
     def usages(self) -> list[ExpertUsage]:
-        """The counters of all devices that have experts."""
+        """Return the counters of all devices that have experts."""
         return [usage for device in self._made.values() for usage in device.usages]
 
     def close(self) -> None:
-        """Stop what runs beside them. Graphs must not be replayed any more."""
+        """Stop what runs beside the devices. Graphs must not be replayed any more."""
         for device in self._made.values():
             while device.followers:
                 device.followers.pop().close()
@@ -242,12 +251,12 @@ def use(device: torch.device) -> None:
 
 
 def to_input(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`result` where the input `like` of an operator is, and in its type."""
+    """Return `result` where the input `like` of an operator is, and in its type."""
     return result.to(like.device, like.dtype)
 
 
 def cuda_memory() -> Mapping[str, int]:
-    """{"cuda:N": free bytes} of every CUDA device that the kernels can run on; empty when there is none."""
+    """Return {"cuda:N": free bytes} of every CUDA device that the kernels can run on; empty when there is none."""
     if not torch.cuda.is_available() or runtime.available() is not None:
         return {}
     return {f"cuda:{i}": torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()) if _is_usable(i)}
@@ -264,5 +273,5 @@ def _is_usable(index: int) -> bool:
 
 
 def distinct(devices: Sequence[Device]) -> list[Device]:
-    """Each device once, in order of first use."""
+    """Return each device once, in order of first use."""
     return list({device.name: device for device in devices}.values())

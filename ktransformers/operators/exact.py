@@ -133,7 +133,7 @@ def _computes(forward: Callable[..., Any], depth: int = 2) -> bool:
 
 
 def modules_on_torch(model: nn.Module) -> list[str]:
-    """Dotted names of modules whose matrix products or activations would run on torch's own code."""
+    """Return the dotted names of modules whose matrix products or activations would run on torch's own code."""
     return sorted(_walk(model, ""))
 
 

@@ -1,4 +1,4 @@
-"""Marks in the work of a GPU: from a mark on, and up to the next one, what the device does belongs to a part of a step.
+"""Marks in the work of a GPU: what the device does between a mark and the next one belongs to a part of a step.
 
 A mark is one launch, which writes the device's time to memory; captured in a graph, every replay writes it again. What
 the marks of a step were is known when it is launched, or was captured; how long its parts took, when it is over.
@@ -21,7 +21,7 @@ END = "end"
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A part of a step, as profiles name them, and the layer (-1: none)."""
+    """Name of a part of a step, as profiles have it, and its layer (-1: none)."""
 
     part: str
     layer: int
@@ -41,7 +41,7 @@ class GpuTimers:
         self.num_lost = 0
 
     def begin(self) -> None:
-        """From now on marks are written, from the first place on."""
+        """Write marks from now on, from the first place on."""
         if self._times is None:
             with torch.inference_mode(False):
                 self._times = torch.zeros(_MOST, dtype=torch.int64, device=self._device)
@@ -61,14 +61,14 @@ class GpuTimers:
         self._labels.append(label)
 
     def take(self) -> tuple[Label, ...]:
-        """The labels since `begin`, the end of the last part marked; no more marks are written."""
+        """Return the labels since `begin`, the end of the last part marked; no more marks are written."""
         self.at(END, -1)
         self.is_on = False
         labels, self._labels = tuple(self._labels), []
         return labels
 
     def fetch(self, num_labels: int) -> None:
-        """Copy when the marks were written of the step that was launched last, in the order of its stream."""
+        """Enqueue a copy of the times of the step that was launched last, in the order of its stream."""
         if self._times is None or not num_labels:
             return
         if self._host is None:
@@ -76,7 +76,7 @@ class GpuTimers:
         self._fetched = self._host[:num_labels].copy_(self._times[:num_labels], non_blocking=True)
 
     def times(self) -> bytes:
-        """What was fetched last: int64 ns on the device's clock."""
+        """Return the times that were fetched last: int64 ns on the device's clock."""
         if self._device.type == "cuda":  # whoever has the step's results may have waited for another device
             torch.cuda.current_stream(self._device).synchronize()
         taken: bytes = b"" if self._fetched is None else self._fetched.numpy().tobytes()

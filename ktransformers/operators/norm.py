@@ -21,7 +21,9 @@ __all__ = ["KRMSNorm"]
 
 
 class KRMSNorm(WrapperOperator):
-    """RMSNorm over the last axis of [..., H], weights from 0 or from 1; other norms keep the module's own forward."""
+    """Operator of RMSNorm over the last axis of [..., H], weights from 0 or from 1; other norms keep the module's own
+    forward.
+    """
 
     OPS: ClassVar[dict[str, str]] = {
         "KRMSNormNative": "native kernel",
@@ -32,7 +34,9 @@ class KRMSNorm(WrapperOperator):
     @classmethod
     @override
     def is_for(cls, module: nn.Module) -> bool:
-        """Blocks of norms and other parts may be called norms too (DBRX), and what scales keys and queries (ZAYA)."""
+        """Whether a module is a norm: blocks of norms and other parts may be called norms too (DBRX), and what scales
+        keys and queries (ZAYA).
+        """
         own = {name for name, _ in module.named_parameters(recurse=False)}
         is_block = any(True for child in module.children() for _ in child.parameters())
         return not is_block and (not own or "weight" in own)
@@ -60,7 +64,7 @@ class KRMSNorm(WrapperOperator):
 
     @property
     def weight(self) -> torch.Tensor:
-        """What kernels multiply with: fp32 [H] where one does."""
+        """Weight that kernels multiply with: fp32 [H] where one does."""
         return self.inner.weight  # type: ignore[return-value]
 
     @override

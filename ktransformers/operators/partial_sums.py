@@ -16,7 +16,7 @@ __all__ = ["PartialSums", "Placeholder", "RankGroup"]
 
 
 class RankGroup(Protocol):
-    """The processes that a model is cut over. rank: of this one; the driver's is 0. size: how many there are."""
+    """Processes that a model is cut over. rank: of this one; the driver's is 0. size: how many there are."""
 
     @property
     def rank(self) -> int: ...
@@ -25,13 +25,14 @@ class RankGroup(Protocol):
     def size(self) -> int: ...
 
     def sum(self, share: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in place, in the order of the device's work. All call it with the same shape and
-        type, in the same order."""
+        """Return the sum of `share` over all processes, in place, in the order of the device's work. All call it with
+        the same shape and type, in the same order.
+        """
         ...
 
 
 class Placeholder(nn.Module):
-    """Stands where another process has a module. No rule is for it; its children are modules like others."""
+    """Placeholder for a module that another process has. No rule is for it; its children are modules like others."""
 
 
 @dataclass(frozen=True, slots=True)

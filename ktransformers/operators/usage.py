@@ -1,4 +1,4 @@
-"""How often each routed expert on a GPU was chosen, counted there: replayed steps count as others do.
+"""Counts how often each routed expert on a GPU was chosen, on that GPU: replayed steps count as others do.
 
 What a step leaves is copied to the host behind it, so that whoever waits for its results has it without waiting again.
 Knows ids of experts and which rows hold tokens; not routers, weights or steps.
@@ -21,7 +21,7 @@ KEPT_ROWS = 256
 
 
 class ExpertUsage:
-    """Of the layers whose experts are on one device.
+    """Counter of routed experts chosen in the layers whose experts are on one device.
 
     A step's rows are told apart from padding by their slots in the cache, which are negative there. counts: int64
     [L, E] on the host, since the start, as of the last `fetch` that is done.
@@ -40,11 +40,13 @@ class ExpertUsage:
         self.layers: dict[int, int] = {}  # K of each layer that has chosen anything
 
     def chosen(self, layer: int, slots: torch.Tensor, top_k: int) -> Chosen:
-        """What the router of `layer` fills. slots: int64 [T], of the step's rows, on the device."""
+        """Return the memory that the router of `layer` fills. slots: int64 [T], of the step's rows, on the device."""
         return Chosen(self._counts[layer], slots, self._memory(layer, len(slots), top_k))
 
     def note(self, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> None:
-        """The same for a router that fills nothing: ids [T, K]; those out of range were skipped."""
+        """Count what a router chose that does not fill `chosen`'s memory: ids [T, K]; those out of range were
+        skipped.
+        """
         counts = self._counts[layer]
         is_there = (slots >= 0)[:, None] & (ids >= 0) & (ids < len(counts))
         counts.scatter_add_(0, ids.clamp(0, len(counts) - 1).long().flatten(), is_there.long().flatten())
@@ -53,7 +55,9 @@ class ExpertUsage:
             memory.copy_(ids)
 
     def forget(self, layer: int, num_rows: int) -> None:
-        """Nothing of `layer` runs here in a step of so many rows, though something did in others."""
+        """Clear the kept ids of `layer`: nothing of it runs here in a step of so many rows, though something did in
+        others.
+        """
         for known in (self._ids, self._large):
             memory = known.get(self.layers.get(layer, 0))
             if memory is not None and num_rows <= memory.shape[1]:
@@ -82,7 +86,7 @@ class ExpertUsage:
         return known[top_k]
 
     def fetch(self, num_rows: int = 0, rows: Sequence[int] | None = None) -> None:
-        """Copy what the step that was launched last leaves, in the order of its stream.
+        """Enqueue a copy of the counts of the step that was launched last, in the order of its stream.
 
         rows: of its num_rows, those whose ids `ids` is to have; None: counts alone.
         """
@@ -113,5 +117,5 @@ class ExpertUsage:
         return self._ways[key]
 
     def ids(self) -> dict[int, torch.Tensor]:
-        """int32 [L, rows, K] by K, of the last `fetch`, on the host; valid until the next one."""
+        """Return the ids of the last `fetch` by K, int32 [L, rows, K], on the host; valid until the next one."""
         return self._fetched

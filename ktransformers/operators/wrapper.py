@@ -30,14 +30,14 @@ class DenseState:
         self.module, self.key, self.device, self.dtype = module, key, device, dtype or device.dtype
 
     def names(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of everything that a checkpoint holds for the module itself."""
+        """Return (name, shape) of everything that a checkpoint holds for the module itself."""
         transient = self.module._non_persistent_buffers_set
         state: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in self.module._parameters.items() if p is not None]
         state += [(n, b) for n, b in self.module._buffers.items() if b is not None and n not in transient]
         return [(name, tuple(tensor.shape)) for name, tensor in state]
 
     def requirements(self, source: WeightSource) -> Requirements:
-        """See Operator.requirements."""
+        """Return what loading these tensors takes, see Operator.requirements."""
         needs, device = Requirements(), self.device.name
         shown = _SHOWN[self.dtype]
         for name, shape in self.names():
@@ -49,7 +49,7 @@ class DenseState:
         return needs
 
     def load(self, source: WeightSource) -> None:
-        """See Operator.load."""
+        """Load the tensors, see Operator.load."""
         for name, shape in self.names():
             full = f"{self.key}.{name}"
             expect_shape(source.find(full), full, shape)
@@ -61,14 +61,14 @@ class DenseState:
 
 
 class WrapperOperator(Operator):
-    """Runs the wrapped module's own forward. Base of operators that change only how it is run."""
+    """Base of operators that run the wrapped module's own forward and change only how it is run."""
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         self.inner = module
 
     def state(self) -> DenseState:
-        """What the module itself holds, and in which type."""
+        """Return the module's own tensors, and their type."""
         return DenseState(self.inner, self.key, self.device)
 
     @override

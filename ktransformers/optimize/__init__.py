@@ -1,4 +1,5 @@
-"""WHICH operator goes where: rule files (rules) -> checked plan (plan) -> model with operators in place (apply).
+"""Decides WHICH operator goes where: rule files (rules) -> checked plan (plan) -> model with operators in place
+(apply).
 
 - Rules: `document.py` and `includes.py` read files, `patterns.py` and `rules.py` match, `aliases.py` has upstream's
   names, `unmatched.py` says why a rule decided nothing.

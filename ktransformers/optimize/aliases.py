@@ -1,4 +1,4 @@
-"""Names in rule files -> classes of today.
+"""Resolves names in rule files to the classes of today.
 
 Match side: upstream's model classes, those of transformers, torch and what is imported already. Replace side:
 upstream's operator names of both families and our own classes. Whoever trusts the rules may name classes of other
@@ -184,18 +184,20 @@ _ROPE_VARIANT = re.compile(r"(Linear|LinearScaling|DynamicNTKScaling|DynamicNTKA
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """`; did you mean X?` for the closest candidate, or the empty string."""
+    """Return `; did you mean X?` for the closest candidate, or the empty string."""
     found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def undriven_hardware(name: str) -> str | None:
-    """What hardware an operator's or op's name is for, when it is one that this project does not drive."""
+    """Return what hardware an operator's or op's name is for, when it is one that this project does not drive."""
     return next((hardware for pattern, hardware in _UNDRIVEN if pattern.search(name)), None)
 
 
 def operator_class(name: str, trust: bool = False) -> type[Operator]:
-    """The operator that `name` means on the replace side. trust: whether it may be a user's own. Raises NameProblem."""
+    """Return the operator that `name` means on the replace side. trust: whether it may be a user's own. Raises
+    NameProblem.
+    """
     hardware = undriven_hardware(name)
     if hardware is not None:
         raise NameProblem(f"operator {name} is for {hardware}, hardware that ktransformers does not drive")
@@ -232,7 +234,9 @@ def _nearest_operator(name: str) -> str:
 
 
 def match_class(name: str, trust: bool = False) -> type:
-    """The class that `name` means on the match side. trust: whether any module may be imported. Raises NameProblem."""
+    """Return the class that `name` means on the match side. trust: whether any module may be imported. Raises
+    NameProblem.
+    """
     if name.startswith(MODELS_PREFIX):
         return _upstream_model_class(name)
     module_name = name.rpartition(".")[0]
@@ -334,7 +338,7 @@ def _import_attribute(name: str) -> Any:
 
 
 def legacy_names(model_type: str, key: str, pattern: str) -> tuple[str, ...]:
-    """The names under which a rule's regex `pattern` is tried on module `key`.
+    """Return the names under which a rule's regex `pattern` is tried on module `key`.
 
     A pattern that uses a family's older segment means the older name: a lookahead that excludes
     `block_sparse_moe.gate` must not be fooled by a second try under the new name.

@@ -1,5 +1,5 @@
-"""The plan made real: operators take the places of modules, everything is loaded in tree order, then operators are
-given their runtimes. The stages of an operator's life are drawn in operators/base.py.
+"""Applies a plan: operators take the places of modules, everything is loaded in tree order, then operators are given
+their runtimes. The stages of an operator's life are drawn in operators/base.py.
 
 A replaced module stays the parent of its children: its operator holds it, so a child is replaced inside the original
 parent, whether or not that parent is replaced too.

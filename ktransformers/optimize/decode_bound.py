@@ -1,4 +1,4 @@
-"""What a decode step reads, and how many tokens a second memory allows at most.
+"""Computes what a decode step reads, and how many tokens a second memory allows at most.
 
 A step of one sequence reads every weight that takes part in it once: what is in a layer but its routed experts, of
 those the ones that the router chooses, the LM head, and the keys and values of the tokens before. The embedding table
@@ -39,7 +39,7 @@ class LayerReads:
     shared: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, bandwidth: Mapping[str, float]) -> float:
-        """At bytes a second by device."""
+        """Return the seconds that the reads take, at bytes a second by device."""
         alone, routed, shared = (
             sum(nbytes / bandwidth[device] for device, nbytes in part.items())
             for part in (self.alone, self.routed, self.shared)
@@ -50,7 +50,7 @@ class LayerReads:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReads:
-    """What a token reads. layers: in order, and what is outside of all layers. shapes: of each layer's cache.
+    """Reads of a decoded token. layers: in order, and what is outside of all layers. shapes: of each layer's cache.
 
     windows: most tokens that each layer looks back, None for all of them.
     """
@@ -60,7 +60,7 @@ class DecodeReads:
     windows: tuple[int | None, ...]
 
     def cache_bytes(self, context: int) -> dict[str, int]:
-        """Bytes of keys, values and states by device, with `context` tokens in the cache."""
+        """Return the bytes of keys, values and states by device, with `context` tokens in the cache."""
         total: dict[str, int] = {}
         for shape, window in zip(self.shapes, self.windows, strict=True):
             nbytes = shape.read_nbytes(context if window is None else min(context, window))
@@ -69,7 +69,7 @@ class DecodeReads:
         return {place: nbytes for place, nbytes in total.items() if nbytes}
 
     def bytes_per_token(self, context: int = 0) -> dict[str, int]:
-        """Bytes by device."""
+        """Return the bytes that a token makes each device read."""
         total: dict[str, float] = dict(self.cache_bytes(context).items())
         for layer in self.layers:
             for part in (layer.alone, layer.routed, layer.shared):
@@ -78,7 +78,7 @@ class DecodeReads:
         return {device: round(nbytes) for device, nbytes in sorted(total.items())}
 
     def tokens_per_s(self, bandwidth: Mapping[str, float], context: int = 0) -> float | None:
-        """At most so many, one sequence alone; None where the bandwidth of a device is not known."""
+        """Return the most tokens a second of one sequence alone; None where the bandwidth of a device is not known."""
         if not set(self.bytes_per_token(context)) <= set(bandwidth):
             return None
         cache = sum(nbytes / bandwidth[place] for place, nbytes in self.cache_bytes(context).items())
@@ -89,7 +89,9 @@ class DecodeReads:
 def decode_reads(
     plan: Plan, experts: Mapping[str, int], top_k: Mapping[str, int], shapes: Sequence[LayerShape], facts: ModelFacts
 ) -> DecodeReads:
-    """By the bytes that are resident. experts, top_k: how many each experts module has, and how many a token takes."""
+    """Return what a decoded token reads of a plan, by the bytes that are resident. experts, top_k: how many each
+    experts module has, and how many a token takes.
+    """
     layers: dict[int, LayerReads] = {}
     heads = set(plan.shared.values())
     for entry in plan.entries:
@@ -106,7 +108,7 @@ def decode_reads(
 
 
 def layer_of(entry: PlanEntry) -> int:
-    """The number of the decoder layer that a module is in, -1 outside of all."""
+    """Return the number of the decoder layer that a module is in, -1 outside of all."""
     found = _LAYER.search(entry.key)
     return _OUTSIDE if found is None else int(found.group())
 

@@ -1,4 +1,4 @@
-"""YAML text -> plain values that remember their lines. Knows YAML; knows nothing of rules.
+"""Reads YAML text as plain values that remember their lines. Knows YAML; knows nothing of rules.
 
 Values are built by hand from the nodes that PyYAML composes, so that nothing but null, bools, numbers, strings,
 lists and mappings can come out of a file, duplicate keys are seen, and every error carries a line. Size, depth,
@@ -31,7 +31,7 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One value of the document and the line (1-based) it starts on.
+    """Value of the document and the line (1-based) it starts on.
 
     value is a Scalar, a list of Items, or a dict from key to Item; key_lines says where each key stands.
     """
@@ -41,7 +41,7 @@ class Item:
     key_lines: dict[Scalar, int] = field(default_factory=dict)
 
     def plain(self) -> object:
-        """The value without lines."""
+        """Return the value without lines."""
         if isinstance(self.value, list):
             return [item.plain() for item in self.value]
         if isinstance(self.value, dict):
@@ -49,7 +49,7 @@ class Item:
         return self.value
 
     def kind(self) -> str:
-        """The type's name for messages."""
+        """Name of the value's type, for messages."""
         names = {dict: "a mapping", list: "a list", str: "text", bool: "true/false", int: "a number", float: "a number"}
         return names.get(type(self.value), "empty")
 

@@ -18,7 +18,9 @@ __all__ = ["Filling", "experts_for_gpus"]
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """moved: {experts module: device}. candidates: layers whose experts could move. left: {device: bytes} after it."""
+    """Experts moved to what was left of the GPUs. moved: {experts module: device}. candidates: layers whose experts
+    could move. left: {device: bytes} after it.
+    """
 
     moved: Mapping[str, str] = field(default_factory=dict)
     candidates: int = 0
@@ -30,7 +32,7 @@ class Filling:
 
 
 def experts_for_gpus(plan: Plan, source: WeightSource) -> Filling:
-    """What still fits beside what `plan` holds, cache and workspace included."""
+    """Return the experts that still fit beside what `plan` holds, cache and workspace included."""
     total = plan.total_bytes
     left = {device: free - total.get(device, 0) for device, free in plan.capacity.items() if device != "cpu"}
     chosen: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How many experts of each layer on the CPU get a slot on the layer's GPU, and what that takes of its memory.
+"""Plans how many experts of each layer on the CPU get a slot on the layer's GPU, and what that takes of its memory.
 
 A layer's experts qualify when they can be streamed there (optimize/streaming): their bytes are copied as they lie in
 the CPU's memory. `auto` divides what a plan leaves among all layers evenly; a number is as many slots for each layer,
@@ -29,7 +29,7 @@ _MAP_BYTES = 20  # of an expert: where its slot is, how often it was picked
 
 @dataclass(frozen=True, slots=True)
 class HotSlots:
-    """The layers whose layer device is one GPU.
+    """Expert slots of the layers whose layer device is one GPU.
 
     slots: by experts module, in the order of layers. expert_nbytes: of one expert of each; other_nbytes: what a layer
     has there beside, biases and maps.
@@ -43,7 +43,7 @@ class HotSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the GPU."""
+        """Bytes on the GPU of the slots, biases and maps."""
         return sum(count * self.expert_nbytes[key] + self.other_nbytes.get(key, 0) for key, count in self.slots.items())
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class HotSlots:
 
 
 def plan_hot_slots(plan: Plan, source: WeightSource, facts: ModelFacts, asked: str) -> tuple[HotSlots, ...]:
-    """Slots beside what `plan` holds on each GPU. asked: "auto", "off" or a number, where a rule does not say.
+    """Plan slots beside what `plan` holds on each GPU. asked: "auto", "off" or a number, where a rule does not say.
 
     Automatic slots are given up, with one line, where there are fewer than a token's experts.
     """
@@ -121,7 +121,9 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
 
 
 def with_hot_slots(plan: Plan, hots: tuple[HotSlots, ...]) -> tuple[Plan, tuple[HotSlots, ...]]:
-    """`plan` with their memory and with what its table says; and those whose layers have not gone to a GPU whole."""
+    """Return `plan` with the slots' memory and with what its table says; and those whose layers have not gone to a GPU
+    whole.
+    """
     on_cpu = {entry.key for entry in plan.entries if entry.placement.generate_device == "cpu"}
     kept = [replace(one, slots={key: n for key, n in one.slots.items() if key in on_cpu}) for one in hots]
     kept = [one for one in kept if one.slots]

@@ -1,4 +1,4 @@
-"""The entries of a rule file, with those of the files that it includes in their places.
+"""Reads the entries of a rule file, with those of the files that it includes in their places.
 
     - match: {...}                first match wins, so what stands above an include goes before the rules in it
       replace: {...}
@@ -41,18 +41,20 @@ class RuleFile:
 
     @property
     def is_generic(self) -> bool:
-        """Whether its rules are for many models: a shipped file that another one includes, or that is a default."""
+        """Whether the file's rules are for many models: a shipped file that another one includes, or that is a
+        default.
+        """
         if self.path is None or not is_shipped(self.path):
             return False
         return self.parent is not None or self.path.name.startswith("default-")
 
     @property
     def short_name(self) -> str:
-        """Its name, without the folder that a shipped file is installed in."""
+        """Name of the file, without the folder that a shipped file is installed in."""
         return self.path.name if self.path is not None and is_shipped(self.path) else self.name
 
     def lineage(self) -> Iterator[RuleFile]:
-        """The file itself, the one that includes it, and so on."""
+        """Yield the file itself, the one that includes it, and so on."""
         file: RuleFile | None = self
         while file is not None:
             yield file
@@ -63,7 +65,7 @@ class RuleFile:
         return any(file is self for file in other.lineage())
 
     def error(self, message: str, line: int | None = None, rule: int | None = None) -> RuleError:
-        """A RuleError that points into this file and names the includes that lead to it."""
+        """Return a RuleError that points into this file and names the includes that lead to it."""
         chain = [f"{file.parent.name}:{file.parent_line}" for file in self.lineage() if file.parent is not None]
         via = f" (included from {', from '.join(chain)})" if chain else ""
         return RuleError(f"{message}{via}", file=self.name, line=line, rule=rule)
@@ -71,7 +73,7 @@ class RuleFile:
 
 @dataclass(frozen=True, slots=True)
 class RuleEntry:
-    """One rule as it is written. number: of the entry in its file, from 1; includes count."""
+    """Rule as it is written. number: of the entry in its file, from 1; includes count."""
 
     item: Item
     file: RuleFile
@@ -147,7 +149,8 @@ def _unknown(name: str, file: RuleFile) -> str:
 
 
 def read_entries(document: Item | None, file: RuleFile) -> list[RuleEntry]:
-    """The rules of `document`, which was read from `file`, and of all that it includes, in the order that decides.
+    """Return the rules of `document`, which was read from `file`, and of all that it includes, in the order that
+    decides.
 
     Raises RuleError for a document that is no list, and for an include that names no file, a file that cannot be read
     or one that includes itself.

@@ -1,4 +1,4 @@
-"""Which device each decoder layer lives on: where its hidden states and its cache are.
+"""Chooses the device of each decoder layer: where its hidden states and its cache are.
 
 A layer's device is the device of its attention, or of what stands in its place. `cuda` without a number means the
 device that the layer loop's transfer_map names for the layer, else the first one; modules that no rule places go where
@@ -21,7 +21,7 @@ __all__ = ["LayerDevice", "LayerDevices"]
 
 @dataclass(frozen=True, slots=True)
 class LayerDevice:
-    """One decoder layer. key: its dotted name. device: where it lives, as placements spell it."""
+    """Device of a decoder layer. key: its dotted name. device: where it lives, as placements spell it."""
 
     key: str
     device: str
@@ -59,7 +59,7 @@ class LayerDevices:
         return None
 
     def resolve(self, named: str, key: str) -> str:
-        """The device that a rule's `named` means for module `key`; the CPU on a machine with nothing else."""
+        """Return the device that a rule's `named` means for module `key`; the CPU on a machine with nothing else."""
         if named == "cpu" or all(there == "cpu" for there in self._machine.devices):
             return "cpu"
         number = named.partition(":")[2]
@@ -71,12 +71,12 @@ class LayerDevices:
         return device if ":" in device or device == "cpu" else self._machine.default_device
 
     def of(self, key: str) -> str | None:
-        """The device of the decoder layer that module `key` is in; None outside of all layers."""
+        """Return the device of the decoder layer that module `key` is in; None outside of all layers."""
         layer = self._layer(key)
         return None if layer is None else self.layers[layer].device
 
     def default_device(self, key: str) -> str:
-        """Where module `key` goes when no rule says: to its layer, or to the machine's first device."""
+        """Return where module `key` goes when no rule says: to its layer, or to the machine's first device."""
         layer = self._layer(key)
         if layer is not None and layer in self.layers:
             return self.layers[layer].device

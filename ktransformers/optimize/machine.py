@@ -1,4 +1,4 @@
-"""What this machine can hold: memory per device, with container limits. Knows no model and no rule."""
+"""Measures what this machine can hold: memory per device, with container limits. Knows no model and no rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory in bytes.
+    """Memory of a machine in bytes.
 
     ram_bytes: what this process may use at most (the machine's RAM or its container's limit, whichever is less).
     available_bytes: what of it is free now, counting caches that the kernel gives back.
@@ -30,18 +30,18 @@ class Machine:
 
     @property
     def default_device(self) -> str:
-        """Where modules go that no rule places: the first accelerator, else the CPU."""
+        """Device of modules that no rule places: the first accelerator, else the CPU."""
         return next((device for device in self.devices if device != "cpu"), "cpu")
 
     def with_gpu_budget(self, nbytes: int) -> Machine:
-        """This machine with at most `nbytes` of each GPU; 0 for all that is free."""
+        """Return the machine with at most `nbytes` of each GPU; 0 for all that is free."""
         if not nbytes:
             return self
         devices = {name: free if name == "cpu" else min(free, nbytes) for name, free in self.devices.items()}
         return replace(self, devices=devices)
 
     def beside(self, nbytes: int) -> Machine:
-        """This machine without `nbytes` of host memory, which other processes will take."""
+        """Return the machine without `nbytes` of host memory, which other processes will take."""
         return replace(
             self,
             available_bytes=max(self.available_bytes - nbytes, 0),

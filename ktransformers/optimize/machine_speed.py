@@ -1,4 +1,4 @@
-"""What a machine was measured to do, in plain types, and the file that remembers it.
+"""Measured speeds of a machine, in plain types, and the file that remembers them.
 
 Knows neither torch nor models: `bench/probe/cpu.py` measures, `optimize/predict.py` predicts from it, the server reads
 the file and never measures. Times are in seconds, rates per second.
@@ -63,7 +63,7 @@ class Curve:
             raise ValueError(f"no curve: {self.at}, {self.seconds}")
 
     def of(self, x: float) -> float:
-        """Never less than nothing."""
+        """Return the seconds at a number, never less than 0."""
         if x <= self.at[0] or len(self.at) == 1:
             return self.seconds[0]
         upper = next((i for i, at in enumerate(self.at) if at >= x), len(self.at) - 1)
@@ -73,7 +73,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Operations a second in registers: of one core, and of all together. 0 where the processor has none."""
+    """Peak operations a second in registers: of one core, and of all together. 0 where the processor has none."""
 
     one: float
     all: float
@@ -81,7 +81,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step takes when its weights weigh nothing: launches, hand-overs, Python, by the rows it carries.
+    """Time of a step when its weights weigh nothing: launches, hand-overs, Python, by the rows it carries.
 
     layer: of each decoder layer. step: once, however many layers there are.
     """
@@ -92,7 +92,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class CpuSpeed:
-    """Of the worker pool with `threads` threads.
+    """Speeds of the worker pool with `threads` threads.
 
     read: bytes a second by number of threads. node_read: by the threads of a NUMA node alone, where there are several.
     linear, experts: by type, the time for a byte of the weights that are multiplied, by rows: of the step, and of a
@@ -118,7 +118,8 @@ class CpuSpeed:
 
 @dataclass(frozen=True, slots=True)
 class GpuSpeed:
-    """One GPU. read: bytes a second that a copy within it reads and writes. matmul: operations a second in bf16.
+    """Speeds of a GPU. read: bytes a second that a copy within it reads and writes. matmul: operations a second in
+    bf16.
 
     to_gpu, from_gpu: bytes a second over PCIe, pinned. launch: of a small kernel in a replayed graph. hand_over: what a
     layer of experts on the CPU adds to a step besides their computation. linear, experts: as in CpuSpeed, with the
@@ -146,7 +147,9 @@ class GpuSpeed:
 
 @dataclass(frozen=True, slots=True)
 class MachineSpeed:
-    """measured_at: seconds since 1970. took: how long measuring took. gpus: by the name of the device, "cuda:0"."""
+    """Speeds of a machine. measured_at: seconds since 1970. took: how long measuring took. gpus: by the name of the
+    device, "cuda:0".
+    """
 
     measured_at: float
     took: float
@@ -155,7 +158,8 @@ class MachineSpeed:
 
 
 def best_of(one: MachineSpeed, other: MachineSpeed) -> MachineSpeed:
-    """The faster of two measurements of one machine, point by point: neighbours make a machine slower, never faster.
+    """Return the faster of two measurements of one machine, point by point: neighbours make a machine slower, never
+    faster.
 
     What only one of them has is its own; peaks, nodes and other rates of GPUs are those of `one`.
     """
@@ -201,7 +205,9 @@ def _best_curve(one: Curve, other: Curve) -> Curve:
 
 
 def nearest_type(name: str, known: Mapping[str, object]) -> str:
-    """The measured type whose weights are as wide as those of `name`, or most nearly so. Raises ValueError for none."""
+    """Return the measured type whose weights are as wide as those of `name`, or most nearly so. Raises ValueError for
+    none.
+    """
     if name in known:
         return name
     bits = _bits(name)
@@ -216,7 +222,7 @@ def _bits(name: str) -> float:
 
 
 def machine_key(root: Path = Path("/")) -> dict[str, object]:
-    """All that a measurement depends on, without touching a GPU. root: where /proc is."""
+    """Return all that a measurement depends on, without touching a GPU. root: where /proc is."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [os.cpu_count() or 1]
     return {
         "format": FORMAT,
@@ -264,7 +270,9 @@ class SpeedFile:
         self.path = (folder or user_cache_dir()) / "machine" / f"{digest}.json"
 
     def read(self) -> MachineSpeed | None:
-        """None when nothing was measured. A file that cannot be understood is one logged line, and is none."""
+        """Return the measured speeds, None when nothing was measured. A file that cannot be understood is one logged
+        line, and is none.
+        """
         try:
             held = msgspec.json.decode(self.path.read_bytes(), type=_Held)
         except FileNotFoundError:
@@ -275,7 +283,7 @@ class SpeedFile:
         return held.speed if held.key == self._key else None
 
     def write(self, speed: MachineSpeed) -> bool:
-        """Keep it. A folder that cannot be written to is one logged line, and False."""
+        """Write measured speeds to the file. A folder that cannot be written to is one logged line, and False."""
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         data = msgspec.json.format(msgspec.json.encode(_Held(self._key, speed)), indent=1)
         try:

@@ -13,11 +13,13 @@ MAX_SECONDS = 2.0  # of processor time for all names of a model; published rules
 
 
 class SlowPattern(Exception):
-    """Searching a model's names for the pattern takes too long."""
+    """Error: searching a model's names for the pattern takes too long."""
 
 
 class NamePattern:
-    """A compiled pattern. pattern: its text. Raises re.error, RecursionError or OverflowError for what is none."""
+    """Compiled pattern of names. pattern: its text. Raises re.error, RecursionError or OverflowError for what
+    is none.
+    """
 
     def __init__(self, text: str):
         re.compile(text)  # the dialect of rule files, which says what is wrong with a pattern; it cannot be stopped

@@ -1,4 +1,5 @@
-"""Module tree + rules + headers of the weight files -> the plan: which operator goes where, and what it will hold.
+"""Makes the plan of module tree, rules and headers of the weight files: which operator goes where, and what it will
+hold.
 
 Pure: reads no weight byte, changes neither model nor machine. The same plan is printed, checked against the memory
 that there is, and applied.
@@ -39,7 +40,7 @@ SHOWN_NAMES = 3  # tensor names that a mismatch message spells out
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """What becomes of one module.
+    """Plan of one module: its operator, placement and bytes.
 
     key: dotted name; the root is "". operator: class name, None when the module is kept. generate_op and prefill_op:
     what runs in each phase. nbytes: resident bytes per device of the module itself, children excluded. rule: number
@@ -62,18 +63,18 @@ class PlanEntry:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the module stays."""
+        """Whether the module is kept, without an operator in its place."""
         return self.operator is None
 
     @property
     def total_bytes(self) -> int:
-        """Over all devices."""
+        """Resident bytes of the module over all devices."""
         return sum(self.nbytes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every module of a model in tree order, and what the whole needs.
+    """Placements of every module of a model in tree order, and what the whole needs.
 
     operators: the operators built for planning, by key; `apply_plan` puts these very objects into the model.
     kept: modules with parameters or persistent buffers that stay, by key. extra_bytes: bytes besides weights, as
@@ -107,20 +108,20 @@ class Plan:
 
     @property
     def gpu_bytes(self) -> int:
-        """Of total_bytes, what the GPUs hold."""
+        """Bytes of total_bytes that the GPUs hold."""
         return sum(nbytes for device, nbytes in self.total_bytes.items() if device != "cpu")
 
     @property
     def capacity(self) -> Mapping[str, int]:
-        """Free bytes per device."""
+        """Free bytes of the machine per device."""
         return self.machine.devices
 
     def device_of(self, key: str) -> str:
-        """Where the module of this name runs."""
+        """Return the device on which the module of this name runs."""
         return next(entry.placement.generate_device for entry in self.entries if entry.key == key)
 
     def misfit(self) -> str | None:
-        """Why the plan does not fit into this machine, or None when it fits."""
+        """Return why the plan does not fit into this machine, or None when it fits."""
         total = self.total_bytes
         short = [device for device in total if total[device] > self.capacity.get(device, 0)]
         if not short:
@@ -146,7 +147,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What is decided beside the rules.
+    """Decisions beside the rules that a plan depends on.
 
     moved: {module: device} where operators go whatever their rule says (see optimize/fill). transfer: {first layer:
     device} where no rule has a transfer_map (see optimize/spread).

@@ -1,4 +1,4 @@
-"""How long prefill and decode will take, from a plan's load and what the machine was measured to do.
+"""Predicts how long prefill and decode will take, from a plan's load and what the machine was measured to do.
 
     step = sum over layers (matrices + attention + beside(routed experts, shared experts) + layer cost)
          + head + step cost
@@ -43,7 +43,8 @@ Times = Counter[str]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """phase: "prefill" or "decode". tokens: of the prompt, or sequences of a step. seconds: of the prompt, or a step.
+    """Predicted time of a phase. phase: "prefill" or "decode". tokens: of the prompt, or sequences of a step. seconds:
+    of the prompt, or a step.
 
     parts: of these, by resource; they add up. assumed: types that were not measured, and what stood in for them.
     """
@@ -57,25 +58,25 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sequences together."""
+        """Tokens a second of all sequences together."""
         return self.tokens / self.seconds
 
     def ranked(self) -> list[tuple[str, float]]:
-        """(resource, share of the time), the one that limits first."""
+        """Return [(resource, share of the time)], the one that limits first."""
         pairs = ((name, seconds / self.seconds) for name, seconds in self.parts.items() if seconds)
         return sorted(pairs, key=lambda pair: -pair[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Predictions, prefill and decode; or none, and why."""
+    """Predictions of prefill and decode; or none, and why."""
 
     predictions: tuple[Prediction, ...]
     reason: str = ""
 
 
 def predict_decode(load: StepLoad, speed: MachineSpeed, batch: int = 1, context: int = 0) -> Prediction:
-    """A step of `batch` sequences with `context` tokens each in the cache.
+    """Predict a step of `batch` sequences with `context` tokens each in the cache.
 
     Raises KeyError when a device of the plan was not measured.
     """
@@ -84,7 +85,9 @@ def predict_decode(load: StepLoad, speed: MachineSpeed, batch: int = 1, context:
 
 
 def predict_prefill(load: StepLoad, speed: MachineSpeed, tokens: int, chunk_size: int) -> Prediction:
-    """A prompt of `tokens` in steps of `chunk_size`, until its first token is sampled. Raises as predict_decode."""
+    """Predict a prompt of `tokens` in steps of `chunk_size`, until its first token is sampled. Raises as
+    predict_decode.
+    """
     steps = [(start, min(chunk_size, tokens - start)) for start in range(0, tokens, chunk_size)]
     times: list[Times] = []
     assumed: dict[str, str] = {}

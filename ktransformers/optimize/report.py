@@ -24,7 +24,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(slots=True)
 class ReportRow:
-    """Entries that go to the same place in the same way, whatever their types and bytes, as one line.
+    """Row of the plan's table: entries that go to the same place in the same way, whatever their types and bytes.
 
     layers is empty for a module on its own. types: how many entries have which quant_types.
     """
@@ -36,7 +36,7 @@ class ReportRow:
 
     @classmethod
     def of(cls, entry: PlanEntry, layer: int | None = None) -> ReportRow:
-        """A row of one entry."""
+        """Return a row of one entry."""
         return cls(entry, [] if layer is None else [layer], [entry.total_bytes], Counter([entry.quant_types]))
 
     def add(self, entry: PlanEntry, layer: int) -> None:
@@ -58,14 +58,14 @@ class ReportRow:
 
     @property
     def shown_types(self) -> str:
-        """ "Q4_K", or "Q4_K x 24, Q6_K x 24" where layers differ."""
+        """Weight formats of the row: "Q4_K", or "Q4_K x 24, Q6_K x 24" where layers differ."""
         if len(self.types) == 1:
             return " ".join(self.entry.quant_types)
         return ", ".join(f"{' '.join(kinds) or 'none'} x {count}" for kinds, count in self.types.most_common())
 
     @property
     def shown_bytes(self) -> str:
-        """ "48 x 18.00 MiB", or the sum where layers differ."""
+        """Bytes of the row: "48 x 18.00 MiB", or the sum where layers differ."""
         if not any(self.nbytes):
             return ""
         if len(set(self.nbytes)) > 1:
@@ -74,8 +74,9 @@ class ReportRow:
 
 
 def fold_entries(entries: Iterable[PlanEntry]) -> list[ReportRow]:
-    """One Row per set of entries that differ in the first layer number of their names, types and bytes only, in tree
-    order."""
+    """Fold entries that differ in the first layer number of their names, types and bytes only into rows, in
+    tree order.
+    """
     rows: dict[tuple[object, ...], ReportRow] = {}
     for entry in entries:
         found = _LAYER.search(entry.key)
@@ -182,7 +183,7 @@ def _total_table(plan: Plan) -> Table:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON types. All sizes are in bytes; every module is listed, in tree order."""
+    """Return the plan as JSON types. All sizes are in bytes; every module is listed, in tree order."""
     reason = plan.misfit()
     return {
         "model_type": plan.model_type,

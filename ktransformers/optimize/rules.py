@@ -97,7 +97,8 @@ _KWARG_TYPES: Mapping[str, tuple[Callable[[object], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One checked rule. operator None keeps the module. number and line are 1-based, in the file that holds the rule.
+    """Checked rule of a rule file. operator None keeps the module. number and line are 1-based, in the file that holds
+    the rule.
 
     devices and ops hold what the rule names of DEVICE_KWARGS and OP_KWARGS (an op that is None or "None" is absent);
     kwargs go to the operator's constructor. kwarg_lines says where each stands.
@@ -119,12 +120,12 @@ class Rule:
 
     @property
     def file(self) -> str:
-        """The file that holds the rule, as messages spell it."""
+        """Name of the file that holds the rule, as messages spell it."""
         return self.source.name
 
     @property
     def place(self) -> str:
-        """FILE:LINE, a shipped file without its folder."""
+        """Place of the rule as FILE:LINE, a shipped file without its folder."""
         return f"{self.source.short_name}:{self.line}"
 
     def matches(self, key: str, module: nn.Module, model_type: str) -> bool:
@@ -145,17 +146,19 @@ class Rule:
         return self.operator is None or self.operator.is_for(module)
 
     def error(self, message: str, kwarg: str | None = None) -> RuleError:
-        """A RuleError that points at this rule, or at one of its keyword arguments."""
+        """Return a RuleError that points at this rule, or at one of its keyword arguments."""
         line = self.line if kwarg is None else self.kwarg_lines.get(kwarg, self.line)
         return self.source.error(message, line, self.number)
 
     def seen_from(self, other: Rule) -> str:
-        """How a message about `other` names this rule: "rule 5 (line 31)", with its file where that is another one."""
+        """Return how a message about `other` names this rule: "rule 5 (line 31)", with its file where that is another
+        one.
+        """
         name = "" if self.file == other.file else f" of {self.source.short_name}"
         return f"rule {self.number}{name} (line {self.line})"
 
     def describe(self) -> str:
-        """What the rule looks for, on one line."""
+        """Return what the rule looks for, on one line."""
         parts = [] if self.name is None else [f"name {self.name.pattern!r}"]
         if self.match_class is not None:
             parts.append(f"class {self.match_class.__module__}.{self.match_class.__qualname__}")
@@ -170,7 +173,7 @@ class Rules:
     rules: tuple[Rule, ...]
 
     def first_match(self, key: str, module: nn.Module, model_type: str) -> Rule | None:
-        """The rule that decides about a module; None when no rule matches."""
+        """Return the rule that decides about a module; None when no rule matches."""
         return next((rule for rule in self.rules if rule.matches(key, module, model_type)), None)
 
 

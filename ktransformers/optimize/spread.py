@@ -1,4 +1,4 @@
-"""Layers over several GPUs, when no rule file of the user's says where they go.
+"""Spreads layers over several GPUs, when no rule file of the user's says where they go.
 
 Consecutive layers share a GPU, so that hidden states cross as often as there are GPUs. Pure arithmetic.
 """
@@ -11,7 +11,7 @@ __all__ = ["spread_layers"]
 
 
 def spread_layers(num_layers: int, free: Mapping[str, int]) -> dict[int, str]:
-    """{first layer: device}, as a transfer_map has it: each device gets layers in proportion to its free bytes.
+    """Return {first layer: device}, as a transfer_map has it: each device gets layers in proportion to its free bytes.
 
     free: in the order in which layers pass through the devices. Those too small for a layer get none.
     """

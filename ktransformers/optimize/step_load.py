@@ -1,4 +1,4 @@
-"""What a step of any number of rows multiplies, reads and attends to, layer by layer: a plan as predictions need it.
+"""Load of a step of any number of rows: what it multiplies, reads and attends to, layer by layer.
 
 Pure: knows plans and facts; `predict.py` gives these numbers times.
 """
@@ -44,14 +44,16 @@ class ExpertLoad:
     share: float = 1.0
 
     def touched(self, rows: int) -> float:
-        """Distinct ones of `num_experts` that a step of `rows` touches when all are equally likely, as a mean."""
+        """Return how many of `num_experts` a step of `rows` touches when all are equally likely, as a mean."""
         return self.num_experts * (1.0 - (1.0 - self.top_k / self.num_experts) ** rows)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLoad:
-    """device: where the cache is. kind: "grouped" or "latent". width: multiplications of a row for each position that
-    it sees. position_bytes: of a position's key and value. window: most positions that a row sees; None for all."""
+    """Attention of a layer as a step's load. device: where the cache is. kind: "grouped" or "latent". width:
+    multiplications of a row for each position that it sees. position_bytes: of a position's key and value. window: most
+    positions that a row sees; None for all.
+    """
 
     device: str
     kind: str
@@ -60,7 +62,7 @@ class AttentionLoad:
     window: int | None
 
     def seen(self, first: int, rows: int) -> float:
-        """Positions that rows first + 1 ... first + rows of a sequence see, as a sum."""
+        """Return the positions that rows first + 1 ... first + rows of a sequence see, as a sum."""
         limit = self.window
         if limit is None:
             return rows * (first + (rows + 1) / 2)
@@ -69,7 +71,7 @@ class AttentionLoad:
 
 @dataclass(slots=True)
 class LayerLoad:
-    """One decoder layer. steps: the kind under which StepCost knows it. layer_device: the device of its hidden
+    """Load of a decoder layer. steps: the kind under which StepCost knows it. layer_device: the device of its hidden
     states.
     """
 
@@ -82,13 +84,13 @@ class LayerLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """layers: the decoder's. outside: what rows that ask for logits are multiplied with."""
+    """Load of a step. layers: the decoder's. outside: what rows that ask for logits are multiplied with."""
 
     layers: tuple[LayerLoad, ...]
     outside: tuple[Matrix, ...]
 
     def devices(self) -> set[str]:
-        """All that take part."""
+        """Return all devices that take part in a step."""
         found = {matrix.device for matrix in self.outside}
         for layer in self.layers:
             found |= {
@@ -104,7 +106,9 @@ class StepLoad:
 def step_load(
     plan: Plan, experts: Mapping[str, int], top_k: Mapping[str, int], shapes: Sequence[LayerShape], facts: ModelFacts
 ) -> StepLoad:
-    """By the bytes that are resident. experts, top_k: how many each experts module has, and how many a token takes."""
+    """Return the load of a plan's steps, by the bytes that are resident. experts, top_k: how many each experts module
+    has, and how many a token takes.
+    """
     layers: dict[int, LayerLoad] = {}
     outside: list[Matrix] = []
     heads = set(plan.shared.values())

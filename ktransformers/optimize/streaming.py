@@ -1,5 +1,5 @@
-"""Which experts on the CPU are streamed to a GPU in large prefill steps, what that takes of its memory, and how many
-tokens a step should carry.
+"""Plans which experts on the CPU are streamed to a GPU in large prefill steps, what that takes of its memory, and how
+many tokens a step should carry.
 
 A layer's experts qualify when its layer device is a GPU, the rule's prefill_device is that GPU (or is not said: then it
 is), and GPU kernels read their type. Pure: reads headers only.
@@ -55,18 +55,20 @@ class Streaming:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the GPU."""
+        """Bytes on the GPU: staging buffers, workspace and biases."""
         biases = sum(self.bias_nbytes.get(key, 0) for key in self.keys)
         return self.size.total_nbytes + self.shape.workspace_nbytes() + biases
 
     @property
     def host_nbytes(self) -> int:
-        """Pinned bytes, and those in which the CPU converts: hidden states and results, 2 and 4 bytes each."""
+        """Bytes of pinned memory, and of that in which the CPU converts: hidden states and results, 2 and 4
+        bytes each.
+        """
         return self.shape.max_rows * self.shape.hidden_size * 12
 
 
 def step_nbytes(facts: ModelFacts, num_rows: int) -> int:
-    """Bytes that the activations of a step of so many rows take on a GPU, generously: values of 2 bytes."""
+    """Return the bytes that the activations of a step of so many rows take on a GPU, generously: values of 2 bytes."""
     of_heads = max(layer.num_heads * 2 * (layer.head_dim + layer.v_head_dim) for layer in facts.layers)
     if facts.latent is not None:  # absorbed: the latent form of queries and results beside
         of_heads += facts.num_heads * (2 * facts.latent.rank + facts.latent.rope_dim)
@@ -75,8 +77,9 @@ def step_nbytes(facts: ModelFacts, num_rows: int) -> int:
 
 
 def chunk_size_for(asked: int, plan: Plan, facts: ModelFacts) -> int:
-    """Most tokens of a prefill step: what is asked for, or else more on a GPU than on the CPU alone, as far as
-    activations leave room; the weights that a step reads, over PCIe perhaps, cost the same for all its tokens."""
+    """Return the most tokens of a prefill step: what is asked for, or else more on a GPU than on the CPU alone, as far
+    as activations leave room; the weights that a step reads, over PCIe perhaps, cost the same for all its tokens.
+    """
     gpus = {layer_device.device for layer_device in plan.layer_devices if plan.devices[layer_device.device].is_gpu}
     if asked or not gpus:
         return asked or DEFAULT_CHUNK_SIZE
@@ -114,7 +117,7 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
 
 
 def plan_streaming(plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int) -> tuple[Streaming, ...]:
-    """What is streamed to each GPU beside what `plan` holds there; nothing where there is too little room."""
+    """Plan what is streamed to each GPU beside what `plan` holds there; nothing where there is too little room."""
     top_k, made = facts.top_k(), list[Streaming]()
     for device, found in _candidates(plan, source).items() if top_k else ():
         layouts = [one.operator.layout for one in found]
@@ -143,7 +146,9 @@ def plan_streaming(plan: Plan, source: WeightSource, facts: ModelFacts, chunk_si
 
 
 def with_streaming(plan: Plan, streamings: tuple[Streaming, ...]) -> tuple[Plan, tuple[Streaming, ...]]:
-    """`plan` with their memory and with what its table says of prefill; and those that it leaves something to do."""
+    """Return `plan` with the streaming's memory and with what its table says of prefill; and those that it leaves
+    something to do.
+    """
     on_cpu = {entry.key for entry in plan.entries if entry.placement.generate_device == "cpu"}
     kept = [replace(each, keys=tuple(key for key in each.keys if key in on_cpu)) for each in streamings]
     kept = [each for each in kept if each.keys]

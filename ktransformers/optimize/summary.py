@@ -1,4 +1,4 @@
-"""What a plan comes to in a few numbers: the model, its parameters and bytes, where its parts go, what decoding reads.
+"""Sums a plan up in a few numbers: the model, its parameters and bytes, where its parts go, what decoding reads.
 
 Pure: facts of a plan and of a model on meta, in plain types. `ktransformers plan` prints them
 (cli/models/plan_screen.py).
@@ -36,7 +36,7 @@ _CACHE = ("kv cache", "states", "kv tiers")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Parameters: what is trained, tied ones once, buffers not.
+    """Size of a model in parameters: what is trained, tied ones once, buffers not.
 
     active: those that a token is multiplied with: of routed experts the ones chosen, and no table of embeddings, of
     which it reads a row; an LM head counts, also where it is the table. experts, top_k: of the layer with the most.
@@ -61,8 +61,8 @@ class SummaryPart:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A model on a machine. disk_bytes: of the files, None without files. context_len: None where the model does not
-    say. cache_tokens: what the cache will hold. chunk_size: tokens of a prefill step.
+    """Summary of a model on a machine. disk_bytes: of the files, None without files. context_len: None where the model
+    does not say. cache_tokens: what the cache will hold. chunk_size: tokens of a prefill step.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Summary:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of what is resident, over all parameters."""
+        """Bits per weight of what is resident, over all parameters."""
         return 8 * self.memory_bytes / max(self.size.parameters, 1)
 
 
@@ -94,7 +94,7 @@ def summarize(
     chunk_size: int,
     disk_bytes: int | None,
 ) -> Summary:
-    """model: the one that was planned, on meta. shapes: of each layer's cache."""
+    """Sum a plan up. model: the one that was planned, on meta. shapes: of each layer's cache."""
     experts = routed_experts(model)
     top_k = _top_k(experts, plan.entries, facts)
     return Summary(
@@ -122,7 +122,7 @@ def _top_k(experts: Mapping[str, int], entries: Iterable[PlanEntry], facts: Mode
 def size_of(
     model: PreTrainedModel, facts: ModelFacts, experts: Mapping[str, int], top_k: Mapping[str, int]
 ) -> ModelSize:
-    """Counted on the modules; see ModelSize."""
+    """Count the model's parameters on its modules; see ModelSize."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     sizes = {name: tensor.numel() for name, tensor in model.named_parameters() if name not in tied}
     total, active = sum(sizes.values()), 0.0
@@ -143,7 +143,7 @@ def size_of(
 
 
 def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[SummaryPart, ...]:
-    """Weights by what they are for and where they are, then what is beside them."""
+    """Return the weights by what they are for and where they are, then what is beside them."""
     nbytes: Counter[tuple[str, str]] = Counter()
     types: dict[tuple[str, str], Counter[str]] = {}
     for entry in plan.entries:

@@ -15,7 +15,9 @@ __all__ = ["TiedSource", "tied_names"]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """{name that need not be stored: name whose tensor it is}, as `transformers` worked it out for this config."""
+    """Return {name that need not be stored: name whose tensor it is}, as `transformers` worked it out for this
+    config.
+    """
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 

@@ -1,4 +1,5 @@
-"""Why a rule decided nothing: misspelt, hidden behind another rule, or out of the planner's sight; and who is told.
+"""Explains why a rule decided nothing: misspelt, hidden behind another rule, or out of the planner's sight; and warns
+of it.
 
 A rule that decides nothing is a mistake, but for two kinds: rules of generic files, which are for many models, and
 rules of an included file whose modules a rule outside that file takes, which is what including is for.
@@ -40,7 +41,7 @@ class UnmatchedRule:
 def report_unmatched(
     model: nn.Module, model_type: str, rules: Rules, decided: Mapping[str, Rule | None], strict: bool
 ) -> tuple[UnmatchedRule, ...]:
-    """The rules that decided nothing by mistake, each with a line in the log. See `explain_unmatched`.
+    """Return the rules that decided nothing by mistake, each with a line in the log. See `explain_unmatched`.
 
     A part of a model has none: other parts have what its rules are for. Raises RuleError for them with strict.
     """
@@ -60,7 +61,7 @@ def report_unmatched(
 def explain_unmatched(
     model: nn.Module, model_type: str, rules: Rules, decided: Mapping[str, Rule | None]
 ) -> tuple[UnmatchedRule, ...]:
-    """The rules that decided for no module. decided: {visited module: the rule that decided, or None}."""
+    """Return the rules that decided for no module. decided: {visited module: the rule that decided, or None}."""
     used = {id(rule) for rule in decided.values()}
     idle = [rule for rule in rules.rules if id(rule) not in used]
     if not idle:

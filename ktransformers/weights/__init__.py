@@ -1,4 +1,4 @@
-"""Bytes: GGUF and safetensors files, their names in both worlds, and the source protocol that operators read from.
+"""Weights: GGUF and safetensors files, their names in both worlds, and the source protocol that operators read from.
 
 `source.py` is the protocol, `mapped_file.py` the memory map, `loader.py` opens whatever a path holds. `gguf` and
 `safetensors` read the two kinds of files, `ollama` and `conversion` have names that other converters use, `experts.py`

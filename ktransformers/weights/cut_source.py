@@ -29,19 +29,19 @@ __all__ = ["CutSource", "TensorSlice", "column_unit"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """`count` of a tensor's indices along dimension `dim`, from `first` on. dim: 0 or the last one."""
+    """A part of a tensor: `count` of its indices along dimension `dim`, from `first` on. dim: 0 or the last one."""
 
     dim: int
     first: int
     count: int
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Of the part."""
+        """Return the shape of the part."""
         return tuple(self.count if i == self.dim else size for i, size in enumerate(whole))
 
 
 def column_unit(qtype: WeightType) -> int:
-    """Columns that cannot be cut apart."""
+    """Return the number of columns that cannot be cut apart."""
     return FP8_BLOCK if isinstance(qtype, OwnType) else block_size(qtype)
 
 

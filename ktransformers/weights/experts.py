@@ -57,29 +57,29 @@ _QUANTIZABLE_STORED = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
 
 
 class ExpertMatrix(Protocol):
-    """One matrix [rows, cols] of one expert, not loaded yet."""
+    """Matrix [rows, cols] of one expert, not loaded yet."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
 
     def view(self) -> RawTensor | None:
-        """The matrix without a copy, where the file holds it in a type and layout that the kernels read."""
+        """Return the matrix without a copy, where the file holds it in a type and layout that the kernels read."""
         ...
 
     def rows_f32(self, start: int, stop: int) -> torch.Tensor:
-        """Rows start .. stop - 1 as a new fp32 tensor."""
+        """Return rows start .. stop - 1 as a new fp32 tensor."""
         ...
 
 
 @runtime_checkable
 class BlockMatrix(ExpertMatrix, Protocol):
-    """One that has the numbers of a type of blocks and can write them."""
+    """Expert matrix that has the numbers of a type of blocks and can write them."""
 
     @property
     def resident(self) -> BlockType: ...
 
     def write_blocks(self, out: RawTensor) -> None:
-        """All rows into `out`, which is of the type `resident`, some at a time."""
+        """Write all rows to `out`, which is of the type `resident`, some at a time."""
         ...
 
 
@@ -145,7 +145,7 @@ class BlockScaledMatrix(ExpertMatrix):
         return self.values[start:stop].float().mul_(scales)
 
     def fp8(self) -> Fp8Matrix:
-        """The matrix without a copy of its values, for blocks of 128 x 128 and for one scale."""
+        """Return the matrix without a copy of its values, for blocks of 128 x 128 and for one scale."""
         scales = self.scales
         if self.block != (FP8_BLOCK, FP8_BLOCK):  # one scale for all
             grid = [-(-size // FP8_BLOCK) for size in self.shape]
@@ -154,7 +154,7 @@ class BlockScaledMatrix(ExpertMatrix):
 
 
 def check_expert_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raises TensorMismatchError when an expert tensor does not have the shape that the module needs."""
+    """Raise TensorMismatchError when an expert tensor does not have the shape that the module needs."""
     if tuple(shape) != tuple(wanted):
         raise TensorMismatchError(f"expert tensor {name!r} has the shape {list(shape)}; the model needs {list(wanted)}")
 
@@ -184,7 +184,9 @@ def expert_info(
     stored_names: tuple[str, ...],
     quantize_to: QuantType | None,
 ) -> TensorInfo:
-    """Facts about one projection of all experts. natural: the type it is held in when not quantized while loading."""
+    """Return facts about one projection of all experts. natural: the type it is held in when not quantized while
+    loading.
+    """
     resident = natural
     if quantize_to is not None and stored_type in _QUANTIZABLE_STORED:
         resident = _resident(natural, shape[-1], quantize_to)
@@ -196,7 +198,7 @@ def expert_info(
 
 
 def load_matrices(matrices: Sequence[ExpertMatrix], target: WeightType) -> Sequence[RawTensor | Fp8Matrix]:
-    """Each matrix as `target`: views where that is possible, else slices of one new buffer.
+    """Load each matrix as `target`: views where that is possible, else slices of one new buffer.
 
     target F8_E4M3 is for matrices that are stored so.
     """

@@ -1,4 +1,4 @@
-"""Which format a model's weights are in. Decides by content, not by name."""
+"""Finds the format of a model's weights. Decides by content, not by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WeightFormat = Literal["gguf", "safetensors"]
 
 
 def weight_format(path: Path | str, prefer: WeightFormat | None = None) -> WeightFormat:
-    """Which format a file or folder holds; `prefer` decides for a folder that holds both. GGUF may be in subfolders.
+    """Return the format that a file or folder holds; `prefer` decides for a folder that holds both. GGUF may be in
+    subfolders.
 
     Raises ConfigError when the path does not exist, FormatError when a file is of neither format, when a folder holds
     no weights, or both formats and nothing is preferred.

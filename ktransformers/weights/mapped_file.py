@@ -17,7 +17,7 @@ __all__ = ["map_file", "typed_view"]
 
 
 def map_file(path: Path) -> torch.Tensor:
-    """The bytes of `path` as a uint8 tensor [size] over a shared read-only mapping, which lives as long as its views.
+    """Map `path` as a uint8 tensor [size] over a shared read-only mapping, which lives as long as its views.
 
     Writing to it is a segmentation fault, so no caller may. Raises FormatError for an empty or unreadable file.
     """
@@ -40,7 +40,7 @@ def map_file(path: Path) -> torch.Tensor:
 
 
 def typed_view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 bytes [n] as elements of `dtype` [n / itemsize]: a view where the address allows it, else a copy."""
+    """Return uint8 bytes [n] as elements of `dtype` [n / itemsize]: a view where the address allows it, else a copy."""
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)

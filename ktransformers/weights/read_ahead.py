@@ -1,4 +1,4 @@
-"""Reads a model's files ahead of those who load from them, so that a disk is busy all the time. Knows no format."""
+"""Reads a model's files ahead of loading, so that a disk is busy all the time. Knows no format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _STEP = 8 << 20
 
 
 class ReadAhead:
-    """Asks the system for `parts`, views of mapped files, in their order, on a thread of its own, which never waits for
-    them to come.
+    """Read-ahead of `parts`, views of mapped files: asks the system for them in their order, on a thread of its own,
+    which never waits for them to come.
 
     `advance` says how much was used, `DISTANCE` bytes behind which the thread stays. To be entered with `with`.
     """
@@ -34,7 +34,7 @@ class ReadAhead:
         self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
 
     def advance(self, nbytes: int) -> None:
-        """`nbytes` more of the parts were used."""
+        """Note that `nbytes` more of the parts were used."""
         with self._changed:
             self._allowed += nbytes
             self._changed.notify()

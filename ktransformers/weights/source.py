@@ -1,4 +1,4 @@
-"""What a model's weights look like to an operator, whatever file they come from.
+"""Protocol by which operators read a model's weights, whatever file they come from.
 
 Names are the Hugging Face names of the module tree that `transformers` >= 5 builds
 ("model.layers.3.self_attn.q_proj.weight"). Experts are asked for by their module's name, because files store them in
@@ -36,7 +36,7 @@ class TensorInfo:
     is_fp8: bool = False
 
     def as_fp8(self) -> TensorInfo:
-        """Facts about the same tensor as `WeightSource.fp8` gives it."""
+        """Return facts about the same tensor as `WeightSource.fp8` gives it."""
         return replace(self, resident_type=OwnType.F8_E4M3, nbytes=fp8_nbytes(*self.shape))
 
 
@@ -74,11 +74,11 @@ class WeightSource(Protocol):
     """Weights of one model. `find*` read headers only; the others return bytes, memory-mapped where possible."""
 
     def describe(self) -> str:
-        """One line for the console: format, files, bytes."""
+        """Return a line for the console: format, files, bytes."""
         ...
 
     def stored_names(self) -> Sequence[str]:
-        """Every tensor in the files, under its own name there."""
+        """Return every tensor in the files, under its own name there."""
         ...
 
     def ignorable(self, stored_name: str) -> bool:
@@ -86,34 +86,36 @@ class WeightSource(Protocol):
         ...
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
-        """The bytes of a stored tensor in its mapped file, uint8 [n], or None when they are in none."""
+        """Return the bytes of a stored tensor in its mapped file, uint8 [n], or None when they are in none."""
         ...
 
     def find(self, name: str) -> TensorInfo | None:
-        """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
+        """Return facts about the tensor that HF calls `name`, or None when the files do not hold it."""
         ...
 
     def tensor(self, name: str) -> RawTensor:
-        """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
+        """Return a tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
         ...
 
     def fp8(self, name: str) -> Fp8Matrix:
-        """The matrix as it is stored, in FP8, for the names whose TensorInfo says `is_fp8`; `tensor` widens it.
+        """Return a matrix as it is stored, in FP8, for the names whose TensorInfo says `is_fp8`; `tensor` widens it.
 
         Raises TensorMismatchError for others.
         """
         ...
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when missing."""
+        """Return a tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when
+        missing.
+        """
         ...
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
-        """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
+        """Return facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
         ...
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
-        """The experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
+        """Return the experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
 
         quantize_to applies to experts stored as F32, F16, BF16 or FP8 only; quantized ones stay as they are.
         Raises TensorMismatchError when an expert is missing or has the wrong shape.

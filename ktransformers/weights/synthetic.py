@@ -106,7 +106,8 @@ def _held_as(wanted: QuantType, cols: int) -> QuantType:
 
 
 def skewed_gain(num_experts: int, top_k: int) -> float:
-    """By how much longer a router's rows are for a quarter of the experts, which then have SKEWED_SHARE of the picks.
+    """Return how much longer a router's rows are for a quarter of the experts, which then have SKEWED_SHARE of the
+    picks.
 
     Logits of random rows are normal: longer rows spread them, and the top_k largest are more often theirs.
     """
@@ -142,12 +143,12 @@ class SyntheticSource:
             self._shapes[f"{prefix}.self_attn.v_b_proj.weight"] = (heads, latent.v_dim, latent.rank)
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Return a line for the console about the made weights."""
         names = dict.fromkeys(kind.name for kind in (self._mixture.first, self._mixture.down, self._mixture.matrices))
         return f"random weights in the shape of {self._model_type}, {' and '.join(names)}"
 
     def stored_names(self) -> Sequence[str]:
-        """Every tensor there is, experts excepted."""
+        """Return the name of every tensor there is, experts excepted."""
         return tuple(self._shapes)
 
     def ignorable(self, stored_name: str) -> bool:
@@ -155,16 +156,16 @@ class SyntheticSource:
         return stored_name.endswith((_KV_B, ".k_b_proj.weight", ".v_b_proj.weight"))
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
-        """None: there are no files."""
+        """Return None: there are no files."""
         return None
 
     def find(self, name: str) -> TensorInfo | None:
-        """Facts about the tensor that HF calls `name`, or None for a name that the model does not have."""
+        """Return facts about the tensor that HF calls `name`, or None for a name that the model does not have."""
         shape = self._shapes.get(name)
         return None if shape is None else _info(name, shape, self._type(name, shape))
 
     def tensor(self, name: str) -> RawTensor:
-        """The tensor in its block type. Raises TensorMismatchError for a name that the model does not have."""
+        """Return a tensor in its block type. Raises TensorMismatchError for a name that the model does not have."""
         info = self._found(name)
         if info.resident_type is QuantType.F32:
             values = _floats(name, info.shape)
@@ -178,15 +179,15 @@ class SyntheticSource:
         return RawTensor(data, info.resident_type, info.shape)
 
     def fp8(self, name: str) -> Fp8Matrix:
-        """Raises TensorMismatchError: nothing here is FP8."""
+        """Raise TensorMismatchError: no synthetic weights are FP8."""
         raise TensorMismatchError(f"{name!r} is not FP8: random weights are quantized in blocks")
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values of `tensor(name)`, as a new tensor."""
+        """Return the values of `tensor(name)`, as a new tensor."""
         return dequantize(self.tensor(name), name, dtype)
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
-        """Facts about the experts of module `key`. They are quantized already: quantize_to changes nothing."""
+        """Return facts about the experts of module `key`. They are quantized already: quantize_to changes nothing."""
         count, hidden, inner = layout.num_experts, layout.hidden_size, layout.intermediate_size
         first = _held_as(self._mixture.first, hidden)
         gate = _info(f"{key}.gate", (count, inner, hidden), first) if layout.has_gate else None
@@ -198,7 +199,7 @@ class SyntheticSource:
         return ExpertsInfo(gate, up, down, names, sum(part.nbytes for part in parts) + biases)
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
-        """The experts of module `key`, each with numbers and memory of its own."""
+        """Return the experts of module `key`, each with numbers and memory of its own."""
         info = self.find_experts(key, layout, quantize_to)
         assert info is not None
         gate = None if info.gate is None else _expert_matrices(info.gate)

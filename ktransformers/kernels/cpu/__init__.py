@@ -1,4 +1,4 @@
-"""The CPU's kernels: checks, then one call into the native extension.
+"""Kernels of the CPU: checks, then one call into the native extension.
 
 Knows tensors, worker pools and instruction-set tiers; does not know models, files, caches' owners or other devices.
 Every result is bit-identical over tiers, thread counts, the number of rows in a call and the way rows are split (the

@@ -1,4 +1,4 @@
-"""Instruction-set tiers, worker pools, and the checks in front of every kernel."""
+"""Instruction sets, worker pools, and the checks in front of every kernel."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ NATIVE_TYPES: frozenset[QuantType] = _native_types()
 
 
 class Isa(Enum):
-    """Instruction-set tiers. The value is the name that `KTRANSFORMERS_ISA` takes."""
+    """Instruction sets that kernels are built for. The value is the name that `KTRANSFORMERS_ISA` takes."""
 
     SCALAR = "scalar"
     AVX2 = "avx2"
@@ -75,7 +75,7 @@ _LAYOUTS = extension.layouts()
 
 
 class CpuLayout(IntEnum):
-    """How a matrix lies in memory: rows of blocks, or packed; TILES_BF16: see PackedTensor.wants_bf16."""
+    """Memory layouts of a matrix: rows of blocks, or packed; TILES_BF16: see PackedTensor.wants_bf16."""
 
     ROWS = _LAYOUTS["ROWS"]
     TILES = _LAYOUTS["TILES"]
@@ -83,19 +83,19 @@ class CpuLayout(IntEnum):
 
 
 def layout_of(weight: RawTensor | PackedTensor) -> int:
-    """The layout's number, as the extension takes it."""
+    """Return the number of a matrix's memory layout, as the extension takes it."""
     if isinstance(weight, RawTensor):
         return int(CpuLayout.ROWS)
     return int(CpuLayout.TILES_BF16 if weight.wants_bf16 else CpuLayout.TILES)
 
 
 def available_isas() -> tuple[Isa, ...]:
-    """The tiers that this build has and this machine can run, slowest first."""
+    """Return the instruction sets that this build has and this machine can run, slowest first."""
     return tuple(Isa(name) for name in extension.available_isas())
 
 
 def lacking_isa() -> Isa | None:
-    """The fastest tier of this machine where the build lacks it, None where it has it.
+    """Return the fastest instruction set of this machine where the build lacks it, None where it has it.
 
     A build from source has the tiers of the machine that compiled it, as far as its compiler knows them.
     """
@@ -107,7 +107,7 @@ def lacking_isa() -> Isa | None:
 
 
 def active_isa() -> Isa:
-    """The tier that a new WorkerPool uses: the one in `KTRANSFORMERS_ISA`, or else the fastest of the build.
+    """Return the instruction set of a new WorkerPool: the one in `KTRANSFORMERS_ISA`, or else the fastest of the build.
 
     One line is logged where the machine has a faster one. Raises ConfigError when the variable names a tier that does
     not exist, or that the machine or the build lacks.
@@ -140,7 +140,7 @@ def _report_lacking_isa() -> None:
 
 
 def has_bf16(isa: Isa) -> bool:
-    """Whether a tier multiplies bf16: packed BF16 weights, and others that want it."""
+    """Whether an instruction set multiplies bf16: packed BF16 weights, and others that want it."""
     return bool(extension.has_bf16(isa.value))
 
 
@@ -182,7 +182,7 @@ class WorkerPool:
 
     @property
     def has_bf16(self) -> bool:
-        """See `has_bf16`."""
+        """Whether the pool's instruction set multiplies bf16, see `has_bf16`."""
         return has_bf16(self.isa)
 
     def close(self) -> None:
@@ -209,7 +209,9 @@ def check_tensor(name: str, tensor: Tensor, shape: Sequence[int | None], dtype: 
 
 
 def output(out: Tensor | None, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-    """`out` checked, or a new tensor. An output that shares its memory with an input would be read after writing."""
+    """Return `out` checked, or a new tensor. An output that shares its memory with an input would be read after
+    writing.
+    """
     if out is None:
         return torch.empty(shape, dtype=torch.float32)
     check_tensor("out", out, shape)
@@ -220,7 +222,7 @@ def output(out: Tensor | None, shape: tuple[int, ...], *inputs: Tensor) -> Tenso
 
 
 def check_weight(name: str, weight: object, dims: int) -> RawTensor | PackedTensor:
-    """`weight`, after checking that kernels can read it."""
+    """Return `weight`, after checking that kernels can read it."""
     if not isinstance(weight, (RawTensor, PackedTensor)):
         raise TypeError(f"{name} must be a RawTensor or made by pack or pack_fp8, got {type(weight).__name__}")
     is_fp8 = isinstance(weight, PackedTensor) and weight.qtype is OwnType.F8_E4M3

@@ -1,4 +1,4 @@
-"""How often each expert is used: exact, counted where experts run. Knows kernels and numbers of layers."""
+"""Counts how often each expert is used: exactly, where experts run. Knows kernels and numbers of layers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["ExpertCounts"]
 
 
 class ExpertCounts:
-    """Counts the calls of kernels that it watches, and what it is told of others. Any thread may ask."""
+    """Counter of experts used, by the kernels that it watches and by what other code adds. Any thread may ask."""
 
     def __init__(self) -> None:
         self._native = extension.ExpertCounts()
 
     def watch(self, kernel: MoeKernel) -> None:
-        """Count what it computes, and has computed, under its number of a layer."""
+        """Count the experts that a kernel computes, and has computed, under its number of a layer."""
         self._native.watch(kernel.layer, kernel.handle)
 
     def add(self, layer: int, rows: Sequence[int], calls: int = 1) -> None:
-        """What ran elsewhere: the rows of each expert of a layer, as so many calls of it (0: a part of one)."""
+        """Add what ran elsewhere: the rows of each expert of a layer, as so many calls of it (0: a part of one)."""
         self._native.add(layer, rows, calls)
 
     def follow(self, rows: torch.Tensor, before: torch.Tensor) -> None:
-        """Count what `rows`, of all layers so far, as somebody else counts them, has beyond `before`, which becomes it.
+        """Add what another counter's `rows` of all layers have gained since `before`, and set `before` to `rows`.
 
         Both int64 [layers, experts], contiguous, on the CPU. Raises ValueError.
         """
@@ -39,11 +39,12 @@ class ExpertCounts:
         self._native.follow(rows.data_ptr(), before.data_ptr(), *rows.shape)
 
     def totals(self) -> tuple[int, int, int]:
-        """(token, expert) pairs, layer calls, and the distinct experts of each call, added up."""
+        """Return the sums of (token, expert) pairs, of layer calls, and of the distinct experts of each call."""
         return self._native.totals()
 
     def take(self) -> bytes:
-        """New rows since the last time: entries of 8 bytes, layer and expert (u16) and rows (u32), little endian.
+        """Return the rows counted since the last call: entries of 8 bytes, layer and expert (u16) and rows (u32),
+        little endian.
 
         Layers without a number (-1) are left out.
         """

@@ -1,4 +1,6 @@
-"""The tables that codes of IQ1, IQ2 and IQ3 stand for, of the gguf package; hands them over to csrc/runtime/grids.h."""
+"""The tables of the gguf package in which codes of IQ1, IQ2 and IQ3 are looked up; passes them to
+csrc/runtime/grids.h.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _GRIDS = {
 
 
 def grid_values(qtype: QuantType) -> npt.NDArray[np.int8]:
-    """int8 [codes, columns]: what each code of a type stands for, of IQ1 (both have that of IQ1_S) 8 times that.
+    """Return what each code of a type stands for, int8 [codes, columns]; of IQ1 (both types have the table of IQ1_S) 8
+    times that.
 
     Raises KeyError for a type without such a table.
     """
@@ -37,6 +40,8 @@ def grid_values(qtype: QuantType) -> npt.NDArray[np.int8]:
 
 @cache
 def register_grids() -> None:
-    """Gives the extension its tables; to be called before it computes with such a type. Later calls do nothing."""
+    """Pass the grids to the extension; to be called before it computes with a type that has one. Later calls do
+    nothing.
+    """
     for qtype in _GRIDS:
         extension.set_grid(int(qtype), grid_values(qtype).tobytes())

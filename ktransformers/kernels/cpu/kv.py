@@ -1,4 +1,4 @@
-"""Keys and values in a cache: the types it keeps them in, and writing rows to it."""
+"""Keys and values in a cache on the CPU: the types in which it keeps them, and writing rows to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _KV_TYPES = {
 
 
 def kv_type(name: str, cache: Tensor) -> int:
-    """The number of a cache's type, as the extension takes it. Raises TypeError, with `name`, for another type."""
+    """Return the number of a cache's type, as the extension takes it. Raises TypeError, with `name`, for
+    another type.
+    """
     if cache.dtype not in _KV_TYPES:
         known = ", ".join(str(dtype) for dtype in _KV_TYPES)
         raise TypeError(f"{name} must be one of {known}, got {cache.dtype}")
@@ -34,7 +36,7 @@ def kv_type(name: str, cache: Tensor) -> int:
 
 
 def check_cache(name: str, cache: Tensor) -> None:
-    """Raises TypeError or ValueError unless it is [slots, heads, dim] on the CPU, a head contiguous."""
+    """Raise TypeError or ValueError unless `cache` is [slots, heads, dim] on the CPU, a head contiguous."""
     kv_type(name, cache)
     if cache.device.type != "cpu" or cache.dim() != 3 or (cache.numel() and cache.stride(2) != 1):
         raise ValueError(
@@ -44,7 +46,7 @@ def check_cache(name: str, cache: Tensor) -> None:
 
 
 def check_scales(name: str, scales: Tensor | None, cache: Tensor, most_parts: int) -> tuple[int, int, int, int]:
-    """(address, strides of slots and heads, parts) of a cache's scales, (0, 0, 0, 1) where it has none.
+    """Check a cache's scales; return (address, strides of slots and heads, parts), (0, 0, 0, 1) where it has none.
 
     Raises TypeError or ValueError, with `name`, for scales that do not fit the cache.
     """
@@ -66,7 +68,7 @@ def check_scales(name: str, scales: Tensor | None, cache: Tensor, most_parts: in
 def write_kv(
     rows: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None, pool: WorkerPool, split: int = 0
 ) -> None:
-    """Keep keys or values fp32 [T, H, D] in slots int64 [T] of cache [num_slots, H, D], as its type has them.
+    """Write keys or values fp32 [T, H, D] to slots int64 [T] of cache [num_slots, H, D], in the cache's type.
 
     rows: any strides of rows and heads. scales: of codes, [num_slots, H, 1], or [num_slots, H, 2] where the first
     `split` dimensions have a scale of their own (latent keys). What is kept of a row depends on that row alone.

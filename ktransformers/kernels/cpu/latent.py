@@ -49,7 +49,8 @@ class LatentParts:
 
 
 class LatentLayer:
-    """x += o(v_b attention(k_b q, latents)) with q and latents made of norm(x); the cache keeps [latent, rotated key].
+    """Latent attention of a decoder layer: x += o(v_b attention(k_b q, latents)) with q and latents made of norm(x);
+    the cache keeps [latent, rotated key].
 
     rope_dim: P. scale: of scores. latent_scale: of latents, behind their norm. is_interleaved: neighbours are rotated
     together, else those P / 2 apart. Raises ValueError when shapes do not fit.
@@ -109,7 +110,9 @@ class LatentLayer:
 
     @untraced
     def forward(self, x: Tensor, cache: LayerKv, step: AttentionStep, pool: WorkerPool, buffers: Any) -> None:
-        """step: with angles of P / 2 columns. Raises IndexError or ValueError for slots outside of the cache."""
+        """Add the attention of a step's rows to x in place. step: with angles of P / 2 columns. Raises IndexError or
+        ValueError for slots outside of the cache.
+        """
         check_tensor("x", x, (step.rows, self.hidden_size))
         if step.rotary_dims != self.rotary_dims:
             raise ValueError(f"cos must have {self.rotary_dims} columns, got {step.rotary_dims}")
@@ -118,8 +121,9 @@ class LatentLayer:
         self.block.forward(pool.handle, buffers, x.data_ptr(), step.addresses, step.sizes, self._cache.native)
 
     def native_cache(self, cache: LayerKv) -> NativeMemory:
-        """As the extension takes it. Raises TypeError or ValueError for tensors that do not fit: keys are contiguous
-        [slots, 1, R + P], values their first R columns."""
+        """Return a layer's cache as the extension takes it. Raises TypeError or ValueError for tensors that do not fit:
+        keys are contiguous [slots, 1, R + P], values their first R columns.
+        """
         keys, scales = cache.keys, cache.scales[0]
         check_tensor("keys", keys, (None, 1, self._cached_dim), keys.dtype)
         if cache.values.data_ptr() != keys.data_ptr():

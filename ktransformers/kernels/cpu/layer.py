@@ -49,7 +49,7 @@ LayerBuffers = extension.LayerBuffers
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm: weight fp32 [n]."""
+    """An RMSNorm: weight fp32 [n]."""
 
     weight: Tensor
     eps: float
@@ -68,14 +68,14 @@ _NativeWeight = tuple[int, int, int, int, int]
 
 
 def native_weight(weight: RawTensor | PackedTensor) -> _NativeWeight:
-    """A matrix as the extension takes it."""
+    """Return a matrix as the extension takes it."""
     check_weight("weight", weight, 2)
     rows, cols = weight.shape
     return (weight.data.data_ptr(), int(weight.qtype), layout_of(weight), rows, cols)
 
 
 def native_norm(norm: Norm | None, size: int) -> tuple[int, float]:
-    """A norm of `size` columns as the extension takes it; None: there is none."""
+    """Return a norm of `size` columns as the extension takes it; None: there is none."""
     if norm is None:
         return (0, 0.0)
     check_tensor("norm", norm.weight, (size,))
@@ -83,7 +83,7 @@ def native_norm(norm: Norm | None, size: int) -> tuple[int, float]:
 
 
 def native_bias(part: Projection) -> int:
-    """The address of its bias, 0 without."""
+    """Return the address of a projection's bias, 0 without."""
     if part.bias is None:
         return 0
     check_tensor("bias", part.bias, (part.weight.shape[0],))
@@ -95,8 +95,8 @@ NativeMemory = tuple[int, int, int, int, int, int, bool]
 
 
 class AttentionStep:
-    """Rows of a step, which all layers of a kind share. cos, sin fp32 [T, D_rot]; slots int64 [T]; block_table int32
-    [S, P]; seq_ids int32 [T]; kv_lens int32 [T]: see operators.context.ForwardContext.
+    """The rows of a step as attention takes them, shared by all layers of a kind. cos, sin fp32 [T, D_rot]; slots int64
+    [T]; block_table int32 [S, P]; seq_ids int32 [T]; kv_lens int32 [T]: see operators.context.ForwardContext.
 
     Raises TypeError or ValueError for tensors that do not fit each other.
     """
@@ -142,7 +142,9 @@ class LayerKv:
     bf16_products: bool = False
 
     def native(self, heads: int, dim: int) -> NativeMemory:
-        """As the extension takes it. Raises TypeError or ValueError for tensors that do not fit."""
+        """Return the layer's cache as the extension takes it. Raises TypeError or ValueError for tensors that do not
+        fit.
+        """
         parts = []
         for name, cache, scales in (("keys", self.keys, self.scales[0]), ("values", self.values, self.scales[1])):
             check_tensor(name, cache, (None, heads, dim), self.keys.dtype)
@@ -156,14 +158,16 @@ class LayerKv:
 
 
 class CheckedCache:
-    """What was found of a layer's cache, which is the same in all steps. Held weakly: it goes when its owner does."""
+    """A checked cache of a layer as the extension takes it, the same in all steps. Held weakly: it goes when its owner
+    does.
+    """
 
     def __init__(self, cache: LayerKv, native: NativeMemory):
         self._tensors = [None if tensor is None else weakref.ref(tensor) for tensor in _tensors(cache)]
         self.native, self._bf16_products = native, cache.bf16_products
 
     def is_of(self, cache: LayerKv) -> bool:
-        """Whether `cache` is made of the same tensors, to be multiplied alike."""
+        """Whether the checked cache is made of the same tensors as `cache`, to be multiplied alike."""
         if cache.bf16_products != self._bf16_products:
             return False
         known = (None if tensor is None else tensor() for tensor in self._tensors)
@@ -175,7 +179,8 @@ def _tensors(cache: LayerKv) -> tuple[Tensor | None, ...]:
 
 
 class AttentionLayer:
-    """x += o(attention(rotate(norm(q)), rotate(norm(k)), v)) over the cache, with q, k, v projections of norm(x).
+    """Attention of a decoder layer: x += o(attention(rotate(norm(q)), rotate(norm(k)), v)) over the cache, with q, k, v
+    projections of norm(x).
 
     norms: of the rows [H], and of each query and key head [D] or None. A q of twice the rows that o has columns gives
     each head its query and then its gate: what it attends to is multiplied by the logistic function of the gate.
@@ -216,7 +221,9 @@ class AttentionLayer:
 
     @untraced
     def forward(self, x: Tensor, cache: LayerKv, step: AttentionStep, pool: WorkerPool, buffers: Any) -> None:
-        """Raises IndexError or ValueError for slots outside of the cache."""
+        """Add the attention of a step's rows to x in place. Raises IndexError or ValueError for slots outside of the
+        cache.
+        """
         check_tensor("x", x, (step.rows, self.hidden_size))
         if step.rotary_dims != self.rotary_dims:
             raise ValueError(f"cos must have {self.rotary_dims} columns, got {step.rotary_dims}")
@@ -225,7 +232,9 @@ class AttentionLayer:
         self.block.forward(pool.handle, buffers, x.data_ptr(), step.addresses, step.sizes, self._cache.native)
 
     def native_cache(self, cache: LayerKv) -> NativeMemory:
-        """As the extension takes it. Raises TypeError or ValueError for tensors that do not fit."""
+        """Return a layer's cache as the extension takes it. Raises TypeError or ValueError for tensors that do
+        not fit.
+        """
         return cache.native(self._kv_heads, self._head_dim)
 
 
@@ -263,14 +272,15 @@ class DeltaNetWeights:
         return 2 * self.key_width + self.value_width
 
     def rows(self, is_interleaved: bool) -> list[int]:
-        """Outputs of the projections: of qkvz and ba, or of qkv, z, b and a."""
+        """Return the numbers of outputs of the projections: of qkvz and ba, or of qkv, z, b and a."""
         if is_interleaved:
             return [self.channels + self.value_width, 2 * self.num_heads]
         return [self.channels, self.value_width, self.num_heads, self.num_heads]
 
 
 class RecurrentLayer:
-    """x += o(norm(delta_scan(causal_conv(qkv), decay, beta), z)), with qkv, z, b and a projections of norm(x).
+    """Gated DeltaNet of a decoder layer: x += o(norm(delta_scan(causal_conv(qkv), decay, beta), z)), with qkv, z, b and
+    a projections of norm(x).
 
     projections: (qkvz, ba), in which each key head has its own q, k, v, z and b, a side by side (Qwen3-Next), or
     (qkv, z, b, a) (Qwen3.5). Raises ValueError when shapes do not fit, or a projection has a bias.
@@ -313,7 +323,8 @@ class RecurrentLayer:
     def forward(
         self, x: Tensor, conv: Tensor, recurrent: Tensor, step: StateStep, pool: WorkerPool, buffers: Any
     ) -> None:
-        """conv: fp32 [slots, W - 1, C], recurrent: fp32 [slots, H, K, V]; both change in place (kernels.cpu.recurrent).
+        """Add the layer's result for a step's rows to x in place. conv: fp32 [slots, W - 1, C], recurrent: fp32 [slots,
+        H, K, V]; both change in place (kernels.cpu.recurrent).
 
         Raises ValueError for a step that does not fit them.
         """
@@ -323,7 +334,7 @@ class RecurrentLayer:
         self.block.forward(pool.handle, buffers, native, x.data_ptr(), conv.data_ptr(), recurrent.data_ptr())
 
     def check_states(self, conv: Tensor, recurrent: Tensor) -> None:
-        """Raises TypeError or ValueError for tensors that are not this layer's states."""
+        """Raise TypeError or ValueError unless the tensors are this layer's states."""
         net = self._net
         check_tensor("conv", conv, (None, self._width - 1, net.channels))
         check_tensor("recurrent", recurrent, (conv.shape[0], net.num_heads, net.key_dim, net.value_dim))
@@ -331,7 +342,9 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(act(gate(x)) * up(x)); gate, up [I, H], down [H, I]. Raises ValueError when they do not fit together."""
+    """A gated feed-forward block: down(act(gate(x)) * up(x)); gate, up [I, H], down [H, I]. Raises ValueError when they
+    do not fit together.
+    """
 
     gate: RawTensor | PackedTensor
     up: RawTensor | PackedTensor
@@ -365,7 +378,8 @@ class SharedExperts:
 
 
 class MoeLayer:
-    """x += experts(norm(x)) + shared(norm(x)), experts chosen by `router` [E, H] (fp32) and `spec`.
+    """Mixture of experts of a decoder layer: x += experts(norm(x)) + shared(norm(x)), experts chosen by `router` [E, H]
+    (fp32) and `spec`.
 
     bias: fp32 [E] or None, moves the choice. Raises ValueError when shapes do not fit.
     """
@@ -406,7 +420,7 @@ class MoeLayer:
 
     @untraced
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> Tensor:
-        """Returns the chosen experts, int64 [T, K]."""
+        """Add the experts' results to x in place; return the chosen experts, int64 [T, K]."""
         check_tensor("x", x, (None, self.hidden_size))
         ids = torch.empty(x.shape[0], self.top_k, dtype=torch.int64)
         self.block.forward(pool.handle, buffers, x.shape[0], x.data_ptr(), ids.data_ptr())
@@ -414,7 +428,7 @@ class MoeLayer:
 
 
 class MlpLayer:
-    """x += mlp(norm(x))."""
+    """Feed-forward part of a decoder layer: x += mlp(norm(x))."""
 
     def __init__(self, norm: Norm, mlp: GatedMlp, layer: int = -1) -> None:
         self.hidden_size = mlp.hidden_size
@@ -423,6 +437,6 @@ class MlpLayer:
 
     @untraced
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> None:
-        """Changes x."""
+        """Add the block's result to x in place."""
         check_tensor("x", x, (None, self.hidden_size))
         self.block.forward(pool.handle, buffers, x.shape[0], x.data_ptr())

@@ -79,7 +79,7 @@ class MoeKernel:
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """out[t] = ((w[t, 0] * y0) + w[t, 1] * y1) + ..., y_k the output of expert topk_ids[t, k].
+        """Return out[t] = ((w[t, 0] * y0) + w[t, 1] * y1) + ..., y_k the output of expert topk_ids[t, k].
 
         hidden_states: [T, H]. topk_ids: int64 or int32 [T, K]; an id equal to the number of experts is skipped, any
         other id out of range raises IndexError before any work. topk_weights: fp32 [T, K]. out: [T, H].

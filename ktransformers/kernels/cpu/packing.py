@@ -75,12 +75,14 @@ TILE_ROWS: int = extension.TILE_ROWS
 
 
 def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more (Q3_K and IQ1_M: 5 %), of rows in full tiles."""
+    """Return the bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more (Q3_K and IQ1_M: 5 %), of rows in full
+    tiles.
+    """
     return int(-(-rows // TILE_ROWS) * extension.packed_tile_bytes(int(qtype), cols))
 
 
 def can_pack(qtype: WeightType, cols: int, isa: Isa) -> bool:
-    """Whether `pack` takes matrices of this type with `cols` columns, on a pool of this tier."""
+    """Whether `pack` takes matrices of this type with `cols` columns, on a pool with this instruction set."""
     if qtype is QuantType.BF16:
         return has_bf16(isa) and cols % extension.BF16_COLS == 0
     return qtype in PACKED_TYPES or isinstance(qtype, GroupType)
@@ -99,7 +101,7 @@ def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> Pack
 def pack_all(
     weights: Sequence[RawTensor | Fp8Matrix], pool: WorkerPool, out: Tensor | None = None
 ) -> list[PackedTensor]:
-    """`pack` or `pack_fp8` of matrices of one type and shape in one go, side by side.
+    """Pack matrices of one type and shape in one go, side by side, as `pack` or `pack_fp8` does.
 
     out: uint8 [count * packed_nbytes(...)]. Much faster than one by one where there are many threads.
     """
@@ -143,7 +145,8 @@ def pack_fp8(weight: Fp8Matrix, pool: WorkerPool, out: Tensor | None = None) -> 
 
 
 def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
-    """uint8 [nbytes], uninitialized, in huge pages where the system gives them: weights that are read in streams.
+    """Allocate uint8 [nbytes], uninitialized, in huge pages where the system gives them: for weights that are read in
+    streams.
 
     Not on several NUMA nodes: the parts of an expert that belong to one node are smaller than such a page. On pages of
     its own, so that they can be pinned for a GPU: a driver refuses to copy from neighbours that are pinned in part.
@@ -157,7 +160,7 @@ def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
 
 
 def copy_parts(parts: Sequence[Tensor], pool: WorkerPool, out: Tensor) -> Tensor:
-    """uint8 `parts` side by side in `out` [bytes], which is returned. Those of mapped files are read from the file.
+    """Copy uint8 `parts` side by side to `out` [bytes] and return it. Parts of mapped files are read from the file.
 
     Parts are contiguous, and none of them in `out`. RuntimeError when a file cannot be read.
     """
@@ -169,13 +172,15 @@ def copy_parts(parts: Sequence[Tensor], pool: WorkerPool, out: Tensor) -> Tensor
 
 
 def pack_times() -> tuple[float, float]:
-    """Seconds that all threads of this process took so far to read what was packed or copied, and to pack it."""
+    """Return the seconds that all threads of this process took so far to read what was packed or copied, and to pack
+    it.
+    """
     read, packed = extension.pack_times()
     return read / 1e9, packed / 1e9
 
 
 def let_go(weights: Sequence[RawTensor | Fp8Matrix]) -> None:
-    """`page_out` of weights that were packed or copied, where that left something behind.
+    """Page out weights that were packed or copied (`page_out`), where that left something in memory.
 
     That is scales of FP8 matrices, which are read through the map, and all where files leave the system's cache.
     """
@@ -193,7 +198,7 @@ def page_out(*weights: RawTensor | Fp8Matrix) -> None:
 def write_group_blocks(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, numbers: Tensor | None, group: int, out: RawTensor
 ) -> None:
-    """Rows of codes, scales and zero points, apart as safetensors have them, as the blocks of `out`, of its type.
+    """Write rows of codes, scales and zero points, apart as safetensors have them, to `out` as blocks of its type.
 
     codes: uint8 [N, K], or [N, K / 2] with two columns of four bits in a byte, the first the low half. scales: [N, G],
     one per `group` columns of a type that the blocks have; of NVFP4_F32 uint8 [N, K / 16], and numbers fp32 [N]. zeros:
@@ -225,7 +230,7 @@ def write_group_blocks(
 
 
 def transcode_blocks(rows: Tensor, qtype: QuantType, out: Tensor) -> None:
-    """Blocks of Q5_0 or IQ4_NL as Q8_0, of Q3_K as Q6_K, with the same values bit for bit.
+    """Write blocks of Q5_0 or IQ4_NL as Q8_0, of Q3_K as Q6_K, with the same values bit for bit.
 
     See csrc/ops/weights/transcode.cpp.
     rows: uint8 of whole blocks, contiguous; out: uint8 for as many. One thread; raises ValueError for another type.

@@ -1,4 +1,4 @@
-"""Causal attention of flattened rows over a paged cache."""
+"""Causal attention of flattened rows over a paged cache, on the CPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check_options(page_size: int, window: int, softcap: float, sinks: Tensor | 
 
 
 def row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
-    """`values` [num_rows] as int32. Raises TypeError or ValueError, with `name`, for what is no such thing."""
+    """Return `values` [num_rows] as int32. Raises TypeError or ValueError, with `name`, for another shape or type."""
     if values.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
     converted = values.to(torch.int32)
@@ -79,7 +79,7 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     bf16_products: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv].
+    """Compute causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv].
 
     q: [T, Hq, Dk]. k_cache: [slots, Hkv, Dk], v_cache: [slots, Hkv, Dv], any slot and head strides, the last dimension
     contiguous; v_cache may be a view of k_cache (MLA: Hkv = 1). Query head h reads KV head h // (Hq / Hkv).

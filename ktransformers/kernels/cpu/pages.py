@@ -41,7 +41,7 @@ _mappings: dict[int, int] = {}
 
 
 def note_mapping(data: Tensor, owner: object, fd: int) -> None:
-    """Say that the storage of `data` is the open file `fd` mapped read-only, for as long as `owner` lives.
+    """Register the storage of `data` as the open file `fd` mapped read-only, for as long as `owner` lives.
 
     What is packed or copied is read from the file then, not through the map. Raises OSError when the system has no
     descriptor left, of which the file keeps one.
@@ -80,14 +80,14 @@ def _advise(first: int, end: int, advice: int) -> None:
 
 
 def advise_huge_pages(data: Tensor) -> None:
-    """Have the whole huge pages under a new tensor made such."""
+    """Ask the system for huge pages under a new tensor, where it covers whole ones."""
     start = data.data_ptr()
     _advise(-(-start // _HUGE_PAGE) * _HUGE_PAGE, (start + data.numel()) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
 
 
 @contextmanager
 def without_cache(is_dropped: bool = True) -> Iterator[None]:
-    """While it is open, what this thread pages out leaves the system's cache too, if is_dropped.
+    """Context in which what this thread pages out leaves the system's cache too, if is_dropped.
 
     For weights that RAM cannot hold beside their file: short of memory, the system would rather let go of parts of the
     file that are still to be read, for what was read twice looks as if it were needed again.
@@ -100,12 +100,12 @@ def without_cache(is_dropped: bool = True) -> Iterator[None]:
 
 
 def is_cache_dropped() -> bool:
-    """Whether `without_cache` holds here."""
+    """Whether this thread is inside `without_cache`, and what it pages out leaves the system's cache."""
     return _drops_cache.get()
 
 
 def page_out(parts: Iterable[Tensor]) -> None:
-    """Take the pages under views of mapped files out of this process's memory, for they are not needed any more.
+    """Take the pages under views of mapped files out of this process's memory, because they are not needed any more.
 
     They stay readable, and in the system's cache of the file as long as it has room, so that the next start finds them
     there; see `without_cache`. Tensors that are in no file are left alone.
@@ -125,11 +125,11 @@ def page_out(parts: Iterable[Tensor]) -> None:
 
 
 def read_ahead(part: Tensor) -> None:
-    """Have the system read the pages under a view of a mapped file, without waiting for them."""
+    """Ask the system to read the pages under a view of a mapped file, without waiting for them."""
     if part.numel() and _is_mapped(part):
         extension.read_ahead(part.data_ptr(), part.nbytes)
 
 
 def trim_heap() -> None:
-    """Give freed memory that the C library keeps back to the system."""
+    """Return freed memory that the C library holds to the system."""
     extension.trim_heap()

@@ -20,7 +20,7 @@ def linear(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n].
+    """Compute out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n].
 
     x: [T, K]. weight: [N, K], of a type in NATIVE_TYPES, or packed by `pack`. bias: [N]. out: [T, N], made when None.
     Quantized weights other than FP8 quantize each row of x to int8 by blocks (32 values for Q8_0, Q4_0 and MXFP4, 256
@@ -52,7 +52,8 @@ def linear(
 
 @untraced
 def batched_linear(x: Tensor, weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
-    """out[t, b, n] = sum_k x[t, b, k] * weight[b, n, k]: B independent matrices, as in MLA's absorbed projections.
+    """Compute out[t, b, n] = sum_k x[t, b, k] * weight[b, n, k]: B independent matrices, as in MLA's absorbed
+    projections.
 
     x: [T, B, K]. weight: [B, N, K]. out: [T, B, N], made when None. Quantization as in `linear`.
     """

@@ -1,4 +1,4 @@
-"""What kernels did and when, as records (docs/profiling.md). Knows pools and bytes, not steps' owners or files."""
+"""Records what kernels did and when (docs/profiling.md). Knows pools and bytes, not steps' owners or files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = {part: number for number, part in enumerate(PARTS)}
 
 
 class PoolProfile:
-    """Records of what runs on a pool, from here until `stop`.
+    """Recorder of what runs on a pool, from its construction until `stop`.
 
     ring_bytes: of memory for records that are not drained, which stays with the pool; a power of two. Raises ValueError
     for another number, and for a pool that has a ring of another size.
@@ -28,15 +28,15 @@ class PoolProfile:
         self._pool, self._native = pool, pool.handle.start_profile(ring_bytes)
 
     def stop(self) -> None:
-        """Records that are there can still be drained."""
+        """Stop recording; records that are there can still be drained."""
         self._pool.handle.stop_profile()
 
     def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> None:
-        """keep: rows whose experts are told in calls of so many rows that not all are."""
+        """Begin the record of a step. keep: rows whose experts are recorded in calls of too many rows to record all."""
         self._native.begin_step(step_id, num_rows, keep)
 
     def end_step(self, step_id: int) -> None:
-        """Ends the record of `begin_step`."""
+        """End the record of the step that `begin_step` began."""
         self._native.end_step(step_id)
 
     def drain(self) -> bytes:
@@ -45,12 +45,12 @@ class PoolProfile:
 
     @property
     def num_dropped(self) -> int:
-        """Records for which there was no room, since the pool has a ring."""
+        """Number of records for which there was no room, since the pool has a ring."""
         return self._native.num_dropped
 
 
 def set_scope(layer: int, part: str) -> tuple[int, str]:
-    """What this thread's operations belong to from now on; returns what it was.
+    """Set the layer and part to which this thread's operations belong from now on; returns the previous ones.
 
     layer: -1 for none. part: "other" leaves linear layers, norms and activations their own. Raises KeyError for a part
     that is none of PARTS.

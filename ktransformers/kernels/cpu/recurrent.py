@@ -38,7 +38,7 @@ _NativeStep = tuple[int, int, int, int, int, int, int]
 
 
 def native_step(step: StateStep, num_rows: int, num_slots: int) -> _NativeStep:
-    """`step` checked, as the extension takes it. num_slots: of the states."""
+    """Return `step`, checked, as the extension takes it. num_slots: of the states."""
     num_seqs = step.read_slots.shape[0]
     for name, numbers, count in (
         ("first_rows", step.first_rows, num_seqs + 1),
@@ -77,7 +77,8 @@ def causal_conv(
     pool: WorkerPool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Depthwise causal convolution over each sequence: y[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w]).
+    """Depthwise causal convolution over each sequence, on the CPU: y[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 +
+    w]).
 
     x: [T, C], rows may lie apart. weight: [C, W], W <= 8; fastest as the transpose of a
     contiguous [W, C]. bias: [C] or None. states: [slots, W - 1, C], the inputs
@@ -270,7 +271,7 @@ def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
 
 @untraced
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, pool: WorkerPool) -> tuple[Tensor, Tensor]:
-    """What Gated DeltaNet makes of two of its projections: rate * softplus(a + bias), and sigmoid(b).
+    """Compute the gates of Gated DeltaNet from two of its projections: rate * softplus(a + bias), and sigmoid(b).
 
     a, b: [T, H]. rate: [H], -exp(A_log). bias: [H], dt_bias. Returns decay (in log space) and beta, [T, H].
     """

@@ -22,7 +22,7 @@ __all__ = ["RouterSpec", "route"]
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How a family routes. Raises ValueError for numbers that do not fit together.
+    """How the routers of a family choose and weigh experts. Raises ValueError for numbers that do not fit together.
 
     num_groups consecutive groups of experts, of which topk_groups may be chosen from; a group is as good as its best
     expert (group_score "max", deepseek_v2) or its best two together ("top2", deepseek_v3).
@@ -45,7 +45,7 @@ class RouterSpec:
 
     @property
     def native(self) -> tuple[int, bool, int, int, bool, bool, float]:
-        """As the extension takes it."""
+        """Return the spec as the extension takes it."""
         is_top2 = self.group_score == "top2"
         is_sigmoid = self.scoring == "sigmoid"
         return (
@@ -64,7 +64,8 @@ class RouterSpec:
 
 @untraced
 def route(logits: Tensor, spec: RouterSpec, pool: WorkerPool, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(ids int64 [T, K], weights fp32 [T, K]) from logits fp32 [T, E] on the CPU; bias fp32 [E] or None.
+    """Choose experts: (ids int64 [T, K], weights fp32 [T, K]) from logits fp32 [T, E] on the CPU; bias fp32 [E] or
+    None.
 
     The same bits for all tiers, thread counts and numbers of rows. Raises ValueError when the spec does not fit E.
     """

@@ -1,4 +1,4 @@
-"""What is done row by row or element by element: embedding lookups, norms, activations."""
+"""Kernels that go row by row or element by element: embedding lookups, norms, activations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["activate", "dequantize_rows", "rms_norm"]
 
 @untraced
 def dequantize_rows(weight: RawTensor, ids: Tensor, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
-    """Rows `ids` of a weight as fp32, equal bit for bit to `gguf.quants.dequantize`: an embedding lookup.
+    """Return rows `ids` of a weight as fp32, equal bit for bit to `gguf.quants.dequantize`: an embedding lookup.
 
     weight: [N, K]. ids: int64 [T]. out: [T, K], made when None. Raises IndexError for an id outside 0 .. N - 1.
     """
@@ -38,7 +38,7 @@ def dequantize_rows(weight: RawTensor, ids: Tensor, pool: WorkerPool, out: Tenso
 
 @untraced
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
-    """out = weight * (x / sqrt(mean(x^2) + eps)), row by row.
+    """Compute out = weight * (x / sqrt(mean(x^2) + eps)), row by row.
 
     x: [T, H]. weight: [H]. out: [T, H], made when None; may be x itself.
     """
@@ -55,7 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pool: WorkerPool, out: Tenso
 def activate(
     spec: ActivationSpec, gate: Tensor | None, up: Tensor, pool: WorkerPool, out: Tensor | None = None
 ) -> Tensor:
-    """act(gate) * up, or act(up) when gate is None; elementwise.
+    """Compute act(gate) * up, or act(up) when gate is None; elementwise.
 
     gate, up, out: one shape, any number of dimensions; out is made when None and may be gate or up.
     """

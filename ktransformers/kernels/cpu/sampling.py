@@ -1,4 +1,5 @@
-"""Native sampling: one token from each row of logits, and how likely tokens are. What a request wants is given per row.
+"""Native sampling: one token from each row of logits, and how likely tokens are. Parameters of requests are given per
+row.
 
 Knows rows of numbers; does not know requests, penalties, masks or where the logits come from. The passes are written
 in `csrc/kernels/common/sampling.inl`, what is made of them in `csrc/ops/sampling/sampling.cpp`. Results are the same in
@@ -21,7 +22,7 @@ __all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_candidates", "sample_row
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 of 32-bit words.
+    """Compute Philox4x32-10 of 32-bit words.
 
     Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
@@ -30,12 +31,12 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """One number in [0, 1) with 53 random bits for each (seed, position). Seeds count modulo 2**64."""
+    """Return a number in [0, 1) with 53 random bits for each (seed, position). Seeds count modulo 2**64."""
     return [extension.uniform_at(seed & (2**64 - 1), position) for seed, position in zip(seeds, positions, strict=True)]
 
 
 class Pick(NamedTuple):
-    """What one row led to.
+    """The result of sampling one row of logits.
 
     token_id: the choice, or -1 where there is none because of a logit that is no number: bad_id is its token, else -1.
     """
@@ -99,7 +100,7 @@ def sample_candidates(
     numbers: Sequence[float],
     pool: WorkerPool,
 ) -> list[int]:
-    """The tokens that `sample_rows` would choose in whole rows of `vocab` finite logits, from the best of each.
+    """Choose the tokens that `sample_rows` would choose in whole rows of `vocab` finite logits, from the best of each.
 
     ids: int32 [N, R], of which the first counts[n] are row n's candidates, ascending; logits: fp32 [N, R], theirs. Both
     may have any row stride. Candidates are all tokens as good as the row's top_k-th, and may be some more of the best.
@@ -129,7 +130,8 @@ class RowLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, pool: WorkerPool) -> RowLogprobs:
-    """What raw fp32 logits [N, V] say of one token per row, and of the `count` (at most V) most likely ones of each.
+    """Compute log probabilities from raw fp32 logits [N, V]: of one token per row, and of the `count` (at most V) most
+    likely ones of each.
 
     Computed in fp64 and rounded to fp32 once. Of equal logits the lowest ids come first. All NaN for a row with a NaN,
     +infinity or nothing but -infinity. Raises IndexError for a token outside of the vocabulary.

@@ -34,7 +34,8 @@ _NO_ROWS = (0, 0, 0, 0, 0, 0)
 
 
 class NativeLayerStack:
-    """layers: (attention or delta net, feed-forward) of each. `bind` before the first step.
+    """Decoder layers that run in one native call. layers: (attention or delta net, feed-forward) of each. `bind` before
+    the first step.
 
     Raises ValueError for layers that do not fit together.
     """
@@ -50,7 +51,7 @@ class NativeLayerStack:
         self._stack = extension.LayerStack([(mixer.block, feed_forward.block) for mixer, feed_forward in layers])
 
     def bind(self, memories: Sequence[LayerKv | tuple[Tensor, Tensor]]) -> None:
-        """What each layer keeps: its cache, or the states (conv, recurrent) of a delta net, see RecurrentLayer.
+        """Bind what each layer keeps: its cache, or the states (conv, recurrent) of a delta net, see RecurrentLayer.
 
         Their owner keeps them alive while steps run. Raises TypeError or ValueError for tensors that do not fit.
         """
@@ -70,7 +71,8 @@ class NativeLayerStack:
     def forward(
         self, x: Tensor, step: AttentionStep | None, states: StateStep | None, pool: WorkerPool, buffers: Any
     ) -> None:
-        """step: None where no layer attends. states: None where no layer has one.
+        """Run a step's rows x through all layers, in place. step: None where no layer attends. states: None where no
+        layer has one.
 
         Raises IndexError or ValueError for slots outside of the memories.
         """

@@ -1,4 +1,4 @@
-"""Which cached positions a row attends to, where an indexer scores them."""
+"""Chooses the cached positions that a row attends to, where an indexer scores them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def select_topk_positions(  # noqa: PLR0913 - what a call of the kernel takes; t
     block: int = 1,
     num_local: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The best positions of T rows: slots int32 [T, num_chosen * block] and counts int32 [T].
+    """Choose the best positions of T rows: slots int32 [T, num_chosen * block] and counts int32 [T].
 
     q: [T, H, D], up to MAX_INDEX_HEADS heads. k_cache: [slots, D], any slot stride. A position's score is
     sum_h weights[t, h] * max(scale * q[t, h] . k, 0) with weights [T, H]; with None each head chooses for itself, by

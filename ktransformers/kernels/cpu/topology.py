@@ -1,4 +1,4 @@
-"""Where the threads of a worker pool should run: spread over the NUMA nodes of the machine, each bound to its node.
+"""Places the threads of a worker pool: spread over the NUMA nodes of the machine, each bound to its node.
 
 Within a node threads are free to move: bound to a core each, a layer of experts took 1.5 to 3 times as long on 16
 cores beside one to four busy neighbours, against 1.1 to 1.6 times when the system may move them; alone there is no
@@ -20,14 +20,16 @@ SYSFS = Path("/sys/devices/system")
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlace:
-    """node: number of the NUMA node among those in use, from 0. cpus: those to be bound to; none: any."""
+    """The CPUs to which one thread of a pool is bound. node: number of the NUMA node among those in use, from 0. cpus:
+    those to be bound to; none: any.
+    """
 
     node: int
     cpus: tuple[int, ...] = ()
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """The numbers in a list like `0-3,8,10-11`, ascending."""
+    """Return the numbers in a list like `0-3,8,10-11`, ascending."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -63,7 +65,7 @@ def _nodes(sysfs: Path, allowed: Collection[int]) -> list[list[int]]:
 
 
 def thread_places(num_threads: int, sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> list[ThreadPlace]:
-    """A place for each thread, in the order of the nodes; the first one is the caller's.
+    """Return a place for each thread, in the order of the nodes; the first one is the caller's.
 
     Nodes get threads in proportion to their cores. With fewer threads than nodes one node is used. On a machine of one
     node threads are not bound.

@@ -1,4 +1,4 @@
-"""What orders work between the CPU and GPUs: the driver, copies, experts in the order of a stream.
+"""Order of work between the CPU and GPUs: the driver, copies, experts in the order of a stream.
 
 Nothing in a decode step waits for Python: `AsyncCpuExperts` (`async_cpu_experts.py`) puts a layer's hand-over on the
 stream and goes on, and a CUDA graph replays what it put there.

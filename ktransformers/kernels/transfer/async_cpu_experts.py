@@ -33,14 +33,14 @@ _FLOATS = (torch.bfloat16, torch.float32)
 
 
 class EnqueueMethod(Enum):
-    """How the stream tells the CPU to begin and waits for the end."""
+    """How a stream starts the CPU's work and waits for its end."""
 
     MEMORY = "stream memory operations"
     HOST = "host functions"
 
 
 def choose_enqueue_method(driver: StreamDriver) -> EnqueueMethod:
-    """Memory operations where the device has them: they take a fraction of a host function's time."""
+    """Choose memory operations where the device has them: they take a fraction of a host function's time."""
     reason = driver.memory_operations()
     method = EnqueueMethod.MEMORY if reason is None else EnqueueMethod.HOST
     logger.info("CPU experts are handed over by %s%s", method.value, "" if reason is None else f" ({reason})")
@@ -63,7 +63,7 @@ class StreamShape:
 
     @property
     def nbytes(self) -> int:
-        """Pinned bytes."""
+        """Bytes of pinned memory that the buffers take."""
         return self.max_tokens * (2 * self.hidden_size * self.dtype.itemsize + self.top_k * 8) + 128
 
 
@@ -118,16 +118,18 @@ class AsyncCpuExperts:
 
     @property
     def num_forwards(self) -> int:
-        """Forwards that the CPU has run."""
+        """Number of forwards that the CPU has run."""
         return int(self._handle.num_forwards)
 
     @property
     def busy_seconds(self) -> float:
-        """Time that the CPU has spent in them."""
+        """Seconds that the CPU has spent in forwards."""
         return float(self._handle.busy_seconds)
 
     def add_layer(self, kernel: MoeKernel) -> int:
-        """The number under which `submit` knows a layer. Raises ValueError when it does not fit the buffers."""
+        """Add a layer; return the number under which `submit` knows it. Raises ValueError when it does not fit the
+        buffers.
+        """
         if kernel.pool is not self._pool:
             raise ValueError("the layer was made for another WorkerPool")
         self._kernels.append(kernel)
@@ -214,12 +216,15 @@ class AsyncCpuExperts:
         return rows
 
     def captured(self) -> int:
-        """Forwards captured since this was asked last: what a graph needs to be told to `expect` before a replay."""
+        """Return the number of forwards captured since the last call: what `expect` takes before a replay of a
+        graph.
+        """
         count, self._num_captured = self._num_captured, 0
         return count
 
     def expect(self, count: int, num_tokens: int) -> None:
-        """Before a replay: its number of forwards, and the rows that hold tokens. No step may be under way.
+        """Set what the replay that follows will do: its number of forwards, and the rows that hold tokens. No step may
+        be under way.
 
         Wakes the CPU's threads, which stay awake until the step is through.
         """

@@ -29,22 +29,22 @@ Mark = Any
 
 
 class CopyQueue(Protocol):
-    """Copies to one device. "The compute stream" is the one that is current in torch when a method is called."""
+    """Queue of copies to one device. "The compute stream" is torch's current one when a method is called."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Put a copy: from an address in pinned memory to one on the device. Returns at once."""
+        """Enqueue a copy from an address in pinned memory to one on the device. Returns at once."""
         ...
 
     def mark(self) -> Mark:
-        """After the copies put so far."""
+        """Return a mark that is reached after the copies enqueued so far."""
         ...
 
     def compute_mark(self) -> Mark:
-        """After what was launched on the compute stream so far."""
+        """Return a mark that is reached after what was launched on the compute stream so far."""
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Let copies put from now on wait for a mark of the compute stream."""
+        """Let copies enqueued from now on wait for a mark of the compute stream."""
         ...
 
     def compute_waits(self, mark: Mark) -> None:
@@ -60,7 +60,7 @@ class CopyQueue(Protocol):
         ...
 
     def seconds_between(self, first: Mark, last: Mark) -> float:
-        """The device's time between two marks of the copies, or two of the compute stream, both reached."""
+        """Return the device's time between two marks of the copies, or two of the compute stream, both reached."""
         ...
 
 
@@ -113,7 +113,7 @@ class CudaCopies(CopyQueue):
 
 
 class Pinner(Protocol):
-    """What pins memory where it is: a CudaDriver. Raises KernelError."""
+    """Pins memory where it is: a CudaDriver. Raises KernelError."""
 
     def pin(self, address: int, nbytes: int) -> None: ...
 
@@ -121,7 +121,7 @@ class Pinner(Protocol):
 
 
 def page_ranges(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The whole pages under pieces of memory, (address, bytes) each, as few ranges, with pages between them.
+    """Return the whole pages under pieces of memory, (address, bytes) each, as few ranges, with pages between them.
 
     A copy may reach over neighbouring pieces, but not from one pinned range into the next.
     """
@@ -162,5 +162,5 @@ class PinnedRanges:
             raise
 
     def close(self) -> None:
-        """Give the memory back to the system's paging. Closing twice does nothing."""
+        """Unpin the memory. Closing twice does nothing."""
         self._finalizer()

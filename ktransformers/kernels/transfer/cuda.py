@@ -1,5 +1,5 @@
-"""What torch has no call for: host functions and memory operations on a CUDA stream, memory that is pinned where it is.
-The only ctypes on CUDA.
+"""CUDA calls that torch lacks: host functions and memory operations on a stream, memory that is pinned where it is. The
+only ctypes on CUDA.
 
 Calls go to the driver's own library, which every machine with a driver has, so no toolkit is needed to build or run.
 Knows streams and addresses; not experts, graphs or models.
@@ -28,10 +28,10 @@ _KERNEL_ROWS = 64  # copied by one kernel, which starts sooner than three copy e
 
 
 class StreamDriver(Protocol):
-    """Work on the stream that is current in torch when a method is called; tests have one without a device."""
+    """Driver calls on the stream that is current in torch when a method is called; tests have one without a device."""
 
     def is_capturing(self) -> bool:
-        """Whether work is recorded into a graph rather than run."""
+        """Whether the stream's work is recorded into a graph rather than run."""
         ...
 
     def launch_host_func(self, function: int, argument: int) -> None:
@@ -47,15 +47,15 @@ class StreamDriver(Protocol):
         ...
 
     def memory_operations(self) -> str | None:
-        """Why write_value and wait_value cannot be used, or None when they can."""
+        """Return why write_value and wait_value cannot be used, or None when they can."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros on the CPU in memory that the device reads and writes."""
+        """Allocate zeros on the CPU in memory that the device reads and writes."""
         ...
 
     def device_address(self, tensor: Tensor) -> int:
-        """Where the device finds a tensor of `pinned`."""
+        """Return the address at which the device finds a tensor of `pinned`."""
         ...
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -205,15 +205,15 @@ class CudaDriver(StreamDriver):
         torch.cuda.synchronize(self.device)
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Lock memory that is there already, so that copies from it run at full speed beside everything else."""
+        """Lock memory that is allocated already, so that copies from it run at full speed beside everything else."""
         with torch.cuda.device(self.device):
             self._call("cuMemHostRegister_v2", address, nbytes, _FOR_ALL_CONTEXTS)
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`. No copy may be under way."""
+        """Unlock memory that `pin` locked. No copy may be under way."""
         with torch.cuda.device(self.device):
             self._call("cuMemHostUnregister", address)
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Put a copy from pinned memory on a stream, given by its handle."""
+        """Enqueue a copy from pinned memory on a stream, given by its handle."""
         self._call("cuMemcpyHtoDAsync_v2", target, source, nbytes, stream)

@@ -1,4 +1,4 @@
-"""How a row attends: grouped queries and latent attention, on the CPU and on GPUs, and the rotations of both.
+"""Attention: grouped queries and latent attention, on the CPU and on GPUs, and the rotations of both.
 
 - Grouped (`gqa.py`, `gqa_gpu.py`): the family's module projects and rotates, then calls our function, registered with
   `AttentionInterface`, which writes keys and values to their slots and attends over the cache.

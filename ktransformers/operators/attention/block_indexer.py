@@ -34,7 +34,7 @@ __all__ = ["BlockIndex", "KBlockIndexer"]
 
 @dataclass(frozen=True, slots=True)
 class BlockIndex:
-    """What a step's rows bring to the choice: normed queries [T, H, D] and keys [T, 1, D], and angles [T, P].
+    """Inputs of a step's choice of blocks: normed queries [T, H, D] and keys [T, 1, D], and angles [T, P].
 
     Angles are given twice side by side; the first P columns are rotated in halves.
     """
@@ -46,7 +46,7 @@ class BlockIndex:
     spec: BlockSpec
 
     def choose(self, context: ForwardContext, layer_idx: int) -> TopkPositions | None:
-        """Caches the keys, and what rows and heads attend to, the heads of a row side by side.
+        """Cache the keys; return what rows and heads attend to, the heads of a row side by side.
 
         None where all of them see so few positions that they take them all. context: on the device of the cache.
         """
@@ -83,7 +83,7 @@ class BlockIndex:
 
 
 class KBlockIndexer(SparseIndexer):
-    """Makes the queries and keys of a choice; the attention that it is a child of has it made."""
+    """Makes the queries and keys by which blocks are chosen; the attention that it is a child of makes the choice."""
 
     OPS: ClassVar[dict[str, str]] = {
         "KBlockIndexerNative": "native scores and choice",
@@ -110,7 +110,7 @@ class KBlockIndexer(SparseIndexer):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, *args: Any, **kwargs: Any
     ) -> BlockIndex | None:
-        """What the module's attention hands to the attention function as block_indices; None: all positions."""
+        """Return what the module's attention passes to the attention function as block_indices; None: all positions."""
         if not self.is_used:
             return None
         inner: Any = self.inner

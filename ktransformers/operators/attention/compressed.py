@@ -51,7 +51,7 @@ _MAX_INDEX = (1 << 31) - 1
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """fp32 x [N, heads, D], the pairs of whose last columns are rotated by angles [N, P / 2]."""
+    """Return fp32 x [N, heads, D] with the pairs of its last columns rotated by angles [N, P / 2]."""
     plain, pairs = x[..., : -2 * cos.shape[-1]], x[..., -2 * cos.shape[-1] :]
     a, b, cos, sin = pairs[..., ::2], pairs[..., 1::2], cos[:, None], sin[:, None]
     return torch.cat((plain, torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)), dim=-1)

@@ -40,7 +40,8 @@ _PROBED = (0, 1, 7, 1000)
 
 
 def angles_of(module: nn.Module, kind: str, key: str) -> tuple[torch.Tensor, float]:
-    """The frequencies, fp32 [P / 2], and the factor of a rotary embedding: cos(position frequency) factor, and sin.
+    """Return the frequencies, fp32 [P / 2], and the factor of a rotary embedding: cos(position frequency) factor, and
+    sin.
 
     kind: of layers that it is asked for. Raises UnsupportedError for one that computes something else.
     """
@@ -66,7 +67,9 @@ class Series:
     values: int
 
     def entries(self, bias: torch.Tensor, device: Device, key: str) -> Entries:
-        """With its weights on the device. bias: fp32 [M, series D], of positions."""
+        """Return the compressor's entries as kernels take them, with its weights on the device. bias: fp32 [M, series
+        D], of positions.
+        """
         norm = self.module.kv_norm
         spec = norm.spec if isinstance(norm, KRMSNorm) else recognize_norm(norm)
         if spec is None:
@@ -92,7 +95,7 @@ class Choosing:
     def choose(
         self, query: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, pages: CompressedPages
     ) -> torch.Tensor:
-        """The entries that rows see, int32 [T, K] in ascending order, as numbers of runs of `rate` slots.
+        """Choose the entries that rows see, int32 [T, K] in ascending order, as numbers of runs of `rate` slots.
 
         query: [T, heads, D], rotated, in the type of cached [slots, columns]. weights: fp32 [T, heads]. An entry lies
         in the last slot of its run, so that the runs are a cache with smaller pages. Raises UnsupportedError for pages
@@ -114,8 +117,9 @@ class Choosing:
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """What rows see and how they attend to it. units: parts of D columns in a row of the cache; rate: tokens of an
-    entry, 0 without; most: entries that a row sees at most. sinks: fp32 [H]."""
+    """Attention of rows over a window and entries: what rows see and how they attend to it. units: parts of D columns
+    in a row of the cache; rate: tokens of an entry, 0 without; most: entries that a row sees at most. sinks: fp32 [H].
+    """
 
     window: int
     units: int
@@ -127,7 +131,7 @@ class Attending:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, pages: CompressedPages, chosen: torch.Tensor | None
     ) -> torch.Tensor:
-        """[T, H, D] of rotated queries [T, H, D] over keys [slots, 1, units D]."""
+        """Return results [T, H, D] of rotated queries [T, H, D] over keys [slots, 1, units D]."""
         rows, _, dim = query.shape
         parts, width = keys.view(-1, 1, dim), self.most + self.window
         out = torch.empty_like(query)
@@ -143,7 +147,7 @@ class Attending:
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[T, G, R] of x [T, G, K] and weight [G, K, R], both of one type."""
+    """Multiply x [T, G, K] with weight [G, K, R], group by group, to [T, G, R]; both of one type."""
     if len(x) <= MAX_LATENT_ROWS:
         return expand(x, weight)
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()
@@ -151,7 +155,8 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CompressedSpec:
-    """What a layer computes. units: parts of D columns in a row of the cache. compressor, indexer: None without.
+    """Numbers of a layer of compressed attention. units: parts of D columns in a row of the cache. compressor, indexer:
+    None without.
 
     head_eps, key_eps: of the norms of a query's heads, which has no weight, and of keys.
     """
@@ -167,7 +172,9 @@ class CompressedSpec:
 
     @classmethod
     def check(cls, key: str, module: Any, head_dim: int) -> tuple[float, float]:
-        """head_eps and key_eps of a module on meta. Raises UnsupportedError for one that the kernels do not compute."""
+        """Return head_eps and key_eps of a module on meta. Raises UnsupportedError for one that the kernels do not
+        compute.
+        """
         head_eps, key_norm = recognize_weightless_norm(module.q_b_norm), recognize_norm(module.kv_norm)
         if head_eps is None or key_norm is None or key_norm.offset:
             raise UnsupportedError(f"{key}: its norms are not plain RMSNorm; place it on cpu")
@@ -180,7 +187,8 @@ class CompressedSpec:
 
 
 class GpuCompressed:
-    """One layer on its GPU, its children loaded: [T, hidden] to what the output's last projection reads.
+    """Compressed attention of one layer on its GPU, its children loaded: [T, hidden] to what the output's last
+    projection reads.
 
     inner: the module. o_a: [groups, columns, R] in the device's type. biases: those of positions of the compressor and
     of the indexer, fp32 on the device. max_len: most positions of a sequence.

@@ -22,7 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class FlashSteps:
-    """What the layers on one device share: FlashInfer, and what was planned for the step that runs."""
+    """FlashInfer and its plans for the step that runs, shared by the layers on one device."""
 
     def __init__(self, kernels: FlashInfer):
         self.kernels = kernels
@@ -50,7 +50,8 @@ class FlashLayer:
     is_required: bool = False
 
     def of(self, context: ForwardContext) -> Attend | None:
-        """How a layer attends in the step of `context`, as the model was given it; None: with the Triton kernels.
+        """Return how a layer attends in the step of `context`, as the model was given it; None: with the Triton
+        kernels.
 
         Steps that CUDA graphs replay have contexts with nothing on the CPU.
         """

@@ -63,7 +63,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     forward_context: ForwardContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the step's keys and values, then attend.
+    """Write the step's keys and values to the cache, then attend.
 
     query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type. s_aux [Hq] are
     attention sinks; softcap bounds the logits (Gemma 2); query_factors [T] multiply queries (Llama 4); block_indices:
@@ -309,7 +309,7 @@ class KAttention(WrapperOperator):
         return layers[layer_idx].kind is LayerKind.CHUNKED
 
     def attention_shape(self) -> Shape | None:
-        """What FlashInfer is asked about; None where another kernel has to attend."""
+        """Return the shape for which FlashInfer is asked; None where another kernel has to attend."""
         return None if self.spec is None else self.spec.shape(self.device.dtype)
 
     @override

@@ -27,7 +27,8 @@ __all__ = ["GpuCache", "GqaParts", "gqa_forward"]
 
 @dataclass(frozen=True, slots=True)
 class GpuCache:
-    """Of one layer: keys and values [slots, Hkv, D], their scales where they are codes, and the type of queries.
+    """Cache of one layer on a GPU: keys and values [slots, Hkv, D], their scales where they are codes, and the type of
+    queries.
 
     quantized_attention: prefill steps round queries to codes too.
     """
@@ -40,7 +41,7 @@ class GpuCache:
 
     @classmethod
     def of(cls, cache: LayerCache, layer_idx: int) -> GpuCache:
-        """What layer `layer_idx` caches."""
+        """Return the cache of layer `layer_idx`."""
         keys, values = cache.layer(layer_idx)
         shape = cache.shape(layer_idx)
         row_dtype = shape.row_dtype if shape.is_scaled else keys.dtype
@@ -49,7 +50,7 @@ class GpuCache:
 
 @dataclass(frozen=True, slots=True)
 class GqaParts:
-    """What a loaded attention module's forward on a GPU is made of.
+    """Parts of a loaded attention module that its forward on a GPU uses.
 
     layer: its number in the model. projections: q, k and v. norm_weights: of queries and keys, where spec has norms,
     with its offset. sinks: fp32 [heads]. flash: what attends in prefill steps, None for Triton's kernels.
@@ -67,7 +68,7 @@ class GqaParts:
 
     @classmethod
     def of(cls, module: nn.Module, spec: GqaSpec, device: Device, flash: FlashLayer | None) -> GqaParts:
-        """Of a module that `recognize_attention` found to be `spec`, its projections loaded."""
+        """Take the parts of a module that `recognize_attention` found to be `spec`, its projections loaded."""
         projections = JoinedLinears([module.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")])
         norms = () if spec.norms is None else spec.norms.names
         return cls(
@@ -97,7 +98,7 @@ def gqa_forward(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     context: ForwardContext,
 ) -> torch.Tensor:
-    """The module's attention of [1, T, hidden] on its GPU; cos and sin are [1, T, P], of any float type."""
+    """Compute the module's attention of [1, T, hidden] on its GPU; cos and sin are [1, T, P], of any float type."""
     cache = GpuCache.of(context.cache, parts.layer_idx)
     here, spec = context.on(cache.keys.device), parts.spec
     parts.device.time_part("linear", parts.layer)

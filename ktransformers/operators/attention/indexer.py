@@ -71,7 +71,7 @@ class KIndexer(SparseIndexer):
         context: ForwardContext,
         keys: torch.Tensor,
     ) -> TopkPositions | None:
-        """What the rows attend to; None where all of them see so few positions that they take them all.
+        """Choose what the rows attend to; None where all of them see so few positions that they take them all.
 
         x: [1, T, hidden]. query: the compressed query, [1, T, q_lora_rank]. angles: cos and sin [T, P / 2]. context: on
         the device of keys [slots, D], this layer's, to which those of x are written.
@@ -96,7 +96,7 @@ class KIndexer(SparseIndexer):
 
     @property
     def inner_module(self) -> Any:
-        """The wrapped module, for its children."""
+        """Return the wrapped module, for its children."""
         return self.inner
 
     def _choose_on_gpu(

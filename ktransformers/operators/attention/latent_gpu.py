@@ -30,7 +30,7 @@ __all__ = ["GpuLatent", "LatentStep", "check_gpu_shape"]
 
 
 def check_gpu_shape(key: str, rank: int, rope_dim: int) -> None:
-    """Raises UnsupportedError for shapes that the kernels do not take."""
+    """Raise UnsupportedError for shapes that the kernels do not take."""
     if rank < 16 or rank & (rank - 1) or 2 * rank <= rank + rope_dim:
         raise UnsupportedError(
             f"{key}: latent attention on a GPU needs a kv_lora_rank that is a power of two above qk_rope_head_dim, "
@@ -40,7 +40,7 @@ def check_gpu_shape(key: str, rank: int, rope_dim: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LatentStep:
-    """What a step brings to one layer's attention, beside its queries.
+    """Inputs of one layer's latent attention in a step, beside its queries.
 
     compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
     angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. scales: of a cache of codes, fp32
@@ -68,14 +68,14 @@ class LatentStep:
 
 @dataclass(frozen=True, slots=True)
 class GpuLatent:
-    """k_b: [H, N, R], v_b: [H, R, V], both dense in the device's type."""
+    """Latent attention of a layer on a GPU. k_b: [H, N, R], v_b: [H, R, V], both dense in the device's type."""
 
     k_b: torch.Tensor
     v_b: torch.Tensor
 
     @classmethod
     def of(cls, k_b: RawTensor, v_b: RawTensor, device: Device, pool: WorkerPool) -> GpuLatent:
-        """From the stored k_b [H, R, N] and v_b [H, V, R]."""
+        """Bring the stored k_b [H, R, N] and v_b [H, V, R] to a GPU."""
         dense = [dense_tensor(part, device, pool).transpose(1, 2).contiguous() for part in (k_b, v_b)]
         return cls(dense[0], dense[1])
 
@@ -94,7 +94,7 @@ class GpuLatent:
         return normed
 
     def attend(self, q: torch.Tensor, step: LatentStep) -> torch.Tensor:
-        """Values [T, H, V] that the queries [T, H, N + P] attend to, the step's own latents included."""
+        """Return values [T, H, V] that the queries [T, H, N + P] attend to, the step's own latents included."""
         use(step.cache.device)
         if step.materialization is not None:
             return self._attend_expanded(q, step, step.materialization)

@@ -1,4 +1,5 @@
-"""Which sequences of a prefill step attend on expanded keys, and in which order their positions are expanded.
+"""Chooses the sequences of a prefill step that attend on expanded keys, and the order in which their positions are
+expanded.
 
 Latent attention (mla.py beside this file) can be computed in two ways. Per head, n rows that see up to L positions take
 
@@ -67,7 +68,7 @@ class Rates:
     launch_us: float = 30.0
 
     def with_flashinfer(self) -> Rates:
-        """The absorbed form by FlashInfer."""
+        """Return these rates with the absorbed form by FlashInfer."""
         return replace(self, absorbed=600.0)
 
 
@@ -82,11 +83,11 @@ class LatentDims:
     v_dim: int
 
     def head_numel(self) -> int:
-        """Values that a position takes in the workspace for each head."""
+        """Return the number of values that a position takes in the workspace for each head."""
         return self.nope + self.v_dim
 
     def heads_at_once(self, num_positions: int, room: int) -> int:
-        """Heads whose keys and values fit `room` values beside the gathered latents of so many positions.
+        """Return how many heads' keys and values fit `room` values beside the gathered latents of so many positions.
 
         0 when not even one does; at most all, and no more than are needed for as few turns.
         """
@@ -109,7 +110,9 @@ def is_worth_materializing(dims: LatentDims, num_rows: int, length: int, rates: 
 
 @dataclass(frozen=True, slots=True)
 class MaterializationPolicy:
-    """How a layer chooses. is_forced: all sequences with more than one row, if they fit. nbytes: of the workspace."""
+    """How a layer chooses the sequences that are expanded. is_forced: all sequences with more than one row, if they
+    fit. nbytes: of the workspace.
+    """
 
     dims: LatentDims
     dtype: torch.dtype
@@ -128,7 +131,7 @@ class MaterializationPolicy:
         return self.is_forced or is_worth_materializing(self.dims, num_rows, length, self.rates)
 
     def least_rows(self, length: int) -> int | None:
-        """From how many rows on a sequence of `length` positions is expanded; None: never."""
+        """Return the number of rows from which on a sequence of `length` positions is expanded; None: never."""
         return next((rows for rows in range(2, length + 1) if self.materializes(rows, length)), None)
 
 
@@ -159,14 +162,14 @@ class MaterializedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Materialization:
-    """A step whose sequences are expanded, but for `rest`: rows, a slice or int64 on the device, that stay absorbed."""
+    """Expansion of a step: all its sequences but `rest`: rows, a slice or int64 on the device, that stay absorbed."""
 
     batches: tuple[MaterializedBatch, ...]
     rest: slice | torch.Tensor | None
 
 
 def batches_of(lengths: Iterable[int], dims: LatentDims, room: int) -> list[list[int]]:
-    """Sequences, by their numbers, that are expanded together: as many as fit with all heads, or one alone."""
+    """Divide sequences, by their numbers, into those expanded together: as many as fit with all heads, or one alone."""
     batches: list[list[int]] = []
     total = 0
     for number, length in enumerate(lengths):
@@ -193,7 +196,7 @@ class StepRuns:
     def materialization_of(
         context: ForwardContext, choice: MaterializationPolicy, device: torch.device
     ) -> Materialization | None:
-        """What is expanded in the step of `context`, as the model was given it; None: nothing.
+        """Return what is expanded in the step of `context`, as the model was given it; None: nothing.
 
         Steps that CUDA graphs replay have contexts with nothing on the CPU: they are chosen where nothing is expanded.
         """
@@ -208,7 +211,7 @@ class StepRuns:
         return any(choice.materializes(run.num_rows, run.length) for choice in choices for run in runs)
 
     def materialization(self, choice: MaterializationPolicy, device: torch.device) -> Materialization | None:
-        """What is expanded by `choice`; None: nothing."""
+        """Return what is expanded by `choice`; None: nothing."""
         key = (choice, device)
         if key not in self._made:
             self._made[key] = self._make(choice, device)

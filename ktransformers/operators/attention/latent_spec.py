@@ -1,4 +1,4 @@
-"""What a module of latent attention computes beside its projections, read from the module itself.
+"""Numbers and flags of a module of latent attention beside its projections, read from the module itself.
 
 Families differ in little: how they rotate, what they multiply queries and latents with, and whether heads are gated.
 Knows no family by name; what it reads wrongly differs from transformers' result, which loading finds out
@@ -24,20 +24,23 @@ _NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 
 @dataclass(frozen=True, slots=True)
 class PositionScale:
-    """Queries grow with their position p, by 1 + beta ln(1 + floor(p / length))  (Llama 4, Mistral 4)."""
+    """Growth of queries with their position p, by 1 + beta ln(1 + floor(p / length)) (Llama 4, Mistral 4)."""
 
     beta: float
     length: int
 
     def of(self, kv_lens: torch.Tensor) -> torch.Tensor:
-        """fp32 [T] of rows that see kv_lens [T] positions, their own included; 1 for rows that see none."""
+        """Return the factors, fp32 [T], of rows that see kv_lens [T] positions, their own included; 1 for rows that see
+        none.
+        """
         positions = (kv_lens - 1).clamp_min(0).float()
         return 1 + self.beta * torch.log(1 + torch.floor(positions / self.length))
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """rank, nope_dim, rope_dim, v_dim: of the latent, and of a head's key without and with rotation and its value.
+    """Numbers and flags of latent attention. rank, nope_dim, rope_dim, v_dim: of the latent, and of a head's key
+    without and with rotation and its value.
 
     scale: of scores, the module's scale of its queries included. latent_scale: of latents, behind their norm.
     has_rotation: False where the rope_dim columns stay as they are. rotates_halves: they are always paired with those
@@ -69,7 +72,9 @@ class LatentSpec:
 
     @classmethod
     def of(cls, module: nn.Module, key: str) -> LatentSpec:
-        """Of a module of transformers. Raises UnsupportedError for one that is no latent attention."""
+        """Read the spec of an attention module of transformers. Raises UnsupportedError for one that is no latent
+        attention.
+        """
         missing = [name for name in _NEEDED if getattr(module, name, None) is None]
         if missing:
             raise UnsupportedError(f"KMLAAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}")
@@ -101,7 +106,7 @@ class LatentSpec:
 
     @property
     def head_dim(self) -> int:
-        """Of a query before absorption."""
+        """Columns of a query head before absorption."""
         return self.nope_dim + self.rope_dim
 
 

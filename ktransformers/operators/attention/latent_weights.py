@@ -15,7 +15,7 @@ TWO_BYTE = frozenset({QuantType.F16, QuantType.BF16})
 
 
 def split_up_projections(merged: RawTensor, spec: LatentSpec, pool: cpu.WorkerPool) -> tuple[RawTensor, RawTensor]:
-    """k_b [H, R, N] and v_b [H, V, R] out of kv_b [H * (N + V), R]."""
+    """Split kv_b [H * (N + V), R] into k_b [H, R, N] and v_b [H, V, R]."""
     heads, nope, v_dim, rank = spec.num_heads, spec.nope_dim, spec.v_dim, spec.rank
     if isinstance(merged.qtype, GroupType):  # which kernels read fast when packed only
         merged = RawTensor.from_tensor(cpu.dequantize_rows(merged, torch.arange(merged.rows), pool))

@@ -140,13 +140,13 @@ class KMLAAttention(WrapperOperator):
         return DenseState(self.inner, self.key, self.device, torch.float32 if self.spec.has_sinks else None)
 
     def attention_shape(self) -> Shape | None:
-        """What FlashInfer is asked about; None where another kernel has to attend."""
+        """Return the shape for which FlashInfer is asked; None where another kernel has to attend."""
         if not self.device.is_gpu or self.is_sparse or self.spec.window or self.spec.has_sinks:
             return None
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
     def materialization_choice(self, flash: FlashLayer | None = None) -> MaterializationPolicy | None:
-        """How prefill steps would choose between the two forms with `flash`; None where all are absorbed."""
+        """Return how prefill steps would choose between the two forms with `flash`; None where all are absorbed."""
         is_bound = flash is not None and flash.is_required
         if (
             not self.device.is_gpu
@@ -163,7 +163,7 @@ class KMLAAttention(WrapperOperator):
 
     @property
     def prefill_choice(self) -> MaterializationPolicy | None:
-        """How its prefill steps choose, once it is settled."""
+        """How prefill steps choose between absorbed and expanded keys, once that is settled."""
         return self._choice
 
     @override
@@ -425,7 +425,7 @@ class KMLAAttention(WrapperOperator):
         return q * self.spec.position_scale.of(context.kv_lens)[:, None, None].to(q.dtype)
 
     def angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair.
+        """Return (cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 gives complex numbers, later families a pair.
 
         Where nothing is rotated all angles are 0.
         """
@@ -439,7 +439,7 @@ class KMLAAttention(WrapperOperator):
         return cos, sin, is_interleaved
 
     def rotates_neighbours(self, position_embeddings: Any) -> bool:
-        """The pairing, by what the model hands over."""
+        """Whether the rotation pairs neighbouring columns, by the embeddings that the model gives."""
         if not self.spec.has_rotation or isinstance(position_embeddings, torch.Tensor):
             return self.spec.has_rotation
         latent = self.config.facts.latent

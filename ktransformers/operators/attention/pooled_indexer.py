@@ -1,4 +1,4 @@
-"""The indexers of GLM-5.3 and Qwen4: they choose pools of neighbouring positions that attention sees.
+"""Indexers of GLM-5.3 and Qwen4: they choose pools of neighbouring positions that attention sees.
 
     T rows, H index heads, D columns of one, M positions of a pool
 
@@ -39,7 +39,7 @@ __all__ = ["ChoiceMask", "KPooledIndexer"]
 
 @dataclass(frozen=True, slots=True)
 class ChoiceMask:
-    """Goes where a module makes a mask of what its indexer chose, and brings the choice to attention.
+    """Takes the place of the mask that a module makes of its indexer's choice, and brings the choice to attention.
 
     topk_positions: None for all positions.
     """
@@ -81,7 +81,7 @@ class KPooledIndexer(SparseIndexer):
 
     @override
     def bind(self, runtime: OperatorRuntime) -> None:
-        """What rotates, which is asked for the first positions of pools."""
+        """Take the model's rotary embedding, which gives the angles of the first positions of pools."""
         if self.is_used and not self.spec.is_gated:
             self._rotary = runtime.find(nn.Module)
             if self._rotary is None:
@@ -91,7 +91,7 @@ class KPooledIndexer(SparseIndexer):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any, *args: Any
     ) -> ChoiceMask:
-        """What takes the place of a mask in a module of grouped keys, see ChoiceMask."""
+        """Return the choice in the place of a mask in a module of grouped keys, see ChoiceMask."""
         if not isinstance(attention_mask, ChoiceMask):
             raise UnsupportedError(f"{self.key} chooses for a KAttention inside of the engine only")
         context = attention_mask.context
@@ -110,7 +110,7 @@ class KPooledIndexer(SparseIndexer):
         context: ForwardContext,
         keys: Tensor,
     ) -> TopkPositions | None:
-        """What the rows attend to; None where all of them take all that they see.
+        """Choose what the rows attend to; None where all of them take all that they see.
 
         x: [1, T, hidden]. query: what queries are made of where that is not x, [1, T, q_lora_rank]. angles: cos and sin
         [T, P / 2]. context: on the device of keys [slots, index_dim], this layer's, to which what x leaves is written.

@@ -1,4 +1,4 @@
-"""Pools of positions: what an indexer scores instead of single positions, as rows of its cache.
+"""Pools of positions, which an indexer scores instead of single positions, as rows of its cache.
 
     M positions of a pool, D columns of an entry; pool w has the positions w M .. w M + M - 1
 
@@ -38,7 +38,7 @@ class PoolStep:
 
     @classmethod
     def of(cls, context: ForwardContext, size: int, *, is_replayed: bool = False) -> PoolStep:
-        """Of the context's rows; made once per step.
+        """Return the pools of the context's rows; made once per step.
 
         is_replayed: how long sequences are is known on the device alone, so that the table has all that there is room
         for.
@@ -59,17 +59,17 @@ class PoolStep:
 
     @property
     def most(self) -> int:
-        """Whole pools of the longest sequence, or as many as there is room for."""
+        """Number of whole pools of the longest sequence, or as many as there is room for."""
         return self.table.shape[1]
 
     def ended(self) -> tuple[Tensor, Tensor]:
-        """The rows that end a pool, int64 [N], and the slots of those pools, int64 [N, M]. On the CPU."""
+        """Return the rows that end a pool, int64 [N], and the slots of those pools, int64 [N, M]. On the CPU."""
         context = self.context
         last = ((context.kv_lens % self.size == 0) & (context.kv_lens > 0)).nonzero()[:, 0]
         return last, context.slot_mapping[last][:, None] - (self.size - 1) + torch.arange(self.size)
 
     def expanded(self, chosen: Tensor, num_chosen: Tensor) -> TopkPositions:
-        """The positions of chosen pools, and those behind a row's last whole pool.
+        """Return the positions of chosen pools, and those behind a row's last whole pool.
 
         chosen: int32 [T, K], slots of pools' last positions, the first num_chosen [T] of each row in use.
         """
@@ -90,7 +90,9 @@ class PoolStep:
 
 
 def pooled_by_gates(keys: Tensor, gates: Tensor, bias: Tensor) -> Tensor:
-    """[N, D] of keys and gates [N, M, D]; added up position by position, whatever else is computed beside it."""
+    """Pool keys by gates, both [N, M, D], to [N, D]; added up position by position, whatever else is computed beside
+    it.
+    """
     gates = gates + bias
     weights = torch.exp(gates - gates.amax(dim=1, keepdim=True))
     total = in_order(weights)
@@ -98,7 +100,7 @@ def pooled_by_gates(keys: Tensor, gates: Tensor, bias: Tensor) -> Tensor:
 
 
 def in_order(parts: Tensor) -> Tensor:
-    """The sum [N, D] of parts [N, M, D], one after the other."""
+    """Add up parts [N, M, D] one after the other, to [N, D]."""
     total = parts[:, 0]
     for index in range(1, parts.shape[1]):
         total = total + parts[:, index]

@@ -27,7 +27,7 @@ TABLE_STEP = 4096  # positions by which the table grows
 
 
 class SettledRotation(nn.Module):
-    """A rotary embedding whose angles depend on the longest position of a step, asked as if each step had `longest`.
+    """A rotary embedding whose angles depend on the longest position of a step, called as if each step had `longest`.
 
     Otherwise a row would depend on its neighbours and on the size of chunks, and keys that are cached could not be used
     with queries of a longer sequence. vLLM chooses once for a model's longest sequence too.
@@ -53,7 +53,8 @@ def _depends_on_sequence(module: nn.Module) -> bool:
 
 
 def settle_rotations(model: nn.Module, max_len: int) -> int:
-    """Make angles depend on the position alone, for sequences of up to `max_len`; how many modules that concerns.
+    """Make angles depend on the position alone, for sequences of up to `max_len`; returns how many modules that
+    concerns.
 
     Those that an operator stands in for are its own affair.
     """
@@ -106,7 +107,7 @@ class KRotaryEmbedding(WrapperOperator):
 
     @property
     def has_table(self) -> bool:
-        """Whether angles depend on the position alone."""
+        """Whether the embedding's angles depend on the position alone."""
         return self._is_plain and (self._is_static or isinstance(self.inner, SettledRotation))
 
     @override
@@ -122,7 +123,7 @@ class KRotaryEmbedding(WrapperOperator):
             self._grow(torch.empty(1, 1, 1), runtime.max_len)
 
     def table_nbytes(self, max_len: int) -> int:
-        """Bytes that `bind` will take on the operator's GPU: cosines and sines, fp32, of every position."""
+        """Return the bytes that `bind` will take on the operator's GPU: cosines and sines, fp32, of every position."""
         names = ["inv_freq" if kind is None else f"{kind}_inv_freq" for kind in self._kinds]
         found = [getattr(self.inner, name, None) for name in names]
         if not self.device.is_gpu or not self._is_plain:
@@ -131,7 +132,7 @@ class KRotaryEmbedding(WrapperOperator):
         return _table_rows(max_len) * columns * 2 * 4
 
     def forget(self) -> None:
-        """Give the table's memory back; the next step fills it as far as it needs."""
+        """Free the table's memory; the next step fills it as far as it needs."""
         if not self.device.is_gpu:
             self._tables = {}
 

@@ -22,6 +22,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved
 def rotated_columns(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool = False
 ) -> torch.Tensor:
-    """x [T, heads, D] with its first P columns rotated as `rotate` does, the others as they are."""
+    """Return x [T, heads, D] with its first P columns rotated as `rotate` does, the others as they are."""
     rotary = 2 * cos.shape[-1]
     return torch.cat((rotate(x[..., :rotary], cos, sin, is_interleaved), x[..., rotary:]), dim=-1)

@@ -1,4 +1,4 @@
-"""What all operators share that choose the positions which attention sees, and what becomes of them when it is off."""
+"""Base of all operators that choose the positions which attention sees, and what becomes of them when it is off."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def log_dense() -> None:
-    """Once, not for every layer."""
+    """Warn that the model attends to all positions: once, not for every layer."""
     logger.warning(
         "--sparse_attention off: the model attends to all positions, where it was trained to choose some; answers "
         "differ in sequences longer than what it chooses (index_topk in its config)"

@@ -1,4 +1,5 @@
-"""Which positions the rows of a step attend to, where not all that they may see, as a table for any attention kernel.
+"""Table, for any attention kernel, of the positions that a step's rows attend to, where these are not all that they may
+see.
 
 A choice becomes a block table for pages of one position: the slots of the chosen positions in ascending order. So the
 kernels of dense attention attend sparsely too, in the same order of sums, and a row that chooses all positions it sees
@@ -26,7 +27,7 @@ class TopkPositions:
 
     @property
     def seq_ids(self) -> torch.Tensor:
-        """int32 [n]: each choice has a row of `slots` for itself."""
+        """Sequence number of each choice, int32 [n]: each choice has a row of `slots` for itself."""
         return torch.arange(len(self.counts), dtype=torch.int32, device=self.counts.device)
 
     def to(self, device: torch.device) -> TopkPositions:

@@ -24,14 +24,16 @@ __all__ = ["Addends", "KMoEBlock"]
 
 @dataclass(frozen=True, slots=True)
 class Addends:
-    """The results of a MoE block: routed + shared sigmoid(score), all of [T, H] but score, [T, 1]; None: not there."""
+    """Addends of a MoE block's result: routed + shared sigmoid(score), all of [T, H] but score, [T, 1]; None: not
+    there.
+    """
 
     routed: torch.Tensor
     shared: torch.Tensor | None = None
     score: torch.Tensor | None = None
 
     def total(self, block: KMoEBlock) -> torch.Tensor:
-        """Added up, on the kernels of the block's device."""
+        """Add up the addends, on the kernels of the block's device."""
         if self.shared is None:
             return self.routed
         return self.routed + (self.shared if self.score is None else block.weigh(self.shared, self.score))
@@ -71,8 +73,9 @@ class KMoEBlock(WrapperOperator):
         return to_input(output, hidden_states).view(hidden_states.shape)
 
     def addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None = None) -> Addends:
-        """What the block computes of rows [T, H] on its device, not yet added up, unless it is a share of a sum.
-        token_ids: int64 [1, T], for routers that look tokens up."""
+        """Compute the block for rows [T, H] on its device, not yet added up, unless it is a share of a sum. token_ids:
+        int64 [1, T], for routers that look tokens up.
+        """
         addends = self._addends(rows, token_ids)
         if self._group is None:
             return addends
@@ -96,7 +99,7 @@ class KMoEBlock(WrapperOperator):
         return Addends(experts.collect(ticket), shared, score)
 
     def weigh(self, shared: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-        """The shared expert's result [T, H] times the logistic function of its score [T, 1]."""
+        """Multiply the shared expert's result [T, H] with the logistic function of its score [T, 1]."""
         scale = torch.sigmoid(score) if self.device.is_gpu else sigmoid(score, self.config.require_pool())
         return scale * shared
 

@@ -48,7 +48,9 @@ __all__ = ["HotLayer", "HotParts", "HotPool", "kind_of"]
 
 
 def kind_of(kernel: MoeKernel) -> object:
-    """Equal for layers whose experts can lie in the same slots, and whose GPU launches are alike."""
+    """Return a key that is equal for layers whose experts can lie in the same slots, and whose GPU launches are
+    alike.
+    """
     return HostExperts(kernel.weights).kind, kernel.num_experts
 
 
@@ -115,7 +117,7 @@ class HotPool:
         return self.hosts[0].expert_nbytes
 
     def begin(self, scores: npt.NDArray[np.float64] | None = None) -> None:
-        """Fill the slots, and wait for it. scores: what was learned before. Raises ValueError for other experts'."""
+        """Fill the slots, and wait for it. scores: as learned before. Raises ValueError for other experts'."""
         uploads = self.policy.begin(scores)
         self.picks.zero_()  # of steps while loading
         self._put(uploads)
@@ -127,7 +129,7 @@ class HotPool:
         self._has_begun = True
 
     def launched(self) -> None:
-        """A step was launched. Does what is due while it runs."""
+        """Do what is due while a step runs: called when the step was launched."""
         if not self._has_begun:
             return
         self._host_picks.copy_(self.picks, non_blocking=True)
@@ -152,7 +154,7 @@ class HotPool:
             self._on_the_way.append(_OnTheWay(uploads, self._copies.mark()))
 
     def finished(self, num_rows: int) -> None:
-        """The step is over, and what it picked is here."""
+        """Take what a step picked: called when the step is over."""
         if not self._has_begun:
             return
         picks = self._host_picks.numpy()
@@ -183,27 +185,29 @@ class HotPool:
         self._host_maps.append((host, self._copies.compute_mark()))
 
     def layer(self, number: int, prefill: PrefillLayer | None) -> HotLayer:
-        """Of the pool's layers the one with this number."""
+        """Return the pool's layer with this number."""
         return HotLayer(self, number, self._epilogues[number], prefill)
 
 
 @dataclass(frozen=True, slots=True)
 class HotParts:
-    """What the GPU computes of a step. ids: int32 [T, K], -1 for pairs of the CPU. parts: [T * K, H]."""
+    """Results of the experts that the GPU computes in a step. ids: int32 [T, K], -1 for pairs of the CPU. parts: [T *
+    K, H].
+    """
 
     ids: torch.Tensor
     parts: torch.Tensor
     num_experts: int
 
     def sum_onto(self, base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """base [T, H], the CPU's part, and these: [T, H] of the type of `like`."""
+        """Add these parts to base [T, H], the CPU's part: [T, H] of the type of `like`."""
         out = torch.empty(base.shape, dtype=like.dtype, device=base.device)
         return sum_onto(base, self.parts, self.ids, self.num_experts, out)
 
 
 @dataclass(frozen=True, slots=True)
 class HotLayer:
-    """One layer of a pool, as its experts operator holds it. prefill: what streams its experts in large steps."""
+    """A layer of a pool, as its experts operator holds it. prefill: what streams its experts in large steps."""
 
     pool: HotPool
     number: int
@@ -213,7 +217,8 @@ class HotLayer:
     def split(
         self, topk_ids: torch.Tensor, layer: int, usage: ExpertUsage, slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The GPU's ids and the CPU's, int32 [T, K], see `split_pairs`. layer: its number in the model.
+        """Divide a step's ids between the GPU and the CPU, int32 [T, K] each, see `split_pairs`. layer: its number in
+        the model.
 
         usage: counts what has a slot. slots: of the step's rows in the cache; None: nothing is counted.
         """
@@ -244,7 +249,9 @@ class HotLayer:
     def warm_up(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int, usage: ExpertUsage
     ) -> None:
-        """The launches of a step in a rehearsal (triton/common/compiling.py). hidden: [T, H]; others as in `split`."""
+        """Make the launches of a step in a warm-up (triton/common/compiling.py). hidden: [T, H]; others as in
+        `split`.
+        """
         slots = torch.zeros(len(topk_ids), dtype=torch.int64, device=hidden.device)
         ids, _ = self.split(topk_ids, layer, usage, slots)
         base = torch.empty(hidden.shape, dtype=self.pool.device.dtype, device=hidden.device)

@@ -1,4 +1,4 @@
-"""How fast this machine copies experts and computes them: measured once on a model's own, then remembered.
+"""Measures how fast this machine copies experts and computes them: once on a model's own, then remembered.
 
 Takes a few hundred milliseconds, the compilation of GPU kernels aside. The result is kept in the user's cache folder,
 in a file per machine, shape of the model and number of threads. Knows an ExpertPrefill and a kernel; not models.
@@ -42,7 +42,7 @@ class CpuTimer:
         self.num_touched = min(kernel.num_experts, fitting)
 
     def inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, ids and weights such that each of num_touched experts gets `rows` rows, or nearly."""
+        """Return hidden states, ids and weights such that each of num_touched experts gets `rows` rows, or nearly."""
         tokens = max(self.num_touched * rows // self._top_k, 1)
         ids = torch.arange(tokens * self._top_k) % self.num_touched
         generator = torch.Generator().manual_seed(0)
@@ -50,7 +50,7 @@ class CpuTimer:
         return x, ids.view(tokens, self._top_k), torch.full((tokens, self._top_k), 1.0 / self._top_k)
 
     def seconds(self, rows: int, go_on: Callable[[int], bool] = lambda number: number < _REPEATS) -> float:
-        """The CPU's time for one expert with `rows` rows, the best of a few runs."""
+        """Return the CPU's time for one expert with `rows` rows, the best of a few runs."""
         arguments, best, number = self.inputs(rows), float("inf"), 0
         while number == 0 or go_on(number):
             began = self._clock()
@@ -61,7 +61,9 @@ class CpuTimer:
 
 
 def measure_rates(prefill: ExpertPrefill, cpu: CpuTimer, layer: int = 0) -> PrefillRates:
-    """The rates of one layer's experts. The CPU is timed alone and beside copies, copies while the CPU works."""
+    """Measure the rates of one layer's experts. The CPU is timed alone and beside copies, copies while the CPU
+    works.
+    """
     copy = prefill.copy_seconds(layer, 4, lambda is_done: None)
     alone, shared, copies = list[float](), list[float](), list[float]()
     for rows in _ROWS:
@@ -86,7 +88,7 @@ def measure_rates(prefill: ExpertPrefill, cpu: CpuTimer, layer: int = 0) -> Pref
 
 
 class RatesFile:
-    """Rates that were measured before. key: everything that they depend on, in JSON types."""
+    """File of rates that were measured before. key: everything that they depend on, in JSON types."""
 
     def __init__(self, key: Mapping[str, object], folder: Path | None = None) -> None:
         self._key = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
@@ -94,7 +96,7 @@ class RatesFile:
         self.path = (folder or user_cache_dir()) / "prefill-rates" / f"{name}.json"
 
     def read(self) -> PrefillRates | None:
-        """What the file holds, or None. A file that cannot be understood is a warning, and is written anew."""
+        """Return the rates in the file, or None. A file that cannot be understood is a warning, and is written anew."""
         try:
             text = self.path.read_text()
         except FileNotFoundError:
@@ -114,7 +116,7 @@ class RatesFile:
             return None
 
     def write(self, rates: PrefillRates) -> None:
-        """Keep them; a folder that cannot be written to is one logged line."""
+        """Write rates to the file; a folder that cannot be written to is one logged line."""
         text = json.dumps({"key": self._key, "rates": asdict(rates)})
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
@@ -126,7 +128,7 @@ class RatesFile:
 
 
 def describe_rates(rates: PrefillRates, threshold: int, expert_nbytes: int) -> str:
-    """One line for the log."""
+    """Return a line for the log about the rates and the threshold."""
     cpu = ", ".join(f"{1e6 * s:.0f}" for s in rates.cpu.seconds)
     rows = ", ".join(str(n) for n in rates.cpu.rows)
     start = "never" if threshold == NEVER else f"from {threshold} tokens of a step on"

@@ -36,7 +36,7 @@ _AT_ONCE = 64 << 20  # bytes of experts that are repacked together
 
 
 def why_not_on_gpu(layout: ExpertsLayout, activation: ActivationSpec | None) -> str | None:
-    """Why the kernels cannot run such experts, or None when they can; types of weights aside."""
+    """Return why the kernels cannot run such experts, or None when they can; types of weights aside."""
     if not layout.has_gate:
         return "they have no gate"
     return "no kernel computes their activation" if activation is None else None
@@ -48,12 +48,14 @@ def can_be_copied(qtype: WeightType) -> bool:
 
 
 def bias_nbytes(info: ExpertsInfo) -> int:
-    """Bytes of all experts' biases, fp32."""
+    """Return the bytes of all experts' biases, fp32."""
     return info.nbytes - sum(part.nbytes for part in (info.gate, info.up, info.down) if part is not None)
 
 
 def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
-    """Bytes on a GPU, biases included. Raises UnsupportedError for what the kernels do not read."""
+    """Return the bytes of a layer's experts on a GPU, biases included. Raises UnsupportedError for what the kernels do
+    not read.
+    """
     total, layouts = bias_nbytes(info), list[GpuLayout]()
     for part in (info.gate, info.up, info.down):
         if part is None:
@@ -102,7 +104,9 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool)
 
 @dataclass(frozen=True, slots=True)
 class GpuExperts:
-    """gate, up: E matrices [I, H]; down: E matrices [H, I]. epilogue: activation and biases."""
+    """The routed experts of one layer on a GPU. gate, up: E matrices [I, H]; down: E matrices [H, I]. epilogue:
+    activation and biases.
+    """
 
     device: Device
     gate: ExpertMatrices
@@ -118,7 +122,9 @@ class GpuExperts:
         return cls(device, gate, up, down, MoeEpilogue.of(weights, activation, device.torch_device))
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """x [T, H] of any float type, ids [T, K], weights fp32 [T, K], all on the device -> [T, H] of x's type."""
+        """Compute x [T, H] of any float type, ids [T, K], weights fp32 [T, K], all on the device -> [T, H] of
+        x's type.
+        """
         rows = x.to(self.device.matmul_dtype).contiguous()
         space = self.device.moe_workspace(rows, topk_ids.shape[1], self.up.slots, self.up, self.down)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -55,7 +55,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A forward that was issued.
+    """A forward of routed experts that was issued, for `collect`.
 
     output: on the device of the experts, None while it is computed in the order of a stream, or by GPU and CPU
     together in a large step (prefill); like: the input, which says where and in which type the result is wanted;
@@ -71,7 +71,7 @@ class Ticket:
 
 
 def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
-    """Shape and flags of a `transformers` experts module. Raises UnsupportedError for anything else."""
+    """Return shape and flags of a `transformers` experts module. Raises UnsupportedError for anything else."""
     down = getattr(module, "down_proj", None)
     has_gate = bool(getattr(module, "has_gate", hasattr(module, "gate_up_proj")))
     first = getattr(module, "gate_up_proj" if has_gate else "up_proj", None)
@@ -214,7 +214,7 @@ class KTransformersExperts(Operator):
         return needs
 
     def gpu_nbytes(self, source: WeightSource) -> int | None:
-        """Bytes that these experts would take on a GPU, or None when they cannot run on one."""
+        """Return the bytes that these experts would take on a GPU, or None when they cannot run on one."""
         if why_not_on_gpu(self.layout, self.activation) is not None:
             return None
         try:
@@ -223,7 +223,9 @@ class KTransformersExperts(Operator):
             return None  # a type that no kernel reads: they stay on the CPU
 
     def streamed_nbytes(self, source: WeightSource) -> tuple[int, int] | None:
-        """Bytes of one expert on the CPU and of all experts' biases; None when they cannot be streamed from there."""
+        """Return the bytes of one expert on the CPU and of all experts' biases; None when they cannot be streamed from
+        there.
+        """
         if self.device.is_gpu or why_not_on_gpu(self.layout, self.activation) is not None:
             return None
         info = self._find(source)
@@ -256,7 +258,9 @@ class KTransformersExperts(Operator):
             self.config.expert_stats.watch(self._kernel)
 
     def chosen(self, num_rows: int, top_k: int) -> Chosen | None:
-        """What a router on these experts' GPU fills for a step of so many rows; None where they are elsewhere."""
+        """Return what a router on these experts' GPU fills for a step of so many rows; None where they are
+        elsewhere.
+        """
         slots = None if self._gpu is None or self._layer < 0 else self.device.slots_of(num_rows)
         if slots is None:
             return None

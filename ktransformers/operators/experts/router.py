@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, and with which weight.
+"""Routers: the experts that a token goes to, and their weights.
 
 Families differ in how they score and choose (softmax or sigmoid, groups, correction bias). Which of these a router does
 is found by asking it (`recognize/router.py`); one that no kernel computes keeps its own forward, in which only the
@@ -37,7 +37,7 @@ _specs = WeakKeyDictionary[nn.Module, RouterSpec | None]()
 
 
 class KRouter(WrapperOperator):
-    """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out.
+    """Operator of any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out.
 
     Computes in fp32 on every device: a router is small, and a rounded score may choose another expert.
     """
@@ -95,25 +95,26 @@ class KRouter(WrapperOperator):
 
     @property
     def weight(self) -> torch.Tensor:
-        """fp32 [E, H]."""
+        """Weight of the router, fp32 [E, H]."""
         holder: Any = self.inner._modules.get(ROUTER_CHILD) or self.inner
         weight: torch.Tensor = holder.weight
         return weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """What moves the choice of experts, fp32 [E], or None."""
+        """Bias that moves the choice of experts, fp32 [E], or None."""
         return getattr(self.inner, CHOICE_BIAS, None)
 
     @property
     def logit_bias(self) -> torch.Tensor | None:
-        """What is added to the logits, fp32 [E], or None."""
+        """Bias that is added to the logits, fp32 [E], or None."""
         return getattr(self.inner, "bias", None)
 
     def route(
         self, rows: torch.Tensor, chosen: Chosen | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """(logits [T, E], weights [T, K], ids [T, K]) of rows [T, H] on its GPU, ids int32; None where no kernel does.
+        """Return (logits [T, E], weights [T, K], ids [T, K]) of rows [T, H] on the router's GPU, ids int32; None where
+        no kernel does.
 
         The rows may be of any float type: they are widened in registers. chosen: who wants to know of the choice.
         """

@@ -30,7 +30,7 @@ __all__ = ["KExpertLinear"]
 
 
 class KExpertLinear(Operator):
-    """One product [N, K] for each expert, by a tensor [E, N, K]: forward(rows [T, K], counts) -> [T, N].
+    """Products with one matrix [N, K] for each expert, in a tensor [E, N, K]: forward(rows [T, K], counts) -> [T, N].
 
     counts: rows of each expert, one expert's behind another's. Weights stay as they are in the file on the CPU, and are
     dense on a GPU.

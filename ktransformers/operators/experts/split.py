@@ -1,4 +1,4 @@
-"""Which experts of a layer a GPU computes from weights that are copied to it, and which the CPU computes meanwhile.
+"""Divides a layer's experts between a GPU, to which their weights are copied, and the CPU, which computes meanwhile.
 
 Pure: counts and rates in, a choice out. The copies and the CPU work at the same time, so a layer takes as long as the
 longer of the two; experts with many rows are copied, for a copy costs the same whatever the rows, and the others stay.
@@ -45,7 +45,7 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class CpuRate:
-    """What one expert costs the CPU when many are computed together, by its number of rows.
+    """The CPU's time for one expert when many are computed together, by its number of rows.
 
     rows: increasing, from 1. seconds: for so many rows. Between two points on a straight line, behind the last on the
     line through the last two, and never less for more rows: reading the weights costs the same for few rows, the
@@ -63,7 +63,7 @@ class CpuRate:
             raise ValueError(f"times must be positive: {self.seconds}")
 
     def of(self, counts: _Ints) -> _Floats:
-        """Seconds of experts with `counts` rows; nothing for an expert without rows."""
+        """Return the seconds of experts with `counts` rows; nothing for an expert without rows."""
         xs = np.asarray(self.rows, dtype=np.float64)
         ys = np.maximum.accumulate(np.asarray(self.seconds))
         times = np.interp(counts, xs, ys)
@@ -77,7 +77,7 @@ class CpuRate:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRates:
-    """What a machine needs for the experts of one shape.
+    """Seconds that a machine takes for the experts of one shape.
 
     copy: to bring one expert to the GPU. gpu_row: the GPU's time for one (token, expert) pair. cpu: on the CPU alone;
     shared_cpu: while copies take their part of the memory's bandwidth.
@@ -94,7 +94,7 @@ class PrefillRates:
 
 
 class CpuOverhead:
-    """What the CPU's part of a layer takes beside the products that CpuRate knows: learned while steps run.
+    """The time of the CPU's part of a layer beside the products that CpuRate knows: learned while steps run.
 
     Rows are converted on their way to the CPU's kernels and back, and memory is shared with copies that no measurement
     before the first request has seen. Kept by the row, apart for each power of two of a step's rows.
@@ -108,18 +108,18 @@ class CpuOverhead:
         self._per_row: dict[int, float] = {}
 
     def learn(self, rows: int, expected: float, took: float) -> None:
-        """A call with so many rows of a step was expected to take, and took, so many seconds."""
+        """Learn from a call with so many rows of a step that was expected to take, and took, so many seconds."""
         size, new = rows.bit_length(), (took - expected) / rows
         old = self._per_row.get(size, new)
         self._per_row[size] = old + self._WEIGHT * (new - old)
 
     def forget(self) -> None:
-        """A call went by without a part for the CPU."""
+        """Let what was learned decay: a call went by without a part for the CPU."""
         for size in self._per_row:
             self._per_row[size] *= self._KEPT
 
     def seconds(self, rows: int) -> float:
-        """For a step of so many rows; by the nearest size that was met, 0 before any was."""
+        """Return the overhead of a step of so many rows; by the nearest size that was met, 0 before any was."""
         if not self._per_row:
             return 0.0
         nearest = min(self._per_row, key=lambda size: abs(size - rows.bit_length()))
@@ -127,7 +127,7 @@ class CpuOverhead:
 
 
 class AheadShare:
-    """How much of what a layer copies is copied ahead of the next one's choice: as much as keeps the copies running.
+    """Share of a layer's copies that is made ahead of the next layer's choice: as much as keeps the copies running.
 
     A copy that nobody asked for yet is a guess, so that the share falls again where copies are still under way when the
     choice is made.
@@ -139,14 +139,15 @@ class AheadShare:
         self.value = 0.5
 
     def learn(self, is_idle: bool) -> None:
-        """is_idle: whether all copies were through when the choice was made."""
+        """Raise or lower the share. is_idle: whether all copies were through when the choice was made."""
         self.value = min(max(self.value * (self._UP if is_idle else self._DOWN), self._LEAST), self._MOST)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The GPU's experts (those that are there first, then those to copy, in order of their numbers); the rest is the
-    CPU's. seconds: what the layer is expected to take."""
+    """The GPU's experts of a layer (those that are there first, then those to copy, in order of their numbers); the
+    rest is the CPU's. seconds: what the layer is expected to take.
+    """
 
     there: tuple[int, ...]
     copied: tuple[int, ...]
@@ -160,7 +161,7 @@ class Split:
 def choose_split(
     counts: _Ints, rates: PrefillRates, there: Sequence[int] = (), ahead: float = 0.0, overhead: float = 0.0
 ) -> Split:
-    """The fastest split by the rates among those that give the GPU the experts with most rows.
+    """Return the fastest split by the rates among those that give the GPU the experts with most rows.
 
     counts: int64 [E], rows of each expert. there: experts that are on the GPU, or on their way, which takes `ahead`
     more seconds; they are used, or nothing is. overhead: seconds that the CPU's part takes beside its products,
@@ -186,8 +187,9 @@ def choose_split(
 
 
 def even_counts(num_tokens: int, top_k: int, num_experts: int) -> _Ints:
-    """Rows of each expert when num_tokens take top_k experts each as evenly as chance spreads them: the quantiles of
-    the Poisson distribution that has the same mean."""
+    """Return the rows of each expert when num_tokens take top_k experts each as evenly as chance spreads them: the
+    quantiles of the Poisson distribution that has the same mean.
+    """
     mean = num_tokens * top_k / num_experts
     most = int(mean + 8.0 * mean**0.5 + 8.0)
     logs = np.concatenate(([0.0], np.log(np.arange(1, most + 1)))).cumsum()
@@ -197,7 +199,7 @@ def even_counts(num_tokens: int, top_k: int, num_experts: int) -> _Ints:
 
 
 def threshold_of(rates: PrefillRates, top_k: int, num_experts: int) -> int:
-    """Fewest rows of a step from which copying some experts is worth it; NEVER when it never is."""
+    """Return the fewest rows of a step from which copying some experts is worth it; NEVER when it never is."""
     threshold = NEVER
     for num_tokens in reversed(_SIZES):
         counts = even_counts(num_tokens, top_k, num_experts)

@@ -1,4 +1,4 @@
-"""Room on a GPU through which experts that rest in the CPU's memory pass in groups.
+"""Buffers on a GPU through which experts that rest in the CPU's memory pass in groups.
 
 A few buffers are used in turn: a group is copied into one while the GPU computes with those before it. A group's
 matrices stand side by side, projection by projection, as they lie in the CPU's memory. Knows the bytes of experts
@@ -28,14 +28,14 @@ _PARTS = 3  # gate, up, down
 
 @dataclass(frozen=True, slots=True)
 class StagingSize:
-    """num_buffers of nbytes each."""
+    """Size of the staging buffers: num_buffers of nbytes each."""
 
     num_buffers: int
     nbytes: int
 
     @classmethod
     def of(cls, expert_nbytes: int, num_experts: int, budget: int) -> StagingSize | None:
-        """What suits experts of this size within `budget` bytes, or None when that is too little to be of use.
+        """Return what suits experts of this size within `budget` bytes, or None when that is too little to be of use.
 
         Eight buffers of 64 MiB keep a copy engine busy for some 10 ms, longer than attention takes; not more than two
         layers.
@@ -97,11 +97,11 @@ class HostExperts:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for layers whose experts can use the same views of a buffer."""
+        """Key that is equal for layers whose experts can use the same views of a buffer."""
         return tuple((part.qtype, part.rows, part.cols, part.layout) for part in self.projections)
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(address, bytes) of all matrices."""
+        """Return (address, bytes) of all matrices."""
         return [(address, part.nbytes) for part in self.projections for address in part.addresses]
 
 
@@ -115,7 +115,7 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Experts of one layer in a buffer, expert i of them in slot i; `ready` is the mark of its copies."""
+    """Experts of one layer in a staging buffer, expert i of them in slot i; `ready` is the mark of its copies."""
 
     experts: tuple[int, ...]
     matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]
@@ -124,7 +124,7 @@ class Group:
 
 
 class Staging:
-    """The buffers on one device. Raises CapacityError when they do not fit."""
+    """The staging buffers on one device. Raises CapacityError when they do not fit."""
 
     def __init__(self, size: StagingSize, device: torch.device, copies: CopyQueue) -> None:
         self.size, self.copies = size, copies
@@ -140,14 +140,14 @@ class Staging:
         self._views: dict[object, tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]] = {}
 
     def capacity(self, experts: HostExperts) -> int:
-        """Experts of a layer that one buffer holds. Raises ValueError when it holds none."""
+        """Return how many experts of a layer one buffer holds. Raises ValueError when it holds none."""
         count = self.size.nbytes // (experts.expert_nbytes + _PARTS * _ALIGNED)
         if count < 1:
             raise ValueError(f"an expert of {experts.expert_nbytes} bytes does not fit into {self.size.nbytes}")
         return count
 
     def bring(self, source: HostExperts, experts: Sequence[int]) -> Group:
-        """Put the copies of some experts, in the order of their numbers, into the buffer whose turn it is.
+        """Enqueue the copies of some experts, in the order of their numbers, into the buffer whose turn it is.
 
         What was in that buffer before must have been used, that is, `done` called or given up.
         """
@@ -168,11 +168,13 @@ class Staging:
         return Group(tuple(experts), matrices, self.copies.mark(), buffer)
 
     def done(self, group: Group) -> None:
-        """All that reads the group is launched."""
+        """Free the group's buffer once all that was launched so far, and reads it, is done."""
         group.buffer.free = self.copies.compute_mark()
 
     def matrices(self, source: HostExperts) -> list[tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]]:
-        """Of every buffer, as `bring` hands them out for such experts; what they hold is anybody's."""
+        """Return the matrices of every buffer as `bring` returns them for such experts; their contents are
+        undefined.
+        """
         return [self._matrices(source, number) for number in range(self.size.num_buffers)]
 
     def _matrices(self, source: HostExperts, number: int) -> tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]:

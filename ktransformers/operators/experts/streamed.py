@@ -65,13 +65,15 @@ class PrefillShape:
     max_rows: int
 
     def workspace_nbytes(self) -> int:
-        """Bytes on the GPU between the products of a step: values of 2 bytes."""
+        """Return the bytes on the GPU between the products of a step: values of 2 bytes."""
         return self.max_rows * self.top_k * (self.hidden_size + self.intermediate_size) * 2
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTicket:
-    """A forward that was issued. of_gpu: its part [T, H], None when it has none; has_cpu: whether the CPU has one."""
+    """A forward of an ExpertPrefill that was issued. of_gpu: its part [T, H], None when it has none; has_cpu: whether
+    the CPU has one.
+    """
 
     of_gpu: torch.Tensor | None
     has_cpu: bool
@@ -176,13 +178,15 @@ class ExpertPrefill:
         self.last_split: Split | None = None
 
     def add_layer(self, kernel: MoeKernel) -> int:
-        """The number under which `submit` knows a layer; layers are added in the order in which steps run them."""
+        """Add a layer; return the number under which `submit` knows it; layers are added in the order in which steps
+        run them.
+        """
         epilogue = MoeEpilogue.of(kernel.weights, kernel.activation, self.device.torch_device)
         self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel), kernel.layer, epilogue))
         return len(self._layers) - 1
 
     def takes(self, num_rows: int) -> bool:
-        """Whether a step of so many rows is run here."""
+        """Whether a step of so many rows is run by streaming experts."""
         return self.threshold <= num_rows <= self.shape.max_rows
 
     def submit(
@@ -237,7 +241,9 @@ class ExpertPrefill:
             self._overhead.learn(call.rows, call.expected, self._cpu.busy_seconds - call.busy)
 
     def warm_up(self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
-        """The launches of `submit` in a rehearsal (kernels.triton.common.compiling), without experts on their way."""
+        """Make the launches of `submit` in a warm-up (kernels.triton.common.compiling), without experts on
+        their way.
+        """
         host, shape = self._layers[layer].host, self.shape
         rows = hidden.to(self.device.matmul_dtype).contiguous()
         ids = torch.zeros(topk_ids.shape, dtype=torch.int32, device=rows.device)
@@ -249,7 +255,7 @@ class ExpertPrefill:
         moe_sum(ranks, torch.empty_like(hidden), space, shape.num_experts)
 
     def collect(self, ticket: PrefillTicket) -> torch.Tensor:
-        """The result [T, H] of the last `submit`, in the type of its input. Its stream waits for the CPU."""
+        """Return the result [T, H] of the last `submit`, in the type of its input. Its stream waits for the CPU."""
         like = ticket.like
         if not ticket.has_cpu:
             assert ticket.of_gpu is not None
@@ -337,13 +343,14 @@ class ExpertPrefill:
         return space, block
 
     def group_size(self, layer: int) -> int:
-        """Experts of a full group."""
+        """Return the number of experts of a full group."""
         host = self._layers[layer].host
         return min(self._staging.capacity(host), host.num_experts)
 
     def copy_seconds(self, layer: int, num_groups: int, meanwhile: Callable[[Callable[[], bool]], None]) -> float:
-        """The time that an expert's copy takes. meanwhile: called while num_groups groups are copied, with a function
-        that says whether they are done."""
+        """Return the time that an expert's copy takes. meanwhile: called while num_groups groups are copied, with a
+        function that says whether they are done.
+        """
         host, count = self._layers[layer].host, self.group_size(layer)
         first = self._copies.mark()
         for number in range(num_groups):
@@ -354,7 +361,7 @@ class ExpertPrefill:
         return self._copies.seconds_between(first, last) / (num_groups * count)
 
     def gpu_seconds(self, layer: int, repeats: int = 3) -> float:
-        """The GPU's time for one (token, expert) pair of a step of many rows; the first run of all compiles."""
+        """Return the GPU's time for one (token, expert) pair of a step of many rows; the first run of all compiles."""
         shape, host, count = self.shape, self._layers[layer].host, self.group_size(layer)
         epilogue = self._layers[layer].epilogue
         group = self._staging.bring(host, range(count))
@@ -397,23 +404,25 @@ def _cut(experts: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLayer:
-    """One layer of an ExpertPrefill, as its experts operator holds it."""
+    """A layer of an ExpertPrefill, as its experts operator holds it."""
 
     prefill: ExpertPrefill
     number: int
 
     def submit(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PrefillTicket | None:
-        """See ExpertPrefill.submit; None for a step that is not run here. hidden: [..., H] on the layer's device."""
+        """Issue the layer's forward as ExpertPrefill.submit does; None for a step that is not run here. hidden: [...,
+        H] on the layer's device.
+        """
         rows = hidden.view(-1, hidden.shape[-1])
         if rows.device != self.prefill.device.torch_device or not self.prefill.takes(rows.shape[0]):
             return None
         return self.prefill.submit(self.number, rows.contiguous(), topk_ids, topk_weights)
 
     def warm_up(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
-        """See ExpertPrefill.warm_up; nothing for a step that is not run here."""
+        """Warm the layer up as ExpertPrefill.warm_up does; nothing for a step that is not run here."""
         if hidden.device == self.prefill.device.torch_device and self.prefill.takes(hidden.shape[0]):
             self.prefill.warm_up(self.number, hidden, topk_ids)
 
     def collect(self, ticket: PrefillTicket, like: torch.Tensor) -> torch.Tensor:
-        """The result in the shape of `like`."""
+        """Return the result of `submit` in the shape of `like`."""
         return self.prefill.collect(ticket).view(like.shape)

@@ -86,12 +86,12 @@ def _inner(module: nn.Module) -> nn.Module:
 
 
 def layer_of(layer: nn.Module) -> int:
-    """The number of a decoder layer in the model."""
+    """Return the number of a decoder layer in the model."""
     return layer_number(_inner(layer.get_submodule(mixer_of(layer))))
 
 
 def mixer_of(layer: nn.Module) -> str:
-    """The name of the part that brings positions together."""
+    """Return the name of the part of a layer that brings positions together."""
     return next(name for name in _MIXERS if _child(layer, name) is not None)
 
 
@@ -271,7 +271,7 @@ class FusedLayer(nn.Module):
 
     @property
     def is_native(self) -> bool:
-        """Whether none of its modules runs."""
+        """Whether the layer runs in native calls alone, and none of its modules runs."""
         return self.attention is not None and self.feed_forward is not None
 
     @override
@@ -311,7 +311,7 @@ class FusedLayer(nn.Module):
         self.attention.forward(rows, cache, self.attention_step(context, kwargs), self.pool, self.memory)
 
     def attention_step(self, context: ForwardContext, kwargs: dict[str, Any]) -> AttentionStep:
-        """What layers that are handed the same angles share."""
+        """Return the attention's rows and angles of a step, shared by layers that are given the same angles."""
         if isinstance(self.attention, LatentLayer):
             return _latent_step(self.inner.get_submodule(self.mixer), context, kwargs.get("position_embeddings"))
         cos, sin = kwargs["position_embeddings"]
@@ -441,7 +441,8 @@ class _OneState(StateCache):
 def watch_step(
     model: nn.Module, shapes: list[LayerShape], pool: WorkerPool, last: int = PROBE_ROWS - 1
 ) -> list[LayerCall]:
-    """What the layers of a model that is all on the CPU are handed in a step that ends with position `last`.
+    """Watch a step that ends with position `last`: return the arguments of each layer of a model that is all on the
+    CPU.
 
     Errors as observe_step.
     """

@@ -85,11 +85,11 @@ class LayerStack(nn.Module):
         keep_attention_type(self, layers[0])
 
     def part(self, first: int, last: int) -> LayerStack:
-        """The layers from `first` to before `last` as a stack of their own."""
+        """Return the layers from `first` to before `last` as a stack of their own."""
         return LayerStack(list(self.layers[first:last]), self._parts[first:last], self.first + first, self.device)
 
     def picked(self, numbers: Sequence[int]) -> LayerStack:
-        """Layers of the stack, by their places in it, as one that is not timed: at least one."""
+        """Return layers of the stack, by their places in it, as one that is not timed: at least one."""
         parts = [self._parts[i] for i in numbers]
         return LayerStack([self.layers[i] for i in numbers], parts, self.first, self.device)
 

@@ -1,4 +1,4 @@
-"""Hyper-connections (DeepSeek-V4, arXiv 2512.24880): how several streams of hidden states become the input of a block.
+"""Hyper-connections (DeepSeek-V4, arXiv 2512.24880): several streams of hidden states become the input of a block.
 
     N streams of a token, each of H columns
 
@@ -23,7 +23,7 @@ __all__ = ["KHyperConnection"]
 
 
 class KHyperConnection(WrapperOperator):
-    """What collapses streams [1, T, N, H]: those that enter a block, or those behind the last layer."""
+    """Operator that collapses streams [1, T, N, H]: those that enter a block, or those behind the last layer."""
 
     OPS: ClassVar[dict[str, str]] = {
         "KHyperTriton": "two Triton kernels",
@@ -44,7 +44,7 @@ class KHyperConnection(WrapperOperator):
 
     @override
     def forward(self, streams: torch.Tensor) -> Any:
-        """What the module returns: how a block's result is mixed with the streams, and its input [1, T, H]."""
+        """Return what the module returns: how a block's result is mixed with the streams, and its input [1, T, H]."""
         x, inner = self.device.to_device(streams), self.inner
         if self.spec is None:
             return inner(x)

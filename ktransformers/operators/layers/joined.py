@@ -1,4 +1,4 @@
-"""Which neighbouring layers one module may compute, and what is left in the places of the others."""
+"""Finds the neighbouring layers that one module may compute, and fills the places of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Done", "handed"]
 
 
 class Done(nn.Module):
-    """In the place of a layer that a stack before it has computed."""
+    """Placeholder for a layer that a stack before it has computed."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -27,7 +27,7 @@ class Done(nn.Module):
 
 
 def handed(calls: Sequence[LayerCall]) -> list[int]:
-    """By layer, the first one that was handed the same."""
+    """Return, for each layer, the first layer that was given the same arguments."""
     return [next(first for first in range(i + 1) if _is_same(calls[first], calls[i])) for i in range(len(calls))]
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class KModel(WrapperOperator):
-    """The `model` of a causal LM.
+    """Operator of the `model` of a causal LM.
 
     transfer_map: {layer index: device}: what `cuda` means from that layer on (optimize/layer_devices). Hidden states
     follow the layers. On the CPU alone all devices are one, so that a pipeline over several GPUs runs as a plain loop.

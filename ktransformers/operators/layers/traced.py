@@ -1,4 +1,4 @@
-"""One real step of a loaded model, watched: what each decoder layer is handed, and what its attention asks for.
+"""Traces one real step of a loaded model: the arguments of each decoder layer, and what its attention asks for.
 
 The model's own code decides both, by rules that differ from family to family: which angles a layer gets, whether it has
 a window, how often it calls attention. Watching one step finds them without knowing families, and runs everything once
@@ -57,7 +57,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a module asks of attention. window: positions that a row sees, itself included; 0: all.
+    """Arguments of one call of attention by a module. window: positions that a row sees, itself included; 0: all.
 
     chunk: positions come in chunks of so many, and a row sees those of its own; 0: they do not. has_factors: queries
     are multiplied by what follows from their positions. is_sparse: an indexer chooses among them.
@@ -74,7 +74,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class LayerCall:
-    """One call of a decoder layer. kwargs: as the model gave them, without mask and context.
+    """A call of a decoder layer. kwargs: as the model gave them, without mask and context.
 
     mask: what the model's mask for this layer allows; None when it made none. reads: layers of the cache that it asked
     for, as all attention of ours does.
@@ -127,26 +127,26 @@ def _stand_in(*args: object, mask_function: MaskFunction, **kwargs: object) -> _
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a causal LM of `transformers`, in order; empty when it keeps them in another way."""
+    """Return the layers of a causal LM of `transformers`, in order; empty when it keeps them in another way."""
     return list(layer_list(model) or ())
 
 
 def layer_list(model: nn.Module) -> nn.ModuleList | None:
-    """The list that a causal LM of `transformers` keeps its decoder layers in."""
+    """Return the list that a causal LM of `transformers` keeps its decoder layers in."""
     base = getattr(model, "model", getattr(model, "backbone", None))
     layers = getattr(getattr(base, "inner", base), "layers", None)  # an operator may stand in for the layer loop
     return layers if isinstance(layers, nn.ModuleList) else None
 
 
 def keep_attention_type(stand_in: nn.Module, layer: nn.Module) -> None:
-    """Let what stands in for a layer name its kind of attention: some models choose a mask by it."""
+    """Give what stands in for a layer the name of its kind of attention: some models choose a mask by it."""
     for name in ("attention_type", "block_type"):
         if hasattr(layer, name):
             setattr(stand_in, name, getattr(layer, name))
 
 
 def hand_contexts_on(model: nn.Module) -> int:
-    """Give attention the step's context in layers that keep their keywords to themselves; how many layers do.
+    """Pass attention the step's context in layers that do not pass their keywords on; return how many layers do not.
 
     model: with its operators in place.
     """
@@ -157,7 +157,7 @@ def hand_contexts_on(model: nn.Module) -> int:
 
 
 def hand_contexts_down(model: nn.Module) -> None:
-    """Give layers the step's context in models that keep their keywords to themselves."""
+    """Pass layers the step's context in models that do not pass their keywords on."""
     given: list[ForwardContext] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -186,7 +186,8 @@ def _hand_on(layer: nn.Module, attention: nn.Module) -> None:
 
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
-    """A step of `rows` tokens of one sequence behind `past` random keys, values and states, on a cache of its own.
+    """Return a step of `rows` tokens of one sequence behind `past` random keys, values and states, on a cache of its
+    own.
 
     It rounds nothing, whatever type the shapes have: what is compared there differs by rounding of sums only.
     """
@@ -313,7 +314,9 @@ def _attention_named(model: nn.Module, function: Callable[..., Any]) -> Iterator
 
 
 def failing_module(model: nn.Module, error: BaseException) -> str | None:
-    """The innermost module of `model` in which an error came up, by name and class; None when it was outside of all."""
+    """Return the innermost module of `model` in which an error came up, by name and class; None when it was outside of
+    all.
+    """
     names = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
     trace, found = error.__traceback__, None
     while trace is not None:

@@ -27,8 +27,8 @@ __all__ = ["KEmbedding"]
 
 
 class KEmbedding(Operator):
-    """`nn.Embedding`: int64 [...] in, [..., H] out on its device. Subclasses of nn.Embedding that do more than to
-    multiply what they look up run their own forward.
+    """Operator of `nn.Embedding`: int64 [...] in, [..., H] out on its device. Subclasses of nn.Embedding that do more
+    than to multiply what they look up run their own forward.
 
     On a GPU the table is dense.
     """

@@ -51,7 +51,7 @@ class PairMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ColumnsOf:
-    """What one layer's product is of a joined matrix's. columns: its share of the joined result."""
+    """Product of a single layer, as columns of a joined matrix's product. columns: its share of the joined result."""
 
     whole: GpuMatrix
     columns: slice
@@ -166,7 +166,7 @@ class JoinedLinears:
 
     @property
     def num_products(self) -> int:
-        """How many products a call computes."""
+        """Number of products that a call computes."""
         return len(self.modules) - sum(len(group.members) - 1 for group in self._groups)
 
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -180,7 +180,9 @@ class JoinedLinears:
 
 
 def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors [T, N] as one [T, sum of N]: a view where they are neighbouring columns of one result, else a copy."""
+    """Return tensors [T, N] as one [T, sum of N]: a view where they are neighbouring columns of one result, else a
+    copy.
+    """
     first, at = parts[0], parts[0].storage_offset()
     for part in parts:
         is_beside = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -197,7 +199,9 @@ def _give_away(modules: Sequence[nn.Module], whole: GpuMatrix, columns: Sequence
 
 
 class GatedLinears:
-    """act(gate(x)) * up(x): [T, K] in, [T, I] out, in one launch where both are quantized in one type."""
+    """A gate and an up projection, act(gate(x)) * up(x): [T, K] in, [T, I] out, in one launch where both are quantized
+    in one type.
+    """
 
     def __init__(self, gate: nn.Module, up: nn.Module, spec: ActivationSpec):
         self.spec = spec

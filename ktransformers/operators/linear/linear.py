@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class KTransformersLinear(Operator):
-    """`nn.Linear` with a weight that stays quantized: [..., K] in, [..., N] out, of the type of its input.
+    """Operator of `nn.Linear` with a weight that stays quantized: [..., K] in, [..., N] out, of the type of its input.
 
     On the CPU every op name runs as KLinearCPUInfer, the native kernel, which reads every type; the same arithmetic in
     both phases keeps a token's result independent of the step's size, unless cpu_prefill (rule file, else
@@ -91,7 +91,7 @@ class KTransformersLinear(Operator):
         return None if self._weight is None else (self._weight, self._bias)
 
     def give_away(self, share: GpuMatrix) -> None:
-        """The weight is part of a larger matrix now, and this layer's product a share of that one's."""
+        """Replace the weight by a share of a larger matrix, which holds it now and makes this layer's product."""
         self._matrix = share
 
     @override

@@ -47,7 +47,7 @@ _PIECE = 1 << 26  # weights widened at once
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrix:
-    """weight: [N, K] in the device's type; bias: [N] in it, or None."""
+    """A dense matrix on a GPU. weight: [N, K] in the device's type; bias: [N] in it, or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -59,7 +59,7 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """data: the matrix [rows, cols] in `layout`; bias: fp32 [rows] or None."""
+    """A quantized matrix on a GPU. data: the matrix [rows, cols] in `layout`; bias: fp32 [rows] or None."""
 
     device: Device
     data: torch.Tensor
@@ -85,7 +85,7 @@ class QuantizedMatrix:
 
 
 class GpuMatrix(Protocol):
-    """A matrix [N, K] on a GPU that multiplies."""
+    """A matrix [N, K] on a GPU: called with x [T, K], it returns [T, N]."""
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """x [T, K] -> [T, N]."""
@@ -102,7 +102,7 @@ def takes_fp8(rows: int, cols: int) -> bool:
 
 
 def gpu_nbytes(qtype: WeightType, shape: tuple[int, int], device: Device, is_dense_wanted: bool) -> int:
-    """Bytes on the GPU of a matrix of this shape."""
+    """Return the bytes on the GPU of a matrix of this shape."""
     rows, cols = shape
     if not stays_quantized(qtype, is_dense_wanted):
         return rows * cols * device.dtype.itemsize
@@ -110,14 +110,14 @@ def gpu_nbytes(qtype: WeightType, shape: tuple[int, int], device: Device, is_den
 
 
 def gpu_layout(qtype: WeightType, rows: int, cols: int) -> GpuLayout:
-    """Of matrices that rest on a GPU."""
+    """Return the layout of a matrix that rests on a GPU."""
     if qtype in CPU_PACKED_TYPES:
         return GpuLayout.CPU_PACKED
     return GpuLayout.PLANES if can_repack(qtype, rows, cols) else GpuLayout.ROWS
 
 
 def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.Tensor:
-    """`weight` on `device` in its type, with the weight's shape; widened on the CPU piece by piece."""
+    """Return `weight` on `device` in its type, with the weight's shape; widened on the CPU piece by piece."""
     if weight.qtype in _FLOATS:
         dtype = _FLOATS[weight.qtype]
         if dtype == device.dtype:
@@ -132,7 +132,7 @@ def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.T
 
 
 def to_gpu_layout(weight: RawTensor | Fp8Matrix, device: Device, pool: WorkerPool) -> torch.Tensor:
-    """The bytes of a matrix [N, K] on the device, in the layout that `gpu_layout` says."""
+    """Return the bytes of a matrix [N, K] on the device, in the layout that `gpu_layout` says."""
     if isinstance(weight, Fp8Matrix):
         values = upload([weight.values], device.torch_device, pool).view(weight.shape)
         return repack_fp8(Fp8Matrix(values, weight.scales.to(device.torch_device)))

@@ -22,7 +22,9 @@ __all__ = ["KMLP"]
 
 
 class KMLP(WrapperOperator):
-    """A dense MLP of any family: fp32 [..., H] in and out. Blocks of another make keep their own forward."""
+    """Operator of a dense MLP of any family: fp32 [..., H] in and out. Blocks of another make keep their own
+    forward.
+    """
 
     OPS: ClassVar[dict[str, str]] = {
         "KMLPNative": "activation and product fused in one native kernel",
@@ -34,7 +36,9 @@ class KMLP(WrapperOperator):
     @classmethod
     @override
     def is_for(cls, module: nn.Module) -> bool:
-        """Blocks of routed experts are called so too, and return more than their rows."""
+        """Whether a module is a dense MLP: blocks of routed experts are called so too, and return more than
+        their rows.
+        """
         return {name for name, _ in module.named_children()} >= cls.PARTS - {"act_fn"}
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):

@@ -47,7 +47,7 @@ _SHARE = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class CpuProducts:
-    """How an operator's matrices are multiplied on the CPU.
+    """Types in which an operator's matrices are multiplied on the CPU.
 
     wants_bf16: quantized ones with many rows in bf16, see PackedTensor. takes_bf16: whether activations in front of
     BF16 ones may be rounded to bf16.
@@ -63,7 +63,7 @@ class CpuProducts:
     def of(
         cls, key: str, config: OperatorConfig, cpu_prefill: str | None = None, cpu_bf16: str | None = None
     ) -> CpuProducts:
-        """For the operator `key`: what the rule file says, or else what holds for all.
+        """Return the types for the operator `key`: what the rule file says, or else what holds for all.
 
         Routers, where rounding sends tokens to other experts, and attention's projections take no bf16 unless it says
         so. Raises UnsupportedError for values that there are not.
@@ -77,7 +77,7 @@ class CpuProducts:
 
 
 def resident_nbytes(info: TensorInfo, products: CpuProducts) -> int:
-    """Resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `pack_matrix`."""
+    """Return the resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `pack_matrix`."""
     if len(info.shape) < 2 or (info.resident_type is QuantType.BF16 and not products.takes_bf16):
         return info.nbytes
     is_fp8 = info.resident_type is OwnType.F8_E4M3
@@ -93,7 +93,7 @@ _DEFAULT = CpuProducts()
 def pack_matrix(
     weight: RawTensor | Fp8Matrix, pool: WorkerPool, products: CpuProducts = _DEFAULT
 ) -> RawTensor | PackedTensor:
-    """A matrix [N, K] as the kernels want it."""
+    """Pack a matrix [N, K] as the kernels want it."""
     if isinstance(weight, RawTensor) and not _is_packed(weight, pool, products.takes_bf16):
         return weight
     wants_bf16 = _takes_bf16(products, weight.qtype)
@@ -168,7 +168,7 @@ def _projection(
 def pack_experts(
     weights: ExpertWeights, pool: WorkerPool, products: CpuProducts = _DEFAULT, *, is_pinned: bool = False
 ) -> ExpertWeights:
-    """The experts of one layer as the kernels want them.
+    """Pack the experts of one layer as the kernels want them.
 
     is_pinned: whether their memory is to be pinned for a GPU. Those that stay as they are in the memory map of a file,
     which cannot be, are then copied out of it.

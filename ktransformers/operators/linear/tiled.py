@@ -18,7 +18,7 @@ class TiledInput(nn.Module):
 
     @override
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [..., heads x run], heads in the module's order."""
+        """Return the projection of rows [..., heads x run], whose heads are in the module's order."""
         heads = rows.reshape(*rows.shape[:-1], self.key_heads, -1, self.run)
         out: torch.Tensor = self.linear(heads.transpose(-3, -2).reshape(rows.shape))
         return out

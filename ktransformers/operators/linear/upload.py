@@ -19,7 +19,7 @@ _PIECE = 32 << 20
 
 
 def upload(parts: Sequence[torch.Tensor], device: torch.device, pool: WorkerPool) -> torch.Tensor:
-    """uint8 `parts` side by side in a new tensor [bytes] on the device, perhaps still on their way on its stream.
+    """Copy uint8 `parts` side by side to a new tensor [bytes] on the device, perhaps still on their way on its stream.
 
     All threads of the pool read the parts, those of mapped files from the file. They pass through pinned memory, which
     torch gives to another piece when the copy out of it is done, so that the one is copied while the next is read.

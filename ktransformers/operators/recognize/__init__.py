@@ -1,1 +1,3 @@
-"""What modules of `transformers` compute, found by asking them: `probe` says how, the others what is looked for."""
+"""Recognizes what modules of `transformers` compute by running them: `probe` says how, the others what is
+looked for.
+"""

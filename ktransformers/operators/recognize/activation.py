@@ -1,4 +1,4 @@
-"""Which activation a module computes, alone or between the projections of experts."""
+"""Recognizes the activation that a module computes, alone or between the projections of experts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _gated(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
 
 @recognizer("an activation that kernels compute", logging.DEBUG)  # every kind of module is asked
 def recognize_activation(module: nn.Module) -> ActivationSpec:
-    """The activation that `module` computes element by element; None for another one, or anything else."""
+    """Return the activation that `module` computes element by element; None for another one, or anything else."""
     if any(True for _ in module.children()) or any(True for _ in module.parameters()):
         raise NotRecognized("it holds other modules or weights")
     rows = _rows(_COLS)
@@ -60,7 +60,9 @@ def recognize_activation(module: nn.Module) -> ActivationSpec:
 
 
 def expert_activation(module: nn.Module, layout: ExpertsLayout) -> Callable[[Tensor], Tensor]:
-    """An experts module's own: [..., 2 I] -> [..., I] with a gate, else of [..., I]. Does not make it a child."""
+    """Return an experts module's own activation: [..., 2 I] -> [..., I] with a gate, else of [..., I]. Does not make it
+    a child.
+    """
     if not layout.has_gate or hasattr(module, "_apply_gate"):
         return lambda rows: getattr(module, "_apply_gate" if layout.has_gate else "act_fn")(rows)
     return lambda rows: module.act_fn(rows[..., : rows.shape[-1] // 2]) * rows[..., rows.shape[-1] // 2 :]  # type: ignore[operator]
@@ -79,7 +81,7 @@ class _Product(nn.Module):
 
 @recognizer("a feed-forward block of gate, up and down")
 def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
-    """The activation of a block that computes down(act(gate(x)) * up(x)), clamped or not; None for others.
+    """Return the activation of a block that computes down(act(gate(x)) * up(x)), clamped or not; None for others.
 
     Its projections are gate_proj, up_proj and down_proj, and its activation act_fn.
     """
@@ -111,7 +113,9 @@ def _forward_of_one(module: nn.Module, rows: Tensor) -> Tensor:
 
 @recognizer("an experts module whose activation kernels compute", logging.DEBUG)  # the operator warns
 def recognize_expert_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec:
-    """What an experts module of `transformers` computes between its projections; None where no kernel does."""
+    """Return the activation between the projections of an experts module of `transformers`; None where no kernel has
+    it.
+    """
     rows = _rows(2 * _COLS if layout.has_gate else _COLS)
     if layout.has_gate and not hasattr(module, "_apply_gate"):
         want = answer(lambda: _forward_of_one(module, rows))

@@ -1,4 +1,5 @@
-"""What an attention module of grouped queries does between its projections: norms, rotation, what it asks for.
+"""Recognizes what an attention module of grouped queries does between its projections: norms, rotation, its call of
+attention.
 
 Its own forward runs on made-up projections, with an attention function that records what it is given.
 """
@@ -39,7 +40,7 @@ _NORM_NAMES = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 
 
 class NormPlace(Enum):
-    """What the norms of queries and keys normalize."""
+    """Places of the norms of queries and keys: what they normalize."""
 
     HEADS = "each head, before the rotation"
     ROTATED = "each head, after it"
@@ -58,7 +59,7 @@ class QueryNorms:
 
 @dataclass(frozen=True, slots=True)
 class GqaSpec:
-    """What a module's attention needs to know.
+    """Numbers and flags of an attention module of grouped queries.
 
     is_interleaved: whether columns 2 i and 2 i + 1 of a head are rotated together, rather than i and i + P / 2.
     has_sinks: whether each head has a sink, the module's parameter `sinks`. has_gate: whether q_proj gives each head
@@ -78,7 +79,7 @@ class GqaSpec:
     has_gate: bool = False
 
     def shape(self, dtype: torch.dtype) -> GqaShape | None:
-        """Of its attention over a cache of `dtype`; None with sinks, which a GqaShape has not."""
+        """Return the shape of the attention over a cache of `dtype`; None with sinks, which a GqaShape has not."""
         if self.has_sinks:
             return None
         return GqaShape(self.num_heads, self.num_kv_heads, self.head_dim, dtype, self.scale, self.window, self.softcap)
@@ -86,13 +87,15 @@ class GqaSpec:
 
 @dataclass(frozen=True, slots=True)
 class TemperatureSpec:
-    """Queries at position p are multiplied by 1 + scale log(1 + floor((p + 1) / step)) (arXiv 2501.19399)."""
+    """Temperature of queries: those at position p are multiplied by 1 + scale log(1 + floor((p + 1) / step)) (arXiv
+    2501.19399).
+    """
 
     step: float
     scale: float
 
     def factors(self, count: int, first: int = 0) -> Tensor:
-        """Of `count` positions from `first` on, fp32."""
+        """Return the factors of `count` positions from `first` on, fp32."""
         positions = torch.arange(first, first + count, dtype=torch.float64)
         return (1 + self.scale * torch.log1p(torch.floor((positions + 1) / self.step))).float()
 
@@ -146,7 +149,9 @@ def _record(
 
 @recognizer("attention of grouped queries as kernels compute it")
 def recognize_attention(module: nn.Module) -> GqaSpec:
-    """What `module`'s own forward computes; None when that is something else (other gates, norms or rotations)."""
+    """Return what `module`'s own forward computes; None when that is something else (other gates, norms or
+    rotations).
+    """
     head_dim = getattr(module, "head_dim", None)
     children = {name for name, child in module.named_children() if child is not None}
     names = next((pair for pair in _NORM_NAMES if children == _PROJECTIONS | set(pair)), ())
@@ -161,7 +166,7 @@ def recognize_attention(module: nn.Module) -> GqaSpec:
 
 @recognizer("attention with queries scaled by position as operators compute it")
 def recognize_temperature(module: nn.Module) -> TemperatureSpec:
-    """How a module that does not rotate scales its queries by their positions; None for another way."""
+    """Return how a module that does not rotate scales its queries by their positions; None for another way."""
     head_dim, names = getattr(module, "head_dim", None), {name for name, _ in module.named_children()}
     step, scale = getattr(module, "floor_scale", None), getattr(module, "attn_scale", None)
     if not isinstance(head_dim, int) or names != _PROJECTIONS:

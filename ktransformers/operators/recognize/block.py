@@ -1,4 +1,4 @@
-"""Which MoE blocks weigh what their experts give, as most do, and which scale what they see."""
+"""Recognizes MoE blocks that weigh what their experts give, as most do, and those that scale what experts see."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Shared(nn.Module):
 
 @recognizer("a block whose experts see rows times their weights")
 def scales_inputs(module: nn.Module) -> bool:
-    """True for a block that computes shared(x) + sum of expert(x sigmoid(logit)) over the top_k; None for others."""
+    """Whether a block computes shared(x) + sum of expert(x sigmoid(logit)) over the top_k: True, or None for others."""
     parts = {name for name, child in module.named_children() if child is not None}
     if parts != {"router", "experts", "shared_expert"}:
         raise NotRecognized(f"it is made of {', '.join(sorted(parts))}")
@@ -99,7 +99,8 @@ class _Score(nn.Module):
 
 @recognizer("a block whose router weighs what its experts give")
 def weighs_outputs(module: nn.Module) -> bool:
-    """True for a block that computes experts(x, *gate(x)), and adds shared(x) or shared(x) sigmoid(score(x)).
+    """Whether a block computes experts(x, *gate(x)), and adds shared(x) or shared(x) sigmoid(score(x)): True, or None
+    for others.
 
     None for others: whose gate does not choose by itself, whose sum is scaled, that return more than that sum.
     """

@@ -1,4 +1,4 @@
-"""What an indexer of blocks of positions computes (MiniMax-M3): by its own choices on made-up projections."""
+"""Recognizes an indexer of blocks of positions (MiniMax-M3) by its own choices on made-up projections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _CHILDREN = frozenset({"q_proj", "k_proj", "q_norm", "k_norm"})
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """Heads that choose apart, columns of one, positions of a block, and how many blocks: in all, and of the last ones.
+    """Numbers of an indexer of blocks: heads that choose apart, columns of one, positions of a block, and how many
+    blocks: in all, and of the last ones.
 
     score of a block = max over its positions of q . k, both with norm and rotation
     """
@@ -41,7 +42,7 @@ class _Fixed(nn.Module):
 
 @recognizer("an indexer of blocks that kernels compute")
 def recognize_block_indexer(module: nn.Module) -> BlockSpec:
-    """How `module` chooses blocks; None when that is something else."""
+    """Return how `module` chooses blocks; None when that is something else."""
     if {name for name, _ in module.named_children()} != _CHILDREN:
         raise NotRecognized("it is made of other parts")
     sized: Any = module

@@ -1,4 +1,4 @@
-"""Which embeddings look rows up, and by what number they, and the models around them, multiply them."""
+"""Recognizes embeddings that look rows up, and the number by which they, and the models around them, multiply rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCALE, _SCALE_NUMBER = "embed_scale", "scalar_embed_scale"
 
 @recognizer("a table of which rows are looked up and scaled")
 def recognize_embedding(module: nn.Module) -> float:
-    """The number that rows are multiplied by, 1 for a plain nn.Embedding; None for what computes something else.
+    """Return the number that rows are multiplied by, 1 for a plain nn.Embedding; None for what computes something else.
 
     The product is that of the module bit by bit: both multiply in fp32 once.
     """
@@ -55,7 +55,8 @@ class _Rows(nn.Module):
 
 @recognizer("a model that scales rows, those that it looks up or all")
 def recognize_input_scale(model: nn.Module, table: str) -> float:
-    """What `model` multiplies rows by that it looks up in its child `table`, and not those that it is handed; else 1.
+    """Return the factor by which `model` multiplies rows that it looks up in its child `table`, and not those that it
+    is given; else 1.
 
     Its layers and norms are left out, so that it answers with what goes into them.
     """

@@ -1,4 +1,4 @@
-"""Which modules are hyper-connections as kernels compute them."""
+"""Recognizes modules that are hyper-connections as kernels compute them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = ("fn", "base", "scale")
 def collapsed(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, spec: HyperSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `kernels.triton.attention.hyper.collapse` computes, of streams [T, N, H], in plain torch."""
+    """Collapse streams [T, N, H] as `kernels.triton.attention.hyper.collapse` does, in plain torch."""
     num = spec.streams
     sizes = [num, num, num * num]
     flat = streams.flatten(1)
@@ -35,7 +35,7 @@ def collapsed(
 
 @recognizer("hyper-connections that kernels compute")
 def recognize_hyper(module: nn.Module) -> HyperSpec:
-    """How `module` collapses streams, of any width; None for anything else."""
+    """Return how `module` collapses streams, of any width; None for anything else."""
     if set(module._parameters) != set(_NAMES):
         raise NotRecognized(f"it holds {', '.join(sorted(module._parameters)) or 'no weights'}")
     given: Any = module

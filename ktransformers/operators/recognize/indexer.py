@@ -1,4 +1,4 @@
-"""What an indexer of sparse latent attention computes: by its own choices on made-up projections."""
+"""Recognizes an indexer of sparse latent attention by its own choices on made-up projections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHILDREN = frozenset({"wq_b", "wk", "k_norm", "weights_proj"})
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """A lightning indexer (DeepSeek-V3.2): heads, columns of a head and how many of them are rotated.
+    """Numbers of a lightning indexer (DeepSeek-V3.2): heads, columns of a head and how many of them are rotated.
 
     is_last: those are the last ones, else the first.
 
@@ -44,7 +44,9 @@ class IndexSpec:
     is_last: bool = False
 
     def rotated_first(self, x: Tensor) -> Tensor:
-        """[..., D] with the columns in front that are rotated. Products of queries and keys stay what they are."""
+        """Return [..., D] with the columns in front that are rotated. Products of queries and keys stay what
+        they are.
+        """
         return x.roll(self.rotary_dim, dims=-1) if self.is_last else x
 
 
@@ -70,7 +72,7 @@ class _Handed(nn.Module):
 
 @recognizer("an indexer that kernels compute")
 def recognize_indexer(module: nn.Module) -> IndexSpec:
-    """How `module` scores positions; None when that is something else."""
+    """Return how `module` scores positions; None when that is something else."""
     if {name for name, _ in module.named_children()} != _CHILDREN:
         raise NotRecognized("it is made of other parts")
     sized: Any = module
@@ -105,7 +107,7 @@ def _seen(chosen: Tensor) -> Tensor:
 
 
 def choose(q: Tensor, k: Tensor, weights: Tensor, angles: Tensor, spec: IndexSpec) -> Tensor:
-    """Positions [T, _CHOSEN] that rows 0 .. T - 1 of one sequence choose, in plain torch."""
+    """Choose positions [T, _CHOSEN] for rows 0 .. T - 1 of one sequence, in plain torch."""
     q, k = (_turned(spec.rotated_first(x), angles, spec) for x in (q, k))
     scores = (torch.einsum("thd,sd->ths", q, k[:, 0]) * spec.scale).relu()
     total = torch.einsum("th,ths->ts", weights * spec.head_scale, scores)

@@ -1,4 +1,4 @@
-"""Which decoder layers are made of parts that each get a norm of the rows and are added to them.
+"""Recognizes decoder layers made of parts that each get a norm of the rows and are added to them.
 
 Llama's have two: norm, attention, add, norm, feed-forward, add. A layer with a state may take attention's place.
 Nemotron-H's have one.
@@ -33,7 +33,7 @@ _ONE_PART = ("norm", "mixer")
 
 
 class PartKind(Enum):
-    """What a part is handed beside the rows, and what it returns."""
+    """Kinds of a layer's parts: what a part is given beside the rows, and what it returns."""
 
     ATTENTION = "all that its layer is handed; its result and something else"
     RECURRENT = "some of what its layer is handed; its result, as layers with a state do"
@@ -43,7 +43,7 @@ class PartKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """x becomes x + part(norm(x)): names of both modules."""
+    """A part of a layer, by which x becomes x + part(norm(x)): names of both modules."""
 
     norm: str
     name: str
@@ -52,7 +52,7 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Parts in their order."""
+    """Parts of a decoder layer in their order."""
 
     parts: tuple[PartSpec, ...]
 
@@ -80,7 +80,7 @@ class _StandIn(nn.Module):
 
 @recognizer("a layer of the usual arrangement")
 def recognize_layer(layer: nn.Module) -> LayerSpec:
-    """The arrangement of `layer` if each part is added to the rows that its norm was given; None for others."""
+    """Return the arrangement of `layer` if each part is added to the rows that its norm was given; None for others."""
     names = {name for name, child in layer.named_children() if child is not None}
     specs = list(_possible(names))
     if not specs or any(True for _ in layer.parameters(recurse=False)):

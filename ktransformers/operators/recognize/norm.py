@@ -1,5 +1,6 @@
-"""Which norms are RMSNorm (Zhang and Sennrich 2019). Some families add 1 to the weight, subtract the mean, or have no
-weight."""
+"""Recognizes RMSNorm (Zhang and Sennrich 2019) among norms. Some families add 1 to the weight, subtract the mean, or
+have no weight.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ __all__ = ["NormSpec", "recognize_norm", "recognize_weightless_norm", "rms_norm"
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight), over the last axis."""
+    """Numbers of an RMSNorm: x / sqrt(mean(x^2) + eps) * (offset + weight), over the last axis."""
 
     eps: float
     offset: float = 0.0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H], weight [H], in plain torch."""
+    """Normalize x [..., H] with weight [H] (RMSNorm), in plain torch."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
 @recognizer("RMSNorm")
 def recognize_norm(module: nn.Module) -> NormSpec:
-    """How `module` normalizes; None for another norm, or anything else."""
+    """Return how `module` normalizes; None for another norm, or anything else."""
     weight = getattr(module, "weight", None)
     epsilons = [getattr(module, name, None) for name in ("variance_epsilon", "eps")]
     specs = [NormSpec(eps) for eps in epsilons if isinstance(eps, float)][:1]
@@ -50,7 +51,7 @@ def recognize_norm(module: nn.Module) -> NormSpec:
 
 @recognizer("RMSNorm without a weight")
 def recognize_weightless_norm(module: nn.Module) -> float:
-    """The epsilon of x / sqrt(mean(x^2) + eps) over the last axis; None for anything else."""
+    """Return the epsilon of x / sqrt(mean(x^2) + eps) over the last axis; None for anything else."""
     eps = getattr(module, "eps", None)
     if not isinstance(eps, float) or any(True for _ in module.parameters()):
         raise NotRecognized("it holds weights, or no epsilon")

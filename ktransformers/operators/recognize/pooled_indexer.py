@@ -1,4 +1,4 @@
-"""What an indexer of pools of positions computes (GLM-5.3, Qwen4): by its own choices on made-up projections."""
+"""Recognizes an indexer of pools of positions (GLM-5.3, Qwen4) by its own choices on made-up projections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _MEAN = frozenset({"index_qk_proj", "q_layernorm", "k_layernorm"})
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Heads of the queries, columns of one, positions of a pool, and how many pools are chosen.
+    """Numbers of an indexer of pools: heads of the queries, columns of one, positions of a pool, and how many pools are
+    chosen.
 
     score of a pool = sum_h weights[h] * head_scale * max(scale * q[h] . entry, 0)
 
@@ -38,7 +39,7 @@ class PoolSpec:
 
     @property
     def cached_dim(self) -> int:
-        """Columns that a position leaves in the cache: its key, and its gates."""
+        """Number of columns that a position leaves in the cache: its key, and its gates."""
         return 2 * self.head_dim if self.is_gated else self.head_dim
 
 
@@ -65,7 +66,7 @@ class _Given:
 
 @recognizer("an indexer of pools that kernels compute")
 def recognize_pooled_indexer(module: nn.Module) -> PoolSpec:
-    """How `module` chooses pools of positions; None when that is something else."""
+    """Return how `module` chooses pools of positions; None when that is something else."""
     children = {name for name, _ in module.named_children()}
     if children == _GATED and hasattr(module, "index_kpool"):
         spec, ask = _gated_spec(module), _asked_gated

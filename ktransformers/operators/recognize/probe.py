@@ -1,4 +1,4 @@
-"""How a module is asked what it computes: it runs on random rows, and whichever spec gives the same numbers is its own.
+"""Probes what a module computes: it runs on random rows, and whichever spec gives the same numbers is its own.
 
 Names do not tell: families add 1 to a norm's weight, clamp an activation, scale what they add. So there are no family
 names here. Every recognizer is made of these parts:
@@ -48,17 +48,17 @@ def close(got: object, want: Tensor, *, relative: float = 1e-4, absolute: float 
 
 
 class ProbeInputs:
-    """Random fp32 numbers, the same in every run."""
+    """Source of random fp32 numbers, the same in every run."""
 
     def __init__(self, seed: int = 0):
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Standard normal numbers times `scale`, fp32."""
+        """Return standard normal numbers times `scale`, fp32."""
         return torch.randn(shape, generator=self._generator) * scale
 
     def positive(self, *shape: int) -> Tensor:
-        """Between 0.5 and 1.5, as weights of norms are."""
+        """Return random numbers between 0.5 and 1.5, as weights of norms are."""
         return torch.rand(shape, generator=self._generator) + 0.5
 
 
@@ -70,7 +70,9 @@ def probe_module(
     modules: Mapping[str, nn.Module] | None = None,
     **attributes: object,
 ) -> nn.Module:
-    """A copy of `module`, which may be on `meta`, that holds these instead of its own; None: it shares its own."""
+    """Return a copy of `module`, which may be on `meta`, that holds these instead of its own; None: it shares
+    its own.
+    """
     probe = copy.copy(module)
     held = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
     probe.__dict__.update(attributes, **{name: dict(own) for name, own in held.items() if own is not None})
@@ -78,7 +80,7 @@ def probe_module(
 
 
 def answer(call: Callable[[], Spec]) -> Spec:
-    """What a call of a module returns. Raises NotRecognized when it raises anything."""
+    """Return what a call of a module returns. Raises NotRecognized when it raises anything."""
     try:
         with torch.no_grad():
             return call()
@@ -87,7 +89,7 @@ def answer(call: Callable[[], Spec]) -> Spec:
 
 
 def matching(want: object, specs: Iterable[Spec], compute: Callable[[Spec], Tensor]) -> Spec:
-    """The first spec whose numbers are `want`, a module's. Raises NotRecognized when there is none."""
+    """Return the first spec whose numbers are `want`, a module's. Raises NotRecognized when there is none."""
     for spec in specs:
         if close(want, compute(spec)):
             return spec
@@ -95,7 +97,9 @@ def matching(want: object, specs: Iterable[Spec], compute: Callable[[Spec], Tens
 
 
 def first_of(ways: Iterable[Callable[[], Spec]]) -> Spec:
-    """What the first way of asking finds. Raises NotRecognized, for the reason of the last, when all do."""
+    """Return what the first way of asking that succeeds finds. Raises NotRecognized, for the reason of the last, when
+    all do.
+    """
     reason = NotRecognized("there is no way to ask it")
     for way in ways:
         try:
@@ -108,7 +112,7 @@ def first_of(ways: Iterable[Callable[[], Spec]]) -> Spec:
 def recognizer(
     what: str, level: int = logging.INFO
 ) -> Callable[[Callable[Concatenate[nn.Module, P], Spec]], Callable[Concatenate[nn.Module, P], Spec | None]]:
-    """Let a function return None where it raises NotRecognized, and log why, once for each class of modules.
+    """Decorate a function to return None where it raises NotRecognized, and to log why, once for each class of modules.
 
     what: the modules that it looks for, as the log names them.
     """

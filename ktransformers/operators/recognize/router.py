@@ -1,4 +1,4 @@
-"""Which routers one kernel can stand in for: how they score, choose and weigh experts."""
+"""Recognizes routers that one kernel can stand in for: how they score, choose and weigh experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _MOST_EXPERTS = 4096  # asking takes a matrix of as many rows and columns
 
 
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """What the kernels compute, in plain torch: the weights as fp32 [T, E], 0 for experts that are not chosen."""
+    """Compute what the kernels compute, in plain torch: the weights as fp32 [T, E], 0 for experts that are not
+    chosen.
+    """
     scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if spec.topk_groups < spec.num_groups:
@@ -49,7 +51,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
 
 @recognizer("a router that kernels compute")
 def recognize_router(module: nn.Module) -> RouterSpec:
-    """How `module` routes; None when no kernel routes so.
+    """Return how `module` routes; None when no kernel routes so.
 
     Its own forward runs on made-up logits: its weight is the identity. A parameter `bias` [E] must be added to the
     logits, before anything else.

@@ -1,4 +1,4 @@
-"""What operators of recurrent layers share: which modules they are for, their state, their small parameters in fp32.
+"""Base of operators of recurrent layers: which modules they are for, their state, their small parameters in fp32.
 
 A recurrent layer's module is a mixer: it brings positions together, through a state instead of keys and values. The
 operator computes what the module of `transformers` does, over slots of states (kernels.types.StateStep); projections
@@ -31,8 +31,8 @@ __all__ = ["RecurrentOperator"]
 
 
 class RecurrentOperator(WrapperOperator):
-    """Base. Hidden states [1, T, H] in and out, of the layer device's type; the states' part of the step in the
-    context.
+    """Base of operators of recurrent layers. Hidden states [1, T, H] in and out, of the layer device's type; the
+    states' part of the step in the context.
 
     CHILDREN: names of the module's children, a set for each arrangement that is known. CONV: the convolution among
     them, which the operator reads itself as it does OWNED_CHILDREN. NUMBERS: attributes that have to be there.
@@ -66,10 +66,10 @@ class RecurrentOperator(WrapperOperator):
 
     @abstractmethod
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each part of a sequence's state, see StateShape."""
+        """Return the shape of each part of a sequence's state, see StateShape."""
 
     def state_shape(self) -> StateShape:
-        """Of a sequence's state, on the operator's device."""
+        """Return the shape of a sequence's state, on the operator's device."""
         return StateShape(dict(self.state_parts()), self.device.name, self.device.torch_device)
 
     def _states(self) -> list[DenseState]:
@@ -106,14 +106,15 @@ class RecurrentOperator(WrapperOperator):
         return (self.inner, *(child for name, child in self.inner.named_children() if name in self.OWNED_CHILDREN))
 
     def scan_nbytes(self, num_rows: int) -> int:
-        """Bytes that the scan of a step of so many rows works in on a GPU, beside rows in and out."""
+        """Return the bytes that the scan of a step of so many rows works in on a GPU, beside rows in and out."""
         return 0
 
     # A step.
 
     def set_context(self, context: object) -> None:
-        """The context of the step that comes: layers of some families and versions do not hand keywords down. None: it
-        is over."""
+        """Set the context of the step that comes, None after it: layers of some families and versions do not pass
+        keywords on.
+        """
         self._step_context = context if isinstance(context, ForwardContext) else None
 
     @override
@@ -137,12 +138,14 @@ class RecurrentOperator(WrapperOperator):
         return nullcontext() if self.device.is_gpu else NativeMathMode(self.config.require_pool())
 
     def answer(self, hidden_states: Tensor) -> Any:
-        """As the module returns it."""
+        """Return a result in the form in which the module returns it."""
         return hidden_states
 
     @abstractmethod
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
-        """rows [T, H] on the device -> [T, H], or what `answer` takes. states: by part, of all slots."""
+        """Compute the layer: rows [T, H] on the device -> [T, H], or what `answer` takes. states: by part, of all
+        slots.
+        """
 
     # The convolution.
 
@@ -152,10 +155,10 @@ class RecurrentOperator(WrapperOperator):
         return self.inner.get_submodule(self.CONV)
 
     def conv_shape(self) -> tuple[int, int]:
-        """Of the part that it has of a state: [width - 1, channels]."""
+        """Return the shape of the convolution's part of a state: [width - 1, channels]."""
         return int(self.conv.kernel_size[0]) - 1, int(self.conv.in_channels)
 
     def convolve(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep, activation: str) -> Tensor:
-        """[T, channels] -> the same, fp32."""
+        """Run the convolution over rows [T, channels] -> the same, fp32."""
         conv = self.conv
         return self.scans.causal_conv(rows, conv.weight[:, 0], conv.bias, states["conv"], step, activation)

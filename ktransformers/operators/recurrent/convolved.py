@@ -30,7 +30,9 @@ _CONVOLUTIONS = frozenset({"conv_qk_depthwise", "conv_qk_grouped"})
 
 
 class KConvolvedProjection(RecurrentOperator):
-    """The projections of ZAYA's attention: hidden states [1, T, H] -> queries, keys and values [1, T, heads, D]."""
+    """Operator of the projections of ZAYA's attention: hidden states [1, T, H] -> queries, keys and values [1, T,
+    heads, D].
+    """
 
     OPS: ClassVar[dict[str, str]] = {"KConvolvedProjection": "convolutions over slots of states"}
     OWNED_CHILDREN: ClassVar[frozenset[str]] = _CONVOLUTIONS

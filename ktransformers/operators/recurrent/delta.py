@@ -112,7 +112,7 @@ class KGatedDeltaNet(RecurrentOperator):
         return result
 
     def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """rows [T, H] -> q, k and v side by side [T, channels], z [T, Hv V], b and a [T, Hv]."""
+        """Project rows [T, H] to q, k and v side by side [T, channels], z [T, Hv V], b and a [T, Hv]."""
         inner: Any = self.inner
         if not self.is_interleaved:
             return inner.in_proj_qkv(rows), inner.in_proj_z(rows), inner.in_proj_b(rows), inner.in_proj_a(rows)
@@ -194,7 +194,7 @@ class KKimiDeltaAttention(RecurrentOperator):
 
     @override
     def bind(self, runtime: OperatorRuntime) -> None:
-        """Its forget gate is a module of its own, which is loaded by now."""
+        """Take the forget gate, a module of its own, which is loaded by now."""
         super().bind(runtime)
         if not self.device.is_gpu:
             return
@@ -221,8 +221,9 @@ class KKimiDeltaAttention(RecurrentOperator):
         return "q_proj", "k_proj", "v_proj", "b_proj", gate, f"forget_gate.{forget}"
 
     def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """rows [T, H] -> q, k and v side by side [T, channels], beta as logits [T, heads], the output's gate and the
-        product of the forget gate [T, heads, head_dim]."""
+        """Project rows [T, H] to q, k and v side by side [T, channels], beta as logits [T, heads], the output's gate
+        and the product of the forget gate [T, heads, head_dim].
+        """
         inner: Any = self.inner
         if self.device.is_gpu:
             *qkv, beta, gate, forget = self._projections(rows)
@@ -236,7 +237,7 @@ class KKimiDeltaAttention(RecurrentOperator):
         return side_by_side(qkv), beta, gate.view(shape), forget.view(shape)
 
     def decay(self, forget: Tensor) -> Tensor:
-        """The forget gate's product -> the logarithm of what is kept, both [T, heads, head_dim]."""
+        """Return the logarithm of what is kept for the forget gate's product, both [T, heads, head_dim]."""
         gate: Any = self.inner.forget_gate
         raw = forget.float() + gate.dt_bias.float().view(self.num_heads, self.head_dim)
         rate: Tensor = gate.A_log.float().exp().view(-1, 1)

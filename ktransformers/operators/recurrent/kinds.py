@@ -1,4 +1,6 @@
-"""One name for all recurrent layers, so that one rule places them: which operator it is follows from the module."""
+"""Operator name shared by all recurrent layers, so that one rule places them: which operator it is follows from the
+module.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ def _split_mix(state: int) -> int:
 
 
 def hash_multipliers(vocab_size: int, ngram_size: int, layer_index: int, seed: int) -> list[int]:
-    """Odd factors of a token and of those before it in the hash of an n-gram; products with ids stay below 2^63."""
+    """Return odd factors of a token and of those before it in the hash of an n-gram; products with ids stay
+    below 2^63.
+    """
     half = max(1, ((1 << 63) - 1) // max(vocab_size, 1) // 2)
     first = seed + _LAYER_PRIME * layer_index
     states = ((first + 0x9E3779B97F4A7C15 * (index + 1)) & _MASK for index in range(ngram_size))
@@ -137,7 +139,7 @@ class KPerLayerEmbedding(RecurrentOperator):
 
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """args: token ids [1, T]; what comes behind is transformers' own."""
+        """Return the update of residual streams. args: token ids [1, T]; what comes behind is transformers' own."""
         context = kwargs.get("forward_context") or self._step_context
         if context is None or context.cache.states is None or context.states is None:
             raise UnsupportedError(f"{self.key} is given no states: it runs outside of the engine")

@@ -24,7 +24,7 @@ __all__ = ["Scans"]
 
 @dataclass(frozen=True, slots=True)
 class Scans:
-    """Of one layer on `device`. pool: of the CPU; None on a GPU, and while only planning. All states are fp32.
+    """Scans of one layer on `device`. pool: of the CPU; None on a GPU, and while only planning. All states are fp32.
 
     Rows are fp32 or of the device's type; results are fp32 [T, ...]. Rows of no sequence give anything finite.
     """
@@ -44,7 +44,8 @@ class Scans:
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, step: StateStep, activation: str
     ) -> Tensor:
-        """y[t] = act(bias + sum_w weight[:, w] x[t - W + 1 + w]): x [T, C], weight [C, W], conv [slots, W - 1, C].
+        """Depthwise causal convolution, y[t] = act(bias + sum_w weight[:, w] x[t - W + 1 + w]): x [T, C], weight [C,
+        W], conv [slots, W - 1, C].
 
         activation: "silu" or "none".
         """
@@ -53,7 +54,8 @@ class Scans:
     def delta_scan(
         self, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor, recurrent: Tensor, step: StateStep
     ) -> Tensor:
-        """S = exp(decay) S; S += k (v - k S) beta; o = K^-0.5 q S, with q and k of length 1: [T, Hv, V].
+        """The gated delta rule, S = exp(decay) S; S += k (v - k S) beta; o = K^-0.5 q S, with q and k of length 1: [T,
+        Hv, V].
 
         qkv: [T, Hk, K] twice and [T, Hv, V]; decay [T, Hv] or [T, Hv, K]; beta [T, Hv]; recurrent [slots, Hv, K, V].
         """
@@ -63,7 +65,7 @@ class Scans:
     def linear_scan(
         self, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, recurrent: Tensor, step: StateStep
     ) -> Tensor:
-        """S = exp(decay) S + k v; o = q S: [T, H, P].
+        """Linear attention with decay, S = exp(decay) S + k v; o = q S: [T, H, P].
 
         qkv: q and k [T, G, K], of H / G neighbouring heads each, and v [T, H, P]; decay [T, H]; recurrent
         [slots, H, K, P].
@@ -71,7 +73,7 @@ class Scans:
         return self._run("linear_scan", (*qkv, decay, recurrent, step))
 
     def selective_scan(self, rows: tuple[Tensor, ...], a: Tensor, d: Tensor, states: Tensor, step: StateStep) -> Tensor:
-        """S = exp(dt A) S + dt x B; o = C S + D x: [T, C].
+        """Mamba's scan, S = exp(dt A) S + dt x B; o = C S + D x: [T, C].
 
         rows: x and dt [T, C], B and C [T, N]; a [C, N], d [C]; states [slots, C, N].
         """

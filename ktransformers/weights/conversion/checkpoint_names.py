@@ -1,4 +1,4 @@
-"""From the names in a safetensors checkpoint to the module tree, by `transformers`' own conversion tables.
+"""Maps names in a safetensors checkpoint to the module tree, by `transformers`' own conversion tables.
 
 Published checkpoints often keep the names of an older model class: `transformers` says in data, per model type, which
 names to rename and which tensors to merge or split. This module reads those tables; it moves no bytes.
@@ -34,7 +34,7 @@ _TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm)|lm_head)\.")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a parameter is made by a conversion.
+    """Stored tensors and operations by which a conversion makes a parameter.
 
     operations: class names in `transformers.core_model_loading`, in order; none for a mere renaming. dims: of each.
     "TransposeIfNeeded" is a Transpose for tensors that have not the parameter's shape already.
@@ -51,12 +51,12 @@ class Origin:
 
     @property
     def dim(self) -> int:
-        """The dimension of the last operation."""
+        """Dimension along which the last operation works."""
         return self.dims[-1] if self.dims else 0
 
 
 class CheckpointNames:
-    """The names of one model, whose files hold the tensors `stored`.
+    """Names of one model's parameters, whose files hold the tensors `stored`.
 
     composite_type: of the model for images and text whose language model this is; None for a model of text alone.
 
@@ -110,7 +110,9 @@ class CheckpointNames:
                 self.others.update(origin.sources)
 
     def find(self, name: str) -> Origin | None:
-        """How the parameter `name` is made, with or without the base model's prefix; None when it is not stored."""
+        """Return how the parameter `name` is made, with or without the base model's prefix; None when it is not
+        stored.
+        """
         for candidate in (name, name.removeprefix("model.")):
             if candidate in self.plain:
                 return Origin((), (self.plain[candidate],))

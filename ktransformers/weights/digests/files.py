@@ -48,7 +48,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WeightDigest:
-    """The digest of all files together, computed when it is asked for first. Any thread may ask.
+    """The digest of all weight files together, computed when it is asked for first. Any thread may ask.
 
     states: as the files were before any of their bytes were used. folders: where records are, besides the user's cache.
     """
@@ -59,7 +59,9 @@ class WeightDigest:
         self._digest: str | None = None
 
     def hex(self) -> str:
-        """Raises WeightError for a file that is not what it was any more, or cannot be read."""
+        """Return the digest in hexadecimal digits. Raises WeightError for a file that has changed, or cannot be
+        read.
+        """
         with self._lock:
             if self._digest is None:
                 self._digest = files_digest(self.states, self.folders)
@@ -72,7 +74,7 @@ def files_digest(
     num_threads: int | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> str:
-    """The digest of files together, whatever their names and order, in hexadecimal digits.
+    """Return the digest of files together, whatever their names and order, in hexadecimal digits.
 
     Files that a record knows are not read. num_threads: that read; None: as many as pay. is_over: asked before each
     chunk whether nobody wants it any more. Raises WeightError, for that too.
@@ -93,7 +95,8 @@ def files_digest(
 
 
 def exact_fingerprint(sampled: bytes, states: Sequence[FileState], folder: Path) -> bytes:
-    """32 bytes of everything that decides a token's keys and values, for a process that has not loaded the model.
+    """Return 32 bytes of everything that decides a token's keys and values, for a process that has not loaded the
+    model.
 
     sampled: the digest of a ModelIdentity of some bytes. folder: where digests are kept, too. Raises WeightError.
     """

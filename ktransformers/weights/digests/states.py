@@ -1,4 +1,4 @@
-"""What tells a file that nobody has touched from any other, without reading it. Imports no torch.
+"""File states, by which a file that nobody has changed is known without reading it. Imports no torch.
 
 Size, inode, and both times in nanoseconds. Whoever writes a byte moves the time of the last change (ctime), which no
 program can set: a modification time that was put back (`os.utime`, `touch -r`, `cp -p`) deceives nobody.
@@ -24,7 +24,7 @@ older than that (FAT's ticks are the longest)."""
 
 
 class FileState(msgspec.Struct, frozen=True):
-    """A file as it was once. Times in nanoseconds."""
+    """State of a file at one time. Times in nanoseconds."""
 
     path: str
     size: int
@@ -33,13 +33,13 @@ class FileState(msgspec.Struct, frozen=True):
     changed: int
 
     def is_settled(self, now: int | None = None) -> bool:
-        """Whether a later change would have another time. now: nanoseconds since 1970."""
+        """Whether a later change of the file would give it another time. now: nanoseconds since 1970."""
         now = time.time_ns() if now is None else now
         return max(self.modified, self.changed) < now - _SETTLED_NS
 
 
 def state_of(path: Path) -> FileState:
-    """Of the file behind any links. Raises WeightError."""
+    """Return the state of the file behind any links. Raises WeightError."""
     try:
         real = os.path.realpath(path)
         found = os.stat(real)
@@ -51,5 +51,5 @@ def state_of(path: Path) -> FileState:
 
 
 def states_of(paths: Iterable[Path]) -> tuple[FileState, ...]:
-    """In the order of the paths. Raises WeightError."""
+    """Return the states of files, in the order of the paths. Raises WeightError."""
     return tuple(map(state_of, paths))

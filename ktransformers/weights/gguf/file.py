@@ -48,13 +48,13 @@ _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 def shown(name: str, limit: int = 80) -> str:
-    """A name from a file as it may appear in a message: quoted, escaped, shortened."""
+    """Return a name from a file as it may appear in a message: quoted, escaped, shortened."""
     return ascii(name if len(name) <= limit else name[: limit - 3] + "...")
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where one tensor is: `shape` in torch order (slowest first), `offset` from the start of its file, in bytes."""
+    """Place of one tensor: `shape` in torch order (slowest first), `offset` from the start of its file, in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """One parsed file. `data` is the whole file, mapped.
+    """A parsed GGUF file. `data` is the whole file, mapped.
 
     value_types: by metadata key the number of the value's type in GGUF, and of an array's elements behind it.
     """
@@ -77,7 +77,7 @@ class GGUFFile:
     value_types: Mapping[str, tuple[int, ...]]
 
     def raw(self, name: str) -> RawTensor:
-        """The tensor's bytes as a view of the mapping."""
+        """Return a tensor's bytes as a view of the mapping."""
         tensor = self.tensors[name]
         return RawTensor(self.data[tensor.offset : tensor.offset + tensor.nbytes], tensor.qtype, tensor.shape)
 
@@ -315,28 +315,28 @@ class GGUFModel:
 
     @property
     def tensors(self) -> dict[str, GGUFTensor]:
-        """Every tensor of every file, by its name, in file order."""
+        """Return every tensor of every file, by its name, in file order."""
         return {name: file.tensors[name] for name, file in self._file_of.items()}
 
     @property
     def architecture(self) -> str:
-        """`general.architecture`. Raises FormatError when the file does not say."""
+        """Name of the architecture, `general.architecture`. Raises FormatError when the file does not say."""
         value = self.metadata.get("general.architecture")
         if not isinstance(value, str):
             raise FormatError(f"{self.files[0].path}: general.architecture is missing; this is not a model file")
         return value
 
     def path_of(self, name: str) -> Path:
-        """The file that holds a tensor. Raises KeyError when there is none of that name."""
+        """Return the file that holds a tensor. Raises KeyError when there is none of that name."""
         return self._file_of[name].path
 
     def info(self, name: str) -> GGUFTensor | None:
-        """What the headers say of a tensor; None when there is none of that name."""
+        """Return what the headers say of a tensor; None when there is none of that name."""
         file = self._file_of.get(name)
         return None if file is None else file.tensors[name]
 
     def raw(self, name: str) -> RawTensor:
-        """The tensor's bytes as a view of the mapping. Raises KeyError when there is none of that name."""
+        """Return a tensor's bytes as a view of the mapping. Raises KeyError when there is none of that name."""
         return self._file_of[name].raw(name)
 
 
@@ -366,8 +366,8 @@ def open_gguf(path: Path | str) -> GGUFModel:
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The .gguf files in `folder`, else those in its subfolders, in order: quantizers' repositories have one for each
-    type of weights.
+    """Return the .gguf files in `folder`, else those in its subfolders, in order: quantizers' repositories have one for
+    each type of weights.
     """
     patterns = ["/".join(["*"] * depth + ["*.gguf"]) for depth in range(SUBFOLDERS + 1)]
     found = ([path for path in folder.glob(pattern) if path.is_file()] for pattern in patterns)

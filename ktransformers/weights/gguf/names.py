@@ -1,4 +1,4 @@
-"""From Hugging Face module names to the tensors of a GGUF file. Knows names and row orders, reads no bytes.
+"""Maps Hugging Face module names to the tensors of a GGUF file. Knows names and row orders, reads no bytes.
 
 Names come from the `gguf` package's own maps. What those do not say, because it depends on how llama.cpp's converter
 changes a tensor on its way in, is here: one table of architectures whose changes are known and tested, and a handful
@@ -31,7 +31,7 @@ __all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignor
 
 
 class Change(Enum):
-    """What must be done to a file's tensors so that they are what the module tree expects."""
+    """Changes of a file's tensors that make them what the module tree expects."""
 
     NONE = auto()
     UNPERMUTE_ROWS = auto()  # rows of each head alternate between the two rotary halves; put the halves back
@@ -44,7 +44,7 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The file's tensors that one parameter is made of. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS.
+    """Tensors of a file of which one parameter is made. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS.
 
     rows: the file's row for each of the parameter's; None: in order. columns: the same for runs of `run` columns.
     """
@@ -60,7 +60,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class ArchFacts:
-    """What the converter does to an architecture beyond renaming.
+    """Changes that the converter makes to an architecture beyond renaming.
 
     permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
     norm_plus_one: norms are stored as 1 + weight, those of recurrent layers with a gate excepted.
@@ -204,7 +204,7 @@ def ignorable_gguf(name: str, stored: Container[str], num_layers: int) -> bool:
 
 
 class GGUFNames:
-    """The names of one model: `arch` is the file's `general.architecture`, `facts` are the model's."""
+    """Names of one model: `arch` is the file's `general.architecture`, `facts` are the model's."""
 
     def __init__(self, arch: str, facts: ModelFacts, stored: Container[str]):
         check_architecture(arch, ARCHITECTURES)
@@ -216,7 +216,7 @@ class GGUFNames:
         self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers)
 
     def find(self, name: str) -> Stored | None:
-        """The tensors that HF's parameter or buffer `name` is made of, or None when the file has none."""
+        """Return the tensors that HF's parameter or buffer `name` is made of, or None when the file has none."""
         if name.endswith(_IN_FILES_ORDER):  # a module that takes its inputs as the file's columns are
             direct = self._direct(name.replace(".linear.", "."))
             return None if direct is None else Stored((direct,))
@@ -271,7 +271,7 @@ class GGUFNames:
         return Stored((stored,), rows=tuple(range(first, first + counts[part])))
 
     def block(self, name: str) -> str | None:
-        """The prefix ("blk.3.") of the layer that a module or parameter belongs to."""
+        """Return the prefix ("blk.3.") of the layer that a module or parameter belongs to."""
         match = _LAYER.search(name)
         return None if match is None else f"blk.{match[1]}."
 

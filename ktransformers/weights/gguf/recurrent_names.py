@@ -1,4 +1,5 @@
-"""How llama.cpp's converter stores the small parameters and the heads of recurrent layers. Knows names and orders only.
+"""Forms in which llama.cpp's converter stores the small parameters and the heads of recurrent layers. Knows names and
+orders only.
 
 A value head of Gated DeltaNet shares its key head with its neighbours in the module, and with every K-th head in files
 of Qwen3.5, so that ggml can repeat key heads as a whole:
@@ -29,7 +30,7 @@ class Form(Enum):
     BY_HEAD = auto()  # [heads] with dimensions of size 1 -> [1, 1, heads, 1]
 
     def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """The module's shape, for a tensor of the shape `stored`."""
+        """Return the module's shape, for a tensor of the shape `stored`."""
         total = math.prod(stored)
         if self is Form.CONVOLUTION:
             return (total // stored[-1], 1, stored[-1])
@@ -44,7 +45,7 @@ _MATRIX_A_LOG = frozenset({"jamba", "mamba"})  # Mamba's own, [channels, state]
 
 
 def form_of(name: str, arch: str) -> Form:
-    """The form of the parameter `name` in files of `arch`."""
+    """Return the form of the parameter `name` in files of `arch`."""
     if _CONVOLUTION.search(name):
         return Form.CONVOLUTION
     if name.endswith(".forget_gate.A_log"):
@@ -53,7 +54,7 @@ def form_of(name: str, arch: str) -> Form:
 
 
 def converted_name(name: str) -> str:
-    """The name under which the converter looks the parameter `name` up in gguf's maps."""
+    """Return the name under which the converter looks the parameter `name` up in gguf's maps."""
     if ".mixer." in name:
         name = "backbone." + name.removeprefix("model.").removeprefix("backbone.")
         return name.removesuffix(".dt_bias") + ".dt.bias" if name.endswith(".dt_bias") else name
@@ -63,7 +64,7 @@ def converted_name(name: str) -> str:
 
 @lru_cache
 def tiled_heads(delta: DeltaFacts) -> tuple[int, ...]:
-    """Where the file holds each of the module's value heads."""
+    """Return where the file holds each of the module's value heads."""
     share = delta.value_heads // delta.key_heads
     return tuple(head % share * delta.key_heads + head // share for head in range(delta.value_heads))
 
@@ -80,7 +81,7 @@ _ROWS = re.compile(
 
 
 def tiled_rows(name: str, delta: DeltaFacts) -> tuple[int, ...] | None:
-    """The file's row for each row of the module's parameter `name`; None where they are in order."""
+    """Return the file's row for each row of the module's parameter `name`; None where they are in order."""
     found = _ROWS.search(name)
     if found is None or delta.key_heads == delta.value_heads:
         return None
@@ -91,7 +92,7 @@ def tiled_rows(name: str, delta: DeltaFacts) -> tuple[int, ...] | None:
 
 
 def value_columns(name: str, delta: DeltaFacts) -> tuple[int, ...] | None:
-    """The file's run of value_dim columns for each of the module's, in `name`; None where they are in order."""
+    """Return the file's run of value_dim columns for each of the module's, in `name`; None where they are in order."""
     if not name.endswith(".linear_attn.out_proj.weight") or delta.key_heads == delta.value_heads:
         return None
     return tiled_heads(delta)
@@ -99,7 +100,9 @@ def value_columns(name: str, delta: DeltaFacts) -> tuple[int, ...] | None:
 
 @lru_cache
 def ba_rows(delta: DeltaFacts, part: str) -> tuple[int, ...]:
-    """Rows of Qwen3-Next's joined projection that are the module's `b` or `a`: both are side by side by key head."""
+    """Return the rows of Qwen3-Next's joined projection that are the module's `b` or `a`: both are side by side by key
+    head.
+    """
     share = delta.value_heads // delta.key_heads
     first = 0 if part == "b" else share
     return tuple(key * 2 * share + first + i for key in range(delta.key_heads) for i in range(share))

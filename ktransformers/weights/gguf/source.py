@@ -64,7 +64,7 @@ class GGUFSource:
             logger.info("%d tensors for images and sound are left aside; the model reads text only", others)
 
     def describe(self) -> str:
-        """One line for the console: format, files, bytes."""
+        """Return a line for the console: format, files, bytes."""
         types = Counter(tensor.qtype.name for tensor in self._tensors.values())
         mix = ", ".join(f"{count} {name}" for name, count in types.most_common())
         nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
@@ -73,7 +73,7 @@ class GGUFSource:
         return f"GGUF {self._model.architecture}, {where}, {nbytes / 1e9:.2f} GB, {len(self._tensors)} tensors ({mix})"
 
     def stored_names(self) -> Sequence[str]:
-        """Every tensor in the files, under its own name there."""
+        """Return every tensor in the files, under its own name there."""
         return tuple(self._tensors)
 
     def ignorable(self, stored_name: str) -> bool:
@@ -81,11 +81,11 @@ class GGUFSource:
         return ignorable_gguf(stored_name, self._tensors, self._facts.num_layers)
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
-        """The bytes of a stored tensor in its mapped file."""
+        """Return the bytes of a stored tensor in its mapped file."""
         return self._model.raw(stored_name).data
 
     def find(self, name: str) -> TensorInfo | None:
-        """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
+        """Return facts about the tensor that HF calls `name`, or None when the files do not hold it."""
         stored = self._names.find(name)
         if stored is None:
             return None
@@ -97,7 +97,7 @@ class GGUFSource:
         return TensorInfo(name, shape, types, resident, nbytes, stored.names)
 
     def tensor(self, name: str) -> RawTensor:
-        """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
+        """Return a tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
         stored = self._found(name)
         if self._is_computed(stored):
             return RawTensor.from_tensor(self.dense(name))
@@ -114,11 +114,13 @@ class GGUFSource:
         return RawTensor(raw.data, raw.qtype, shape)
 
     def fp8(self, name: str) -> Fp8Matrix:
-        """A GGUF holds none: raises TensorMismatchError."""
+        """Raise TensorMismatchError: a GGUF file holds no FP8 matrices."""
         raise TensorMismatchError(f"{name!r} is no FP8 matrix: a GGUF holds none")
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when missing."""
+        """Return a tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when
+        missing.
+        """
         stored = self._found(name)
         shape = self._shape(name, stored)
         parts = [self._model.raw(part) for part in stored.names]
@@ -141,7 +143,7 @@ class GGUFSource:
         return joined.reshape(shape)
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
-        """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
+        """Return facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
         projections = self._projections(key, layout)
         if projections is None:
             return None
@@ -157,7 +159,7 @@ class GGUFSource:
         )
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
-        """The experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
+        """Return the experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
 
         Raises TensorMismatchError when an expert is missing or has the wrong shape.
         """

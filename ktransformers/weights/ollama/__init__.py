@@ -1,1 +1,1 @@
-"""What Ollama's own converter writes otherwise than llama.cpp's."""
+"""Differences of Ollama's own converter from llama.cpp's."""

@@ -1,4 +1,4 @@
-"""The gpt-oss of Ollama: a GGUF file of architecture "gptoss" under llama.cpp's names. Reads no bytes.
+"""Ollama's gpt-oss, a GGUF file of architecture "gptoss", under llama.cpp's names. Reads no bytes.
 
     gptoss.KEY                 gpt-oss.KEY
     blk.N.attn_out.*           blk.N.attn_output.*
@@ -36,13 +36,13 @@ _TENSORS = (
 
 
 def renamed_key(key: str) -> str:
-    """llama.cpp's name of a metadata key."""
+    """Return llama.cpp's name of a metadata key."""
     prefix = f"{ARCHITECTURE}."
     return f"gpt-oss.{key.removeprefix(prefix)}" if key.startswith(prefix) else key
 
 
 def renamed_tensor(name: str) -> str:
-    """llama.cpp's name of a tensor.
+    """Return llama.cpp's name of a tensor.
 
     Raises FormatError for gate and up in one tensor, whose rows Ollama's converter once left in turn.
     """

@@ -35,7 +35,7 @@ _DELTAS = {QuantType.IQ1_S: (0.125, -0.125), QuantType.IQ1_M: (0.125, -0.125)}
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """Entries [D, n] of D coordinates, and by cell those near it.
+    """Codebook of entries [D, n] of D coordinates, and by cell those near it.
 
     low, step, levels: the first level of a coordinate, the distance of two, and how many there are. near: values
     [k, D, cells] of the k-th nearest entry of each cell; norms [k, cells]: its sum of squares; codes [k, cells]: its
@@ -51,7 +51,7 @@ class Book:
     codes: npt.NDArray[np.intp]
 
     def cells(self, points: F32Array) -> npt.NDArray[np.intp]:
-        """The cell of each point; points [D, n]."""
+        """Return the cell of each point; points [D, n]."""
         level = points - np.float32(self.low)
         level *= np.float32(1 / self.step)
         np.rint(level, out=level)
@@ -64,7 +64,7 @@ class Book:
         return cells
 
     def nearest(self, points: F32Array, weights: F32Array | None, count: int) -> tuple[npt.NDArray[np.intp], F32Array]:
-        """The entry that errs least of the `count` listed ones, and by how much less than zeros do, in squares.
+        """Return the entry that errs least of the `count` listed ones, and by how much less than zeros do, in squares.
 
         points [D, n], weights: of the squared error in each coordinate. Both results are [n].
         """
@@ -90,7 +90,7 @@ class Book:
 
 @cache
 def books_of(qtype: QuantType) -> tuple[Book, ...]:
-    """The book of a type; of IQ1 one with 1/8 added to all values, and one with it taken off."""
+    """Return the book of a type; of IQ1 one with 1/8 added to all values, and one with it taken off."""
     grid = _GRIDS[qtype]
     grid.init_grid()
     entries = np.asarray(grid.grid, dtype=np.float64)

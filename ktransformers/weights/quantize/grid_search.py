@@ -71,7 +71,7 @@ GRID_TYPES = tuple(_FORMS)
 
 
 def encode_grid(values: F32Array, weights: F32Array | None, qtype: QuantType) -> U8Array:
-    """Blocks uint8 [n, bytes] of fp32 values [rows, cols]; weights of the same shape weigh squared errors."""
+    """Encode fp32 values [rows, cols] as blocks uint8 [n, bytes]; weights of the same shape weigh squared errors."""
     search = _Search(values, weights, qtype)
     d, scales = search.stored_scales(search.best_scales())
     return search.written(d, scales)

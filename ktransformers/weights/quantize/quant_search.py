@@ -47,19 +47,19 @@ _POLISHES = 2
 
 
 def inverse(scale: F32Array) -> F32Array:
-    """1 / scale, and 0 where the scale is 0 (then every code is 0 as well). Subnormal scales count as 0."""
+    """Return 1 / scale, and 0 where the scale is 0 (then every code is 0 as well). Subnormal scales count as 0."""
     usable = np.abs(scale) > np.finfo(np.float32).tiny
     return np.divide(1.0, scale, out=np.zeros_like(scale), where=usable)
 
 
 def to_f16(step: F32Array) -> tuple[U8Array, F32Array]:
-    """fp16 bytes [n, 2] and the fp32 values [n] that they decode to."""
+    """Return fp16 bytes [n, 2] and the fp32 values [n] that they decode to."""
     half = step.astype(np.float16)
     return half.view(np.uint8).reshape(-1, 2), half.astype(np.float32)
 
 
 def round_codes(x: F32Array, inverse: F32Array, shift: F32Array | None, low: int, high: int, out: F32Array) -> F32Array:
-    """round(x * inverse + shift) clipped to [low, high]; all [values, sub-blocks]."""
+    """Return round(x * inverse + shift) clipped to [low, high]; all [values, sub-blocks]."""
     np.multiply(x, inverse, out=out)
     if shift is not None:
         out += shift
@@ -68,7 +68,7 @@ def round_codes(x: F32Array, inverse: F32Array, shift: F32Array | None, low: int
 
 
 def sums(a: F32Array, b: F32Array) -> F32Array:
-    """The sums of products over the values of each sub-block."""
+    """Return the sums of products over the values of each sub-block."""
     out: F32Array = np.einsum("ij,ij->j", a, b)
     return out
 
@@ -102,7 +102,7 @@ class _Moments:
 
 
 def fit_affine(x: F32Array, max_code: int, w: F32Array | None = None) -> tuple[F32Array, F32Array]:
-    """Scale and offset [sub-blocks], both >= 0, with x ~ scale * code - offset of least squared error."""
+    """Fit scale and offset [sub-blocks], both >= 0, with x ~ scale * code - offset of least squared error."""
     low = np.minimum(x.min(axis=0), 0.0)
     span = np.maximum(x.max(axis=0), 0.0) - low
     moments = _Moments.of(x, w)
@@ -145,7 +145,7 @@ def _least_squares(
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Super-blocks as they are stored: fp16 bytes [n, 2] of both steps, whole scales and offsets, codes."""
+    """Super-blocks in their stored form: fp16 bytes [n, 2] of both steps, whole scales and offsets, codes."""
 
     d_bytes: U8Array
     dmin_bytes: U8Array
@@ -236,7 +236,7 @@ def _fitted_steps(
 
 
 class Grid:
-    """Values that codes stand for, and those that a sub-block's largest magnitude is tried on, signed.
+    """Grid of values that codes stand for, and those that a sub-block's largest magnitude is tried on, signed.
 
     tries: the largest value of a sub-block becomes -try; so a negative one puts it at the positive end.
     """
@@ -244,26 +244,26 @@ class Grid:
     tries: Sequence[float]
 
     def snap(self, r: F32Array, out: F32Array) -> F32Array:
-        """The nearest value to each of r, in `out`, which may be r."""
+        """Return the value of the grid nearest to each of r, in `out`, which may be r."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class IntGrid(Grid):
-    """Whole numbers low .. high."""
+    """Grid of the whole numbers low .. high."""
 
     low: int
     high: int
     tries: Sequence[float]
 
     def snap(self, r: F32Array, out: F32Array) -> F32Array:
-        """See Grid."""
+        """Return the whole number low .. high nearest to each of r, in `out`, which may be r."""
         np.rint(r, out=out)
         return np.clip(out, self.low, self.high, out=out)
 
 
 class TableGrid(Grid):
-    """A table of whole numbers, whose middles are all multiples of one half: so halves of one are looked up."""
+    """Grid of a table of whole numbers, whose middles are all multiples of one half: so halves of one are looked up."""
 
     def __init__(self, values: Sequence[int], tries: Sequence[float]):
         self.values, self.tries = np.array(values, dtype=np.float32), tries
@@ -279,16 +279,16 @@ class TableGrid(Grid):
         return bins
 
     def snap(self, r: F32Array, out: F32Array) -> F32Array:
-        """See Grid."""
+        """Return the value of the table nearest to each of r, in `out`, which may be r."""
         return np.take(self._value_of, self._bins(r), out=out)
 
     def codes(self, r: F32Array) -> U8Array:
-        """The number in the table of the value nearest to each of r."""
+        """Return the number in the table of the value nearest to each of r."""
         return np.take(self._code_of, self._bins(r))
 
 
 def fit_scale(x: F32Array, grid: Grid, w: F32Array | None = None) -> F32Array:
-    """Signed scale [sub-blocks] with x ~ scale * value of the grid, of least squared error."""
+    """Fit a signed scale [sub-blocks] with x ~ scale * value of the grid, of least squared error."""
     largest = np.where(x.max(axis=0) > -x.min(axis=0), x.max(axis=0), x.min(axis=0))
     best_gain = np.full_like(largest, -1.0)  # how much the squared error falls below that of all-zero values
     best_scale: F32Array = np.zeros_like(largest)
@@ -311,7 +311,8 @@ def fit_scale(x: F32Array, grid: Grid, w: F32Array | None = None) -> F32Array:
 def round_scales(
     x: F32Array, w: F32Array | None, scale: F32Array, grid: Grid, shape: tuple[int, int]
 ) -> tuple[U8Array, F32Array, F32Array]:
-    """fp16 bytes [n, 2] of a step, whole scales [sub-blocks], and the scales that both make.
+    """Round scales to fp16 bytes [n, 2] of a step and whole scales [sub-blocks]; return these, and the scales that both
+    make.
 
     shape: (sub-blocks of a super-block, most negative whole scale -m; they go to m - 1). The largest scale is stored
     as -m, which the sign of the step makes up for; neighbours are tried, and the step is fitted once more.

@@ -46,7 +46,7 @@ _TERNARY = {QuantType.TQ1_0: 52, QuantType.TQ2_0: 64, QuantType.Q1_0: 0}  # and 
 
 
 def resident_type(qtype: QuantType, name: str) -> QuantType:
-    """The type that a tensor stored as `qtype` has once loaded. Raises UnsupportedError, naming the tensor."""
+    """Return the type that a tensor stored as `qtype` has once loaded. Raises UnsupportedError, naming the tensor."""
     if qtype in NATIVE_TYPES:
         return qtype
     raise UnsupportedError(
@@ -55,7 +55,7 @@ def resident_type(qtype: QuantType, name: str) -> QuantType:
 
 
 def transcode(raw: RawTensor, name: str, target: QuantType | None = None) -> RawTensor:
-    """`raw` itself when it is of type `target`, else a lossless copy in it, made by all cores.
+    """Return `raw` itself when it is of type `target`, else a lossless copy in it, made by all cores.
 
     target: None is `raw`'s own. Pages of a file that were only read for that are given back. Raises UnsupportedError,
     naming the tensor, where there is no target and the type is none of weights.
@@ -123,7 +123,9 @@ def _own_pages(nbytes: int) -> torch.Tensor:
 
 
 def dequantize(raw: RawTensor, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A new tensor of `raw`'s logical shape with its values, rounded to `dtype` once. Any type that gguf can decode."""
+    """Return a new tensor of `raw`'s logical shape with its values, rounded to `dtype` once. Any type that gguf can
+    decode.
+    """
     resident_type(raw.qtype, name)  # refuses what is no weight
     if raw.qtype in _DTYPES:
         out = typed_view(raw.data, _DTYPES[raw.qtype]).reshape(raw.shape).to(dtype, copy=True)

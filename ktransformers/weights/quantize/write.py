@@ -102,7 +102,8 @@ _SHORT_ROW_TYPES = {QuantType.Q4_K: QuantType.Q4_0, QuantType.Q5_K: QuantType.Q8
 
 
 def target_type(qtype: QuantType, cols: int) -> QuantType | None:
-    """The type that rows of `cols` weights get when `qtype` is asked for, or None when they must stay as they are.
+    """Return the type that rows of `cols` weights get when `qtype` is asked for, or None when they must stay as they
+    are.
 
     K-quants need rows in multiples of 256. Other rows get the 32-block type that is no coarser in bits per weight
     of its codes: Q8_0 for Q5_K and Q6_K, Q4_0 for Q4_K.

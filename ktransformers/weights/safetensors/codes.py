@@ -31,7 +31,7 @@ __all__ = ["CodeKind", "CodeSpec", "Codes", "LowBitMatrix"]
 
 
 class CodeKind(Enum):
-    """What a code is. I4 is value + 8, I8 a signed byte. Two codes of four bits are a byte, the first the low half."""
+    """Kinds of codes. I4 is value + 8, I8 a signed byte. Two codes of four bits are a byte, the first the low half."""
 
     I4 = "I4"
     I8 = "I8"
@@ -58,7 +58,7 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, 
 
 @dataclass(frozen=True, slots=True)
 class CodeSpec:
-    """What headers say of a matrix [rows, cols].
+    """What headers say of a matrix [rows, cols] of codes.
 
     group: columns that share a scale. scales: one of SCALE_DTYPES; E4M3 has an fp32 number per row besides.
     is_shuffled: an index says which group a column is of.
@@ -73,7 +73,7 @@ class CodeSpec:
 
     @property
     def name(self) -> str:
-        """As plans show it: I4_32_BF16, I8_ROW_F32_Z."""
+        """Name of the weight format as plans show it: I4_32_BF16, I8_ROW_F32_Z."""
         if self.scales in ("E8M0", "E4M3"):
             return {"E8M0": "MXFP", "E4M3": "NVFP"}[self.scales] + ("4" if self.kind is CodeKind.E2M1 else "8")
         group = "ROW" if self.group >= self.cols else str(self.group)
@@ -82,7 +82,7 @@ class CodeSpec:
 
     @property
     def resident(self) -> BlockType:
-        """The type that the kernels read. Raises UnsupportedError for scales that none of them has."""
+        """Type of the matrix that the kernels read. Raises UnsupportedError for scales that none of them has."""
         if self.kind is CodeKind.E2M1:
             known = {("E8M0", 32): QuantType.MXFP4, ("E4M3", 16): GroupType["NVFP4_F32"]}
             return self._small(known.get((self.scales, self.group)))
@@ -110,7 +110,8 @@ class CodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Some rows. codes: uint8 [rows, cols], of four bits [rows, cols / 2]. scales: [rows, groups], as stored.
+    """Codes and scales of some rows. codes: uint8 [rows, cols], of four bits [rows, cols / 2]. scales: [rows, groups],
+    as stored.
 
     zeros: int8 [rows, groups], what is subtracted from a value, or None. numbers: fp32 [rows], of E4M3 scales, which
     they are multiplied with. index: int64 [cols], the group of each column where `CodeSpec.is_shuffled`.
@@ -124,7 +125,7 @@ class Codes:
     index: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
-        """What the codes say, fp32 [rows, cols]."""
+        """Return what the codes stand for, fp32 [rows, cols]."""
         if self.kind is CodeKind.I8:
             return self.codes.view(torch.int8).float()
         if self.kind is CodeKind.E4M3:
@@ -133,7 +134,7 @@ class Codes:
         return single.float() - 8 if self.kind is CodeKind.I4 else _E2M1[single.int()]
 
     def dequantized(self, group: int) -> torch.Tensor:
-        """The weights, fp32 [rows, cols], each product rounded once."""
+        """Return the weights, fp32 [rows, cols], each product rounded once."""
         values = self.values()
         index = torch.arange(values.shape[1]) // group if self.index is None else self.index
         scales = self.scales.float()
@@ -170,7 +171,7 @@ class LowBitMatrix(BlockMatrix):
 
     @override
     def write_blocks(self, out: RawTensor) -> None:
-        """All rows into `out`, which is of the type `CodeSpec.resident`, some at a time."""
+        """Write all rows to `out`, which is of the type `CodeSpec.resident`, some at a time."""
         step = max(CHUNK_WEIGHTS // max(self.spec.cols, 1), 1) * ROW_MULTIPLE
         for start in range(0, self.rows, step):
             stop = min(start + step, self.rows)

@@ -53,7 +53,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsTensor:
-    """Where one tensor is: dtype by its name in the file, `offset` from the start of the file, in bytes."""
+    """Place of one tensor: dtype by its name in the file, `offset` from the start of the file, in bytes."""
 
     name: str
     dtype: str
@@ -64,19 +64,21 @@ class SafetensorsTensor:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """One parsed file. `data` is the whole file, mapped."""
+    """A parsed safetensors file. `data` is the whole file, mapped."""
 
     path: Path
     tensors: Mapping[str, SafetensorsTensor]
     data: torch.Tensor
 
     def torch_tensor(self, name: str) -> torch.Tensor:
-        """A tensor of one of the dtypes that weights may have, as a view of the map (a copy where misaligned)."""
+        """Return a tensor of one of the dtypes that weights may have, as a view of the map (a copy where
+        misaligned).
+        """
         tensor = self.tensors[name]
         return typed_view(self.bytes_of(name), _DTYPES[tensor.dtype]).reshape(tensor.shape)
 
     def bytes_of(self, name: str) -> torch.Tensor:
-        """The tensor's bytes [nbytes], uint8, as a view of the map."""
+        """Return a tensor's bytes [nbytes], uint8, as a view of the map."""
         tensor = self.tensors[name]
         return self.data[tensor.offset : tensor.offset + tensor.nbytes]
 
@@ -159,7 +161,7 @@ def _check_coverage(path: Path, tensors: Mapping[str, SafetensorsTensor], start:
 
 
 class SafetensorsModel:
-    """All files of one model."""
+    """All safetensors files of one model."""
 
     def __init__(self, files: list[SafetensorsFile]):
         self.files = files
@@ -173,15 +175,15 @@ class SafetensorsModel:
 
     @property
     def tensors(self) -> dict[str, SafetensorsTensor]:
-        """Every tensor of every file, by its name."""
+        """Return every tensor of every file, by its name."""
         return {name: file.tensors[name] for name, file in self._file_of.items()}
 
     def torch_tensor(self, name: str) -> torch.Tensor:
-        """See SafetensorsFile.torch_tensor."""
+        """Return a tensor as a view of its file's map, see SafetensorsFile.torch_tensor."""
         return self._file_of[name].torch_tensor(name)
 
     def bytes_of(self, name: str) -> torch.Tensor:
-        """See SafetensorsFile.bytes_of."""
+        """Return a tensor's bytes as a view of its file's map, see SafetensorsFile.bytes_of."""
         return self._file_of[name].bytes_of(name)
 
 

@@ -1,4 +1,4 @@
-"""Experts that safetensors keep in one tensor for all: which rows of which matrix are one expert's gate, up or down.
+"""Experts that safetensors keep in one tensor for all: finds the rows that are one expert's gate, up or down.
 
     [E, 2 I, H]  gate above up (or row by row in turn), as modules of transformers have it      [E, H, I]  down
     [E, H, 2 I]  the same, every matrix transposed
@@ -25,7 +25,7 @@ __all__ = ["FusedPart", "by_expert", "fused_parts"]
 
 @dataclass(frozen=True, slots=True)
 class FusedPart:
-    """One projection of all experts: rows start, start + step, ... before stop of an expert's matrix.
+    """Projection of all experts in a fused tensor: rows start, start + step, ... before stop of an expert's matrix.
 
     is_transposed: the rows are those of the transposed matrix. stop: None for all.
     """
@@ -37,11 +37,11 @@ class FusedPart:
     step: int = 1
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """The projection [rows, cols] in the whole matrix of one expert."""
+        """Return the projection [rows, cols] in the whole matrix of one expert."""
         return (values.T if self.is_transposed else values)[self.start : self.stop : self.step]
 
     def scaled(self, values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> BlockScaledMatrix:
-        """The projection in one expert's FP8 matrix and its scales [row blocks, col blocks].
+        """Return the projection in one expert's FP8 matrix and its scales [row blocks, col blocks].
 
         Raises UnsupportedError where a block holds rows of two projections.
         """
@@ -67,7 +67,7 @@ class FusedPart:
 
 
 def by_expert(shape: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-    """The shape [E, rows, cols] of a tensor, which may hold experts one below another."""
+    """Return the shape [E, rows, cols] of a tensor, which may hold experts one below another."""
     if len(shape) != 2 or shape[0] % num_experts:
         return shape
     return (num_experts, shape[0] // num_experts, shape[1])
@@ -76,7 +76,8 @@ def by_expert(shape: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
 def fused_parts(
     up: Origin, down: Origin, layout: ExpertsLayout, shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> dict[str, FusedPart] | None:
-    """Where gate, up and down are. up: gate and up, where there is a gate. shapes: of the tensors that both come from.
+    """Return where gate, up and down are. up: gate and up, where there is a gate. shapes: of the tensors that both come
+    from.
 
     None for conversions that are not known here. Raises TensorMismatchError for shapes that no layout has.
     """

@@ -1,4 +1,5 @@
-"""Matrices of few bits in safetensors: which stored tensors make one, and under which name a model asks for it.
+"""Matrices of few bits in safetensors: finds the stored tensors that make one, and the name by which a model asks for
+it.
 
 What is quantized is said by the tensors themselves; a module that the config's ignore, exclude_modules or
 modules_to_not_convert names has an unquantized weight in the file and is read as that. X.weight is made from
@@ -49,7 +50,7 @@ _NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class LowBitTensor:
-    """One matrix [rows, cols], or those of all experts [E, rows, cols].
+    """Quantized matrix [rows, cols], or those of all experts [E, rows, cols].
 
     parts: the stored tensors that it is made of. matrix(expert, rows): the matrix of an expert (0 where there is one),
     or some of its rows.
@@ -68,11 +69,11 @@ class LowBitTensor:
 
     @property
     def header(self) -> SafetensorsTensor:
-        """As if it were stored in one piece; nothing is at its offset."""
+        """Header of the matrix as if it were stored in one piece; nothing is at its offset."""
         return SafetensorsTensor(self.name, self.spec.name, self.shape, 0, self.nbytes)
 
     def load(self) -> RawTensor:
-        """All of it in the type `resident`."""
+        """Load all of the matrix in the type `resident`."""
         matrix = self.matrix(0, slice(None))
         rows, cols = matrix.shape
         out = torch.empty(rows * row_bytes(self.resident, cols), dtype=torch.uint8)
@@ -81,13 +82,15 @@ class LowBitTensor:
         return raw
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantized, rounded once."""
+        """Return the matrix dequantized, rounded once."""
         matrices = [self.matrix(e, slice(None)) for e in range(math.prod(self.shape[:-2]))]
         return torch.stack([one.rows_f32(0, one.rows).to(dtype) for one in matrices]).view(self.shape)
 
 
 def find_low_bits(model: SafetensorsModel, quantization: Quantization | None) -> dict[str, LowBitTensor]:
-    """By the name that the parameter has unquantized. Raises UnsupportedError and TensorMismatchError."""
+    """Find the matrices of few bits, by the name that the parameter has unquantized. Raises UnsupportedError and
+    TensorMismatchError.
+    """
     found = _Finder(model, quantization).found()
     wide = sum(one.resident in FLOAT_DTYPES for one in found.values())
     if wide:

@@ -29,19 +29,21 @@ _TYPE_BYTES = frozenset({"I64", "I32", "U8", "U32", "U64", "I16", "U16", "I8"})
 
 
 class MergedExperts:
-    """One projection of all experts of a layer. shape: [E, rows, cols]. sources: the stored names it is made of."""
+    """Projection of all experts of a layer under a GGUF name. shape: [E, rows, cols]. sources: the stored names it is
+    made of.
+    """
 
     def __init__(self, name: str, qtype: QuantType, shape: tuple[int, int, int], sources: tuple[str, ...]):
         self.name, self.qtype, self.shape, self.sources = name, qtype, shape, sources
 
     @property
     def natural(self) -> QuantType:
-        """The type that it is held in."""
+        """Type that the projection is held in."""
         return resident_type(self.qtype, self.name)
 
 
 class MergedTensors:
-    """The GGUF names in one model's safetensors files."""
+    """GGUF names in one model's safetensors files."""
 
     def __init__(self, model: SafetensorsModel, facts: ModelFacts):
         self._model, self._tensors = model, model.tensors
@@ -53,11 +55,11 @@ class MergedTensors:
 
     @classmethod
     def of(cls, model: SafetensorsModel, facts: ModelFacts) -> MergedTensors | None:
-        """None for files whose tensors have other names."""
+        """Return the GGUF names of a model, None for files whose tensors have other names."""
         return cls(model, facts) if any(name.startswith("blk.") for name in model.tensors) else None
 
     def find(self, name: str) -> Origin | None:
-        """How the parameter `name` is made; None when it is not stored under a GGUF name."""
+        """Return how the parameter `name` is made; None when it is not stored under a GGUF name."""
         stored = self._names.find(name)
         if stored is not None and len(stored.names) == 1:
             return Origin((), stored.names)
@@ -67,7 +69,7 @@ class MergedTensors:
         return None
 
     def experts(self, key: str, layout: ExpertsLayout) -> dict[str, MergedExperts] | None:
-        """gate, up and down of module `key`; None when the files hold none of them under GGUF names.
+        """Return gate, up and down of module `key`; None when the files hold none of them under GGUF names.
 
         Raises TensorMismatchError when some are missing or of another size, UnsupportedError for unknown types.
         """
@@ -86,7 +88,7 @@ class MergedTensors:
         return {part: self._projection(name, shapes[part]) for part, name in names.items()}
 
     def matrices(self, experts: MergedExperts) -> list[RawMatrix]:
-        """One matrix per expert, in a type that the kernels read."""
+        """Return the matrix of each expert, in a type that the kernels read."""
         raw = RawTensor(self._model.bytes_of(experts.name), experts.qtype, experts.shape)
         whole = transcode(raw, experts.name)
         return [RawMatrix(whole.select(expert)) for expert in range(experts.shape[0])]

@@ -1,4 +1,5 @@
-"""How the libraries that quantize safetensors pack codes, scales and zero points: bytes of a file to `Codes`.
+"""Unpacks codes, scales and zero points as the libraries that quantize safetensors pack them: bytes of a file to
+`Codes`.
 
     words      compressed-tensors, 4 or 8 bits:  int32 [rows, cols * bits / 32], value + 8 or + 128, the first lowest
     bytes      8 bits, FP8:                      [rows, cols]
@@ -28,7 +29,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [..., n] -> uint8 [..., n * 32 / bits], the lowest bits first. bits: 4 or 8."""
+    """Unpack int32 [..., n] -> uint8 [..., n * 32 / bits], the lowest bits first. bits: 4 or 8."""
     data = words.contiguous().view(torch.uint8)
     if bits == 8:
         return data
@@ -48,7 +49,7 @@ def _zeros(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WordRows:
-    """compressed-tensors' pack-quantized.
+    """Rows of compressed-tensors' pack-quantized format.
 
     words: int32 [rows, ceil(cols * bits / 32)]. scales: [rows, groups]. zeros: int32 [ceil(rows * bits / 32), groups],
     packed along rows. index: int32 [cols] or None.
@@ -62,7 +63,7 @@ class WordRows:
     index: torch.Tensor | None = None
 
     def read(self, start: int, stop: int) -> Codes:
-        """See LowBitMatrix."""
+        """Unpack rows start .. stop - 1, see LowBitMatrix."""
         kind = CodeKind.I4 if self.bits == 4 else CodeKind.I8
         codes = _integers(self.words[start:stop], kind, self.cols)
         zeros = None
@@ -77,7 +78,7 @@ class WordRows:
 
 @dataclass(frozen=True, slots=True)
 class GemvRows:
-    """AWQ packed for gemv.
+    """Rows of AWQ packed for gemv.
 
     words: int32 [rows, cols / 8]. scales: [rows, 8 n]. zeros: int32 [rows, n]; the first `groups` of both count.
     """
@@ -88,7 +89,7 @@ class GemvRows:
     groups: int
 
     def read(self, start: int, stop: int) -> Codes:
-        """See LowBitMatrix."""
+        """Unpack rows start .. stop - 1, see LowBitMatrix."""
         codes = self.words[start:stop].contiguous().view(torch.uint8)
         zeros = _zeros(unpack_words(self.zeros[start:stop], 4)[:, : self.groups], 4)
         return Codes(CodeKind.I4, codes, self.scales[start:stop, : self.groups], zeros)
@@ -96,7 +97,7 @@ class GemvRows:
 
 @dataclass(frozen=True, slots=True)
 class ByteRows:
-    """A byte per weight. kind: I8 or E4M3. codes: [rows, cols]; scales, zeros (int8): [rows, groups]."""
+    """Rows with a byte per weight. kind: I8 or E4M3. codes: [rows, cols]; scales, zeros (int8): [rows, groups]."""
 
     kind: CodeKind
     codes: torch.Tensor
@@ -104,28 +105,28 @@ class ByteRows:
     zeros: torch.Tensor | None = None
 
     def read(self, start: int, stop: int) -> Codes:
-        """See LowBitMatrix."""
+        """Unpack rows start .. stop - 1, see LowBitMatrix."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
         return Codes(self.kind, self.codes[start:stop].view(torch.uint8), self.scales[start:stop], zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class PairRows:
-    """Two columns of e2m1 in a byte: uint8 [rows, cols / 2]. numbers: fp32 [rows], of NVFP4."""
+    """Rows with two columns of e2m1 in a byte: uint8 [rows, cols / 2]. numbers: fp32 [rows], of NVFP4."""
 
     pairs: torch.Tensor
     scales: torch.Tensor
     numbers: torch.Tensor | None = None
 
     def read(self, start: int, stop: int) -> Codes:
-        """See LowBitMatrix."""
+        """Unpack rows start .. stop - 1, see LowBitMatrix."""
         numbers = None if self.numbers is None else self.numbers[start:stop]
         return Codes(CodeKind.E2M1, self.pairs[start:stop], self.scales[start:stop], numbers=numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnWords:
-    """GPTQ and AWQ: a column's codes lie in a row of words, scales and zero points likewise.
+    """Matrix of GPTQ and AWQ: a column's codes lie in a row of words, scales and zero points likewise.
 
     words: int32, GPTQ [cols * bits / 32, rows], AWQ [cols, rows * bits / 32]. scales: [groups, rows]. zeros: int32
     [groups, rows * bits / 32]. zero_offset: what is added to them, 1 in GPTQ's first version. index: int32 [cols].
@@ -146,7 +147,7 @@ class ColumnWords:
         return 4 if self.kind is CodeKind.I4 else 8
 
     def read(self, start: int, stop: int) -> Codes:
-        """See LowBitMatrix."""
+        """Unpack rows start .. stop - 1, see LowBitMatrix."""
         if self.is_awq:
             codes = self._awq_codes(start, stop)
         else:

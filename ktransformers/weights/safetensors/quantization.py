@@ -1,4 +1,6 @@
-"""What a config's quantization_config says of weights that the tensors themselves do not: what is refused."""
+"""Reads what a config's quantization_config says of weights that the tensors themselves do not, and refuses what cannot
+be read.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _DEFAULT_BLOCK = (128, 128)
 
 
 def check_quantization(quantization: Quantization | None) -> None:
-    """Raises UnsupportedError, with what to do, for what cannot be read as the library means it."""
+    """Raise UnsupportedError, with what to do, for what cannot be read as the library means it."""
     if quantization is None or quantization.method is None:
         return
     method, fields = quantization.method, quantization.fields
@@ -51,7 +53,7 @@ def check_quantization(quantization: Quantization | None) -> None:
 
 
 def scale_block(quantization: Quantization | None) -> tuple[int, int]:
-    """(rows, columns) of FP8 weights that share a scale."""
+    """Return the (rows, columns) of FP8 weights that share a scale."""
     if quantization is None:
         return _DEFAULT_BLOCK
     if quantization.block is not None:
@@ -64,7 +66,7 @@ def scale_block(quantization: Quantization | None) -> tuple[int, int]:
 
 
 def weight_groups(fields: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """What compressed-tensors' config says of the weights of each of its groups."""
+    """Yield what compressed-tensors' config says of the weights of each of its groups."""
     groups = fields.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None

@@ -91,7 +91,7 @@ class SafetensorsSource:
         self._log_fp8()
 
     def describe(self) -> str:
-        """One line for the console: format, files, bytes."""
+        """Return a line for the console: format, files, bytes."""
         types = Counter(tensor.dtype for tensor in self._tensors.values())
         mix = ", ".join(f"{count} {name}" for name, count in types.most_common())
         nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
@@ -101,7 +101,7 @@ class SafetensorsSource:
         )
 
     def stored_names(self) -> Sequence[str]:
-        """Every tensor in the files, under its own name there."""
+        """Return every tensor in the files, under its own name there."""
         return tuple(self._stored)
 
     def ignorable(self, stored_name: str) -> bool:
@@ -118,11 +118,11 @@ class SafetensorsSource:
         return any(pattern.fullmatch(stored_name) for pattern in _IGNORABLE)
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
-        """The bytes of a stored tensor in its mapped file."""
+        """Return the bytes of a stored tensor in its mapped file."""
         return self._model.bytes_of(stored_name)
 
     def find(self, name: str) -> TensorInfo | None:
-        """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
+        """Return facts about the tensor that HF calls `name`, or None when the files do not hold it."""
         origin = self._origin(name)
         if origin is None:
             return None
@@ -136,7 +136,7 @@ class SafetensorsSource:
         return TensorInfo(name, shape, "+".join(types), resident, nbytes, used, is_fp8)
 
     def tensor(self, name: str) -> RawTensor:
-        """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
+        """Return a tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
         origin = self._found(name)
         low = self._low_bits(origin)
         if low is not None:
@@ -147,7 +147,9 @@ class SafetensorsSource:
         return RawTensor.from_tensor(self._assemble(name, origin, dtype))
 
     def fp8(self, name: str) -> Fp8Matrix:
-        """The matrix as the files hold it. Raises TensorMismatchError when it is missing or not of that kind."""
+        """Return an FP8 matrix as the files hold it. Raises TensorMismatchError when it is missing or not of
+        that kind.
+        """
         origin = self._found(name)
         stored = origin.sources[0]
         if origin.operations or not self._is_native_fp8(stored):
@@ -155,12 +157,14 @@ class SafetensorsSource:
         return self._fp8_matrix(stored, self._model.torch_tensor(stored), self._scales(stored)).fp8()
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when missing."""
+        """Return a tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when
+        missing.
+        """
         out = self._assemble(name, self._found(name), dtype)
         return out.clone() if self._is_mapped(out) else out
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
-        """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
+        """Return facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
         merged = self._merged_experts(key, layout)
         if merged is not None:
             return _merged_info(key, merged, quantize_to)
@@ -187,7 +191,7 @@ class SafetensorsSource:
         return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, nbytes)
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
-        """The experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
+        """Return the experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
 
         Raises TensorMismatchError when an expert is missing or has the wrong shape.
         """

@@ -1,5 +1,5 @@
-"""What attention over compressed keys (DeepSeek-V4) does around attending, on a GPU. Knows slots, pages and columns of
-the cache; not modules.
+"""Kernels around the attention over compressed keys (DeepSeek-V4) on a GPU. Knows slots, pages and columns of the
+cache; not modules.
 
     T rows, D columns of a key or an entry, P of them rotated: the last ones, in pairs (0, 1), (2, 3), ... that stay
     where they are; M tokens of an entry, W tokens of the window
@@ -37,7 +37,7 @@ class CompressedPages:
 
     @property
     def room(self) -> int:
-        """Positions that a row of the table has room for."""
+        """Number of positions that a row of the block table has room for."""
         return int(self.block_table.shape[1]) * self.page_size
 
 
@@ -111,7 +111,7 @@ def turn(
     slot_mapping: Tensor | None = None,
     is_back: bool = False,
 ) -> Tensor:
-    """x [T, H, D] with its last columns rotated by angles [T, P / 2]; returned, or written to slots of a cache.
+    """Rotate the last columns of x [T, H, D] by angles [T, P / 2]; returned, or written to slots of a cache.
 
     x: any row and head strides, D even. norm: weight [D] or None, and epsilon of an RMSNorm of each head before the
     rotation. cache: [slots, H, >= D], whose first columns take the result, which is returned; with slot_mapping, int32
@@ -322,7 +322,8 @@ def attended(
     most: int = 0,
     chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What T rows attend to: int32 [T, width] numbers of parts of the cache, and int32 [T], how many of them count.
+    """Return what T rows attend to: int32 [T, width] numbers of parts of the cache, and int32 [T], how many of them
+    count.
 
     A slot of the cache has `units` parts of D columns: part 0 is its key, part 1 its entry. A row sees entries first,
     at most `most` of them, then the tokens of its window. rate: M; 0 for rows that see no entries. chosen: int32

@@ -1,4 +1,4 @@
-"""Hyper-connections (DeepSeek-V4, arXiv 2512.24880) on a GPU: what goes into a block, and how its result is mixed.
+"""Hyper-connections (DeepSeek-V4, arXiv 2512.24880) on a GPU: the input of a block, and how its result is mixed.
 
     T rows, N streams of H columns each (a row's are one vector of N H), S shares of them
 
@@ -30,8 +30,9 @@ _COLLAPSED = 1024  # columns of a program
 
 @dataclass(frozen=True, slots=True)
 class HyperSpec:
-    """streams: N. iterations: how often columns are divided by their sums; rows are once less. eps: of weights;
-    norm_eps: of the norm."""
+    """Numbers of a hyper-connection. streams: N. iterations: how often columns are divided by their sums; rows are once
+    less. eps: of weights; norm_eps: of the norm.
+    """
 
     streams: int
     iterations: int
@@ -40,7 +41,7 @@ class HyperSpec:
 
     @property
     def width(self) -> int:
-        """Weights of a row."""
+        """Number of weights of a row."""
         return (2 + self.streams) * self.streams
 
 
@@ -118,7 +119,8 @@ def _collapse_kernel(
 def collapse(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, spec: HyperSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """post fp32 [T, N], comb fp32 [T, N, N] and collapsed [T, H], in the type of streams [T, N, H], contiguous.
+    """Collapse streams [T, N, H], contiguous: post fp32 [T, N], comb fp32 [T, N, N] and collapsed [T, H], in the type
+    of streams.
 
     fn: fp32 [(2 + N) N, N H], base: fp32 [(2 + N) N], scale: fp32 [3]. N is a power of two. Raises TypeError or
     ValueError for a wrong type or shape.

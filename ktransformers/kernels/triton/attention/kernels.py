@@ -241,7 +241,7 @@ def decode_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
     CODES: tl.constexpr, FOLDED: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, KV heads * HEAD_BLOCKS, MAX_SPLITS): one split of one row for HEADS heads.
+    """Kernel of split-KV decode. Grid (rows, KV heads * HEAD_BLOCKS, MAX_SPLITS): one split of one row for HEADS heads.
 
     Writes the normalized result, fp32 [rows, NUM_HEADS, MAX_SPLITS, DV], and the logarithm of its denominator, fp32
     [rows, NUM_HEADS, MAX_SPLITS]. Splits without positions write nothing; the reduction does not read them.
@@ -330,7 +330,7 @@ def reduce_kernel(
     NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr, MIN_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, NUM_HEADS, cdiv(DV, BLOCK_D)): weighs the splits of one row and head."""
+    """Kernel that weighs the splits of decode. Grid (rows, NUM_HEADS, cdiv(DV, BLOCK_D)): one row and head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     length = tl.load(len_ptr + row).to(tl.int32)
@@ -421,7 +421,8 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr, CODES: tl.constexpr, QUANTIZED_ATTENTION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(num_rows, TOKENS), KV heads * HEAD_BLOCKS, SHARES): TOKENS rows of the batch for HEADS heads.
+    """Kernel of prefill. Grid (cdiv(num_rows, TOKENS), KV heads * HEAD_BLOCKS, SHARES): TOKENS rows of the batch for
+    HEADS heads.
 
     A tile may hold the rows of several sequences, in runs; of these the z-th program takes z, z + SHARES, ... With
     SHARES = 1 all rows belong to one sequence.

@@ -46,7 +46,7 @@ def has_codes(cache: Tensor) -> bool:
 
 
 def why_no_quantized_attention(dtype: torch.dtype, device: torch.device, widths: tuple[int, int]) -> str | None:
-    """Why keys kept in `dtype` are not multiplied as codes on a device; None where they are.
+    """Return why keys kept in `dtype` are not multiplied as codes on a device; None where they are.
 
     widths: columns of keys and values. Others are read in two parts, of which products have not been right everywhere.
     """
@@ -62,13 +62,14 @@ def why_no_quantized_attention(dtype: torch.dtype, device: torch.device, widths:
 
 
 def bits_of(cache: Tensor) -> Tensor:
-    """The cache as kernels are given it."""
+    """Return a cache as kernels take it."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def check_cache(name: str, cache: Tensor, scales: Tensor | None, shape: tuple[int | None, ...], parts: int = 1) -> None:
-    """Raises TypeError or ValueError unless `cache` is [slots, heads, columns] of floats, or of codes with scales that
-    fit: fp32 [slots, heads, parts]."""
+    """Raise TypeError or ValueError unless `cache` is [slots, heads, columns] of floats, or of codes with scales that
+    fit: fp32 [slots, heads, parts].
+    """
     if not has_codes(cache):
         check_float(name, cache, shape)
         if scales is not None:
@@ -85,13 +86,13 @@ def check_cache(name: str, cache: Tensor, scales: Tensor | None, shape: tuple[in
 
 @jit
 def magnitude(x):
-    """The bits of |x|: whole numbers in the order of the magnitudes, infinity and NaN above all others."""
+    """Return the bits of |x|: whole numbers in the order of the magnitudes, infinity and NaN above all others."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def factor_and_scale(top, pointers):
-    """What a head is multiplied by to be codes, and its scale. top: its largest `magnitude`; pointers: to codes.
+    """Return the factor that makes a head codes, and its scale. top: its largest `magnitude`; pointers: to codes.
 
     A head below 2^-100 has the factor 0, and one with infinities or NaN also the scale NaN.
     """
@@ -110,7 +111,7 @@ def factor_and_scale(top, pointers):
 
 @jit
 def codes_of(x, factor, pointers):
-    """x times its factor, which has x's shape or broadcasts to it, rounded to the nearest code, ties to even.
+    """Multiply x with its factor, which has x's shape or broadcasts to it, and round to the nearest code, ties to even.
 
     pointers: to codes of the type. Bits are rounded, since there is no call for it that the interpreter and all GPUs
     know. Adding 2^23 leaves no bits below 1 in an fp32, and adding 2^14 none below 2^-9, the least FP8 number.
@@ -151,7 +152,7 @@ def put_heads(pointers, x, mask, scale_pointers, keep, HAS_CODES: tl.constexpr):
 
 @jit
 def widened(tile, COMPUTE: tl.constexpr):
-    """A tile of a cache in the type of the products; codes as they are, without their scales.
+    """Convert a tile of a cache to the type of the products; codes as they are, without their scales.
 
     What a GPU has between e4m3 and bf16 without fp32 takes the unit of exponentials.
     """
@@ -186,7 +187,7 @@ def _widen_kernel(
 
 
 def widen_latents(cache: Tensor, scales: Tensor | None, rank: int, slots: Tensor, out: Tensor) -> None:
-    """The latent keys of some slots as rows of numbers.
+    """Write the latent keys of some slots as rows of numbers.
 
     cache: codes [slots, 1, R + P], scales fp32 [slots, 1, 2]. rank: R. slots: int32 or int64 [L]. out: [L, R + P],
     fp16, bf16 or fp32. Raises TypeError or ValueError for what does not fit; slots are not checked.

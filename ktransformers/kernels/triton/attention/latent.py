@@ -1,4 +1,4 @@
-"""What latent attention (MLA, arXiv 2405.04434) does around attending in a decode step, in three launches. Knows slots.
+"""Kernels around latent attention (MLA, arXiv 2405.04434) in a decode step, in three launches. Knows slots.
 
     T rows, H heads, R rank of the latent, P rotary dimension, N other columns of a query head, V columns of a value
 
@@ -167,7 +167,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, angles: tuple[Tensor, Tensor
 
 
 def absorb(q: Tensor, k_b: Tensor, angles: tuple[Tensor, Tensor, bool]) -> Tensor:
-    """Absorbed and rotated queries [T, H, R + P] of q [T, H, N + P], any row and head strides.
+    """Absorb and rotate queries: [T, H, R + P] of q [T, H, N + P], any row and head strides.
 
     k_b: [H, N, R] of q's dtype, contiguous. angles: as in `norm_to_cache`. Raises ValueError for shapes that do not
     fit.
@@ -182,7 +182,7 @@ def absorb(q: Tensor, k_b: Tensor, angles: tuple[Tensor, Tensor, bool]) -> Tenso
 
 
 def expand(latent: Tensor, v_b: Tensor) -> Tensor:
-    """Values [T, H, V] of attended latents [T, H, R]; v_b: [H, R, V] of their dtype, contiguous."""
+    """Expand attended latents [T, H, R] to values [T, H, V]; v_b: [H, R, V] of their dtype, contiguous."""
     check_float("latent", latent, (None, v_b.shape[0], v_b.shape[1]))
     out = torch.empty(latent.shape[0], v_b.shape[0], v_b.shape[2], dtype=latent.dtype, device=latent.device)
     _launch(latent, v_b, out, None)

@@ -71,7 +71,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """One checked call of an attention entry."""
+    """The checked arguments of one call of an attention entry."""
 
     q: Tensor
     k_cache: Tensor
@@ -98,7 +98,7 @@ class AttentionLaunch:
 
     @property
     def signed_window(self) -> int:
-        """As the kernels take it: below 0 for chunks."""
+        """The window as the kernels take it: below 0 for chunks."""
         return -self.window if self.is_chunked else self.window
 
     @property
@@ -119,7 +119,7 @@ class AttentionLaunch:
 
     @property
     def element_bytes(self) -> int:
-        """Of a number that is multiplied: codes are widened to the queries' type."""
+        """Bytes of a number that is multiplied: codes are widened to the queries' type."""
         return self.q.element_size() if self.has_codes else self.k_cache.element_size()
 
     @property
@@ -129,7 +129,7 @@ class AttentionLaunch:
 
 
 def check_call(call: AttentionLaunch) -> None:
-    """Raises TypeError (dtype) or ValueError (shape, stride, device, range) that names the wrong argument."""
+    """Raise TypeError (dtype) or ValueError (shape, stride, device, range) that names the wrong argument."""
     _check_heads(call)
     _check_numbers(call)
     _check_quantized_attention(call)
@@ -234,7 +234,8 @@ class Tile:
 
 
 def split_count(num_heads: int, num_kv_heads: int, max_len: int, device: torch.device, min_chunk: int) -> int:
-    """Programs that share one tile of heads of one row: enough for one row to fill the device, no more than have work.
+    """Return the number of programs that share one tile of heads of one row: enough for one row to fill the device, no
+    more than have work.
 
     Does not look at the number of rows, so that a row's result does not depend on it.
     """
@@ -251,7 +252,7 @@ def _row_numel(num_heads: int, dim_v: int, splits: int) -> int:
 def workspace_numel(
     num_rows: int, num_heads: int, num_kv_heads: int, dim_v: int, max_len: int, device: torch.device
 ) -> int:
-    """fp32 values that decode works in: for all rows, or for as many as fit 64 MB, which then take turns."""
+    """Return the fp32 values that decode works in: for all rows, or for as many as fit 64 MB, which then take turns."""
     row = _row_numel(num_heads, dim_v, split_count(num_heads, num_kv_heads, max_len, device, MIN_CHUNK))
     return row * min(num_rows, max(1, WORKSPACE_NUMEL // row))
 
@@ -272,7 +273,7 @@ def _constants(call: AttentionLaunch, quantized_attention: bool = False) -> dict
 
 
 def compute_type(dtype: torch.dtype) -> Any:
-    """In which kernels multiply values of `dtype`: the interpreter cannot multiply bf16."""
+    """Return the type in which kernels multiply values of `dtype`: the interpreter cannot multiply bf16."""
     if dtype == torch.float16:
         return tl.float16
     return tl.bfloat16 if dtype == torch.bfloat16 and not is_interpreted() else tl.float32
@@ -356,7 +357,8 @@ def _fit_widened(call: AttentionLaunch, block_m: int, num_warps: int) -> Tile:
 
 
 def decode_tile(call: AttentionLaunch) -> Tile:
-    """Tile of the split-KV kernel: the heads that share a KV head, up to 64. Codes are widened by more warps.
+    """Return the tile of the split-KV kernel: the heads that share a KV head, up to 64. Codes are widened by more
+    warps.
 
     Triton 3.9 keeps a tile of latents, which are keys and values both, in registers: sums of 32 rows take more warps,
     and where latents are widened leave room for the fewest positions only.
@@ -369,7 +371,7 @@ def decode_tile(call: AttentionLaunch) -> Tile:
 
 
 def prefill_tile(call: AttentionLaunch) -> Tile:
-    """64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
+    """Return the prefill tile, 64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
     is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.element_bytes == 4
     block_m = 16 if _is_wide(call) else _rows(call, 64 if is_small else 128)
     return _fit_widened(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
@@ -384,7 +386,7 @@ def _tile_constants(call: AttentionLaunch, tile: Tile) -> dict[str, int]:
 
 
 def launch_decode(call: AttentionLaunch, workspace: Tensor | None, tile: Tile | None = None) -> None:
-    """Split-KV attention and its reduction, for as many rows at a time as the workspace holds.
+    """Launch split-KV attention and its reduction, for as many rows at a time as the workspace holds.
 
     workspace: fp32, contiguous, for one row at least; made with `workspace_numel` values when None. tile:
     `decode_tile` when None.
@@ -439,7 +441,8 @@ def _is_foldable(call: AttentionLaunch, heads: int, programs: int) -> bool:
 
 
 def launch_prefill(call: AttentionLaunch, tile: Tile | None = None) -> None:
-    """Attention of tiles of rows. The rows of one sequence should lie side by side: each run of them is read apart.
+    """Launch attention of tiles of rows. The rows of one sequence should lie side by side: each run of them is read
+    apart.
 
     tile: `prefill_tile` when None.
     """

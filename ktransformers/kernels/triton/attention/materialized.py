@@ -138,7 +138,8 @@ def _materialized_kernel(
 
 
 def materialized_tile(num_rows: int, num_heads: int, dtype: torch.dtype, device: torch.device) -> MaterializedTile:
-    """Sizes of a launch for so many rows and heads: 128 rows of a head, fewer where that leaves processors idle.
+    """Return the sizes of a launch for so many rows and heads: 128 rows of a head, fewer where that leaves processors
+    idle.
 
     The fastest of those measured on an H100 (`benchmarks.gpu.latent --tune`), with as many stages as shared
     memory has room for: 90, 131 and 213 KB for two, three and four (tests/support/triton_kernels/compile_launches.py).
@@ -152,7 +153,8 @@ def materialized_tile(num_rows: int, num_heads: int, dtype: torch.dtype, device:
 
 
 def tiles_of(runs: Iterable[MaterializedRun], block_m: int) -> Tensor:
-    """What programs do, int32 [tiles, 4] on the CPU: first row, rows, first position, positions the first row sees.
+    """Return what programs do, int32 [tiles, 4] on the CPU: first row, rows, first position, positions the first row
+    sees.
 
     Tiles that see most come first, since they take longest.
     """
@@ -176,7 +178,7 @@ def materialized_attention(
     out: Tensor,
     tile: MaterializedTile,
 ) -> None:
-    """Causal attention of the rows in `tiles` for h heads, to their rows of `out`; other rows stay as they are.
+    """Compute causal attention of the rows in `tiles` for h heads, to their rows of `out`; other rows stay as they are.
 
     q: [T, h, >= N], of which the first N columns count; q_rot: [T, h, P], rotated. keys: [h, L, N], values: [h, L, V],
     contiguous. k_rot: [L, P], any row stride. All are fp16, bf16 or fp32, keys, k_rot and values of one type. tiles:

@@ -37,7 +37,7 @@ def mla_attention(
     workspace: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of T rows of absorbed queries over a latent cache; returns [T, Hq, rank].
+    """Compute causal attention of T rows of absorbed queries over a latent cache; returns [T, Hq, rank].
 
     q: [T, Hq, rank + rope]. cache: [slots, 1, rank + rope]; see `rope.latent_to_cache`. out: [T, Hq, rank], made like q
     when None. rank must be a power of two of at least 16 (512 in every model known); rope may be 0. workspace:

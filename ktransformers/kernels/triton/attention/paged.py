@@ -37,7 +37,8 @@ def attention(
     scales: KvScales = (None, None),
     quantized_attention: bool = False,
 ) -> Tensor:
-    """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in `cpu.attention`.
+    """Compute causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in
+    `cpu.attention`.
 
     q, out: fp16, bf16 or fp32; k_cache [slots, Hkv, Dk], v_cache [slots, Hkv, Dv]: one of these types, in which the
     products are taken (fp32 accumulators); or codes, int8 or e4m3, with scales of keys and of values, fp32

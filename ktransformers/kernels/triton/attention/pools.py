@@ -1,4 +1,4 @@
-"""Rows of an indexer's cache, and entries of pools of neighbouring positions that are made of them. Knows slots.
+"""Writes rows of an indexer's cache, and makes entries of pools of neighbouring positions of them. Knows slots.
 
     T rows, M positions of a pool, D columns of an entry; pool w has the positions w M .. w M + M - 1
 
@@ -96,7 +96,8 @@ def pooled(
     cache: Tensor, bias: Tensor | None, block_table: Tensor, page_size: int, seq_ids: Tensor, kv_lens: Tensor,
     dim: int, size: int,
 ) -> Tensor:  # fmt: skip
-    """fp32 [T, D]: of the pool of `size` positions that ends with each row, zeros for rows that end none.
+    """Compute the entry, fp32 [T, D], of the pool of `size` positions that ends with each row; zeros for rows that end
+    none.
 
     cache: [slots, D] or, with gates, [slots, 2 D]; bias: [size, D], added to gates; None for the mean of keys. The
     others as in `attention`.

@@ -44,7 +44,7 @@ _HEADS_PER_PROGRAM = 4
 
 @jit
 def pair_columns(HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Numbers of the pairs, the columns of their two members, and which pairs exist."""
+    """Return the numbers of the pairs, the columns of their two members, and which pairs exist."""
     pair = tl.arange(0, HALF_P2)
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
@@ -55,7 +55,7 @@ def pair_columns(HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.cons
 
 @jit
 def is_cached(slot, num_slots):
-    """Whether a slot is one of the cache's."""
+    """Whether a slot number is one of the cache's."""
     return (slot >= 0) & (slot < num_slots)
 
 
@@ -66,7 +66,7 @@ def rotate_heads(
     INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_ROTATED: tl.constexpr = False,
     scale_ptr=None, scale_head=0, HAS_CODES: tl.constexpr = False,
 ):  # fmt: skip
-    """Norm and rotation of some heads of one row, from `source` to `target`, where `keep`.
+    """Normalize and rotate some heads of one row, from `source` to `target`, where `keep`.
 
     The norm divides by the same either way, for a rotation keeps lengths: NORMS_ROTATED says where its weight comes in.
     HAS_CODES: `target` gets codes, and `scale_ptr` the scales of the heads.
@@ -157,7 +157,7 @@ def _rope_kernel(
 
 
 def check_angles(cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: int, rotary_dim: int) -> None:
-    """Raises ValueError for tables that do not have an angle for each row, or position, and pair of columns."""
+    """Raise ValueError for tables that do not have an angle for each row, or position, and pair of columns."""
     for name, table in (("cos", cos), ("sin", sin)):
         check_float(name, table, (None, None))
         if table.shape[1] < rotary_dim // 2 or (positions is None and table.shape[0] != num_rows):
@@ -169,7 +169,7 @@ def check_angles(cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: i
 
 
 def check_ids(name: str, ids: Tensor, num_rows: int) -> None:
-    """Raises TypeError or ValueError unless `ids` are num_rows contiguous whole numbers."""
+    """Raise TypeError or ValueError unless `ids` are num_rows contiguous whole numbers."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
     if tuple(ids.shape) != (num_rows,) or not ids.is_contiguous():
@@ -264,7 +264,9 @@ def put_normed(
     source, target, weight_ptr, eps, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr, limit,
     scale_ptr=None, HAS_CODES: tl.constexpr = False,
 ):  # fmt: skip
-    """RMSNorm of one row; limit: WIDTH, or 0 to write nothing. HAS_CODES: `target` gets codes, `scale_ptr` a scale."""
+    """Write RMSNorm of one row; limit: WIDTH, or 0 to write nothing. HAS_CODES: `target` gets codes, `scale_ptr` a
+    scale.
+    """
     columns = tl.arange(0, WIDTH_P2)
     mask = columns < limit
     x = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
@@ -326,7 +328,8 @@ def latent_to_cache(
     scales: Tensor | None = None,
     q_out: Tensor | None = None,
 ) -> Tensor:
-    """What latent attention (MLA) needs before it attends; returns the rotated queries [T, Hq, P].
+    """Normalize and rotate for latent attention (MLA) and write latents to their slots; returns the rotated queries [T,
+    Hq, P].
 
     q_rot: [T, Hq, P], the rotary part of the queries. compressed: [T, R + P], the latent before its norm and the
     shared key. norm_weight: [R]. cache: [slots, 1, R + P]; row t's slot gets the normalized latent, then the rotated

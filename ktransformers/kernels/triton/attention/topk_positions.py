@@ -1,4 +1,4 @@
-"""Which cached positions a row attends to, where an indexer scores them. See `kernels.cpu.choose_positions`.
+"""Chooses the cached positions that a row attends to, where an indexer scores them. See `kernels.cpu.select_topk_positions`.
 
 Scores are a kernel's, for all positions that a block table has room for, so that launches do not depend on lengths; the
 choice is torch's top-k of whole numbers in which ties are broken already.
@@ -101,7 +101,7 @@ def select_topk_positions(
     block: int = 1,
     num_local: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The best positions of T rows: slots int32 [n, K] and counts int32 [n], as `cpu.choose_positions`.
+    """Choose the best positions of T rows: slots int32 [n, K] and counts int32 [n], as `cpu.select_topk_positions`.
 
     q: [T, H, D] and k_cache: [slots, D] of one type, fp16, bf16 or fp32; weights: fp32 [T, H]. K is smaller where the
     block table has room for fewer positions. Nothing is read back to the host, and the same kernels are launched

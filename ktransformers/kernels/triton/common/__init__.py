@@ -1,1 +1,1 @@
-"""What all kernels stand on: whether Triton runs here, compiling and rehearsing, clocks, bits, elementwise work."""
+"""The base of all kernels: whether Triton runs here, compiling and warm-up, clocks, bits, elementwise work."""

@@ -1,4 +1,4 @@
-"""What the readers of every layout share: the types' numbers and a few bit operations inside kernels."""
+"""Shared by the readers of every layout: the types' numbers and a few bit operations inside kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ F8_E4M3 = constant(F8_E4M3_TYPE)
 
 @jit
 def shifted(x, amount: tl.constexpr):
-    """x << amount, or x >> -amount."""
+    """Return x << amount, or x >> -amount."""
     if amount >= 0:
         return x << amount
     return x >> (-amount)
@@ -52,7 +52,7 @@ def shifted(x, amount: tl.constexpr):
 
 @jit
 def half_bits(x):
-    """The low 16 bits of an int32 as fp16, widened."""
+    """Return the low 16 bits of an int32 as fp16, widened."""
     return (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -62,24 +62,26 @@ def half_bits(x):
 
 @jit
 def e4m3(word, at: tl.constexpr):
-    """The FP8 number in bits at .. at + 7 of an int32."""
+    """Return the FP8 number in bits at .. at + 7 of an int32."""
     bits = (shifted(word, 24 - at) >> 4) & -2014314496  # 0x87F00000: the number times 2^-120
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @jit
 def e2m1_small(word, at: tl.constexpr):
-    """2^-126 times the FP4 number in bits at .. at + 3 of an int32."""
+    """Return 2^-126 times the FP4 number in bits at .. at + 3 of an int32."""
     return ((shifted(word, 28 - at) >> 6) & -2118123520).to(tl.float32, bitcast=True)  # 0x81C00000
 
 
 @jit
 def e2m1(word, at: tl.constexpr):
-    """Twice the FP4 number in bits at .. at + 3 of an int32."""
+    """Return twice the FP4 number in bits at .. at + 3 of an int32."""
     return e2m1_small(word, at) * 1.7014118346046923e38  # 2^127
 
 
 @jit
 def e8m0(exponent):
-    """2^(exponent - 128) for an int32 in 0 .. 255: half of what OCP's MX formats call the scale, as ggml has it."""
+    """Return 2^(exponent - 128) for an int32 in 0 .. 255: half of what OCP's MX formats call the scale, as ggml
+    has it.
+    """
     return tl.where(exponent < 2, (exponent + 1) << 21, (exponent - 1) << 23).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Operations on the four bytes of an int32 that a GPU has one instruction for, and Triton no name.
+"""Operations on the four bytes of an int32 for which a GPU has one instruction, and Triton no name.
 
 Interpreted, the same bits are computed from shifts. Operands broadcast.
 """
@@ -14,7 +14,8 @@ INTERPRETED = constant(int(is_interpreted()))
 
 @jit
 def permute_bytes(low, high, selector):
-    """An int32 of four of the bytes of `low` (0 .. 3) and `high` (4 .. 7), which nibbles 0 .. 3 of `selector` name.
+    """Make an int32 of four of the bytes of `low` (0 .. 3) and `high` (4 .. 7), which nibbles 0 .. 3 of `selector`
+    name.
 
     The highest bit of each of these nibbles must be zero; further nibbles count for nothing.
     """
@@ -33,7 +34,7 @@ def permute_bytes(low, high, selector):
 
 @jit
 def byte_signs(word):
-    """255 for each byte whose highest bit is set, else 0."""
+    """Return 255 for each byte whose highest bit is set, else 0."""
     if INTERPRETED:
         return (((word + tl.zeros((1, 1), tl.int64)) >> 7) & 0x01010101).to(tl.int32) * 255
     return tl.inline_asm_elementwise(
@@ -43,7 +44,7 @@ def byte_signs(word):
 
 @jit
 def dot_signed(a, b, total):
-    """total + the sum of the products of the bytes of a and b, all of them signed; int32."""
+    """Return total + the sum of the products of the bytes of a and b, all of them signed; int32."""
     if INTERPRETED:
         for i in tl.static_range(4):
             total = total + ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
@@ -55,7 +56,7 @@ def dot_signed(a, b, total):
 
 @jit
 def dot_unsigned(a, b, total):
-    """As `dot_signed`, with the bytes of b in 0 .. 255."""
+    """Return total + the sum of the products of the bytes of a, signed, and b, in 0 .. 255; int32."""
     if INTERPRETED:
         for i in tl.static_range(4):
             total = total + ((a << (24 - 8 * i)) >> 24) * ((b >> (8 * i)) & 255)

@@ -1,4 +1,4 @@
-"""The best tokens of rows of logits, so that few numbers leave the GPU. Knows no requests and no probabilities.
+"""Finds the best tokens of rows of logits, so that few numbers leave the GPU. Knows no requests and no probabilities.
 
     N rows, V tokens, G groups of _GROUP tokens each, K: how many of the best are wanted, R: room for candidates
 
@@ -136,7 +136,9 @@ class BestTokens:
 
     @classmethod
     def make(cls, num_rows: int, vocab: int, room: int, device: torch.device) -> BestTokens:
-        """room: a power of two. Raises ValueError for rows of more than MAX_VOCAB tokens."""
+        """Allocate for rows of `vocab` logits on a device. room: a power of two. Raises ValueError for rows of more
+        than MAX_VOCAB tokens.
+        """
         if not 0 < vocab <= MAX_VOCAB:
             raise ValueError(f"rows must have 1 to {MAX_VOCAB} logits, got {vocab}")
         if room != power_of_two(room):
@@ -149,12 +151,13 @@ class BestTokens:
 
     @property
     def room(self) -> int:
-        """R."""
+        """Number R of candidates that a row of the table has room for, twice the largest `top`."""
         return (self.table.shape[1] - 2) // 2
 
     def find_best(self, logits: Tensor) -> Tensor:
-        """int32 [n, 1]: the best token of each row of fp32 logits [n, V], the lowest of equals; -1 where a logit is not
-        finite. Valid until the next call, as all results."""
+        """Return the best token of each row of fp32 logits [n, V], int32 [n, 1], the lowest of equals; -1 where a logit
+        is not finite. Valid until the next call, as all results.
+        """
         rows = self._find_greatest(logits)
         if rows:
             _best_kernel[(rows,)](
@@ -164,7 +167,7 @@ class BestTokens:
         return self.best[:rows]
 
     def find_candidates(self, logits: Tensor, top: int) -> Tensor:
-        """The table's rows of logits fp32 [n, V], 1 <= top <= R / 2.
+        """Return the table's rows of logits fp32 [n, V], 1 <= top <= R / 2.
 
         Candidates are all tokens as good as the `top`-th, and maybe some more of the best, by ascending ids. Their
         number is -1 where a logit is not finite, and where they, or the groups in which they are looked for, are more

@@ -23,12 +23,14 @@ def _time_kernel(times, index):
 
 
 def write_device_time(times: Tensor, index: int) -> None:
-    """times[index], int64, becomes the device's clock, in nanoseconds, once all before in its stream is done."""
+    """Set times[index], int64, to the device's clock, in nanoseconds, once all before in its stream is done."""
     _time_kernel[(1,)](times, index, num_warps=1)
 
 
 def write_time(times: Tensor, index: int) -> None:
-    """The same; where `times` is on the CPU, this machine's monotonic clock."""
+    """Set times[index] to the device's clock as `write_device_time` does; where `times` is on the CPU, to this
+    machine's monotonic clock.
+    """
     if times.device.type == "cuda":
         write_device_time(times, index)
     else:

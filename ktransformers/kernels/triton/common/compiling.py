@@ -1,4 +1,4 @@
-"""Which variants of the kernels a process has met, and compiling them before they are launched.
+"""Finds the variants of the kernels that a process needs, and compiles them before they are launched.
 
 Triton compiles a kernel when it is first launched with other constants, types, or arguments that it specializes on (1,
 multiples of 16). A warm-up calls what launches kernels without launching them: each variant that it meets is handed
@@ -41,13 +41,13 @@ def compiles() -> bool:
 
 
 def is_warmup() -> bool:
-    """Whether this thread only calls launches, so that what they would write is not there."""
+    """Whether this thread is in a warm-up: it only calls launches, and what they would write is not there."""
     return _warming_up is not None and _warming_up == threading.get_ident()
 
 
 @dataclass(slots=True)
 class Compiled:
-    """What a warm-up found: variants met, and how many of them were compiled or came from the disk."""
+    """Result of a warm-up: variants met, and how many of them were compiled or came from the disk."""
 
     variants: set[tuple[Any, ...]]
     num_compiled: int = 0
@@ -111,7 +111,9 @@ def _compile_mode(compilers: Executor) -> Any:
 
 
 def variant_of(kernel: runtime.Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What distinguishes the variant that a launch needs, as Triton does: name, then a value or type per argument."""
+    """Return what distinguishes the variant that a launch needs, as Triton does: name, then a value or type per
+    argument.
+    """
     names = kernel.function.arg_names
     values, found = dict(zip(names, args, strict=False)) | kwargs, list[tuple[str, Any]]()
     for name, value in values.items():
@@ -130,7 +132,9 @@ def variant_of(kernel: runtime.Kernel, args: tuple[Any, ...], kwargs: dict[str, 
 
 @contextmanager
 def watch_launches(seen: Callable[[tuple[Any, ...]], None], *, launches: bool = True) -> Iterator[None]:
-    """Tell `seen` the variant of each launch of this thread inside the block. launches: whether they are launched."""
+    """Call `seen` with the variant of each launch of this thread inside the block. launches: whether they are
+    launched.
+    """
     mine = threading.get_ident()
 
     def watched(kernel: runtime.Kernel) -> Callable[..., Any]:
@@ -161,7 +165,8 @@ def _put_back(function: Any, run: Any) -> None:
 
 @contextmanager
 def warmup(progress: Callable[[int, int], None] | None = None) -> Iterator[Compiled]:
-    """Calls of this thread inside the block launch nothing; at its end, all variants that they need are compiled.
+    """Context of a warm-up: calls of this thread inside the block launch nothing; at its end, all variants that they
+    need are compiled.
 
     New tensors of torch hold zeros meanwhile, not what kernels would have written. progress: called with (done, all)
     while the rest is compiled. One warm-up at a time.
@@ -253,7 +258,7 @@ _compilations = _Compilations()
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """A model loads inside the block. After it, a line in the log names each kernel that is compiled nevertheless."""
+    """Context in which a model loads. After it, a line in the log names each kernel that is compiled nevertheless."""
     _compilations.num_loading += 1
     try:
         yield

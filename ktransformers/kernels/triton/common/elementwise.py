@@ -80,7 +80,7 @@ def _launch_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps), row by row (Zhang and Sennrich 2019).
+    """Compute weight * x / sqrt(mean(x^2) + eps), row by row (Zhang and Sennrich 2019).
 
     x: [T, H], any row stride. weight: [H]. out: [T, H], made like x when None; may be x.
     """
@@ -103,7 +103,8 @@ def add_rms_norm(
     more: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(sum), sum) with sum = x + more sigmoid(gate) + residual, rounded to the type of `residual_out` first.
+    """Return (rms_norm(sum), sum) with sum = x + more sigmoid(gate) + residual, rounded to the type of `residual_out`
+    first.
 
     x, residual: [T, H]. more: [T, H], a third addend; gate: [T, 1], logits that weigh its rows (the shared expert of
     qwen2_moe). weight: [H]. out: made like x when None; may be x. residual_out: made like residual when None; may be
@@ -134,7 +135,7 @@ def _tanh(x):
 
 @jit
 def activation_value(x, up, alpha, limit, KIND: tl.constexpr, HAS_GATE: tl.constexpr):
-    """act(x) * up, or act(x) without a gate; fp32."""
+    """Return act(x) * up, or act(x) without a gate; fp32."""
     if KIND == "SILU":
         y = x * tl.sigmoid(x)
     elif KIND == "GELU":
@@ -178,7 +179,7 @@ def _activation_kernel(
 
 
 def activate(spec: ActivationSpec, gate: Tensor | None, up: Tensor, out: Tensor | None = None) -> Tensor:
-    """act(gate) * up, or act(up) when gate is None, as `cpu.activate`.
+    """Compute act(gate) * up, or act(up) when gate is None, as `cpu.activate`.
 
     gate, up: [T, I], any row stride, so both may be halves of one [T, 2 I]. out: [T, I], made like up when None; may
     be gate or up.
@@ -219,7 +220,7 @@ def _gate_heads_kernel(
 
 
 def gate_heads(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-    """x sigmoid(gate), head by head (the gated attention of qwen3_next).
+    """Compute x sigmoid(gate), head by head (the gated attention of qwen3_next).
 
     x, gate: [T, heads, D], any row and head strides. out: the same shape, made like x when None; may be x.
     """
@@ -241,7 +242,7 @@ def gate_heads(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
 
 @jit
 def activated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """What experts give to the down projection. ALPHA, LIMIT: of activations that have them."""
+    """Return the input of experts' down projection. ALPHA, LIMIT: of activations that have them."""
     if ACT == "SILU":
         return gate / (1.0 + tl.exp(-gate)) * up
     return activation_value(gate, up, ALPHA, LIMIT, ACT, True)

@@ -38,7 +38,9 @@ default_shared_bytes = 227 << 10
 
 
 def available() -> str | None:
-    """Why the kernels cannot run here, or None when they can: on a CUDA device, or on the CPU when interpreted."""
+    """Return why the kernels cannot run here, or None when they can: on a CUDA device, or on the CPU when
+    interpreted.
+    """
     if triton is None:
         return "triton is not installed"
     if is_interpreted() or torch.cuda.is_available():
@@ -53,8 +55,9 @@ def is_interpreted() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """function: as `triton.jit` made it. constants: names of its constexprs; plain, unaligned: of arguments that it is
-    not specialized on, at all or for multiples of 16."""
+    """A Triton kernel and how it is specialized. function: as `triton.jit` made it. constants: names of its constexprs;
+    plain, unaligned: of arguments that it is not specialized on, at all or for multiples of 16.
+    """
 
     function: Any
     constants: frozenset[str]
@@ -78,7 +81,7 @@ kernels: list[Kernel] = []
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """`triton.jit`, or the function itself where Triton is missing."""
+    """Return `triton.jit` of a function, or the function itself where Triton is missing."""
     if function is None:
         return functools.partial(jit, **options)
     if triton is None:
@@ -89,25 +92,28 @@ def jit(function: Any = None, **options: Any) -> Any:
 
 
 def static(function: Any) -> Any:
-    """`triton.constexpr_function`: what kernels compute from constants while they are compiled (jit gives tensors)."""
+    """Return `triton.constexpr_function` of a function: what kernels compute from constants while they are compiled
+    (jit gives tensors).
+    """
     return function if triton is None else triton.constexpr_function(function)
 
 
 def constant(value: int) -> Any:
-    """A global that kernels may read: they take no other than a constexpr."""
+    """Make a global that kernels may read: they take no other than a constexpr."""
     return value if tl is None else tl.constexpr(value)
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; those of an H100 for any other device."""
+    """Return the number of multiprocessors of a CUDA device; that of an H100 for any other device."""
     if device.type != "cuda":
         return _DEFAULT_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program can have on a CUDA device; that of an H100 for any other device.
+    """Return the bytes of shared memory that one program can have on a CUDA device; those of an H100 for any other
+    device.
 
     99 KiB on the GPUs of workstations (compute capability 8.6, 8.9, 12.0), 163 to 227 KiB on those of data centers.
     """
@@ -123,5 +129,5 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def power_of_two(value: int) -> int:
-    """The least power of two that is not below `value`."""
+    """Return the least power of two that is not below `value`."""
     return 1 << max(0, value - 1).bit_length()

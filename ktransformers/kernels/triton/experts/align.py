@@ -1,4 +1,4 @@
-"""Token-expert pairs sorted by expert into blocks of one expert each, on the device and in fixed-size arrays.
+"""Sorts token-expert pairs by expert into blocks of one expert each, on the device and in fixed-size arrays.
 
 The order is stable (pairs of an expert keep the order of tokens), so results do not depend on timing. Nothing is read
 by the host. Knows ids; does not know weights.
@@ -22,7 +22,7 @@ SMALL_PAIRS = 8192
 
 @dataclass(frozen=True, slots=True)
 class AlignedPairs:
-    """Blocks of pairs. Pair p is slot p % k of token p // k.
+    """Blocks of (token, expert) pairs of one expert each. Pair p is slot p % k of token p // k.
 
     pair_ids: int32 [max_blocks * block], pairs in the order of their experts, the number of pairs where there is none.
     block_slots: int32 [max_blocks], where the weights of a block's expert are; -1 after the last block.
@@ -35,27 +35,29 @@ class AlignedPairs:
 
     @classmethod
     def allocate(cls, pairs: int, num_experts: int, block: int, device: torch.device) -> AlignedPairs:
-        """Room for `pairs` (token, expert) pairs in blocks of `block` rows."""
+        """Allocate room for `pairs` (token, expert) pairs in blocks of `block` rows."""
         blocks = max_blocks(pairs, num_experts, block)
         sizes = (blocks * block, blocks, num_experts)
         return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
 
 def max_blocks(pairs: int, num_experts: int, block: int) -> int:
-    """Blocks that suffice for any routing: at most one block of each expert that has pairs is not full."""
+    """Return the blocks that suffice for any routing: at most one block of each expert that has pairs is not full."""
     partial = min(num_experts, pairs)
     return partial + (pairs - partial) // block
 
 
 @jit
 def known_expert(expert, E: tl.constexpr):
-    """The expert, -1 for an id outside 0 .. E - 1."""
+    """Return the expert, -1 for an id outside 0 .. E - 1."""
     return tl.where((expert >= 0) & (expert < E), expert, -1)
 
 
 @jit
 def expert_slot(slots, expert, E: tl.constexpr, HAS_SLOTS: tl.constexpr):
-    """Where an expert's weights are, -1 for none (an id outside 0 .. E - 1, or one that the map leaves out)."""
+    """Return the slot of an expert's weights, -1 for none (an id outside 0 .. E - 1, or one that the map leaves
+    out).
+    """
     slot = known_expert(expert, E)
     if HAS_SLOTS:
         slot = tl.load(slots + slot, mask=slot >= 0, other=-1)

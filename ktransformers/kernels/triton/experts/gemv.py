@@ -94,7 +94,7 @@ def launch_gemv(
     matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
     epilogue: MoeEpilogue,
 ) -> None:  # fmt: skip
-    """`moe.moe` of as many tokens as `uses_gemv` says, its arguments checked. matrices: gate, up, down."""
+    """Launch `moe.moe` of as many tokens as `uses_gemv` says, its arguments checked. matrices: gate, up, down."""
     gate, up, down = matrices
     gate_bias, up_bias, down_bias = epilogue.biases or (x, x, x)
     pairs, tokens = ids.numel(), x.shape[0]

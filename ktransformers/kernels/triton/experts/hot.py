@@ -86,7 +86,7 @@ def split_pairs(
 
 
 def sum_onto(base: Tensor, parts: Tensor, topk_ids: Tensor, num_experts: int, out: Tensor) -> Tensor:
-    """out[t] = base[t] + the parts of token t, in the order of its top-k list, added in fp32 and rounded once.
+    """Compute out[t] = base[t] + the parts of token t, in the order of its top-k list, added in fp32 and rounded once.
 
     base, out: [T, H] of any float type. parts: [T * K, H]. topk_ids: int32 [T, K]; ids outside 0 .. num_experts - 1
     have no part. Raises ValueError for shapes that do not fit.

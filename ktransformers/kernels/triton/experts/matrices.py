@@ -19,7 +19,7 @@ __all__ = ["SILU", "ExpertMatrices", "MoeEpilogue", "are_plane_types", "takes_bl
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """One projection of all experts: matrices [rows, cols] one after another.
+    """Matrices [rows, cols] of one projection of all experts, one after another.
 
     data: uint8 [S, bytes of a matrix] (or [S, rows, row_bytes]), contiguous; S slots. layout: of each matrix.
     Raises TypeError or ValueError when sizes do not agree.
@@ -46,7 +46,7 @@ class ExpertMatrices:
 
 @dataclass(frozen=True, slots=True)
 class MoeEpilogue:
-    """What experts compute beside products.
+    """Activation and biases of experts: what they compute beside products.
 
     activation: of gate and up. biases: None, or those of gate and up, [E, I], and of down, [E, H], fp32, contiguous, on
     the device; by the experts' ids, wherever their matrices are.
@@ -57,7 +57,7 @@ class MoeEpilogue:
 
     @classmethod
     def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: torch.device) -> MoeEpilogue:
-        """Of experts with a gate; a bias that is missing beside others is zero."""
+        """Make the epilogue of experts with a gate; a bias that is missing beside others is zero."""
         given = (weights.gate_bias, weights.up_bias, weights.down_bias)
         if all(bias is None for bias in given):
             return cls(activation)
@@ -69,7 +69,7 @@ class MoeEpilogue:
         return cls(activation, (made[0], made[1], made[2]))
 
     def check(self, num_experts: int, inner: int, width: int) -> None:
-        """Raises TypeError or ValueError for biases of other experts than these."""
+        """Raise TypeError or ValueError for biases of other experts than these."""
         for bias, size in zip(self.biases or (), (inner, inner, width), strict=False):
             if bias.dtype != torch.float32:
                 raise TypeError(f"biases must be float32, got {bias.dtype}")
@@ -77,7 +77,7 @@ class MoeEpilogue:
                 raise ValueError(f"a bias must be contiguous [{num_experts}, {size}], got {tuple(bias.shape)}")
 
     def options(self) -> dict[str, object]:
-        """Constants of the kernels; numbers that an activation does not use make no kernels of their own."""
+        """Return the constants of the kernels; numbers that an activation does not use make no kernels of their own."""
         kind = self.activation.kind
         return {
             "ACT": kind.name,
@@ -91,12 +91,12 @@ SILU = MoeEpilogue()
 
 
 def are_plane_types(*parts: ExpertMatrices) -> bool:
-    """Whether all are of types whose planes are multiplied with block-wise int16."""
+    """Whether all matrices are of types whose planes are multiplied with block-wise int16."""
     return all(is_plane_type(int(part.qtype)) for part in parts)
 
 
 def takes_block_int16(*parts: ExpertMatrices) -> bool:
-    """Whether the GEMV multiplies these with block-wise int16, of one order and in one loop."""
+    """Whether the GEMV multiplies these matrices with block-wise int16, of one order and in one loop."""
     types = [int(part.qtype) for part in parts]
     if are_plane_types(*parts):
         return True

@@ -1,4 +1,4 @@
-"""Mixture of experts on quantized weights, on CUDA: what the rule name KExpertsMarlin means.
+"""Mixture of experts on quantized weights, on CUDA: the kernels behind the rule name KExpertsMarlin.
 
     hidden = silu(x W_gate^T) * (x W_up^T);  out[t] = sum over j of topk_weights[t, j] * (hidden W_down^T)
 
@@ -161,7 +161,7 @@ def moe(
     workspace: MoeWorkspace | None = None,
     epilogue: MoeEpilogue = SILU,
 ) -> Tensor:
-    """The sum of each token's experts, [T, H], times their weights.
+    """Compute the sum of each token's experts, [T, H], times their weights.
 
     x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
     [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. out: fp16, bf16 or fp32, x's
@@ -198,7 +198,7 @@ def moe_blocks(
     num_experts: int,
     epilogue: MoeEpilogue = SILU,
 ) -> None:
-    """Compute some of the blocks, for experts that come in turns through staging buffers.
+    """Compute some of the blocks of pairs, for experts that come in turns through staging buffers.
 
     When every block has had its turn, `moe_sum` gives what one `moe` with all experts would have given on its path of
     many tokens, bit for bit. gate, up, down: of the experts that are there now, by slot.
@@ -214,7 +214,7 @@ def moe_blocks(
 
 
 def moe_sum(topk_ids: Tensor, out: Tensor, workspace: MoeWorkspace, num_experts: int) -> Tensor:
-    """out [T, H] = the sum of each token's parts, in the order of its top-k list.
+    """Compute out [T, H] = the sum of each token's parts, in the order of its top-k list.
 
     Left out: ids outside 0 .. num_experts - 1.
     """

@@ -23,7 +23,7 @@ __all__ = ["MAX_ROUTED_ROWS", "Chosen", "RouterSpec", "route_rows", "topk_router
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Where a router leaves what it chose for others to see, beside its results.
+    """Memory in which a router leaves its choice for others, beside its results.
 
     counts: int64 [E], to which each row adds 1 for each of its experts. slots: int64 [T], the cache's slots of the
     rows: a row without one is padding, which is not counted and has no experts: its ids are -1. ids: int32 [T, K],
@@ -35,7 +35,7 @@ class Chosen:
     ids: Tensor | None = None
 
     def check(self, num_rows: int, num_experts: int) -> None:
-        """Raises TypeError or ValueError for what does not fit so many rows and experts."""
+        """Raise TypeError or ValueError for tensors that do not fit so many rows and experts."""
         if self.counts.dtype != torch.int64 or self.slots.dtype != torch.int64:
             raise TypeError(f"counts and slots must be int64, got {self.counts.dtype} and {self.slots.dtype}")
         if self.counts.shape != (num_experts,) or self.slots.shape != (num_rows,) or not self.slots.is_contiguous():
@@ -242,7 +242,7 @@ def topk_router(
     weights: Tensor | None = None,
     chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(ids [T, K], fp32 weights [T, K]) of the experts each row goes to, best first.
+    """Choose (ids [T, K], fp32 weights [T, K]) of the experts each row goes to, best first.
 
     logits: fp16, bf16 or fp32 [T, E]; the arithmetic is fp32. bias: [E], added to the scores for the choice alone.
     ids: int32 or int64, int64 when made here. weights: fp32. Memory may be given for both, e.g. pinned-side buffers
@@ -275,7 +275,7 @@ def route_rows(
     logit_bias: Tensor | None = None,
     chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits fp32 [T, E], ids int32 [T, K], weights fp32 [T, K]): product and choice in one launch.
+    """Compute (logits fp32 [T, E], ids int32 [T, K], weights fp32 [T, K]): product and choice in one launch.
 
     x: [T, H], T <= MAX_ROUTED_ROWS, of any float type; weight: [E, H], contiguous rows; the product is fp32 throughout,
     summed in an order that depends on H alone. logit_bias: [E], added to the logits; bias: as in `topk_router`.

@@ -1,4 +1,4 @@
-"""Which path so many tokens take through experts, and the memory between its kernels."""
+"""Chooses the path that so many tokens take through experts, and holds the memory between its kernels."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _MEANS = (12, 24, 96)  # pairs of an expert, up to which blocks have 16, 32 and 
 
 
 def row_thresholds(num_experts: int, top_k: int) -> list[int]:
-    """Numbers of rows after which `moe` and `moe_blocks` launch other kernels, of whatever types."""
+    """Return the numbers of rows after which `moe` and `moe_blocks` launch other kernels, of whatever types."""
     blocks = (int(mean * num_experts) // top_k for mean in _MEANS)
     return sorted({VECTOR_TOKENS, DIGIT_TOKENS, SMALL_PAIRS // top_k, *blocks})
 
 
 def block_rows(pairs: int, num_experts: int) -> int:
-    """Rows of a block: about the pairs that an expert gets, so that few rows of a block stay empty."""
+    """Return the rows of a block: about the pairs that an expert gets, so that few rows of a block stay empty."""
     mean = pairs / num_experts
     return next((16 * 2**i for i, most in enumerate(_MEANS) if mean <= most), 128)
 
@@ -70,7 +70,7 @@ class MoeWorkspace:
         up: ExpertMatrices,
         down: ExpertMatrices,
     ) -> MoeWorkspace:
-        """For calls with x's number of rows and dtype, on x's device."""
+        """Allocate for calls with x's number of rows and dtype, on x's device."""
         tokens = x.shape[0]
         pairs = tokens * top_k
         vector = uses_gemv(tokens, up, down)
@@ -87,7 +87,7 @@ class MoeWorkspace:
         )
 
     def check(self, pairs: int, inner: int, width: int) -> None:
-        """Raises ValueError when the workspace is not for calls of this size."""
+        """Raise ValueError when the workspace is not for calls of this size."""
         if self.hidden.shape != (pairs, inner) or self.parts.shape != (pairs, width):
             raise ValueError(
                 f"workspace is for {self.hidden.shape[0]} pairs of widths {self.hidden.shape[1]} and "
@@ -96,6 +96,6 @@ class MoeWorkspace:
 
 
 def uses_gemv(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
-    """Whether so many tokens take the path of few; gate is as up (`_check`)."""
+    """Whether so many tokens take the GEMV path; gate is as up (`_check`)."""
     most = DIGIT_TOKENS if are_plane_types(up, down) else VECTOR_TOKENS
     return tokens <= most and all(has_gemv(int(part.qtype), part.layout) for part in (up, down))

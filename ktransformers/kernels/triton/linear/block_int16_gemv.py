@@ -56,13 +56,13 @@ _NIBBLES = (int(QuantType.IQ4_XS), int(QuantType.IQ4_NL))
 
 @static
 def has_block_int16(type_number):
-    """Whether rows of block-wise int16 are multiplied with a type here."""
+    """Whether this module multiplies rows of block-wise int16 with weights of a type."""
     return has_grid(type_number) or type_number in _NIBBLES
 
 
 @static
 def is_strided(type_number):
-    """The order of block-wise int16 that a type takes."""
+    """Whether a type takes block-wise int16 in the strided order, not in the natural one."""
     return has_grid(type_number) and not has_codes_of_four(type_number)
 
 
@@ -87,7 +87,9 @@ def value_words(tables, TYPE: tl.constexpr, P: tl.constexpr):
 
 @jit
 def code_table(tables, TYPE: tl.constexpr):
-    """For each code of IQ1 and IQ2 the ranks of its columns, of IQ3 its values, as in tables.py; int32 [codes]."""
+    """Return the table of a type's codes, int32 [codes]: of IQ1 and IQ2 the ranks of a code's columns, of IQ3 its
+    values, as in tables.py.
+    """
     AT: tl.constexpr = (
         RANKS_IQ2_XXS if TYPE == IQ2_XXS
         else RANKS_IQ2_XS if TYPE == IQ2_XS
@@ -101,7 +103,7 @@ def code_table(tables, TYPE: tl.constexpr):
 
 @jit
 def books(tables, TYPE: tl.constexpr, P: tl.constexpr):
-    """What `grid_bytes` looks up in: `code_table`, and but for IQ3 `value_words`."""
+    """Return the tables in which `grid_bytes` looks codes up: `code_table`, and but for IQ3 `value_words`."""
     table = code_table(tables, TYPE)
     values = table
     if not has_codes_of_four(TYPE):
@@ -111,7 +113,7 @@ def books(tables, TYPE: tl.constexpr, P: tl.constexpr):
 
 @jit
 def strided_ranks(table, words, TYPE: tl.constexpr):
-    """Four words; nibble q of word r is the rank of column r + 4 q of a part."""
+    """Return four words; nibble q of word r is the rank of column r + 4 q of a part."""
     a, b, c, d = looked_up(table, words, TYPE)
     low_ab, low_cd = permute_bytes(a, b, 0x5140), permute_bytes(c, d, 0x5140)
     high_ab, high_cd = permute_bytes(a, b, 0x7362), permute_bytes(c, d, 0x7362)
@@ -125,7 +127,7 @@ def strided_ranks(table, words, TYPE: tl.constexpr):
 
 @jit
 def sign_bits(signs, r: tl.constexpr):
-    """The signs of columns r + 4 q in bits 4 q + 2."""
+    """Return the signs of columns r + 4 q in bits 4 q + 2."""
     if r < 2:
         return (signs << (2 - r)) & 0x44444444
     return (signs >> (r - 2)) & 0x44444444
@@ -133,7 +135,7 @@ def sign_bits(signs, r: tl.constexpr):
 
 @jit
 def two_words(book, ranks, signs, r: tl.constexpr, TYPE: tl.constexpr):
-    """Values of columns r, r + 4, r + 8, r + 12, and of those 16 further.
+    """Return the values of columns r, r + 4, r + 8, r + 12, and of those 16 further.
 
     book: of `value_words`; signs: of `part_signs`, of IQ1 as a mask.
     """
@@ -143,7 +145,7 @@ def two_words(book, ranks, signs, r: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def strided_bytes(found, words, TYPE: tl.constexpr):
-    """`grid_bytes` of IQ1 and IQ2."""
+    """Return the 32 values of parts of IQ1 and IQ2 as eight words in the strided order, see `grid_bytes`."""
     table, book = found
     ranks = strided_ranks(table, words, TYPE)
     signs = part_signs(words, TYPE)
@@ -160,14 +162,16 @@ def strided_bytes(found, words, TYPE: tl.constexpr):
 
 @jit
 def with_signs(values, signs, r: tl.constexpr):
-    """Bytes of `values`, none of them zero, or their negatives: byte p where bit 4 r + p of `signs` is set."""
+    """Negate bytes of `values`, none of them zero: byte p where bit 4 r + p of `signs` is set."""
     minus = byte_signs(((signs >> (4 * r)) & 15) * 0x10204080)  # moves bit p to bit 8 p + 7, and others below
     return (values ^ minus) + (minus & 0x01010101)
 
 
 @jit
 def signed_bytes(table, words, TYPE: tl.constexpr):
-    """`grid_bytes` of IQ3. Its signs are computed: looked up they are a third of what is read of shared memory."""
+    """Return the 32 values of parts of IQ3 as eight words, see `grid_bytes`. Its signs are computed: looked up they are
+    a third of what is read of shared memory.
+    """
     a, b, c, d, e, f, g, h = looked_up(table, words, TYPE)
     signs = part_signs(words, TYPE)
     return (
@@ -178,7 +182,7 @@ def signed_bytes(table, words, TYPE: tl.constexpr):
 
 @jit
 def grid_bytes(found, words, TYPE: tl.constexpr):
-    """The 32 values of parts, as eight words, of IQ3 in the natural order, else in the strided one.
+    """Return the 32 values of parts, as eight words, of IQ3 in the natural order, else in the strided one.
 
     found: of `books`; words: of `part_words`.
     """
@@ -187,7 +191,9 @@ def grid_bytes(found, words, TYPE: tl.constexpr):
 
 @jit
 def dots(values, planes, first: tl.constexpr, count: tl.constexpr):
-    """Sums over words first .. first + count - 1 of values times q, fp32 rounded once: of 32 columns int32 holds it."""
+    """Return sums over words first .. first + count - 1 of values times q, fp32 rounded once: of 32 columns int32 holds
+    it.
+    """
     a = tl.zeros(values[first].shape, tl.int32)
     b = a
     for i in tl.static_range(first, first + count):
@@ -198,7 +204,7 @@ def dots(values, planes, first: tl.constexpr, count: tl.constexpr):
 
 @jit
 def add_part(acc, block_int16, values, scales, TYPE: tl.constexpr):
-    """acc [P, BN] plus products of block-wise int16 with parts of 32 columns. scales: of `part_scales`."""
+    """Return acc [P, BN] plus products of block-wise int16 with parts of 32 columns. scales: of `part_scales`."""
     planes, d = block_int16
     if TYPE == IQ2_XS or TYPE == IQ2_S or TYPE == IQ1_M:
         acc += dots(values, planes, 0, 4) * (scales[0] * d)
@@ -208,8 +214,8 @@ def add_part(acc, block_int16, values, scales, TYPE: tl.constexpr):
 
 @jit
 def grid_loop(x, base, words, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
-    """`block_int16_gemv` of IQ1 to IQ3; words: of the first step. What the next step reads is asked for a step
-    before.
+    """Run the loop of `block_int16_gemv` for IQ1 to IQ3; words: of the first step. What the next step reads is asked
+    for a step before.
     """
     EVEN: tl.constexpr = K // 32 % KS == 0
     acc = tl.zeros((KS, n.shape[1]), tl.float32)
@@ -224,7 +230,7 @@ def grid_loop(x, base, words, n, mask, tables, first, last, TYPE: tl.constexpr, 
 
 @jit
 def nibble_word(base, group, i: tl.constexpr, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """Word i of the 8 of groups of 64 columns."""
+    """Return word i of the 8 of groups of 64 columns."""
     SIZE: tl.constexpr = tile_bytes(TYPE, K)
     if TYPE == IQ4_XS:
         block = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE)
@@ -236,7 +242,9 @@ def nibble_word(base, group, i: tl.constexpr, n, mask, TYPE: tl.constexpr, K: tl
 
 @jit
 def later_nibbles(base, step, last, n, mask, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
-    """Words of the KS / 2 groups of a step and the scales of their halves; zeros from step `last` on, and past K."""
+    """Load words of the KS / 2 groups of a step and the scales of their halves; zeros from step `last` on, and
+    past K.
+    """
     group = step * (KS // 2) + tl.arange(0, KS // 2)[:, None]
     live = mask & (2 * group < tl.where(step < last, K // 32, 0))
     first, _ = code_scales(base, group, 0, n, live, TYPE, K)
@@ -251,7 +259,7 @@ def later_nibbles(base, step, last, n, mask, TYPE: tl.constexpr, K: tl.constexpr
 
 @jit
 def nibble_values(book, word):
-    """Values of the low nibbles of a word, and of its high ones."""
+    """Return the values of the low nibbles of a word, and of its high ones."""
     below, chosen = word & 0x77777777, ((word >> 1) & 0x44444444) | 0x32103210
     minus, plus = permute_bytes(book[0], book[1], below), permute_bytes(book[2], book[3], below)
     first = permute_bytes(minus, plus, chosen)
@@ -263,7 +271,7 @@ def nibble_values(book, word):
 
 @jit
 def nibble_bytes(book, words, TYPE: tl.constexpr):
-    """The 64 values of groups, as two tuples of eight words in the natural order."""
+    """Return the 64 values of groups, as two tuples of eight words in the natural order."""
     a, a_high = nibble_values(book, words[0])
     b, b_high = nibble_values(book, words[1])
     c, c_high = nibble_values(book, words[2])
@@ -279,7 +287,7 @@ def nibble_bytes(book, words, TYPE: tl.constexpr):
 
 @jit
 def add_nibbles(acc, first, second, book, nibbles, TYPE: tl.constexpr):
-    """acc [G, BN] plus products with groups of 64 columns; first, second: block-wise int16 of their halves."""
+    """Return acc [G, BN] plus products with groups of 64 columns; first, second: block-wise int16 of their halves."""
     words, s, t = nibbles
     values = nibble_bytes(book, words, TYPE)
     acc += dots(values[0], first[0], 0, 8) * (s * first[1])
@@ -288,7 +296,7 @@ def add_nibbles(acc, first, second, book, nibbles, TYPE: tl.constexpr):
 
 @jit
 def nibble_loop(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
-    """`block_int16_gemv` of IQ4."""
+    """Run the loop of `block_int16_gemv` for IQ4."""
     EVEN: tl.constexpr = K // 32 % KS == 0
     acc = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     book = value_words(tables, TYPE, KS // 2)
@@ -306,7 +314,7 @@ def nibble_loop(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl
 @jit
 def nibble_loop_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                      KS: tl.constexpr):  # fmt: skip
-    """`nibble_loop` with two matrices of one shape."""
+    """Run `nibble_loop` with two matrices of one shape."""
     EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     u = g
@@ -339,7 +347,7 @@ def block_int16_gemv(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, 
 @jit
 def digit_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                KS: tl.constexpr):  # fmt: skip
-    """`block_int16_gemv` with two matrices of one shape, of types that take one order; with a grid both or neither.
+    """Run `block_int16_gemv` with two matrices of one shape, of types that take one order; with a grid both or neither.
 
     Of IQ1 to IQ3 one loop after the other: what both need at once leaves room for half as many programs.
     """

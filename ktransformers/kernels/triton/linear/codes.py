@@ -16,7 +16,7 @@ __all__ = ["code_gemv", "code_pair"]
 
 @jit
 def group_codes(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """The 16 words of each group, and S and M of its four quarters."""
+    """Return the 16 words of each group, and S and M of its four quarters."""
     words = (
         code_word(base, group, 0, n, mask, TYPE, K), code_word(base, group, 1, n, mask, TYPE, K),
         code_word(base, group, 2, n, mask, TYPE, K), code_word(base, group, 3, n, mask, TYPE, K),
@@ -36,7 +36,7 @@ def group_codes(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def four_inputs(at, i: tl.constexpr, inside, HALF: tl.constexpr):
-    """Activations of columns 4 i .. 4 i + 3 of each group, fp32 [G, 1] each."""
+    """Return the activations of columns 4 i .. 4 i + 3 of each group, fp32 [G, 1] each."""
     word = tl.load(at + i, mask=inside, other=0)
     x0, x1 = pair(word.to(tl.int32), HALF)
     x2, x3 = pair((word >> 32).to(tl.int32), HALF)
@@ -45,7 +45,7 @@ def four_inputs(at, i: tl.constexpr, inside, HALF: tl.constexpr):
 
 @jit
 def add_group(acc, x, group, codes, one, TYPE: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr):
-    """acc [G, BN] plus the products of one row of x with groups of 64 columns. x: at a multiple of 8 bytes."""
+    """Return acc [G, BN] plus the products of one row of x with groups of 64 columns. x: at a multiple of 8 bytes."""
     words, s, m = codes
     at = x.to(tl.pointer_type(tl.int64)) + group * 16
     for q in tl.static_range(4):
@@ -90,7 +90,7 @@ def code_gemv(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, K:
 @jit
 def code_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
               KS: tl.constexpr):  # fmt: skip
-    """`code_gemv` of one row of x with two matrices of one shape in one loop."""
+    """Run `code_gemv` of one row of x with two matrices of one shape in one loop."""
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     g = tl.zeros((KS // 2, n.shape[1]), tl.float32)
     u = g

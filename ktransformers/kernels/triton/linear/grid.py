@@ -52,7 +52,9 @@ def add_four(sums, word, signs, four, k: tl.constexpr, TYPE: tl.constexpr, HALF:
 
 @jit
 def total_of(sums, TYPE: tl.constexpr):
-    """Of +-value (IQ1: 8 value) times activations: sums of `field` times those times 2^96 are 2^-53 `unit` of that."""
+    """Return a part's products of +-value (IQ1: 8 value) with activations, from the sums of `field` times activations
+    times 2^96, which are 2^-53 `unit` of that.
+    """
     a, b, c, d = sums
     TWO_53: tl.constexpr = 9007199254740992.0
     UP: tl.constexpr = 8.0 * TWO_53 if TYPE == IQ1_S or TYPE == IQ1_M else TWO_53
@@ -61,7 +63,7 @@ def total_of(sums, TYPE: tl.constexpr):
 
 @jit
 def entry_table(tables, TYPE: tl.constexpr):
-    """The entries of all codes of a type: int64 for 8 columns of IQ2, int32 for 8 of IQ1 and for 4 of IQ3."""
+    """Return the entries of all codes of a type: int64 for 8 columns of IQ2, int32 for 8 of IQ1 and for 4 of IQ3."""
     at = tl.arange(0, code_count(TYPE))
     if TYPE == IQ1_S or TYPE == IQ1_M:
         table = tl.load((tables + AT_IQ1).to(tl.pointer_type(tl.uint16)) + at).to(tl.int32)
@@ -76,7 +78,7 @@ def entry_table(tables, TYPE: tl.constexpr):
 
 @jit
 def entries_of(table, words, TYPE: tl.constexpr):
-    """As `cpu_packed_grid.part_entries`; table: of `entry_table`."""
+    """Return a word for every 4 columns of a part, as `cpu_packed_grid.part_entries` does; table: of `entry_table`."""
     found = looked_up(table, words, TYPE)
     if not has_codes_of_four(TYPE):
         a, b, c, d = found
@@ -90,14 +92,14 @@ def entries_of(table, words, TYPE: tl.constexpr):
 
 @jit
 def decode_part(words, table, TYPE: tl.constexpr):
-    """What all rows of x are multiplied with, from `part_words`: entries (8), signs, scales of both halves."""
+    """Return what all rows of x are multiplied with, from `part_words`: entries (8), signs, scales of both halves."""
     first, second = part_scales(words, TYPE)
     return entries_of(table, words, TYPE), part_signs(words, TYPE), first, second
 
 
 @jit
 def add_eight(sums, extra, entries, signs, inputs, j: tl.constexpr, TYPE: tl.constexpr, HALF: tl.constexpr):
-    """Add columns 8 j .. 8 j + 7; extra: of IQ1, 2^96 times the sum of (delta - 8) x."""
+    """Add columns 8 j .. 8 j + 7 of a part to its sums; extra: of IQ1, 2^96 times the sum of (delta - 8) x."""
     sums, x_low = add_four(sums, entries[2 * j], signs, inputs[2 * j], 2 * j, TYPE, HALF)
     sums, x_high = add_four(sums, entries[2 * j + 1], signs, inputs[2 * j + 1], 2 * j + 1, TYPE, HALF)
     if TYPE == IQ1_S or TYPE == IQ1_M:
@@ -108,7 +110,7 @@ def add_eight(sums, extra, entries, signs, inputs, j: tl.constexpr, TYPE: tl.con
 
 @jit
 def add_half(acc, decoded, s, inputs, h: tl.constexpr, J: tl.constexpr, TYPE: tl.constexpr, HALF: tl.constexpr):
-    """Add J times 8 columns from 16 h on, which have one scale s."""
+    """Add J times 8 columns of a part from 16 h on, which have one scale s."""
     entries, signs, _, _ = decoded
     zero = tl.zeros(acc.shape, tl.float32)
     sums, extra = (zero, zero, zero, zero), zero
@@ -122,7 +124,8 @@ def add_half(acc, decoded, s, inputs, h: tl.constexpr, J: tl.constexpr, TYPE: tl
 
 @jit
 def add_part(acc, inputs, decoded, TYPE: tl.constexpr, HALF: tl.constexpr):
-    """acc [P, BN] plus products of one row of x with parts of 32 columns; inputs: 8 int64 [P, 1] of four activations.
+    """Return acc [P, BN] plus products of one row of x with parts of 32 columns; inputs: 8 int64 [P, 1] of four
+    activations.
 
     decoded: of `decode_part`.
     """
@@ -134,7 +137,7 @@ def add_part(acc, inputs, decoded, TYPE: tl.constexpr, HALF: tl.constexpr):
 
 @jit
 def later_words(base, step, last, n, mask, TYPE: tl.constexpr, K: tl.constexpr, KS: tl.constexpr):
-    """`part_words` of KS parts from step * KS on; zeros from step `last` on, and past K."""
+    """Load `part_words` of KS parts from step * KS on; zeros from step `last` on, and past K."""
     part = step * KS + tl.arange(0, KS)[:, None]
     return part_words(base, part, n, mask & (part < tl.where(step < last, K // 32, 0)), TYPE, K)
 
@@ -170,7 +173,7 @@ def grid_gemv(x, stride, base, n, mask, tables, first, last, TYPE: tl.constexpr,
 @jit
 def grid_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
               KS: tl.constexpr):  # fmt: skip
-    """`grid_gemv` of one row of x with two matrices of one shape in one loop."""
+    """Run `grid_gemv` of one row of x with two matrices of one shape in one loop."""
     HALF: tl.constexpr = x.dtype.element_ty == tl.float16
     EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS, n.shape[1]), tl.float32)

@@ -1,4 +1,5 @@
-"""out = x W^T + bias with W in ggml's block formats, on CUDA: what the rule name KLinearMarlin means.
+"""Linear layers out = x W^T + bias with W in ggml's block formats, on CUDA: the kernels behind the rule name
+KLinearMarlin.
 
 Up to `VECTOR_ROWS` rows of x and weights in the GPU's layout: the vector kernel, which reads each weight byte once,
 the columns split over programs where the rows alone cannot fill the device (the last program of a tile adds the parts
@@ -175,7 +176,7 @@ def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, ta
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory of calls that run one after another on one stream.
+    """Memory of products that run one after another on one stream.
 
     parts: fp32, results of split columns. counters: int32, all 0 between calls (the kernels leave them so).
     """
@@ -185,7 +186,7 @@ class Workspace:
 
     @classmethod
     def allocate(cls, device: torch.device | str, rows: int) -> Workspace:
-        """Enough for every `linear` of at most `rows` rows of x, whatever the matrix.
+        """Allocate enough for every `linear` of at most `rows` rows of x, whatever the matrix.
 
         Columns are split only as long as there are few programs, which bounds what they store: tiles of 64 rows of W
         and at most 64 of x in _PROGRAMS programs, of 128 and at most 128 in _WIDE_PROGRAMS, or tiles of 16 and
@@ -197,7 +198,7 @@ class Workspace:
         return cls(floats, torch.zeros(_PROGRAMS, dtype=torch.int32, device=device))
 
     def check(self, parts: int, counters: int) -> None:
-        """Raises ValueError where a call needs more."""
+        """Raise ValueError where a call needs more memory than the workspace has."""
         if self.parts.numel() < parts or self.counters.numel() < counters:
             raise ValueError(
                 f"workspace of {self.parts.numel()} floats and {self.counters.numel()} counters, needs {parts} and "
@@ -206,7 +207,8 @@ class Workspace:
 
 
 def warps_for(groups: int, block: int, most: int = 8) -> tuple[int, int]:
-    """Warps of a vector program and KS, the groups of 32 columns that they multiply at once: 4 rows for each lane.
+    """Return the warps of a vector program and KS, the groups of 32 columns that they multiply at once: 4 rows for each
+    lane.
 
     Fewer warps where the last step would leave more than a fifth of all lanes without columns.
     """
@@ -258,7 +260,7 @@ def _space(workspace: Workspace | None, x: Tensor, split: int, tokens: int, rows
 
 
 def check_rows(name: str, x: Tensor, cols: int) -> None:
-    """Raises TypeError or ValueError unless x is fp16 or bf16 [T, cols] with contiguous, aligned rows."""
+    """Raise TypeError or ValueError unless x is fp16 or bf16 [T, cols] with contiguous, aligned rows."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise TypeError(f"{name} must be float16 or bfloat16, got {x.dtype}")
     if x.data_ptr() % 8 or (x.dim() == 2 and x.shape[0] > 1 and x.stride(0) % 4):
@@ -268,7 +270,7 @@ def check_rows(name: str, x: Tensor, cols: int) -> None:
 
 
 def result(out: Tensor | None, x: Tensor, rows: int) -> Tensor:
-    """`out` checked, or a new tensor [T, rows] of x's dtype."""
+    """Return `out` checked, or a new tensor [T, rows] of x's dtype."""
     if out is None:
         return torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
     if out.shape != (x.shape[0], rows) or not out.is_contiguous() or out.device != x.device:
@@ -288,7 +290,7 @@ def linear(
     layout: GpuLayout = GpuLayout.ROWS,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """out[t, n] = sum_k x[t, k] W[n, k] + bias[n].
+    """Compute out[t, n] = sum_k x[t, k] W[n, k] + bias[n].
 
     x: [T, K] fp16 or bf16, rows contiguous. weight: uint8, a matrix [rows, cols] in the layout named; the GPU's is the
     fastest, by far for few rows of x, ggml's the slowest. bias: [N], any float type. out: [T, N], fp16, bf16 or fp32;
@@ -312,7 +314,7 @@ def linear_pair(
     *,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """The products of x with two matrices side by side in one launch: [T, rows[0] + rows[1]].
+    """Compute the products of x with two matrices side by side in one launch: [T, rows[0] + rows[1]].
 
     Both matrices are in the GPU's layout, of types that may differ; rows in 8s. bias: [rows[0] + rows[1]]. The others
     as in `linear`.
@@ -335,7 +337,7 @@ def gated_linear(
     *,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """act(x gate^T) * (x up^T) in one launch: [T, rows / 2].
+    """Compute act(x gate^T) * (x up^T) in one launch: [T, rows / 2].
 
     weight: row 2 i of the matrix [rows, cols] is gate's row i, row 2 i + 1 up's, in the GPU's layout; bias likewise.
     kind: an activation without numbers of its own. What is activated is fp32, not rounded. The others as in `linear`.
@@ -348,7 +350,7 @@ def gated_linear(
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A matrix that has been checked, of `rows` rows and a type that dequant.py knows."""
+    """A checked matrix, of `rows` rows and a type that dequant.py knows."""
 
     data: Tensor
     type_number: int
@@ -365,7 +367,7 @@ def launch(
     workspace: Workspace | None,
     act: str = "",
 ) -> Tensor:
-    """`linear` for one or two matrices of one layout, or `gated_linear` when `act` is not empty."""
+    """Launch `linear` for one or two matrices of one layout, or `gated_linear` when `act` is not empty."""
     check_rows("x", x, cols)
     rows = sum(weight.rows for weight in weights)
     if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):

@@ -32,7 +32,8 @@ __all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "gemv_pair", "gemv_tile"]
 
 @jit
 def four(word, TYPE: tl.constexpr, HALF: tl.constexpr):
-    """The four 16-bit floats of an int64, as fp32; for MXFP4 times 2^96, so that no weight need be scaled by itself.
+    """Return the four 16-bit floats of an int64, as fp32; for MXFP4 times 2^96, so that no weight need be scaled by
+    itself.
 
     These are 2^-126 times what they stand for, sums then 2^-30 times, and the scales half of what they are.
     """
@@ -46,7 +47,7 @@ def four(word, TYPE: tl.constexpr, HALF: tl.constexpr):
 
 @jit
 def pick(words, c: tl.constexpr, TYPE: tl.constexpr):
-    """The words of chunk c of a group, as `chunk_words` gives them."""
+    """Return the words of chunk c of a group, as `chunk_words` gives them."""
     if TYPE == Q5_K:
         return words[0], words[1], words[2], words[3], words[4]
     if TYPE == Q6_K:
@@ -81,7 +82,7 @@ def add_eight(sums, x_low, x_high, words, one, i: tl.constexpr, TYPE: tl.constex
 
 @jit
 def add_scaled(acc, sums, s, m, TYPE: tl.constexpr):
-    """acc + sum of x w over the columns of one scale, from what `add_eight` summed."""
+    """Return acc + sum of x w over the columns of one scale, from what `add_eight` summed."""
     low, high, x_low, x_high = sums
     if TYPE == MXFP4:
         return acc + (low + high) * 2147483648.0 * s  # 2^31, see `four`
@@ -99,7 +100,7 @@ def no_sums(KS: tl.constexpr, BN: tl.constexpr):
 
 @jit
 def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.constexpr):
-    """acc [KS, BN] plus the products of one row of x with groups of 32 columns of W."""
+    """Return acc [KS, BN] plus the products of one row of x with groups of 32 columns of W."""
     C: tl.constexpr = 32 if TYPE == Q5_K else 16 if TYPE == Q6_K else 8  # columns of a chunk
     sums = no_sums(acc.shape[0], acc.shape[1])
     for c in tl.static_range(32 // C):
@@ -159,7 +160,7 @@ def gemv_tile(x, stride, base, n, mask, one, tables, first, last, TYPE: tl.const
 @jit
 def gemv_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
-    """`gemv_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
+    """Run `gemv_tile` of one row of x with two matrices of one shape, in one loop if these loops are of one kind."""
     if x.dtype.element_ty == tl.int32:
         if is_plane_type(GATE):
             return plane_pair(x, gate, up, n, mask, tables, first, last, GATE, UP, K, N, KS)
@@ -192,7 +193,7 @@ def gemv_pair(x, gate, up, n, mask, one, tables, first, last, GATE: tl.constexpr
 
 @jit
 def apart(w, R: tl.constexpr):
-    """w [BK, BN] with its columns in another order: columns R a + b become b BN / R + a.
+    """Return w [BK, BN] with its columns in another order: columns R a + b become b BN / R + a.
 
     A lane that reads R neighbouring rows of a matrix is R columns away from its neighbour. What lanes store to shared
     memory for the tensor cores, 16 bytes of a column each, then lies in the same banks for many of them: places are
@@ -207,7 +208,7 @@ def apart(w, R: tl.constexpr):
 
 @jit
 def together(acc, R: tl.constexpr):
-    """Products [BM, BN] with a tile that is `apart`, in the order of the matrix's rows."""
+    """Return products [BM, BN] with a tile that is `apart`, in the order of the matrix's rows."""
     if R == 1:
         return acc
     split = tl.reshape(acc, (acc.shape[0], R, acc.shape[1] // R))
@@ -253,7 +254,7 @@ def dot_tile(x_rows, x_mask, base, n, mask, one, tables, first, last, TYPE: tl.c
 def dot_tile_pair(x_rows, x_mask, gate, up, n0, one, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr,
                   LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   WARPS: tl.constexpr):  # fmt: skip
-    """`dot_tile` with rows n0 .. n0 + BN - 1 of two matrices of one shape and layout: two results [BM, BN].
+    """Run `dot_tile` with rows n0 .. n0 + BN - 1 of two matrices of one shape and layout: two results [BM, BN].
 
     Where weights run ahead and are of one type, they are one tile of 2 BN rows.
     """
@@ -281,7 +282,8 @@ def dot_tile_pair(x_rows, x_mask, gate, up, n0, one, tables, first, last, GATE: 
 
 @jit
 def arrive_last(counter, count):
-    """Whether this program is the last of `count` to come here; the last one finds what the others stored before.
+    """Count this program in; whether it is the last of `count` to come here: that one finds what the others stored
+    before.
 
     The counter is 0 before and after. Loads of the others' results must bypass L1 (cache_modifier ".cg").
     """

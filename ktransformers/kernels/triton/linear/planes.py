@@ -27,13 +27,15 @@ _TYPES = frozenset(
 
 @static
 def is_plane_type(type_number):
-    """Whether rows of block-wise int16 are multiplied with a type here."""
+    """Whether this module multiplies rows of block-wise int16 with weights of a type."""
     return type_number in _TYPES
 
 
 @jit
 def fp4_book(tables, TYPE: tl.constexpr, KS: tl.constexpr):
-    """Twice the values of FP4, as `block_int16_gemv.value_words` has those of IQ4; of other types nothing is read."""
+    """Return twice the values of FP4, as `block_int16_gemv.value_words` has those of IQ4; of other types nothing is
+    read.
+    """
     at = tl.arange(0, KS)[:, None] % 8
     if TYPE != MXFP4:
         return at, at, at, at
@@ -43,7 +45,7 @@ def fp4_book(tables, TYPE: tl.constexpr, KS: tl.constexpr):
 
 @jit
 def nibble_bytes(words, book, j: tl.constexpr, TYPE: tl.constexpr):
-    """Columns 8 j .. 8 j + 3 and 8 j + 4 .. 8 j + 7 of a group."""
+    """Return columns 8 j .. 8 j + 3 and 8 j + 4 .. 8 j + 7 of a group."""
     if TYPE == MXFP4:
         return nibble_values(book, words[j])
     return words[j] & 0x0F0F0F0F, (words[j] >> 4) & 0x0F0F0F0F
@@ -51,7 +53,7 @@ def nibble_bytes(words, book, j: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def group_bytes(words, book, TYPE: tl.constexpr):
-    """The values of groups of 32 columns as eight words; words: of `group_words`."""
+    """Return the values of groups of 32 columns as eight words; words: of `group_words`."""
     if TYPE == Q8_0:
         return words
     if TYPE == Q5_K:
@@ -74,7 +76,7 @@ def group_bytes(words, book, TYPE: tl.constexpr):
 
 @jit
 def whole_dots(values, planes, first: tl.constexpr, count: tl.constexpr):
-    """Sums over words first .. first + count - 1 of values times q, int32."""
+    """Return sums over words first .. first + count - 1 of values times q, int32."""
     a = tl.zeros(values[first].shape, tl.int32)
     b = a
     for i in tl.static_range(first, first + count):
@@ -85,7 +87,7 @@ def whole_dots(values, planes, first: tl.constexpr, count: tl.constexpr):
 
 @jit
 def add_bytes(acc, block_int16, sums, values, sm, TYPE: tl.constexpr):
-    """acc [KS, BN] plus products with groups of 32 columns; block-wise int16, sums: of block_int16.py; sm: of
+    """Return acc [KS, BN] plus products with groups of 32 columns; block-wise int16, sums: of block_int16.py; sm: of
     `group_scales`.
     """
     planes, d = block_int16
@@ -126,7 +128,7 @@ def plane_gemv(x, base, n, mask, tables, first, last, TYPE: tl.constexpr, K: tl.
 @jit
 def plane_pair(x, gate, up, n, mask, tables, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
                N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
-    """`plane_gemv` with two matrices of one shape in one loop."""
+    """Run `plane_gemv` with two matrices of one shape in one loop."""
     EVEN: tl.constexpr = K // 32 % KS == 0
     g = tl.zeros((KS, n.shape[1]), tl.float32)
     u = g

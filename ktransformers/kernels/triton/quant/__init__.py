@@ -1,1 +1,1 @@
-"""Quantized weights as a GPU reads them: layouts, unpacking of a tile, tables, block-wise integers."""
+"""Quantized weights in the forms that a GPU reads: layouts, unpacking of a tile, tables, block-wise integers."""

@@ -1,4 +1,4 @@
-"""Activations as whole numbers: what products with weights of 8 bits or fewer, four in one instruction, take.
+"""Activations as whole numbers: the input of products with weights of 8 bits or fewer, four in one instruction.
 
 32 columns share a power of two d, and a number is d q with an integer |q| < 2^15, whose two bytes go into two planes:
 x = d (256 a + b), a signed. |x - d q| <= d / 2 (d for the largest q), and d <= 2^-14 of the largest magnitude among the
@@ -40,7 +40,7 @@ _BLOCKS = 8  # of one program
 
 @jit
 def load_block_int16(at, inside, EVEN: tl.constexpr):
-    """The 16 words of blocks as 8 int64 [P, 1], and d, fp32 [P, 1]; zeros where not inside.
+    """Load the 16 words of blocks as 8 int64 [P, 1], and d, fp32 [P, 1]; zeros where not inside.
 
     at: int32 pointers to the blocks [P, 1]. EVEN: all are inside.
     """
@@ -58,7 +58,9 @@ def load_block_int16(at, inside, EVEN: tl.constexpr):
 
 @jit
 def block_sums(at, inside, EVEN: tl.constexpr):
-    """Of the blocks of `load_block_int16`: sums of q of both halves, int32, and d times their sum, fp32; [P, 1]."""
+    """Load the sums of blocks that `load_block_int16` loads: of q of both halves, int32, and d times their sum, fp32;
+    [P, 1].
+    """
     mask = None if EVEN else inside
     other = None if EVEN else 0
     first, second = tl.load(at + 17, mask=mask, other=other), tl.load(at + 18, mask=mask, other=other)
@@ -67,7 +69,7 @@ def block_sums(at, inside, EVEN: tl.constexpr):
 
 @jit
 def byte_plane_word(planes, plane: tl.constexpr, i: tl.constexpr):
-    """Word i of plane 0 (the lower block-wise int16) or 1, of what `load_block_int16` gave."""
+    """Return word i of plane 0 (the lower block-wise int16) or 1, of what `load_block_int16` gave."""
     both = planes[4 * plane + i // 2]
     if i % 2 == 1:
         both = both >> 32
@@ -76,7 +78,9 @@ def byte_plane_word(planes, plane: tl.constexpr, i: tl.constexpr):
 
 @jit
 def store_block_int16(row, block, values, mask, STRIDED: tl.constexpr):
-    """Write blocks of a row. row: int32 pointer to its first; block: int32 [B]; values: fp32 [B, 32]; mask: [B]."""
+    """Write blocks of a row as block-wise int16. row: int32 pointer to its first; block: int32 [B]; values: fp32 [B,
+    32]; mask: [B].
+    """
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     exponent = tl.maximum(largest >> 23, 40)  # below, all numbers are as good as zero
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^14 over the power of two in the largest
@@ -129,7 +133,7 @@ def _block_int16_kernel(x, stride, out, ids, order, T, P, E: tl.constexpr, K: tl
 
 
 def block_int16_shape(rows: int, cols: int) -> tuple[int, int, int]:
-    """Of the int32 tensor for x [rows, cols]."""
+    """Return the shape of the int32 tensor that holds x [rows, cols] as block-wise int16."""
     return rows, cols // 32, BLOCK_WORDS
 
 

@@ -33,7 +33,7 @@ __all__ = ["cpu_tile"]
 
 @jit
 def value(word, extra, s, m, one, b: tl.constexpr, h: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """The number in nibble h of byte b (of Q8_0: in byte b): (1 + u / 256) 256 s - (256 s + m)."""
+    """Return the number in nibble h of byte b (of Q8_0: in byte b): (1 + u / 256) 256 s - (256 s + m)."""
     if TYPE == MXFP4:
         return (e2m1(word, 8 * b + 4 * h) * s).to(DTYPE)
     if TYPE == Q8_0:
@@ -50,7 +50,7 @@ def value(word, extra, s, m, one, b: tl.constexpr, h: tl.constexpr, TYPE: tl.con
 
 @jit
 def four_bytes(word, extra, s, m, one, h: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """The numbers in nibble h of the four bytes, as [..., bit 1, bit 0] of the byte."""
+    """Return the numbers in nibble h of the four bytes of a word, as [..., bit 1, bit 0] of the byte."""
     even = tl.join(value(word, extra, s, m, one, 0, h, TYPE, DTYPE), value(word, extra, s, m, one, 2, h, TYPE, DTYPE))
     odd = tl.join(value(word, extra, s, m, one, 1, h, TYPE, DTYPE), value(word, extra, s, m, one, 3, h, TYPE, DTYPE))
     return tl.join(even, odd)
@@ -58,7 +58,9 @@ def four_bytes(word, extra, s, m, one, h: tl.constexpr, TYPE: tl.constexpr, DTYP
 
 @jit
 def tile_of_256(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """64 columns of a K-quant: word i of a group has its columns 4 i + b in low nibbles, 32 + 4 i + b in high ones."""
+    """Load 64 columns of a K-quant: word i of a group has its columns 4 i + b in low nibbles, 32 + 4 i + b in high
+    ones.
+    """
     HEAD: tl.constexpr = (K // 256 * 32 + 63) // 64 * 64 if TYPE == Q6_K else 0
     BYTES: tl.constexpr = 2368 if TYPE == Q4_K else 2880 if TYPE == Q5_K else 3328
     SIZE: tl.constexpr = HEAD + K // 256 * BYTES
@@ -94,7 +96,7 @@ def tile_of_256(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTY
 
 @jit
 def tile_of_32(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """64 columns of a type with blocks of 32; those past K are zero."""
+    """Load 64 columns of a type with blocks of 32; those past K are zero."""
     HEAD: tl.constexpr = (K // 32 * (16 if TYPE == MXFP4 else 32) + 63) // 64 * 64
     WORDS: tl.constexpr = 8 if TYPE == Q8_0 else 4  # of a block
     SIZE: tl.constexpr = HEAD + K // 32 * 64 * WORDS
@@ -120,13 +122,13 @@ def tile_of_32(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYP
 
 @jit
 def columns_of_pairs(even, odd):
-    """[32, rows] of even and of odd columns -> [64, rows]."""
+    """Join [32, rows] of even and of odd columns -> [64, rows]."""
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (64, even.shape[1]))
 
 
 @jit
 def tile_of_bf16(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
-    """64 columns of BF16: line i of a tile holds columns 2 i and 2 i + 1; those past K are zero."""
+    """Load 64 columns of BF16: line i of a tile holds columns 2 i and 2 i + 1; those past K are zero."""
     i = k0 // 2 + tl.arange(0, 32)[:, None]
     word = line_words(base, 64 * i, n, mask & (i < K // 2), 32 * K)
     even, odd = word.to(tl.int16).to(tl.bfloat16, bitcast=True), (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -135,7 +137,7 @@ def tile_of_bf16(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def tile_of_fp8(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
-    """64 columns of FP8: half i of a line holds columns 2 i and 2 i + 1; those past K are zero."""
+    """Load 64 columns of FP8: half i of a line holds columns 2 i and 2 i + 1; those past K are zero."""
     HEAD: tl.constexpr = ((K + 127) // 128 * 4 + 63) // 64 * 64
     SIZE: tl.constexpr = HEAD + 16 * K
     i = k0 // 2 + tl.arange(0, 32)[:, None]
@@ -147,7 +149,7 @@ def tile_of_fp8(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def cpu_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
+    """Load columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
 
     tables: uint8 pointer to `tables.tables`.
     """

@@ -70,25 +70,25 @@ _BLOCKS = (
 
 @static
 def is_super(type_number):
-    """Whether blocks have 256 columns."""
+    """Whether a type's blocks have 256 columns."""
     return type_number in _SUPER
 
 
 @static
 def has_codes(type_number):
-    """Whether the readers here know a type."""
+    """Whether the readers of this module know a type."""
     return type_number in _SUPER or type_number in _SMALL or is_grouped(type_number)
 
 
 @static
 def has_offset(type_number):
-    """Whether M is not zero: f of integers is 1 + u / 256."""
+    """Whether a type has an offset M that is not zero: f of integers is 1 + u / 256."""
     return type_number not in _TABLES and not (is_grouped(type_number) and has_float_codes(type_number))
 
 
 @static
 def head_bytes(type_number, cols):
-    """Bytes in front of a tile's blocks."""
+    """Return the bytes in front of a tile's blocks."""
     if type_number == _Q2_K:
         return 0
     if type_number in _WITH_MINIMA:
@@ -100,7 +100,7 @@ def head_bytes(type_number, cols):
 
 @static
 def block_bytes(type_number):
-    """Bytes of a tile's block behind the head."""
+    """Return the bytes of a tile's block behind the head."""
     for known, nbytes in _BLOCKS:
         if known == type_number:
             return nbytes
@@ -109,14 +109,16 @@ def block_bytes(type_number):
 
 @static
 def tile_bytes(type_number, cols):
-    """Bytes of a tile of 16 rows."""
+    """Return the bytes of a tile of 16 rows."""
     blocks = cols // (256 if type_number in _SUPER else 32)
     return head_bytes(type_number, cols) + blocks * block_bytes(type_number)
 
 
 @jit
 def ternary_digits(word, digit):
-    """Digit number 0 .. 4 of the four bytes of TQ1_0: three times the byte, less the digits before, above 256."""
+    """Return digit number 0 .. 4 of the four bytes of TQ1_0: three times the byte, less the digits before,
+    above 256.
+    """
     power = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, tl.where(digit == 3, 27, 81))))
     even = ((word & 0x00FF00FF) * power & 0x00FF00FF) * 3
     odd = ((word >> 8 & 0x00FF00FF) * power & 0x00FF00FF) * 3
@@ -125,7 +127,7 @@ def ternary_digits(word, digit):
 
 @jit
 def super_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """`code_word` of types with blocks of 256 columns."""
+    """Return `code_word` of types with blocks of 256 columns."""
     SIZE: tl.constexpr = tile_bytes(TYPE, K)
     block, g = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE), group % 4
     if TYPE == IQ4_XS:
@@ -144,7 +146,7 @@ def super_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def small_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """`code_word` of types with blocks of 32 columns."""
+    """Return `code_word` of types with blocks of 32 columns."""
     SIZE: tl.constexpr = tile_bytes(TYPE, K)
     b = 2 * group + i // 8
     block = head_bytes(TYPE, K) + b * block_bytes(TYPE)
@@ -160,7 +162,7 @@ def small_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def code_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """The codes of columns 4 i .. 4 i + 3 of a group of 64 columns, a byte each; of columns past K: anything."""
+    """Return the codes of columns 4 i .. 4 i + 3 of a group of 64 columns, a byte each; of columns past K: anything."""
     if is_grouped(TYPE):
         return group_word(base, group, i, n, mask, TYPE, K)
     if is_super(TYPE):
@@ -170,7 +172,7 @@ def code_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def super_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """s and m of types with blocks of 256 columns: w = s u - m."""
+    """Return the scale s and offset m of types with blocks of 256 columns: w = s u - m."""
     SIZE: tl.constexpr = tile_bytes(TYPE, K)
     block, g = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE), group % 4
     if TYPE == Q2_K:
@@ -192,7 +194,7 @@ def super_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def small_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """s and m of types with blocks of 32 columns."""
+    """Return the scale s and offset m of types with blocks of 32 columns."""
     SIZE: tl.constexpr = tile_bytes(TYPE, K)
     b = 2 * group + q // 2
     mask = mask & (b < K // 32)
@@ -211,7 +213,7 @@ def small_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def plain_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """s and m of w = s u - m for a type of plain codes and no groups; as `code_scales`."""
+    """Return s and m of w = s u - m for a type of plain codes and no groups; as `code_scales`."""
     if is_super(TYPE):
         return super_scales(base, group, q, n, mask, TYPE, K)
     return small_scales(base, group, q, n, mask, TYPE, K)
@@ -219,7 +221,7 @@ def plain_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """S and M of columns 16 q .. 16 q + 15 of a group; zero where masked or past K. M counts if `has_offset`."""
+    """Return S and M of columns 16 q .. 16 q + 15 of a group; zero where masked or past K. M counts if `has_offset`."""
     if is_grouped(TYPE):
         s, m = group_scales(base, group, q, n, mask, TYPE, K)
     elif is_super(TYPE):
@@ -234,7 +236,7 @@ def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 @jit
 def iq4_bytes(word):
-    """The values of IQ4, plus 128, for four codes in bytes."""
+    """Return the values of IQ4, plus 128, for four codes in bytes."""
     pairs = word | (word >> 4)
     nibbles = permute_bytes(pairs, pairs, 0x2020)  # the four of them side by side
     below, chosen = nibbles & 0x7777, ((nibbles >> 1) & 0x4444) | 0x3210
@@ -244,7 +246,7 @@ def iq4_bytes(word):
 
 @jit
 def number(word, one, b: tl.constexpr, TYPE: tl.constexpr):
-    """What the code in byte b of a word stands for, as fp32."""
+    """Return what the code in byte b of a word stands for, as fp32."""
     if TYPE == IQ4_XS or TYPE == IQ4_NL:
         u = shifted(iq4_bytes(word), 15 - 8 * b) & 0x7F8000
         return (u | one).to(tl.float32, bitcast=True) * 256.0 - 384.0  # 256 (1 + u / 256), of u = value + 128: exact
@@ -260,7 +262,7 @@ def number(word, one, b: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def weight(word, s, m, one, b: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """The weight of byte b."""
+    """Return the weight of byte b of a word of codes."""
     if has_offset(TYPE):
         return (number(word, one, b, TYPE) * s - m).to(DTYPE)
     return (number(word, one, b, TYPE) * s).to(DTYPE)
@@ -268,7 +270,7 @@ def weight(word, s, m, one, b: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.const
 
 @jit
 def code_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE; zero past K."""
+    """Load columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE; zero past K."""
     i = tl.arange(0, 16)[:, None]
     word = code_word(base, k0 // 64, i, n, mask, TYPE, K)
     s, m = code_scales(base, k0 // 64, i // 4, n, mask, TYPE, K)

@@ -53,14 +53,15 @@ def has_grid(type_number):
 
 @jit
 def row_words(base, at, n, mask, SIZE: tl.constexpr):
-    """One word of each row from the line at byte `at` of its tile of SIZE bytes."""
+    """Load a word of each row from the line at byte `at` of its tile of SIZE bytes."""
     pointer = base.to(tl.pointer_type(tl.int32)) + n // 16 * (SIZE // 4) + (at // 4 + n % 16)
     return tl.load(pointer, mask=mask, other=0)
 
 
 @jit
 def part_words(base, part, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """What is stored for 32 columns each of the rows n [1, BN]. part: int32 [P, 1]; mask: [P, BN] or what broadcasts.
+    """Load what is stored for 32 columns each of the rows n [1, BN]. part: int32 [P, 1]; mask: [P, BN] or what
+    broadcasts.
 
     Returns codes, further codes (IQ3), signs, bits above the codes at the lowest place of every byte (IQ3_S: above
     further codes at the next), the byte of scales, all int32 [P, BN], and d, fp32; what a type lacks repeats another.
@@ -107,7 +108,7 @@ def byte_of(word, j: tl.constexpr):
 
 @jit
 def bits_at_8(word, j: tl.constexpr, at: tl.constexpr, MASK: tl.constexpr):
-    """The bits of MASK, from bit `at` of byte j on, moved to bit 8."""
+    """Return the bits of MASK, from bit `at` of byte j on, moved to bit 8."""
     place: tl.constexpr = 8 * j + at - 8
     if place >= 0:
         return (word >> place) & (MASK << 8)
@@ -116,7 +117,7 @@ def bits_at_8(word, j: tl.constexpr, at: tl.constexpr, MASK: tl.constexpr):
 
 @jit
 def code_of(words, j: tl.constexpr, TYPE: tl.constexpr):
-    """Code j of a part: of 4, of IQ3 of 8."""
+    """Return code j of a part: of 4, of IQ3 of 8."""
     codes, more, signs, above, _, _ = words
     code = byte_of(codes if j < 4 else more, j % 4)
     if TYPE == IQ2_XS:
@@ -132,7 +133,7 @@ def code_of(words, j: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def entry_of_8(tables, words, j: tl.constexpr, TYPE: tl.constexpr):
-    """The words for columns 8 j .. 8 j + 3 and 8 j + 4 .. 8 j + 7 of a part."""
+    """Return the words for columns 8 j .. 8 j + 3 and 8 j + 4 .. 8 j + 7 of a part."""
     code = code_of(words, j, TYPE)
     if TYPE == IQ1_S or TYPE == IQ1_M:
         low = tl.load((tables + AT_IQ1).to(tl.pointer_type(tl.uint16)) + code).to(tl.int32)
@@ -144,14 +145,14 @@ def entry_of_8(tables, words, j: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def entry_of_4(tables, words, j: tl.constexpr, TYPE: tl.constexpr):
-    """The word for columns 4 j .. 4 j + 3 of a part."""
+    """Return the word for columns 4 j .. 4 j + 3 of a part."""
     AT: tl.constexpr = AT_IQ3_XXS if TYPE == IQ3_XXS else AT_IQ3_S
     return tl.load((tables + AT).to(tl.pointer_type(tl.int32)) + code_of(words, j, TYPE))
 
 
 @jit
 def part_entries(tables, words, TYPE: tl.constexpr):
-    """A word for every 4 columns of a part, as a tuple of 8; column 4 k + i is field i of word k."""
+    """Return a word for every 4 columns of a part, as a tuple of 8; column 4 k + i is field i of word k."""
     if TYPE == IQ3_XXS or TYPE == IQ3_S:
         a, b = entry_of_4(tables, words, 0, TYPE), entry_of_4(tables, words, 1, TYPE)
         c, d = entry_of_4(tables, words, 2, TYPE), entry_of_4(tables, words, 3, TYPE)
@@ -167,7 +168,9 @@ def part_entries(tables, words, TYPE: tl.constexpr):
 
 @jit
 def part_signs(words, TYPE: tl.constexpr):
-    """Bit c is set where column c of a part is negative; of IQ1 bit 8 j + 7 where delta of columns 8 j and on is."""
+    """Return the signs of a part: bit c is set where column c is negative; of IQ1 bit 8 j + 7 where delta of columns 8
+    j and on is.
+    """
     if TYPE == IQ1_M:
         return words[3] << 4
     if TYPE == IQ1_S:  # one for all, in the last byte
@@ -183,13 +186,13 @@ def part_signs(words, TYPE: tl.constexpr):
 
 @jit
 def odd_scale(nibble, d):
-    """d (2 scale + 1)."""
+    """Return the scale d (2 scale + 1) of a nibble."""
     return d * ((nibble & 15) * 2 + 1).to(tl.float32)
 
 
 @jit
 def part_scales(words, TYPE: tl.constexpr):
-    """s of the first and of the second 16 columns of a part, fp32."""
+    """Return the scales s of the first and of the second 16 columns of a part, fp32."""
     _, _, signs, above, scale, d = words
     if TYPE == IQ3_XXS:
         d = d * 0.25
@@ -209,7 +212,7 @@ def part_scales(words, TYPE: tl.constexpr):
 
 @jit
 def with_signs(word, signs, k: tl.constexpr, TYPE: tl.constexpr):
-    """Word k of a part with the signs of its four columns in its highest bits, as `field` wants it."""
+    """Return word k of a part with the signs of its four columns in its highest bits, as `field` wants it."""
     if TYPE == IQ1_S or TYPE == IQ1_M:
         return word
     if k < 7:
@@ -219,7 +222,7 @@ def with_signs(word, signs, k: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def field(word, i: tl.constexpr, TYPE: tl.constexpr):
-    """2^-149 times `unit(i, TYPE)` times value i of a word `with_signs`, fp32."""
+    """Return 2^-149 times `unit(i, TYPE)` times value i of a word `with_signs`, fp32."""
     if TYPE == IQ1_S or TYPE == IQ1_M:
         bits = word & (3 << (2 * i))
     elif i < 3:  # one shift brings the sign to where a float has it, whatever that does to the field
@@ -231,7 +234,7 @@ def field(word, i: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def unit(i: tl.constexpr, TYPE: tl.constexpr):
-    """See `field`."""
+    """Return the factor of value i of a word in `field`, in units of 2^-149."""
     if TYPE == IQ1_S or TYPE == IQ1_M:
         return 4.0**i
     return 8.0 * 32.0**i
@@ -239,7 +242,7 @@ def unit(i: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def delta_of(signs, x, j: tl.constexpr, TYPE: tl.constexpr):
-    """x, fp32, times delta of columns 8 j .. 8 j + 7 of IQ1, which is 1 or -1."""
+    """Return x, fp32, times delta of columns 8 j .. 8 j + 7 of IQ1, which is 1 or -1."""
     if TYPE == IQ1_M and j < 3:
         signs = signs << (24 - 8 * j)
     return (x.to(tl.int32, bitcast=True) ^ (signs & -2147483648)).to(tl.float32, bitcast=True)
@@ -247,7 +250,7 @@ def delta_of(signs, x, j: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def number(word, signs, s, k: tl.constexpr, i: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Column 4 k + i of a part from word k."""
+    """Return column 4 k + i of a part from word k, as DTYPE."""
     value = field(word, i, TYPE) * 1.7014118346046923e38  # 2^127; with 2^22 neither factor is out of range
     if TYPE == IQ1_S or TYPE == IQ1_M:
         delta = delta_of(signs, tl.full(s.shape, 1.0, tl.float32), k // 2, TYPE)
@@ -257,7 +260,7 @@ def number(word, signs, s, k: tl.constexpr, i: tl.constexpr, TYPE: tl.constexpr,
 
 @jit
 def four_numbers(word, signs, s, k: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns 4 k .. 4 k + 3 as [..., bit 1, bit 0]."""
+    """Return columns 4 k .. 4 k + 3 of a part as [..., bit 1, bit 0]."""
     word = with_signs(word, signs, k, TYPE)
     a, b = number(word, signs, s, k, 0, TYPE, DTYPE), number(word, signs, s, k, 1, TYPE, DTYPE)
     c, d = number(word, signs, s, k, 2, TYPE, DTYPE), number(word, signs, s, k, 3, TYPE, DTYPE)
@@ -266,7 +269,7 @@ def four_numbers(word, signs, s, k: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.
 
 @jit
 def four_words(e, signs, s, k: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns of words k .. k + 3 of e as [..., bits of the column in a word, bits of the word]."""
+    """Return columns of words k .. k + 3 of e as [..., bits of the column in a word, bits of the word]."""
     a, b = four_numbers(e[k], signs, s, k, TYPE, DTYPE), four_numbers(e[k + 1], signs, s, k + 1, TYPE, DTYPE)
     c, d = four_numbers(e[k + 2], signs, s, k + 2, TYPE, DTYPE), four_numbers(e[k + 3], signs, s, k + 3, TYPE, DTYPE)
     return tl.join(tl.join(a, c), tl.join(b, d))
@@ -274,7 +277,7 @@ def four_words(e, signs, s, k: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.const
 
 @jit
 def grid_tile(base, k0, n, mask, tables, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
+    """Load columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN].
 
     tables: int32 pointer to `tables.tables`. Equal to `gguf.quants.dequantize` up to one rounding to DTYPE.
     """

@@ -28,43 +28,43 @@ def is_grouped(type_number):
 
 @static
 def code_kind(type_number):
-    """What the codes are: I4, I8, F8 or E2M1."""
+    """Return the kind of a type's codes: I4, I8, F8 or E2M1."""
     return type_number // 32 % 4
 
 
 @static
 def has_float_codes(type_number):
-    """Whether codes are F8 or E2M1."""
+    """Whether a type's codes are floats: F8 or E2M1."""
     return type_number // 32 % 4 >= 2
 
 
 @static
 def scale_kind(type_number):
-    """What the scales are: F16, BF16, F32, E8M0, or E4M3 under an fp32 number."""
+    """Return the kind of a type's scales: F16, BF16, F32, E8M0, or E4M3 under an fp32 number."""
     return type_number // 4 % 8
 
 
 @static
 def has_zero(type_number):
-    """Whether a zero point is beside the scale."""
+    """Whether a type has a zero point beside the scale."""
     return type_number // 2 % 2 == 1
 
 
 @static
 def blocks_of_group(type_number):
-    """Blocks of 32 columns that share a scale; of E2M1, none does."""
+    """Return the blocks of 32 columns that share a scale; of E2M1, none does."""
     return 4 if type_number % 2 else 1
 
 
 @static
 def zeros_at(type_number, cols):
-    """Bytes of a tile in front of its zero points."""
+    """Return the bytes of a tile in front of its zero points."""
     return cols // 32 // (4 if type_number % 2 else 1) * 16 * _SCALE_BYTES[type_number // 4 % 8]
 
 
 @static
 def head_bytes(type_number, cols):
-    """Bytes in front of a tile's lines."""
+    """Return the bytes of a tile in front of its lines."""
     if type_number // 4 % 8 == 4:
         return (64 + cols + 63) // 64 * 64
     groups = cols // 32 // (4 if type_number % 2 else 1)
@@ -73,13 +73,13 @@ def head_bytes(type_number, cols):
 
 @static
 def block_bytes(type_number):
-    """Of 32 columns."""
+    """Return the bytes of a tile's block of 32 columns."""
     return 512 if type_number // 32 % 4 in (1, 2) else 256
 
 
 @jit
 def group_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """As `cpu_packed_codes.code_word`."""
+    """Return the codes of four columns of a group, as `cpu_packed_codes.code_word` does."""
     SIZE: tl.constexpr = head_bytes(TYPE, K) + K // 32 * block_bytes(TYPE)
     b = 2 * group + i // 8
     block = head_bytes(TYPE, K) + b * block_bytes(TYPE)
@@ -100,7 +100,7 @@ def words_as_floats(base, at, n, mask, SIZE: tl.constexpr):
 
 @jit
 def group_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """s and m of quarter q of 64 columns: w = s u - m, or s times the number of a code that is a float."""
+    """Return s and m of quarter q of 64 columns: w = s u - m, or s times the number of a code that is a float."""
     SIZE: tl.constexpr = head_bytes(TYPE, K) + K // 32 * block_bytes(TYPE)
     b = 2 * group + q // 2
     mask = mask & (b < K // 32)

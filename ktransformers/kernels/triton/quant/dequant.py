@@ -61,7 +61,9 @@ TILES = constant(int(GpuLayout.CPU_PACKED))
 
 @jit
 def chunk_words(base, chunk, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
-    """The words that columns fill: 1 for 8 nibbles, 2 for 8 bytes, 3 for 16 of Q6_K, 5 for 32 of Q5_K; a tuple of 5."""
+    """Load the words that columns fill: 1 for 8 nibbles, 2 for 8 bytes, 3 for 16 of Q6_K, 5 for 32 of Q5_K; a tuple of
+    5.
+    """
     words = base.to(tl.pointer_type(tl.int32))
     if TYPE == Q5_K:
         a = tl.load(words + (5 * chunk) * N + n, mask=mask, other=0)
@@ -88,7 +90,7 @@ def chunk_words(base, chunk, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
 
 @jit
 def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    """s and m of scale group g (16 columns of Q6_K, 32 of the others), fp32."""
+    """Return scale s and offset m of scale group g (16 columns of Q6_K, 32 of the others), fp32."""
     if TYPE == Q4_K or TYPE == Q5_K:
         at: tl.constexpr = K // 8 * 5 * N if TYPE == Q5_K else K // 2 * N
         dm = tl.load((base + at).to(tl.pointer_type(tl.int32)) + (g // 8) * N + n, mask=mask, other=0)
@@ -120,7 +122,7 @@ def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexp
 
 @jit
 def group_words(base, group, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
-    """All words of a group of 32 columns, as a tuple of 8 (the last ones repeat where a type has fewer)."""
+    """Load all words of a group of 32 columns, as a tuple of 8 (the last ones repeat where a type has fewer)."""
     W: tl.constexpr = 5 if TYPE == Q5_K else 6 if TYPE == Q6_K else 8 if TYPE == Q8_0 or TYPE == F8_E4M3 else 4
     at = base.to(tl.pointer_type(tl.int32)) + W * group * N + n
     a = tl.load(at, mask=mask, other=0)
@@ -140,14 +142,14 @@ def group_words(base, group, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
 
 @jit
 def five_bits(words, g: tl.constexpr):
-    """The values of columns 4 g .. 4 g + 3 of a chunk of Q5_K, in bytes."""
+    """Return the values of columns 4 g .. 4 g + 3 of a chunk of Q5_K, in bytes."""
     nibbles = words[g // 2] if g % 2 == 0 else words[g // 2] >> 4
     return (nibbles & 0x0F0F0F0F) | (shifted(words[4], 4 - g) & 0x10101010)
 
 
 @jit
 def six_bits(words, g: tl.constexpr):
-    """The values of columns 4 g .. 4 g + 3 of a chunk of Q6_K, in bytes; of g < 3 six bits of each count."""
+    """Return the values of columns 4 g .. 4 g + 3 of a chunk of Q6_K, in bytes; of g < 3 six bits of each count."""
     if g < 3:
         return words[g]
     return (words[0] >> 6) & 0x03030303 | (words[1] >> 4) & 0x0C0C0C0C | (words[2] >> 2) & 0x30303030
@@ -155,7 +157,7 @@ def six_bits(words, g: tl.constexpr):
 
 @jit
 def group_scales(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    """s and m of the two halves of a group."""
+    """Return scale s and offset m of the two halves of a group."""
     if TYPE == Q6_K:
         s, m = scales(base, 2 * group, n, mask, TYPE, K, N)
         t, o = scales(base, 2 * group + 1, n, mask, TYPE, K, N)
@@ -167,7 +169,7 @@ def group_scales(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: t
 
 @jit
 def one_plus(words, one, i: tl.constexpr, TYPE: tl.constexpr):
-    """1 + u / 2^p of column i of a chunk; 2^p is `unit(i, TYPE)`.
+    """Return 1 + u / 2^p of column i of a chunk; 2^p is `unit(i, TYPE)`.
 
     one: 0x3F800000, the bits of 1.0, as a kernel argument: a value that the compiler does not know lies in a register,
     and one LOP3 does both the mask and the exponent. FP8 is the number itself instead, FP4 2^-126 times it.
@@ -189,7 +191,7 @@ def one_plus(words, one, i: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def unit(i: tl.constexpr, TYPE: tl.constexpr):
-    """2^p of `one_plus`."""
+    """Return the 2^p of `one_plus`."""
     if TYPE == Q5_K:
         return 32.0
     if TYPE == Q6_K:
@@ -199,7 +201,7 @@ def unit(i: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def weight(words, s, m, one, i: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Column i of a chunk."""
+    """Return the weight of column i of a chunk."""
     if TYPE == MXFP4:
         return (one_plus(words, one, i, TYPE) * 1.7014118346046923e38 * s).to(DTYPE)  # 2^127
     if TYPE == F8_E4M3:
@@ -215,7 +217,7 @@ def join_two(words, s, m, one, i: tl.constexpr, j: tl.constexpr, TYPE: tl.conste
 
 @jit
 def join_eight(words, s, m, one, i: tl.constexpr, step: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns i + step * (0 .. 7) as [..., bit 2, bit 1, bit 0] of the factor."""
+    """Return columns i + step * (0 .. 7) of a chunk as [..., bit 2, bit 1, bit 0] of the factor."""
     a = join_two(words, s, m, one, i, i + 4 * step, TYPE, DTYPE)
     b = join_two(words, s, m, one, i + 2 * step, i + 6 * step, TYPE, DTYPE)
     c = join_two(words, s, m, one, i + step, i + 5 * step, TYPE, DTYPE)
@@ -237,7 +239,7 @@ def runs_ahead(type_number, layout):
 
 @static
 def lane_rows(type_number, layout, BK, BN, warps):
-    """How many neighbouring rows of a tile one lane reads; a guess at the compiler's choice, for speed alone."""
+    """Return how many neighbouring rows of a tile one lane reads; a guess at the compiler's choice, for speed alone."""
     if layout == int(GpuLayout.PLANES):
         chunk = 32 if fills_lanes(BK, BN, warps) else 8
         elements = BK // {int(QuantType.Q5_K): 32, int(QuantType.Q6_K): 16}.get(type_number, chunk) * BN
@@ -251,7 +253,9 @@ def lane_rows(type_number, layout, BK, BN, warps):
 @jit
 def group_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
                DTYPE: tl.constexpr):  # fmt: skip
-    """`packed_tile` for types with chunks of 8 columns, where a lane takes the four chunks that share their scales."""
+    """Load `packed_tile` of types with chunks of 8 columns, where a lane takes the four chunks that share their
+    scales.
+    """
     group = k0 // 32 + tl.arange(0, BK // 32)[:, None]
     if K % BK != 0:
         mask = mask & (group < K // 32)
@@ -267,7 +271,8 @@ def group_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: t
 @jit
 def packed_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
                 DTYPE: tl.constexpr):  # fmt: skip
-    """Columns k0 .. k0 + BK - 1 (k0, BK: multiples of 32) of the rows n [1, BN] -> [BK, BN] of DTYPE. mask: [1, BN].
+    """Load columns k0 .. k0 + BK - 1 (k0, BK: multiples of 32) of the rows n [1, BN] -> [BK, BN] of DTYPE. mask: [1,
+    BN].
 
     Values of a chunk are joined in registers, and the bits of their number moved to where columns are counted.
     """
@@ -296,13 +301,13 @@ def load_byte(pointer, mask):
 
 @jit
 def load_half(pointer, mask):
-    """fp16 at any even address."""
+    """Load an fp16 at any even address."""
     return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
 def raw_k(row, k, mask, TYPE: tl.constexpr):
-    """Element k of a Q4_K or Q5_K row, in the order of operations of gguf.quants."""
+    """Return element k of a Q4_K or Q5_K row, in the order of operations of gguf.quants."""
     size: tl.constexpr = 144 if TYPE == Q4_K else 176
     block = row + (k // 256) * size
     sub, i = k % 256 // 32, k % 32
@@ -320,7 +325,7 @@ def raw_k(row, k, mask, TYPE: tl.constexpr):
 
 @jit
 def raw_value(row, k, mask, TYPE: tl.constexpr):
-    """Element k of a row in ggml's layout, fp32. row, k, mask: of shapes that broadcast."""
+    """Return element k of a row in ggml's layout, fp32. row, k, mask: of shapes that broadcast."""
     if TYPE == Q4_K or TYPE == Q5_K:
         return raw_k(row, k, mask, TYPE)
     if TYPE == Q6_K:
@@ -345,7 +350,7 @@ def raw_value(row, k, mask, TYPE: tl.constexpr):
 
 @jit
 def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
-    """Bytes of a row in ggml's layout."""
+    """Return the bytes of a row in ggml's layout."""
     if TYPE == Q4_K:
         return K // 256 * 144
     if TYPE == Q5_K:
@@ -359,7 +364,7 @@ def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
 def weight_tile(base, k0, n, mask, one, tables, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
                 N: tl.constexpr,
                 BK: tl.constexpr, DTYPE: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
-    """Columns k0 .. k0 + BK - 1 of the rows n [1, BN] as [BK, BN] of DTYPE; zero where masked or past K.
+    """Load columns k0 .. k0 + BK - 1 of the rows n [1, BN] as [BK, BN] of DTYPE; zero where masked or past K.
 
     base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32 (64 in the
     CPU's layout); k0 a multiple of BK. WARPS: of the program.
@@ -418,7 +423,7 @@ def check_matrix(weight: Tensor, qtype: WeightType, rows: int, cols: int, layout
 def dequantize(
     raw: Tensor, qtype: WeightType, rows: int, cols: int, out: Tensor | None = None, layout: GpuLayout = GpuLayout.ROWS
 ) -> Tensor:
-    """A matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
+    """Return a matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
 
     raw: uint8, in the layout named. Equal to `gguf.quants.dequantize` up to one rounding of the output type (and
     |s| 2^-14 in the repacked forms: see above).

@@ -10,7 +10,7 @@ __all__ = ["group_inputs", "pair"]
 
 @jit
 def pair(word, HALF: tl.constexpr):
-    """The two 16-bit floats of an int32, fp32 each. HALF: fp16, else bf16."""
+    """Return the two 16-bit floats of an int32, fp32 each. HALF: fp16, else bf16."""
     if HALF:
         return half_bits(word), half_bits(word >> 16)
     return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
@@ -18,7 +18,7 @@ def pair(word, HALF: tl.constexpr):
 
 @jit
 def group_inputs(x, group, inside, EVEN: tl.constexpr):
-    """The 32 activations of each group, as 8 int64 [KS, 1] of four. x: 16-bit floats at a multiple of 8 bytes."""
+    """Load the 32 activations of each group, as 8 int64 [KS, 1] of four. x: 16-bit floats at a multiple of 8 bytes."""
     at = x.to(tl.pointer_type(tl.int64)) + group * 8
     mask = None if EVEN else inside
     other = None if EVEN else 0

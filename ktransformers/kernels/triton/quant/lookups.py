@@ -29,7 +29,7 @@ _CODES = {
 
 @static
 def code_count(type_number):
-    """Entries of the table of a type."""
+    """Return the entries of a type's table: how many codes it has."""
     return _CODES[type_number]
 
 
@@ -41,13 +41,13 @@ def has_codes_of_four(type_number):
 
 @jit
 def joined(a, b, c, d):
-    """[P, BN] each, as [P, BN, 2, 2]."""
+    """Join four [P, BN] to [P, BN, 2, 2]."""
     return tl.join(tl.join(a, c), tl.join(b, d))
 
 
 @jit
 def parted(x):
-    """What was `joined`."""
+    """Split what `joined` made into its four [P, BN]."""
     low, high = tl.split(x)
     a, c = tl.split(low)
     b, d = tl.split(high)
@@ -56,14 +56,16 @@ def parted(x):
 
 @jit
 def four_looked_up(table, a, b, c, d):
-    """What `table` has at four indices, [P, BN] each."""
+    """Look four indices up in `table`, [P, BN] each."""
     at = tl.reshape(joined(a, b, c, d), (a.shape[0] * a.shape[1] * 4,))
     return parted(tl.reshape(tl.gather(table, at, 0), (a.shape[0], a.shape[1], 2, 2)))
 
 
 @jit
 def high_bits(words, h: tl.constexpr, TYPE: tl.constexpr):
-    """What codes 4 h .. 4 h + 3 of parts have above their lowest 8 bits, a byte each; of types that have such."""
+    """Return what codes 4 h .. 4 h + 3 of parts have above their lowest 8 bits, a byte each; of types that have
+    such.
+    """
     if TYPE == IQ2_XS:
         return (words[2] >> 7) & 0x01010101
     if TYPE == IQ3_S:
@@ -75,7 +77,7 @@ def high_bits(words, h: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def four_codes(words, h: tl.constexpr, TYPE: tl.constexpr):
-    """Codes 4 h .. 4 h + 3 of parts."""
+    """Return codes 4 h .. 4 h + 3 of parts."""
     low = words[h]
     if TYPE == IQ2_XXS or TYPE == IQ3_XXS:
         return byte_of(low, 0), byte_of(low, 1), byte_of(low, 2), byte_of(low, 3)
@@ -86,7 +88,7 @@ def four_codes(words, h: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def looked_up(table, words, TYPE: tl.constexpr):
-    """What `table` [code_count] has for the codes of parts [P, BN]: a tuple of 4, or of 8, in the codes' order.
+    """Look the codes of parts [P, BN] up in `table` [code_count]: a tuple of 4, or of 8, in the codes' order.
 
     words: of `part_words`. All codes are looked up at once, because each time the threads wait for one another.
     """

@@ -96,7 +96,7 @@ READ_TYPES: frozenset[WeightType] = GPU_TYPES | CPU_PACKED_TYPES | {QuantType.BF
 
 
 class GpuLayout(IntEnum):
-    """How the bytes of a matrix that a GPU reads lie: as in the file, as `repack` leaves them, or as `cpu.pack` does.
+    """Layouts of a matrix that a GPU reads: as in the file, as `repack` leaves it, or as `cpu.pack` does.
 
     FP8 in rows is codes and then scales.
     """
@@ -127,7 +127,7 @@ def has_gemv(type_number: int, layout: GpuLayout) -> bool:
 
 
 def repacked_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a repacked matrix [rows, cols]. Raises ValueError where `can_repack` is False."""
+    """Return the bytes of a repacked matrix [rows, cols]. Raises ValueError where `can_repack` is False."""
     if not can_repack(qtype, rows, cols):
         raise ValueError(f"a {qtype.name} matrix [{rows}, {cols}] has no repacked form")
     if isinstance(qtype, OwnType):
@@ -136,7 +136,7 @@ def repacked_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
 
 
 def layout_nbytes(qtype: WeightType, rows: int, cols: int, layout: GpuLayout) -> int:
-    """Bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form."""
+    """Return the bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form."""
     if layout == GpuLayout.PLANES:
         return repacked_nbytes(qtype, rows, cols)
     if layout == GpuLayout.ROWS and qtype in CPU_PACKED_TYPES:
@@ -271,7 +271,7 @@ def can_join_rows(qtype: WeightType, counts: Sequence[int], cols: int) -> bool:
 
 
 def join_rows(parts: list[tuple[Tensor, int]], qtype: WeightType, cols: int, *, interleaved: bool = False) -> Tensor:
-    """Repacked matrices of one type as one with all their rows, one part after another.
+    """Join repacked matrices of one type into one with all their rows, one part after another.
 
     parts: (what `repack` gave, its rows). interleaved: parts of one size take turns, row by row; not FP8. Raises
     ValueError for sizes that do not fit.

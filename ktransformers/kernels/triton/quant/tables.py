@@ -1,4 +1,4 @@
-"""What kernels look codes up in: one tensor per device, made when it is first asked for.
+"""Tables in which kernels look codes up: one tensor per device, made when it is first asked for.
 
 Every kernel that reads weights takes its address beside `one`; readers of types without tables never touch it. The
 first call of a kernel compiles it, outside of a graph's capture, and makes the tensor then. What is in it:
@@ -93,7 +93,7 @@ def _looked_up(qtype: QuantType) -> bytes:
 
 @cache
 def tables(device: torch.device) -> Tensor:
-    """int32, contiguous, on the device: the tables of all types, at the offsets that their readers know."""
+    """Return the tables of all types on a device, int32, contiguous, at the offsets that their readers know."""
     values = np.repeat(np.array(_VALUES, np.int8).view(np.int32), 8)
     parts = [*map(_packed, _ORDER), *map(_looked_up, _ORDER), values.tobytes()]
     content = b"".join(parts)

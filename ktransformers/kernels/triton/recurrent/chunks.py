@@ -219,8 +219,9 @@ def prepare_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     LIMIT: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, value heads, sequences): scale q k' [T, HEADS, CHUNK], the factors of q (scale included) and k
-    [T, HEADS, 2], and with DELTA u [T, HEADS, V] and w [T, HEADS, K]."""
+    """Kernel that prepares chunks. Grid (chunks, value heads, sequences): scale q k' [T, HEADS, CHUNK], the factors of
+    q (scale included) and k [T, HEADS, 2], and with DELTA u [T, HEADS, V] and w [T, HEADS, K].
+    """
     head, seq = tl.program_id(1), tl.program_id(2)
     first, last, begin, count = _chunk_of(first_rows_ptr, lens_ptr, seq, LIMIT)
     if tl.program_id(0) < count:
@@ -299,7 +300,8 @@ def chunks_kernel(
     SLICES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr,
     SSM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of V, value heads, sequences). w, pairs and unit are of `prepare_kernel`; with DELTA v is u.
+    """Kernel of the scan chunk by chunk. Grid (blocks of V, value heads, sequences). w, pairs and unit are of
+    `prepare_kernel`; with DELTA v is u.
 
     SSM: v is multiplied by dt [T, HEADS], and skip (D) times v is added.
     """

@@ -94,7 +94,8 @@ def conv_kernel(
     C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channels, sequences, R): each R-th tile of ROWS rows of a sequence, BLOCK channels.
+    """Kernel of the convolution. Grid (channels, sequences, R): each R-th tile of ROWS rows of a sequence, BLOCK
+    channels.
 
     The program with the first tile alone reads the state, so it also is the one that writes the last.
     """
@@ -191,7 +192,8 @@ def rows_kernel(
     DELTA: tl.constexpr, PER_KEY: tl.constexpr, NORM: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
     SSM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of V, value heads, sequences). Gated delta rule with DELTA, linear attention with a decay without.
+    """Kernel of the scan row by row. Grid (blocks of V, value heads, sequences). Gated delta rule with DELTA, linear
+    attention with a decay without.
 
     decay, beta: of value head h at (h // GROUP) * decay_head + h % GROUP, or with PER_KEY at h * decay_head. NORM: q
     and k are made unit vectors. GATES: decay and beta are made here of logits. GATED: "" or the activation of a gate
@@ -247,7 +249,7 @@ def selective_kernel(
     x_row, dt_row, b_row, c_row, out_row, slot, num_rows,
     C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of channels, sequences): the selective scan of Mamba (arXiv 2312.00752) for BC channels."""
+    """Kernel of the selective scan of Mamba (arXiv 2312.00752). Grid (blocks of channels, sequences): BC channels."""
     seq = tl.program_id(1)
     channels, columns = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BN)
     is_channel, is_column = channels < C, columns < N
@@ -282,7 +284,9 @@ def gates_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
     PER_KEY: tl.constexpr, SSM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): decay and beta of all heads of a row, as `rows_kernel` makes them; with SSM dt instead of beta."""
+    """Kernel of gates. Grid (rows,): decay and beta of all heads of a row, as `rows_kernel` makes them; with SSM dt
+    instead of beta.
+    """
     t = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BH)
     is_head = heads < HEADS
@@ -314,7 +318,9 @@ def gated_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, x_row, gate_row, gate_head, gate_inner, out_row, weight_step, eps,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE_FIRST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, groups): RMS norm of SIZE columns, times act(gate) behind it, or before it with GATE_FIRST."""
+    """Kernel of the gated norm. Grid (rows, groups): RMS norm of SIZE columns, times act(gate) behind it, or before it
+    with GATE_FIRST.
+    """
     t, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE

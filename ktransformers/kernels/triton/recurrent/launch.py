@@ -99,7 +99,8 @@ def causal_conv(
     columns: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) for each row t, where earlier inputs come from the state.
+    """Compute act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) for each row t, where earlier inputs come from the
+    state.
 
     x: [T, C], or with `columns` (int32 [C]) any number of columns of which channel c reads columns[c]. weight: [C, W],
     W from 2 to 8. bias: [C]. states: [slots, W - 1, C], the last inputs, oldest first. activation: "silu", "none".
@@ -135,7 +136,7 @@ def causal_conv(
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """What `rows_kernel` does besides a scan whose decay and beta are still logits.
+    """What `rows_kernel` computes besides a scan whose decay and beta are still logits.
 
     rate, bias: fp32, what makes a decay of a logit. weight: of the gated norm, or with limits Mamba-2's D. gate:
     [T, Hk, R, V]. limits: of dt.
@@ -169,7 +170,7 @@ class Scan:
 
     @property
     def num_slices(self) -> int:
-        """Parts of a key in chunks."""
+        """Number of parts into which a key is cut in chunks."""
         return max(1, power_of_two(self.q.shape[2]) // 64)
 
     @property
@@ -178,7 +179,7 @@ class Scan:
         return _is_long(self.step) and self.num_slices <= MAX_SLICES
 
     def constants(self) -> dict[str, Any]:
-        """What both forms are compiled for."""
+        """Return the constants that both forms of the scan are compiled for."""
         heads, key_dim, value_dim = self.states.shape[1:]
         return {
             "GROUP": heads // self.q.shape[1], "K": key_dim, "V": value_dim, "BK": power_of_two(key_dim),
@@ -222,7 +223,7 @@ def _strides_of(scan: Scan, group: int) -> tuple[int, ...]:
 
 
 def launch_rows(scan: Scan) -> None:
-    """The scan row by row, of the sequences that do not go chunk by chunk."""
+    """Launch the scan row by row, of the sequences that do not go chunk by chunk."""
     q, k, v, states, out, mixer = scan.q, scan.k, scan.v, scan.states, scan.out, scan.mixer
     constants = scan.constants()
     heads, value_dim = v.shape[1:]
@@ -243,7 +244,7 @@ def launch_rows(scan: Scan) -> None:
 
 
 def launch_chunks(scan: Scan, dt: Tensor | None = None) -> None:
-    """The scan chunk by chunk, of the sequences that `launch_rows` leaves out. dt: of Mamba-2."""
+    """Launch the scan chunk by chunk, of the sequences that `launch_rows` leaves out. dt: of Mamba-2."""
     q, k, v, decay, step = scan.q, scan.k, scan.v, scan.decay, scan.step
     rows, heads, value_dim = v.shape
     constants = scan.constants() | {"LIMIT": CHUNKED_ROWS, "HEADS": heads}
@@ -282,7 +283,7 @@ def _scan(scan: Scan) -> Tensor:
 
 
 def workspace_nbytes(rows: int, heads: int, key_dim: int, value_dim: int, *, is_delta: bool = True) -> int:
-    """Bytes that `delta_scan`, or `linear_scan`, works in where rows go chunk by chunk."""
+    """Return the bytes that `delta_scan`, or `linear_scan`, works in where rows go chunk by chunk."""
     return 4 * rows * heads * (CHUNK_ROWS + 2 + (key_dim + value_dim if is_delta else 0))
 
 

@@ -1,4 +1,4 @@
-"""What lies between the projections of recurrent layers, in few launches. Knows their small weights; no modules.
+"""Kernels between the projections of recurrent layers, in few launches. Knows their small weights; no modules.
 
 A launch costs as much as a layer's state takes to read, so a decode step has two of them where the parts of
 `recurrent.py` would take five to ten: the convolution, and the scan with its gates and its gated norm.
@@ -37,7 +37,7 @@ def _check_small(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(decay, beta) of `delta_scan` in fp32: rate softplus(a + bias), and sigmoid(b).
+    """Compute (decay, beta) of `delta_scan` in fp32: rate softplus(a + bias), and sigmoid(b).
 
     a, b: [T, H], or [T, Hk, R] for the R value heads of each of Hk key heads, of any strides but the last. rate: [H],
     -exp(A_log). bias: [H]; [H, K] for a decay per key dimension, with an a of [T, H, K]. Both fp32.
@@ -87,7 +87,7 @@ class DeltaNet:
     l2norm_eps: float = 1e-6
 
     def split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [T, Hk, K] and v [T, Hv, V] of what the convolution gives."""
+        """Split what the convolution gives into q, k [T, Hk, K] and v [T, Hv, V]."""
         keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
         q, k, v = mixed.split((keys, keys, values), dim=1)
         shape = (self.num_key_heads, self.key_dim)
@@ -107,8 +107,9 @@ class DeltaNet:
 
 
 def interleaved_columns(num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int) -> Tensor:
-    """`DeltaNet.columns` of a projection whose rows stand key head by key head: q, k, and v and gate of its value heads
-    (in_proj_qkvz of qwen3_next). int32 [2 Hk K + Hv V], on the CPU."""
+    """Return `DeltaNet.columns` of a projection whose rows stand key head by key head: q, k, and v and gate of its
+    value heads (in_proj_qkvz of qwen3_next). int32 [2 Hk K + Hv V], on the CPU.
+    """
     values = num_value_heads // num_key_heads * value_dim
     of_all = torch.arange(num_key_heads * 2 * (key_dim + values), dtype=torch.int32).view(num_key_heads, -1)
     q, k, v, _ = of_all.split((key_dim, key_dim, values, values), dim=1)
@@ -126,7 +127,8 @@ def gated_delta_net(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """All between the projections of a gated delta net: convolution, gates, scan, gated norm. [T, Hv V], made like x.
+    """Compute all between the projections of a gated delta net: convolution, gates, scan, gated norm. [T, Hv V], made
+    like x.
 
     x: [T, 2 Hk K + Hv V], or what `net.columns` reads. gate: [T, Hk, R, V] with R = Hv / Hk, a and b: [T, Hk, R], all
     of any strides but the last; a is [T, Hv, K] for a decay per key dimension. states: "conv" and "recurrent". Two
@@ -166,8 +168,8 @@ def ssd_scan(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Mamba-2's scan (arXiv 2405.21060) of logits of dt: dt = softplus(dt + bias) within limits; S = exp(dt A) S +
-    B (x) dt x; out = C' S + D x.
+    """Compute Mamba-2's scan (arXiv 2405.21060) of logits of dt: dt = softplus(dt + bias) within limits; S = exp(dt A)
+    S + B (x) dt x; out = C' S + D x.
 
     x: [T, H, P]. dt: [T, H]. b, c (B, C): [T, G, N] of H / G neighbouring heads each. weights: rate (A, -exp(A_log)),
     bias (dt_bias) and D, fp32 [H] each. states: [slots, H, N, P]. Returns [T, H, P], fp32 unless `out` says otherwise.
