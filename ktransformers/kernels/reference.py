@@ -185,7 +185,7 @@ def select_topk_positions(  # noqa: PLR0913 - as the kernel
     block: int = 1,
     num_local: int = 0,
 ) -> list[list[int]]:
-    """Choose the slots of each row, or of each head of a row; one row at a time, in fp64. As `cpu.select_topk_positions`."""
+    """Choose the slots of each row, or head of a row; one row at a time, in fp64. See `cpu.select_topk_positions`."""
     chosen = []
     for row in range(q.shape[0]):
         length = int(kv_lens[row])

@@ -1,4 +1,4 @@
-"""Chooses the cached positions that a row attends to, where an indexer scores them. See `kernels.cpu.select_topk_positions`.
+"""Chooses the cached positions that a row attends to, where an indexer scores them (`cpu.select_topk_positions`).
 
 Scores are a kernel's, for all positions that a block table has room for, so that launches do not depend on lengths; the
 choice is torch's top-k of whole numbers in which ties are broken already.
