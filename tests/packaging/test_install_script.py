@@ -323,7 +323,9 @@ def test_no_compiler_outlives_the_install(machine: Machine, tmp_path: Path, how:
     sleeper = f"{sys.executable} -c 'import signal; signal.pause()'"
     compile = f"exec 9>{alive}; echo >{began}; {sleeper}; exit 0"
     # The compiler has begun before the download goes on; then that fails, or is interrupted as a terminal does it.
-    download = f"read x <{began}; exit 1" if how == "a download fails" else f"read x <{began}; echo >{alive}; {sleeper}"
+    # It says itself that it runs: a shell's child that is only being started would miss the one signal.
+    waiter = f"exec {sys.executable} -c 'import os, signal; os.write(9, bytes([10])); signal.pause()' 9>{alive}"
+    download = f"read x <{began}; " + ("exit 1" if how == "a download fails" else waiter)
     install = Install(machine, tmp_path / "venv", compile=compile, download=download)
     process = install.start(TORCH="cuda")
     with alive.open() as reader:
