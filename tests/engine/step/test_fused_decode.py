@@ -79,7 +79,7 @@ def test_whoever_looks_at_the_model_sees_it(tmp_path: Path) -> None:
     engine = build_engine(EngineConfig(model_path=tmp_path, cache_lens=32, cpu_infer=1))
     try:
         ids = random_ids(model.config.vocab_size, 6)
-        with engine.runner.tap.watch() as seen:
+        with engine.runner.hook.watch() as seen:
             engine.runner.forward(ids, 0, [5])
         with torch.no_grad():
             want = model.model(torch.tensor([ids])).last_hidden_state[0]
