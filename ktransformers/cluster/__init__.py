@@ -17,7 +17,8 @@ __all__ = ["ClusterArgs", "app"]
 
 
 def app(args: ClusterArgs) -> Any:
-    """The application, for `serve deploy` with import_path ktransformers.cluster:app. Returns ray.serve's Application.
+    """Make the application, for `serve deploy` with import_path ktransformers.cluster:app. Returns ray.serve's
+    Application.
 
     Raises ConfigError where Ray is not installed, and for what ClusterArgs.checked refuses.
     """

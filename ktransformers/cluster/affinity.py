@@ -1,4 +1,4 @@
-"""Which replica gets a prompt: the one that knows the longest beginning of it, unless it has too much to do.
+"""Chooses which replica gets a prompt: the one that knows the longest beginning of it, unless it has too much to do.
 
     prompt   [0 .. 64) [64 .. 128) [128 .. 192) rest           the rest is not looked at
     keys       k0        k1          k2                        k_i = digest(k_{i-1}, the ids of block i), salt first
@@ -23,7 +23,7 @@ MAX_BLOCKS = 1 << 14
 
 
 def block_keys(token_ids: Sequence[int], salt: str, block_size: int) -> list[bytes]:
-    """Keys of the full blocks of a prompt, in order. Prompts of different salts have no key in common."""
+    """Return the keys of the full blocks of a prompt, in order. Prompts of different salts have no key in common."""
     key = blake2b(salt.encode(), digest_size=KEY_SIZE).digest()
     keys = []
     for end in range(block_size, len(token_ids) + 1, block_size):
@@ -33,24 +33,25 @@ def block_keys(token_ids: Sequence[int], salt: str, block_size: int) -> list[byt
 
 
 def keys_in(data: bytes) -> list[bytes]:
-    """The keys that were joined to `data`."""
+    """Split `data` into the keys that were joined to it."""
     return [data[at : at + KEY_SIZE] for at in range(0, len(data), KEY_SIZE)]
 
 
 class PrefixAffinity:
-    """max_imbalance: see ReplicaArgs. max_blocks: of each replica; those that were used longest ago are forgotten."""
+    """Ranks replicas for a prompt by what they know of it and have to do. max_imbalance: see ReplicaArgs. max_blocks:
+    of each replica; those that were used longest ago are forgotten."""
 
     def __init__(self, max_imbalance: int, max_blocks: int = MAX_BLOCKS):
         self._max_imbalance, self._max_blocks = max_imbalance, max_blocks
         self._known: dict[str, OrderedDict[bytes, None]] = {}
 
     def known_len(self, replica: str, keys: Sequence[bytes]) -> int:
-        """Blocks at the beginning of a prompt that this replica has computed lately."""
+        """Count the blocks at the beginning of a prompt that this replica has computed lately."""
         known = self._known.get(replica, OrderedDict())
         return next((at for at, key in enumerate(keys) if key not in known), len(keys))
 
     def ranked(self, keys: Sequence[bytes], loads: Mapping[str, int]) -> list[str]:
-        """All replicas, the best one first. loads: answers that each has to do.
+        """Rank all replicas, the best one first. loads: answers that each has to do.
 
         First comes the one that knows most, if that is anything and if it has at most max_imbalance more to do than the
         least loaded one. The others follow by load; of equals the one that has least to forget.
@@ -67,7 +68,7 @@ class PrefixAffinity:
         return by_load
 
     def took(self, replica: str, keys: Iterable[bytes]) -> None:
-        """This replica computes the prompt, and so knows it."""
+        """Note that a replica computes the prompt, and so knows it."""
         known = self._known.setdefault(replica, OrderedDict())
         for key in reversed(list(keys)):  # the first block is what all later ones need: it goes last
             known[key] = None
@@ -76,6 +77,6 @@ class PrefixAffinity:
             known.popitem(last=False)
 
     def keep(self, replicas: Iterable[str]) -> None:
-        """Forget all others: they are gone."""
+        """Forget all replicas but these: the others are gone."""
         alive = set(replicas)
         self._known = {name: known for name, known in self._known.items() if name in alive}

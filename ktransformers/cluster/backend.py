@@ -49,27 +49,29 @@ _SLACK_SECONDS = 2.0
 
 
 class ReplicaLostError(Exception):
-    """The replica that was asked is gone, or cannot be reached: nobody will say how the answer goes on."""
+    """The error for a replica that was asked and is gone, or cannot be reached: nobody will say how the answer goes
+    on."""
 
 
 class Replicas(ABC):
-    """Whoever finds replicas and speaks with them. All methods are called on one event loop."""
+    """The interface that finds replicas and exchanges messages with them. All methods are called on one event loop."""
 
     @abstractmethod
     def ask(self, ask: Ask) -> AsyncGenerator[Message, None]:
-        """What one replica says to it, once there is one; closing it ends the answer. Raises ReplicaLostError."""
+        """Yield the messages with which one replica answers `ask`, once there is one; closing it ends the answer.
+        Raises ReplicaLostError."""
 
     @abstractmethod
     async def facts(self) -> Facts:
-        """Of the model, as one replica has it. Waits until one is there."""
+        """Return the facts of the model, as one replica has it. Waits until one is there."""
 
     @abstractmethod
     async def reports(self) -> list[ReplicaReport]:
-        """Of all replicas that answer."""
+        """Return the reports of all replicas that answer."""
 
     @abstractmethod
     async def send(self, order: Order) -> None:
-        """Tell all replicas; the one that has the request obeys."""
+        """Send an order to all replicas; the one that has the request obeys."""
 
 
 class _Run:
@@ -90,7 +92,7 @@ class _Run:
         self.first_seconds = self.later_seconds = 0.0  # of prefill and decode, at replicas that are gone
 
     def ask(self, now: float) -> Ask:
-        """The next try."""
+        """Make the next try's message."""
         self.num_asked += 1
         request, self.replica, self.told_suspended = self.request, None, self.is_suspended
         if self.past:
@@ -123,13 +125,14 @@ class _Run:
                 self.buffer.end()
 
     def abort(self) -> None:
-        """Its reader hears that this is the end."""
+        """End the answer for its reader with ABORT."""
         self.buffer.put(TokenEvent(None, "", self.stats, finish_reason=FinishReason.ABORT))
         self.buffer.end()
 
 
 class ReplicaInterface(BackendInterfaceBase):
-    """See BackendInterfaceBase. open_tokenizer: of the same model as the replicas have, called on a thread.
+    """The backend whose answers replicas compute, see BackendInterfaceBase. open_tokenizer: of the same model as the
+    replicas have, called on a thread.
 
     clock: seconds.
     """
@@ -189,7 +192,7 @@ class ReplicaInterface(BackendInterfaceBase):
 
     @property
     def pause(self) -> str | None:
-        """Without any replica requests wait for one."""
+        """Why nothing is computed at the moment: without any replica requests wait for one."""
         reports = self._figures.reports
         if not reports:
             return "no replica is there at the moment; requests wait for one"
@@ -210,7 +213,7 @@ class ReplicaInterface(BackendInterfaceBase):
         return self._figures.stats()
 
     async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See BackendInterfaceBase."""
+        """Answer a request, see BackendInterfaceBase."""
         self.model  # noqa: B018 - raises while nothing is ready
         if request.request_id in self._runs:
             raise ValueError(f"request id {request.request_id} is in use")

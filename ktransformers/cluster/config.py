@@ -1,4 +1,4 @@
-"""What a cluster is told: one model, and how many replicas of it with what each. Checked here, and sent as JSON.
+"""The arguments of a cluster: one model, and how many replicas of it with what each. Checked here, and sent as JSON.
 
 No annotations as strings here: Ray Serve reads the type of what `app` takes.
 """
@@ -34,7 +34,7 @@ class _Args(BaseModel):
 
 
 class BatchArgs(_Args):
-    """Of each replica's scheduler, see BalanceConfig."""
+    """The arguments of each replica's scheduler, see BalanceConfig."""
 
     page_size: int = 64
     max_batch_size: int = 16
@@ -47,7 +47,7 @@ class BatchArgs(_Args):
 
 
 class ReplicaArgs(_Args):
-    """How many replicas, and what Ray sets aside for each.
+    """The number of replicas, and what Ray sets aside for each.
 
     least, most: replicas; where they differ, their queues decide. queue_target: answers that are computed or wait, per
     replica, that more replicas are started for; None: as many as one computes at once.
@@ -72,7 +72,8 @@ class ReplicaArgs(_Args):
 
 
 class ClusterArgs(_Args):
-    """engine, server: as `ktransformers serve` has them. api_key_file: keys besides those in server."""
+    """The arguments of a cluster. engine, server: as `ktransformers serve` has them. api_key_file: keys besides those
+    in server."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
     batch: BatchArgs = Field(default_factory=BatchArgs)
@@ -82,7 +83,7 @@ class ClusterArgs(_Args):
     log_level: str = "info"
 
     def checked(self) -> "ClusterArgs":
-        """A copy in which the model exists, has a name, and every value can work. Raises ConfigError."""
+        """Return a copy in which the model exists, has a name, and every value can work. Raises ConfigError."""
         replicas, engine, server = self.replicas, self.engine, self.server
         for flag, reason in REFUSED_FLAGS.items():
             if getattr(server, flag, None) is not None or getattr(engine, flag, None) is not None:
@@ -109,7 +110,7 @@ class ClusterArgs(_Args):
         return made
 
     def balance(self) -> BalanceConfig:
-        """What each replica's BalanceServeInterface is started with. Raises ConfigError."""
+        """Return the config that each replica's BalanceServeInterface is started with. Raises ConfigError."""
         return BalanceConfig(
             engine=self.engine,
             has_prefix_cache=self.engine.prefix_cache,

@@ -48,7 +48,7 @@ _ONGOING = 1 << 16
 
 
 class EngineReplica:
-    """balance_serve with its processes, on one node. text: ClusterArgs as JSON."""
+    """A replica: balance_serve with its processes, on one node. text: ClusterArgs as JSON."""
 
     async def __init__(self, text: str):  # type: ignore[misc]  # Serve awaits it
         args = ClusterArgs.model_validate_json(text)
@@ -72,30 +72,30 @@ class EngineReplica:
         return self._replica
 
     async def answer(self, ask: bytes, keys: bytes) -> AsyncGenerator[bytes, None]:
-        """Messages for an Ask, see Replica.answer. keys: what PrefixRouter has read."""
+        """Yield the messages for an Ask, encoded, see Replica.answer. keys: what PrefixRouter has read."""
         async with aclosing(self._ready.answer(decode(ask, Ask))) as messages:
             async for message in messages:
                 yield encode(message)
 
     async def facts(self) -> bytes:
-        """Facts."""
+        """Return the replica's Facts, encoded."""
         return encode(self._ready.facts())
 
     async def report(self) -> bytes:
-        """A Report."""
+        """Return the replica's ReplicaReport, encoded."""
         return encode(self._ready.report())
 
     async def obey(self, order: bytes) -> None:
-        """Do what an Order says."""
+        """Do what an Order says, see Replica.obey."""
         self._ready.obey(decode(order, Order))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `QueuePolicy` scales by."""
+        """Return the figures that `QueuePolicy` scales by."""
         stats = self._ready.report().stats
         return {"num_queued": float(stats.num_running + stats.num_waiting)}
 
     def check_health(self) -> None:
-        """Raises EngineError when its service cannot go on: Serve then replaces the replica."""
+        """Raise EngineError when the replica's service cannot go on: Serve then replaces the replica."""
         if self._stages is not None and self._stages.lost is not None:
             raise self._stages.lost
         if self._replica is not None and self._replica.lost is not None:
@@ -143,7 +143,7 @@ class Ingress:
         logger.info("%s", self._backend.model.description)
 
     def check_health(self) -> None:
-        """Raises what went wrong while the model was opened."""
+        """Raise what went wrong while the model was opened."""
         if self._starting.done():
             self._starting.result()
 
@@ -165,7 +165,7 @@ class Ingress:
 
 
 def application(args: ClusterArgs) -> Any:
-    """The application of Serve. args: checked."""
+    """Make the application of Serve. args: checked."""
     replicas = args.replicas
     scaling: dict[str, Any] = {"num_replicas": replicas.least}
     if replicas.least != replicas.most:

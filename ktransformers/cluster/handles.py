@@ -25,7 +25,8 @@ _REPLY_SECONDS = 5.0
 
 
 class ServeReplicas(Replicas):
-    """handle: of a deployment of EngineReplica. block_size: tokens that prompts are compared by, a page."""
+    """The replicas behind a deployment handle of Ray Serve. handle: of a deployment of EngineReplica. block_size:
+    tokens that prompts are compared by, a page."""
 
     def __init__(self, handle: Any, block_size: int):
         self._handle, self._block_size = handle, block_size

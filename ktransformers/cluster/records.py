@@ -1,4 +1,4 @@
-"""What an ingress and a replica say to each other: msgspec structs as msgpack. Ray carries them as bytes.
+"""Messages between an ingress and a replica: msgspec structs as msgpack. Ray carries them as bytes.
 
 ingress ── Ask ──> replica          ingress ── Order ──> all replicas
         <─ Began, Told, Told, ... ──
@@ -68,7 +68,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     @classmethod
     def of(cls, event: TokenEvent) -> Event:
-        """What is sent of it."""
+        """Make the message of an event."""
         return cls(
             event.token_id,
             event.text,
@@ -80,7 +80,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
         )
 
     def told(self, stats: GenerationStats) -> TokenEvent:
-        """The event again."""
+        """Make the event again, with `stats`."""
         return TokenEvent(
             self.token_id,
             self.text,
@@ -94,7 +94,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """The replica of this name has the request: orders reach it from now on."""
+    """The message that the replica of this name has the request: orders reach it from now on."""
 
     replica: str
 
@@ -107,7 +107,8 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """The answer ends with an error: the name of a class in errors.py. is_lost: the replica cannot go on with any."""
+    """The message that the answer ends with an error: the name of a class in errors.py. is_lost: the replica cannot go
+    on with any."""
 
     error: str
     message: str
@@ -118,14 +119,15 @@ Message = Began | Told | RequestFailed
 
 
 class Order(msgspec.Struct, frozen=True):
-    """For the replica that has the request; others do nothing. what: suspend, resume or end."""
+    """An order for the replica that has the request; others ignore it. what: suspend, resume or end."""
 
     request_id: str
     what: str
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """ModelInfo without its tokenizer, which each side opens itself. card: its fields. max_running: of a replica."""
+    """The facts of a replica's model: ModelInfo without its tokenizer, which each side opens itself. card: its fields.
+    max_running: of a replica."""
 
     max_len: int
     vocab_size: int

@@ -28,7 +28,7 @@ class _Unsaid:
         self._wake = asyncio.Event()
 
     async def fill(self, answer: AsyncGenerator[TokenEvent, None], num_told: int) -> None:
-        """Take everything but the first num_told events, which were told before."""
+        """Take all events of the answer but the first num_told, which were told before."""
         try:
             async with aclosing(answer) as events:
                 async for event in events:
@@ -42,7 +42,7 @@ class _Unsaid:
             self._wake.set()
 
     async def take(self) -> list[TokenEvent]:
-        """What there is, once there is something; nothing at the end."""
+        """Take the events that there are, once there are some; none at the end."""
         while not self.events and not self.is_over:
             self._wake.clear()
             await self._wake.wait()
@@ -51,7 +51,8 @@ class _Unsaid:
 
 
 class Replica:
-    """name: what others call it. backend: started by somebody else, who closes it. node: see Report."""
+    """A replica's side of answers and orders. name: what others call it. backend: started by somebody else, who closes
+    it. node: see ReplicaReport."""
 
     def __init__(self, name: str, backend: BalanceServeInterface, node: str = ""):
         self._name, self._backend, self._node = name, backend, node
@@ -62,7 +63,7 @@ class Replica:
         self.lost = await self._backend.lost()
 
     async def answer(self, ask: Ask) -> AsyncGenerator[Message, None]:
-        """Began, then the events behind ask.past as they come; whoever stops reading ends the answer."""
+        """Yield Began, then the events behind ask.past as they come; whoever stops reading ends the answer."""
         request = GenerationRequest(
             request_id=ask.request_id,
             prompt_ids=ask.prompt_ids,
@@ -88,13 +89,13 @@ class Replica:
             await asyncio.gather(filling, return_exceptions=True)
 
     def obey(self, order: Order) -> None:
-        """Do it, if the request is here."""
+        """Carry out an order, if its request is here."""
         {"suspend": self._backend.suspend, "resume": self._backend.resume, "end": self._backend.end}[order.what](
             order.request_id
         )
 
     def facts(self) -> Facts:
-        """Of the loaded model."""
+        """Return the facts of the loaded model."""
         model = self._backend.model
         return Facts(
             max_len=model.max_len,
@@ -111,7 +112,7 @@ class Replica:
         )
 
     def report(self) -> ReplicaReport:
-        """Figures of this moment."""
+        """Return the replica's figures of this moment."""
         return ReplicaReport(self._name, self._backend.stats(), self._node, os.getpid(), self._backend.pause)
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ class PrefixRouter(RequestRouter):
 
     @override
     def initialize_state(self, max_imbalance: int, **kwargs: Any) -> None:
-        """max_imbalance: see PrefixAffinity. Called by Serve with request_router_kwargs."""
+        """Set the router up. max_imbalance: see PrefixAffinity. Called by Serve with request_router_kwargs."""
         self._affinity = PrefixAffinity(max_imbalance)
         self._open: dict[str, tuple[str, PendingRequest]] = {}  # by Serve's id of the request: where it is
 
@@ -36,7 +36,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """See RequestRouter: ranks of one replica each."""
+        """Rank the replicas for a request, one a rank, see RequestRouter."""
         keys = _keys(pending_request)
         by_name = {str(replica.replica_id.unique_id): replica for replica in candidate_replicas}
         ranked = self._affinity.ranked(keys, self._loads(candidate_replicas))
@@ -47,24 +47,24 @@ class PrefixRouter(RequestRouter):
 
     @override
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """It went to this one, which may not be the first of those that were chosen."""
+        """Note which replica a request went to, which may not be the first of those that were chosen."""
         self._open[pending_request.metadata.internal_request_id] = replica_id.unique_id, pending_request
         self._affinity.took(replica_id.unique_id, _keys(pending_request))
 
     @override
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Its answer has ended, or its replica."""
+        """Note that a request's answer has ended, or its replica."""
         self._open.pop(internal_request_id, None)
 
     @override
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """What it knew is gone."""
+        """Forget what a replica that died knew."""
         super().on_replica_actor_died(replica_id)
         self._forget_others()
 
     @override
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Others have come, or gone."""
+        """Take in which replicas there are, after others have come or gone."""
         super().update_replicas(replicas)
         self._forget_others()
 

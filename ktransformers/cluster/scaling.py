@@ -1,4 +1,5 @@
-"""How many replicas there should be, by what waits in front of them and runs in them. Knows Ray Serve's words only."""
+"""Decides how many replicas there should be, by what waits in front of them and runs in them. Knows Ray Serve's words
+only."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class _Context(Protocol):
 
 
 class QueuePolicy:
-    """As many replicas as have `target` answers to do each. Bounds, delays and factors are autoscaling_config's.
+    """The policy that wants as many replicas as have `target` answers to do each. Bounds, delays and factors are
+    autoscaling_config's.
 
     Answers that are suspended do not count: nothing computes them.
     """

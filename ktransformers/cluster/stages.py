@@ -35,7 +35,7 @@ _START_SECONDS = 120.0
 
 
 def bundle(replicas: ReplicaArgs) -> dict[str, float]:
-    """What Ray sets aside for a replica, or for each stage of one."""
+    """Return the resources that Ray sets aside for a replica, or for each stage of one."""
     found = {"CPU": replicas.cpus, **replicas.resources}
     if replicas.gpus:
         found["GPU"] = replicas.gpus
@@ -54,17 +54,17 @@ class StageActor:
         self._thread.start()
 
     def address(self) -> str:
-        """HOST:PORT."""
+        """Return the agent's address as HOST:PORT."""
         host = f"[{self._agent.host}]" if ":" in self._agent.host else self._agent.host
         return f"{host}:{self._agent.port}"
 
     def run(self) -> None:
-        """Returns, or raises, when it is over."""
+        """Wait for the agent: returns, or raises, when it is over."""
         self._thread.join()
 
 
 class Stages:
-    """Those of this replica but the last one. lost: why the replica cannot go on."""
+    """The stages of a replica on other nodes: all but the last one. lost: why the replica cannot go on."""
 
     def __init__(self, args: ClusterArgs, name: str) -> None:
         self._args, self._secret = args, secrets.token_hex(32)
@@ -84,7 +84,8 @@ class Stages:
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> ClusterArgs:
-        """The arguments with where the stages are. Raises EngineError when there is no place for them."""
+        """Start the stages and return the arguments with their addresses. Raises EngineError when there is no place for
+        them."""
         try:
             hosts = await asyncio.wait_for(
                 asyncio.gather(*(actor.address.remote() for actor in self._actors)), _START_SECONDS
@@ -111,7 +112,7 @@ class Stages:
         logger.error("%s; another replica will take this one's place", self.lost)
 
     def close(self) -> None:
-        """End them."""
+        """End all stages."""
         for task in self._watching:
             task.cancel()
         for actor in self._actors:
@@ -120,7 +121,7 @@ class Stages:
 
 
 def actor_options(replicas: ReplicaArgs) -> dict[str, Any]:
-    """The same as options of an actor."""
+    """Return what `bundle` sets aside as options of an actor."""
     options: dict[str, Any] = {
         "num_cpus": replicas.cpus,
         "num_gpus": replicas.gpus,

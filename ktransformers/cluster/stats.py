@@ -74,7 +74,7 @@ def _past(stats: BalanceStats) -> BalanceStats:
 
 
 class ClusterFigures:
-    """What replicas have reported. num_taken_over: counted by the backend."""
+    """The figures that replicas have reported. num_taken_over: counted by the backend."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
@@ -83,11 +83,11 @@ class ClusterFigures:
 
     @property
     def reports(self) -> list[ReplicaReport]:
-        """The last one of each replica that has spoken lately, by name."""
+        """The last report of each replica that has spoken lately, by name."""
         return [report for _, (_, report) in sorted(self._reports.items())]
 
     def update(self, reports: Iterable[ReplicaReport], now: float) -> None:
-        """now: seconds, on any clock."""
+        """Take in the reports of replicas. now: seconds, on any clock."""
         for report in reports:
             self._reports[report.replica] = now, report
         for name, (at, report) in list(self._reports.items()):
@@ -96,7 +96,7 @@ class ClusterFigures:
                 del self._reports[name]
 
     def stats(self) -> ClusterStats:
-        """All of it."""
+        """Add up the figures of all replicas, those that are gone included."""
         total = self._gone
         for report in self.reports:
             total = _summed(total, report.stats)

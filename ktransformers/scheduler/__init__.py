@@ -1,4 +1,5 @@
-"""Who runs next: admit, chunk, batch, preempt, finish, abort. Plain Python on ids and counts; never imports torch.
+"""Decides who runs next: admit, chunk, batch, preempt, finish, abort. Plain Python on ids and counts; never imports
+torch.
 
 `scheduler.py` holds the truth of every request (`sequence.py`) and plans steps (`batch.py`, over `page_tables.py`);
 `records.py` is what it exchanges with an engine, `updates.py` what callers hear. How many rows prompts get beside

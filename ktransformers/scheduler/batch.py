@@ -14,7 +14,7 @@ __all__ = ["Batch", "PlannedRow", "PlannedStep"]
 
 @dataclass(eq=False, slots=True)
 class PlannedRow:
-    """Positions start .. end - 1 of one run in one step. Stale when seq.run is no longer this run."""
+    """The positions start .. end - 1 of one run in one step. Stale when seq.run is no longer this run."""
 
     seq: Sequence
     run: RunningState
@@ -31,7 +31,7 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step in flight."""
+    """A planned step that is in flight."""
 
     step_id: int
     rows: tuple[PlannedRow, ...]
@@ -42,23 +42,23 @@ class PlannedStep:
 
     @property
     def num_rows(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences in the step."""
         return sum(row.end - row.start for row in self.rows)
 
     @property
     def num_decodes(self) -> int:
-        """Sequences of one token: what is left of a prompt may be one, too, and takes as long."""
+        """Number of sequences of one token: what is left of a prompt may be one, too, and takes as long."""
         return sum(row.end - row.start == 1 for row in self.rows)
 
     @property
     def num_prefilled(self) -> int:
-        """Its tokens, if most of them are of prompts: what its time says of prefill."""
+        """Number of the step's tokens, if most of them are of prompts, else 0: what its time says of prefill."""
         total = self.num_rows
         return total if 2 * (total - self.num_decodes) > total else 0
 
 
 class Batch:
-    """At most chunk_size tokens; at most one row per sequence."""
+    """A step while it is put together: at most chunk_size tokens; at most one row per sequence."""
 
     def __init__(self, chunk_size: int):
         self.budget = chunk_size  # tokens left
@@ -94,7 +94,8 @@ class Batch:
             self.budget += row.end - row.start
 
     def plan(self, step_id: int, ended: list[int], tiers: TierPlan | None = None) -> StepPlan:
-        """The record for the engine. Call once: it notes where each run's token will be found in the results."""
+        """Make the record of the step for the engine. Call once: it notes where each run's token will be found in the
+        results."""
         starts, rows, num_sampled = [], [], 0
         for planned in self:
             seq, run, start = planned.seq, planned.run, planned.start

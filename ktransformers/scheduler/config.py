@@ -32,7 +32,7 @@ class TierConfig:
     kv_type: str = "auto"
 
     def file_bytes(self, kind: bytes) -> int:
-        """Of a file of this kind."""
+        """Bytes of a file of this kind."""
         return self.page_file_bytes if kind == PAGE else self.state_file_bytes
 
 
@@ -41,7 +41,7 @@ MAX_ITL_RATIO = 2.0
 
 
 def check_itl_ratio(ratio: float) -> None:
-    """Raises ConfigError for what is no --max_itl_ratio."""
+    """Raise ConfigError for a number that --max_itl_ratio cannot be."""
     if ratio != 0 and not 1 < ratio < float("inf"):
         raise ConfigError(f"--max_itl_ratio must be more than 1, or 0 for no limit, got {ratio}")
 
@@ -51,14 +51,14 @@ MAX_GAP_MS = 500.0
 
 
 def check_max_gap(milliseconds: float) -> None:
-    """Raises ConfigError for what is no --max_gap_ms."""
+    """Raise ConfigError for a number that --max_gap_ms cannot be."""
     if not 0 <= milliseconds < float("inf"):
         raise ConfigError(f"--max_gap_ms must be a number of milliseconds, or 0 for no limit, got {milliseconds:g}")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Checked on creation; raises ConfigError.
+    """The scheduler's limits, checked on creation; raises ConfigError.
 
     num_pages, page_size: the K/V cache, in pages and in tokens per page.
     chunk_size: most tokens one step carries, decodes and prefill together.
@@ -112,27 +112,27 @@ class SchedulerConfig:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that are planned and not committed: one for each stage, and the next is ready."""
+        """Number of steps that are planned and not committed at most: one for each stage, and the next is ready."""
         return self.num_stages + 1
 
     @property
     def total_len(self) -> int:
-        """Tokens that the cache holds, all sequences together."""
+        """Number of tokens that the cache holds, all sequences together."""
         return self.num_pages * self.page_size
 
     @property
     def max_len(self) -> int:
-        """Most tokens of one sequence, prompt and answer together."""
+        """The most tokens of one sequence, prompt and answer together."""
         return self.total_len if self.max_model_len is None else min(self.total_len, self.max_model_len)
 
     @property
     def limits(self) -> Limits:
-        """What a request may ask, as far as ids and counts go."""
+        """The limits of a request, as far as ids and counts go."""
         return Limits(max_len=self.max_len, vocab_size=self.vocab_size, is_models_limit=self.max_len < self.total_len)
 
     @property
     def max_running(self) -> int:
-        """Most sequences that hold pages at once.
+        """The most sequences that hold pages at once.
 
         Not more than chunk_size: decodes go first, so with more of them than a step has tokens the last ones, and every
         prefill, would wait for as long as the others talk. This way a prefill gets at least one token of every step.

@@ -1,4 +1,4 @@
-"""What becomes of pages and states below the cache: which are copied out, which come back, when. Ids only.
+"""Decides what becomes of pages and states below the cache: which are copied out, which come back, when. Ids only.
 
     published ── stored in a later step ──> host memory ── written behind ──> file       least recently used go first
     admitted  <── loaded before its rows ──             <── read while it waits ──
@@ -73,7 +73,7 @@ class _Todo:
 
 
 class KvOffload:
-    """See the module's docstring. Told by PageTables of every page of its tree."""
+    """Plans the copies of pages and states below the cache. Told by PageTables of every page of its tree."""
 
     def __init__(self, config: TierConfig, page_size: int):
         self.config, self.page_size = config, page_size
@@ -83,7 +83,7 @@ class KvOffload:
         self.clear()
 
     def clear(self) -> None:
-        """The engine is gone."""
+        """Forget everything but rates and counts: the engine is gone."""
         config = self.config
         self._hosts = {PAGE: HostTier(config.host_pages), STATE: HostTier(config.host_states)}
         self._disk = DiskTier(config.disk_bytes) if config.disk_bytes else None
@@ -101,7 +101,7 @@ class KvOffload:
     # What the tree has.
 
     def published(self, salt: str, parent: int | None, tokens: Sequence[int], page: int) -> None:
-        """A page was computed, and is in the tree from now on."""
+        """Note that a page was computed, and is in the tree from now on."""
         self._learn(salt, parent, tokens, page)
         self._unstored[page] = None
 
@@ -114,11 +114,11 @@ class KvOffload:
         return root_key(self.config.fingerprint, self.page_size, self.config.kv_type, salt)
 
     def keep_state(self, page: int, slot: int) -> None:
-        """The state behind a page of the tree is in this slot, and worth keeping."""
+        """Note that the state behind a page of the tree is in this slot, and worth keeping."""
         self._unstored_states[page] = slot
 
     def evicted(self, page: int) -> None:
-        """It is not in the tree any more."""
+        """Forget a page that is not in the tree any more."""
         del self._pages[page]
         self._unstored.pop(page, None)
         self._unstored_states.pop(page, None)
@@ -210,7 +210,7 @@ class KvOffload:
         self._todo.deletes += [(name, self._depths.pop(name)) for name in names]
 
     def wants_step(self) -> bool:
-        """Whether there is something to be done though nobody has rows to compute."""
+        """Whether a step is wanted although no request has rows to compute."""
         return self.awaits_listing or not self._todo.is_empty or self._is_behind
 
     @property
@@ -229,7 +229,7 @@ class KvOffload:
         )
 
     def take(self, *, is_alone: bool) -> TierPlan | None:
-        """What the step is to do; None for nothing. is_alone: it has no rows."""
+        """Return what the step is to do; None for nothing. is_alone: it has no rows."""
         if self.awaits_listing:
             return TierPlan(lists=True)
         todo, self._todo = self._todo, _Todo()
@@ -252,7 +252,7 @@ class KvOffload:
     # A run begins.
 
     def choose(self, prefix: Prefix, *, with_files: bool = False) -> PrefixStart:
-        """Where a run should begin. with_files: what is in files counts too, though it takes a wait."""
+        """Choose where a run should begin. with_files: what is in files counts too, though it takes a wait."""
         keys = self._known_keys(prefix, with_files)
         size, base = self.page_size, len(prefix.pages)
         options, starts = [Option(0)], [PrefixStart(0)]
@@ -299,7 +299,8 @@ class KvOffload:
         return nbytes, 0 if self._host(name).is_ready(name) else nbytes
 
     def copies(self, salt: str, token_ids: Sequence[int], num_pages: int) -> tuple[list[Copy], dict[int, Copy]]:
-        """Of the pages behind the first num_pages of a prompt, and of states by length. While no step is in flight."""
+        """Find the copies of the pages behind the first num_pages of a prompt, and of states by length. While no step
+        is in flight."""
         size, key = self.page_size, self._root(salt)
         pages, states = list[Copy](), dict[int, Copy]()
         for depth in range(len(token_ids) // size):
@@ -336,7 +337,7 @@ class KvOffload:
         todo.append((host.slot(name), target))
 
     def started(self, request_id: str, start: PrefixStart, page: int | None) -> None:
-        """A run began. page: the last one of its prefix."""
+        """Note that a run began. page: the last one of its prefix."""
         held = self._held.get(request_id, _Held())
         from_files = sum(page_name(key) in held.fetched for key in start.keys)
         self._counts.disk_hit_len += from_files * self.page_size
@@ -349,15 +350,16 @@ class KvOffload:
     # A request waits.
 
     def is_held(self, request_id: str) -> bool:
-        """Whether `fetch` was called for it since it came, or last ran."""
+        """Whether `fetch` was called for the request since it came, or last ran."""
         return request_id in self._held
 
     def awaits(self, request_id: str) -> bool:
-        """Whether something is on its way for it."""
+        """Whether something is on its way for the request."""
         return request_id in self._held and bool(self._held[request_id].awaited)
 
     def fetch(self, request_id: str, prefix: Prefix) -> bool:
-        """Have read what the request can begin with, and keep it until `started` or `forget`. As `awaits`."""
+        """Have files read that the request can begin with, and keep their contents until `started` or `forget`. Returns
+        as `awaits`."""
         start = self.choose(prefix, with_files=True)
         held = self._held[request_id] = _Held(declined=start.declined)
         names = [] if start.state is None else [state_name(start.state)]  # pages are of no use without it
@@ -384,7 +386,7 @@ class KvOffload:
             held.fetched.add(name)
 
     def forget(self, request_id: str) -> None:
-        """The request runs or is gone."""
+        """Forget a request that runs or is gone."""
         held = self._held.pop(request_id, None)
         for name in () if held is None else held.names:
             self._host(name).unpin(name)
@@ -392,7 +394,8 @@ class KvOffload:
     # A step is over.
 
     def commit(self, result: TierResult, num_prefilled: int) -> None:
-        """Take in what the engine says. num_prefilled: tokens of its rows, 0 for a step that was not mainly prefill."""
+        """Take in the engine's result of a step. num_prefilled: tokens of its rows, 0 for a step that was not mainly
+        prefill."""
         self.rates.prefill.add(num_prefilled, result.row_seconds)
         self.rates.load.add(*result.loaded)
         self.rates.read.add(*result.read)
@@ -443,7 +446,7 @@ class KvOffload:
     # Looking at it.
 
     def stats(self) -> TierStats:
-        """See TierStats."""
+        """The figures of the tiers, see TierStats."""
         sizes = self._sizes
         return msgspec.structs.replace(
             self._counts,
@@ -453,7 +456,7 @@ class KvOffload:
         )
 
     def check_integrity(self, pages: set[int]) -> None:
-        """Raises AssertionError unless what is known is of these pages, and pins are those of somebody."""
+        """Raise AssertionError unless what is known is of these pages, and every pin has its owner."""
         assert self._pages.keys() == pages, "pages of the tree and those known here differ"
         assert self._unstored.keys() <= pages >= self._unstored_states.keys(), "a page that is gone is to be stored"
         pins: dict[bytes, int] = {}

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a request before anything is computed for it: the one place for every way in."""
+"""Checks a request before anything is computed for it: the one place for every way in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a request may ask of a loaded model.
+    """The limits of what a request may ask of a loaded model.
 
     max_len: most tokens of prompt and answer together. is_models_limit: whether that is what the model takes; else
     set_by names the option that sets it, and remedy says in words how it is made larger. has_head: whether the model
@@ -29,7 +29,7 @@ class Limits:
     remedy: str = "start with a larger --cache_lens"
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises ConfigError for values that the model cannot take, ContextLengthError for a prompt that never fits,
+        """Raise ConfigError for values that the model cannot take, ContextLengthError for a prompt that never fits,
         UnsupportedError for text that is asked of a model without an output head."""
         if not self.has_head and params.pooling is None:
             raise UnsupportedError(
@@ -57,7 +57,7 @@ class Limits:
             raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
 
     def too_long(self, prompt_len: int, what: str = "prompt", *, has_answer: bool = True) -> ContextLengthError:
-        """The error for a prompt of so many tokens, at least. what: how whoever sent it calls it.
+        """Make the error for a prompt of so many tokens, at least. what: what its sender calls it.
 
         has_answer: whether there is an answer that it has to leave room for.
 

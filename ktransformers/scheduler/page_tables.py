@@ -66,7 +66,7 @@ class PageTables:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be given out without taking one from a run."""
+        """Number of pages that can be given out without taking one from a run."""
         return self._pool.num_free + self._tree.num_idle
 
     @property
@@ -74,11 +74,11 @@ class PageTables:
         return self._tree.num_idle
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` positions take."""
+        """Count the pages that `num_tokens` positions take."""
         return -(-num_tokens // self.page_size)
 
     def num_reserved(self, running: Collection[Sequence]) -> int:
-        """Pages that running sequences still need for the tokens they have."""
+        """Count the pages that running sequences still need for the tokens they have."""
         count = 0
         for seq in running:
             assert seq.run is not None, "it does not run"
@@ -86,7 +86,8 @@ class PageTables:
         return count
 
     def shared_len(self, seq: Sequence) -> int:
-        """Leading tokens of a prompt whose pages another sequence of the same prompt can have. 0: none, ever."""
+        """Count the leading tokens of a prompt whose pages another sequence of the same prompt can have. 0: none,
+        ever."""
         if not self.has_prefix_cache or seq.params.prompt_logprobs is not None:
             return 0
         if self.snapshots is not None:
@@ -94,7 +95,7 @@ class PageTables:
         return (seq.prompt_len - 1) // self.page_size * self.page_size
 
     def findable_len(self, seq: Sequence, length: int) -> int:
-        """Of the first `length` tokens of a prompt, those that others can skip once it has been computed."""
+        """Count those of the first `length` tokens of a prompt that others can skip once it has been computed."""
         if self.snapshots is None:
             return length // self.page_size * self.page_size
         border, interval = self.snapshots.border(seq.prompt_len), self.snapshots.interval
@@ -102,14 +103,14 @@ class PageTables:
         return max(inside, border if border <= length else 0)
 
     def cached_len(self, seq: Sequence) -> int:
-        """Tokens that a waiting sequence could skip if it began now, by what the tree has."""
+        """Count the tokens that a waiting sequence could skip if it began now, by what the tree has."""
         pages = self._tree.match(seq.request.cache_salt, seq.token_ids, self._max_pages(seq))
         while pages and self.snapshots is not None and pages[-1] not in self.snapshots.slots:
             pages.pop()
         return len(pages) * self.page_size
 
     def start(self, seq: Sequence, run_id: int, num_reserved: int) -> RunningState | None:
-        """A run for a waiting sequence that begins behind the longest prefix in the tree, or the longest snapshot.
+        """Start a run for a waiting sequence, behind the longest prefix in the tree, or the longest snapshot.
 
         The last token is never taken from the cache: its logits are wanted. None when the known tokens and the one to
         be sampled would not fit beside num_reserved pages that others will need; nothing but the prefix is taken yet.
@@ -192,19 +193,19 @@ class PageTables:
         return self.kv_offload.fetch(seq.request_id, self._prefix(seq))
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence does not wait any more."""
+        """Note that a sequence does not wait any more."""
         if self.kv_offload is not None:
             self.kv_offload.forget(seq.request_id)
 
     def begin_step(self) -> None:
-        """Another step is planned."""
+        """Note that another step is planned."""
         if self.snapshots is not None:
             self.snapshots.slots.begin_step()
         if self.kv_offload is not None:
             self.kv_offload.begin_step(lambda page: None if self.snapshots is None else self.snapshots.slots.slot(page))
 
     def take_copies(self, *, is_alone: bool) -> TierPlan | None:
-        """What the step that was planned is to copy. is_alone: it has no rows."""
+        """Return what the step that was planned is to copy. is_alone: it has no rows."""
         return None if self.kv_offload is None else self.kv_offload.take(is_alone=is_alone)
 
     def grow(self, run: RunningState, num_tokens: int) -> bool:
@@ -257,7 +258,8 @@ class PageTables:
             self.snapshots.end(run)
 
     def find(self, salt: str, token_ids: TokenIds) -> tuple[list[int], dict[int, int]]:
-        """Pages of the longest known prefix, and the slots of states kept behind some of them, by length in tokens."""
+        """Find the pages of the longest known prefix, and the slots of states kept behind some of them, by length in
+        tokens."""
         pages = self._tree.match(salt, token_ids, len(token_ids) // self.page_size) if self.has_prefix_cache else []
         ends = {page: (i + 1) * self.page_size for i, page in enumerate(pages)}
         if self.snapshots is None:
@@ -267,7 +269,7 @@ class PageTables:
         return pages, {length: slot for length, slot in slots.items() if slot is not None}
 
     def find_offloaded(self, salt: str, token_ids: TokenIds, num_pages: int) -> tuple[list[Copy], dict[int, Copy]]:
-        """What tiers have behind the first num_pages pages, and of states by length. See KvOffload.copies."""
+        """Find what tiers have behind the first num_pages pages, and of states by length. See KvOffload.copies."""
         return ([], {}) if self.kv_offload is None else self.kv_offload.copies(salt, token_ids, num_pages)
 
     def adopt(self, salt: str, token_ids: TokenIds, state_lens: TokenIds, fill: Fill) -> int:
@@ -323,7 +325,7 @@ class PageTables:
             self._pool.free(page)
 
     def check_integrity(self, running: Collection[Sequence]) -> None:
-        """Raises AssertionError unless the pages are exactly those of these sequences, the tree and the free list."""
+        """Raise AssertionError unless the pages are exactly those of these sequences, the tree and the free list."""
         pool, tree = self._pool, self._tree
         pool.check_integrity()
         tree.check_integrity()

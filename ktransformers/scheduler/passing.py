@@ -1,4 +1,4 @@
-"""Which prompt may pass those before it, and how far: the shortest, by a quarter of the rows that prompts have.
+"""Chooses which prompt may pass those before it, and how far: the shortest, by a quarter of the rows that prompts have.
 
 A question of nine tokens should not wait until six prompts of 8,000 are done, and these should not wait for questions
 that never end: the part that passes is saved up, row by row, and spent. Pure; knows ranks and lengths.
@@ -28,26 +28,26 @@ class Passing:
 
     @staticmethod
     def choose(prefills: Seq[Sequence]) -> Sequence | None:
-        """Of running sequences with tokens left to plan, by rank, the one that may pass: it has the fewest of those of
-        the first one's priority. None where the first one has."""
+        """Choose, of running sequences with tokens left to plan, by rank, the one that may pass: it has the fewest of
+        those of the first one's priority. None where the first one has."""
         first = prefills[0]
         alike = (seq for seq in prefills if seq.request.priority == first.request.priority)
         shortest = min(alike, key=lambda seq: (seq.num_unplanned, seq.rank))
         return None if shortest is first else shortest
 
     def shortest(self, prefills: Seq[Sequence], passing: Sequence | None) -> int:
-        """Tokens left of the shortest prompt if all of them may be in the next step, else 0."""
+        """Count the tokens left of the shortest prompt if all of them may be in the next step, else 0."""
         if passing is None:
             return prefills[0].num_unplanned
         return passing.num_unplanned if passing.num_unplanned <= self._saved else 0
 
     def part(self, passing: Sequence | None, num_rows: int) -> int:
-        """Of the rows that a step has for prompts, those of the one that passes."""
+        """Return how many of the num_rows rows that a step has for prompts go to the one that passes."""
         if passing is None:
             return 0
         self._saved = min(self._saved + num_rows / _SHARE, self._most)
         return min(int(self._saved), num_rows, passing.num_unplanned)
 
     def spend(self, num_rows: int) -> None:
-        """So many rows were of the one that passed."""
+        """Note that num_rows rows went to the one that passed."""
         self._saved -= num_rows

@@ -1,4 +1,4 @@
-"""How many rows of prompts a step may carry beside decodes: prompts get a share of the time, not of each step.
+"""Decides how many rows of prompts a step may carry beside decodes: prompts get a share of the time, not of each step.
 
 With experts in RAM a step of 64 rows costs nearly what one of 2,000 costs, since both read all experts: rationed to a
 few rows a step, the same bytes are read dozens of times. So a prompt is computed in chunks of the size whose rows are
@@ -71,8 +71,8 @@ twice as long at least."""
 
 @dataclass(frozen=True, slots=True)
 class PendingPrefill:
-    """Prompts that wait for rows. rows: of all of them, None where that is not known yet. shortest: of the one with the
-    fewest, if it may pass the others, else 0."""
+    """The prompts that wait for rows. rows: of all of them, None where that is not known yet. shortest: of the one with
+    the fewest, if it may pass the others, else 0."""
 
     rows: int | None = None
     shortest: int = 0
@@ -98,7 +98,8 @@ def _choices(decodes: int, most: int) -> list[int]:
 
 
 def cheapest_rows(times: StepTimes, decodes: int, most: int, limit: float, share: float = math.inf) -> int | None:
-    """The fewest rows of prompts, at most `most`, whose rate is within WORTH of the best that takes `limit` seconds.
+    """Find the fewest rows of prompts, at most `most`, whose rate is within WORTH of the best that takes `limit`
+    seconds.
 
     share: seconds of a window that prompts have; chunks of which a whole number does not fill it are paid as if it did.
     The fewest rows that there are where none keeps to the limit; None where nothing is known.
@@ -147,7 +148,7 @@ class _Ledger:
     spent: deque[tuple[float, float]] = field(default_factory=deque)  # from, to: of prompts, within the window
 
     def add(self, alone: float, more: float) -> None:
-        """A step whose decodes take `alone`, and its prompts `more` beside them."""
+        """Count a step whose decodes take `alone`, and its prompts `more` beside them."""
         self.now += alone
         if more > 0:
             self.spent.append((self.now, self.now + more))
@@ -156,7 +157,7 @@ class _Ledger:
             self.spent.popleft()
 
     def after(self, steps: deque[tuple[float, float]]) -> _Ledger:
-        """As it will be behind the steps in flight."""
+        """Return the ledger as it will be behind the steps in flight."""
         ledger = _Ledger(self.ratio, self.window, self.now, self.spent.copy())
         for alone, more in steps:
             ledger.add(alone, more)
@@ -183,7 +184,7 @@ class PrefillThrottle:
         self._in_flight: deque[tuple[float, float]] = deque()
 
     def rows(self, decodes: int, most: int, pending: PendingPrefill | None) -> int:
-        """Rows of prompts that the step being planned may carry beside its decodes, at most `most`.
+        """Return how many rows of prompts the step being planned may carry beside its decodes, at most `most`.
 
         0: none now, to time decodes alone or because streams have their turn. pending: None where no prompts wait.
         """
@@ -230,12 +231,12 @@ class PrefillThrottle:
         return self.times.more(rows) or 0.0
 
     def planned(self, decodes: int, prefill_rows: int) -> None:
-        """A step is in flight."""
+        """Note that a step is in flight."""
         alone = (self.times.alone(decodes) or 0.0) if decodes else 0.0
         self._in_flight.append((alone, self._cost(prefill_rows) if decodes and prefill_rows else 0.0))
 
     def took(self, decodes: int, prefill_rows: int, seconds: float) -> None:
-        """The oldest step in flight has been run. 0 seconds: nobody knows."""
+        """Note how long the oldest step in flight took. 0 seconds: nobody knows."""
         if self._in_flight:
             self._in_flight.popleft()
         if seconds > 0:
@@ -247,6 +248,6 @@ class PrefillThrottle:
         self._ledger.add(alone, seconds - alone)
 
     def lost(self) -> None:
-        """Steps in flight went down with their engine."""
+        """Forget the steps in flight, which went down with their engine."""
         self._in_flight.clear()
         self._ledger = _Ledger(self.ratio)

@@ -1,4 +1,4 @@
-"""Prefixes as the tiers see them: what a run may begin with, where it begins, where a copy lies. Nouns only."""
+"""Prefixes as the tiers see them: what a run may begin with, where it begins, where a copy lies. Data only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Copy", "Prefix", "PrefixStart"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixStart:
-    """Where a run begins. num_pages: of its prefix. keys: of those of them that are loaded, the last ones.
+    """The place where a run begins. num_pages: of its prefix. keys: of those of them that are loaded, the last ones.
     state: key of the page whose state is loaded, None when it is in the cache or there are no states. declined: pages
     that are known, and computed because that is faster."""
 
@@ -22,7 +22,7 @@ class PrefixStart:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a run may begin with. pages: those of the tree. max_pages: most that need not be computed.
+    """A prefix that a run may begin with. pages: those of the tree. max_pages: most that need not be computed.
 
     has_state: whether the cache has the state behind a page; None: there are no states. can_load: whether a state can
     be loaded now.
@@ -38,7 +38,8 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Of a page or a state. slot: of host memory; None: in a file alone. depth: pages before it."""
+    """A copy of a page or a state below the cache. slot: of host memory; None: in a file alone. depth: pages before
+    it."""
 
     name: bytes
     depth: int

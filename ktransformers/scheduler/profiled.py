@@ -1,4 +1,4 @@
-"""What a scheduler tells of its requests while a profile is written: which tokens count, when, and how requests fared.
+"""Records the requests of a scheduler while a profile is written: which tokens count, when, and how requests fared.
 
 Knows no sockets: `post` takes messages and never blocks.
 """
@@ -32,20 +32,21 @@ class _Life:
 
 
 class RequestTracker:
-    """Holds something of the requests that are there, and of no others. clock: nanoseconds, monotonic."""
+    """The tracker of the requests that are there, and of no others, for a profile. clock: nanoseconds, monotonic."""
 
     def __init__(self, post: Callable[[Message], None], clock: Callable[[], int] = time.monotonic_ns):
         self._post, self._clock = post, clock
         self._lives: dict[str, _Life] = {}
 
     def added(self, request_id: str, prompt_len: int, *, is_suspended: bool = False) -> None:
-        """A request came."""
+        """Note that a request came."""
         self._lives[request_id] = _Life(prompt_len, arrived_ns=self._clock())
         if is_suspended:
             self.pause(request_id, True)
 
     def pause(self, request_id: str, is_suspended: bool) -> None:
-        """A request was suspended, or resumed. Of one that was silent since the profile began nothing is noted."""
+        """Note that a request was suspended, or resumed. Nothing is noted of one that was silent since the profile
+        began."""
         life = self._lives.get(request_id)
         if life is None:
             return
@@ -56,7 +57,7 @@ class RequestTracker:
             life.pauses.end(self._clock())
 
     def planned(self, plan: StepPlan) -> None:
-        """A step was planned."""
+        """Note that a step was planned."""
         for start in plan.starts:
             life = self._lives.setdefault(start.request_id, _Life(start.prompt_len))
             life.num_starts += not (life.num_starts and life.was_suspended)  # that is no preemption
@@ -65,7 +66,7 @@ class RequestTracker:
                 life.admitted_ns = self._clock()
 
     def committed(self, step_id: int, updates: Sequence[RequestUpdate], num_waiting: int) -> None:
-        """A step's results were taken in, which led to these updates."""
+        """Note that a step's results were taken in, which led to these updates."""
         now = self._clock()
         tokens, arrived, suspended = [], {}, {}
         for update in updates:
@@ -96,14 +97,15 @@ class RequestTracker:
                 self._end(update.request_id, update.finish_reason, now)
 
     def ended(self, update: RequestUpdate, completion_len: int | None = None) -> None:
-        """A request ended from outside. completion_len: of what its reader was given, if not all that was generated."""
+        """Note that a request ended from outside. completion_len: of what its reader was given, if not all that was
+        generated."""
         life = self._life(update)
         if completion_len is not None:
             life.completion_len = completion_len
         self._end(update.request_id, update.finish_reason, self._clock())
 
     def stop(self) -> None:
-        """The profile ends; the requests do not."""
+        """End the profile; the requests go on."""
         for request_id in list(self._lives):
             self._end(request_id, None, None)
 

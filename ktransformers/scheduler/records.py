@@ -1,4 +1,4 @@
-"""What crosses the borders of the scheduler. Plain data: msgspec encodes every record as msgpack without help.
+"""Records that cross the borders of the scheduler. Plain data: msgspec encodes every record as msgpack without help.
 
     API process ── Request ──> scheduler ── StepPlan ──> engine
                 <─ RequestUpdate ──      <─ RowResult per sampled row ──
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One question, filled by the API process.
+    """A request, filled by the API process.
 
     priority: a smaller number is served earlier, as in vLLM; equal ones by arrival.
     deadline: seconds on the clock whose time `Scheduler.expire` is given; None: no limit.
@@ -62,7 +62,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """Comes with the first step of a run, filled by the scheduler.
+    """A sequence that comes with the first step of a run, filled by the scheduler.
 
     token_ids: all tokens known so far; the first prompt_len are the prompt, the rest is the answer so far, which counts
     for penalties. params.seed is always set, so that a token is drawn the same way in every run.
@@ -106,7 +106,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One step, filled by the scheduler. step_id counts up by one and is never used twice.
+    """The plan of one step, filled by the scheduler. step_id counts up by one and is never used twice.
 
     starts: runs whose first row is in this step. ended: runs that have no row in this step or any later one.
     tiers: what is to be copied before the rows; a step without rows has nothing else, and no other is in flight then.
@@ -124,7 +124,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """What one sampled row led to, filled by the engine. error: why this row, and only this one, has no token."""
+    """The result of one sampled row, filled by the engine. error: why this row, and only this one, has no token."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
@@ -133,7 +133,8 @@ class RowResult(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """How likely a stretch of a run's prompt was, filled by the engine. entries[i] is of the token at start + i.
+    """The log probabilities of a stretch of a run's prompt, filled by the engine. entries[i] is of the token at start +
+    i.
 
     They come again when a run is recomputed after a preemption: receivers overwrite by position.
     """
@@ -147,12 +148,12 @@ _EXPERT_COUNT = Struct("<HHI")
 
 
 def counts_in(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(layer, expert, rows) of each entry that ExpertCounts.take made."""
+    """Yield (layer, expert, rows) of each entry that ExpertCounts.take made."""
     return _EXPERT_COUNT.iter_unpack(data)
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step led to, filled by the engine: one result per sampled row, in the order of the rows.
+    """The result of a step, filled by the engine: one result per sampled row, in the order of the rows.
 
     seconds: how long the step took. experts: (token, expert) pairs computed, layer calls, distinct experts of each
     call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of experts
@@ -173,12 +174,12 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def had_rows(self) -> bool:
-        """False for a step that was there for the tiers alone."""
+        """Whether the step had rows, and was not there for the tiers alone."""
         return self.tiers is None or self.tiers.row_seconds > 0
 
     @property
     def row_seconds(self) -> float:
-        """How long it took without copies of tiers."""
+        """Seconds that the step took without copies of tiers."""
         return self.seconds if self.tiers is None else self.tiers.row_seconds
 
 
@@ -208,7 +209,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """For metrics. The first five and num_suspended are of this moment, the others count from the start.
+    """The scheduler's figures for metrics. The first five and num_suspended are of this moment, the others count from
+    the start.
 
     num_used_pages: held by running sequences. num_idle_pages: held by nobody, kept for prefix hits, free when needed.
     prefix_query_len, prefix_hit_len: prompt tokens looked up at first admissions, and those found.

@@ -92,7 +92,7 @@ class _Totals:
 
 
 class Scheduler:
-    """See the module's docstring. One caller at a time; no call blocks."""
+    """Decides what the engine runs next, see the module's docstring. One caller at a time; no call blocks."""
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
@@ -145,7 +145,7 @@ class Scheduler:
             bisect.insort(self._waiting, seq, key=_rank)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
-        """The caller left. Pages are free at once. None when the request has ended already."""
+        """End a request whose caller left. Pages are free at once. None when the request has ended already."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason) -> RequestUpdate | None:
@@ -161,7 +161,7 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` will have something to do."""
+        """The time at which `expire` will have something to do."""
         return min(self._deadlines.values(), default=None)
 
     def suspend(self, request_id: str) -> bool:
@@ -186,7 +186,7 @@ class Scheduler:
         return True
 
     def is_suspended(self, request_id: str) -> bool:
-        """Whether it is here and suspended."""
+        """Whether the request is here and suspended."""
         return request_id in self._suspended
 
     @property
@@ -201,7 +201,7 @@ class Scheduler:
         return len(self._requests) > len(self._suspended) or (tiers is not None and tiers.has_work)
 
     def in_flight_ids(self, step_id: int | None = None) -> list[str]:
-        """Requests with a row in the step in flight of this id, or in any; those that have left excepted."""
+        """Return the requests with a row in the step in flight of this id, or in any; those that have left excepted."""
         steps = [step for step in self._in_flight if step_id in (None, step.step_id)]
         return list(dict.fromkeys(row.seq.request_id for step in steps for row in step.rows if not row.is_stale))
 
@@ -236,7 +236,7 @@ class Scheduler:
     # Planning a step.
 
     def schedule(self) -> StepPlan | None:
-        """The next step, which is then in flight until it is committed.
+        """Plan the next step, which is then in flight until it is committed.
 
         None when max_in_flight steps are, or when nothing can run before the next commit or request.
         """
@@ -434,7 +434,7 @@ class Scheduler:
         return update_of(seq, result, finish_reason=reason)
 
     def engine_lost(self) -> None:
-        """The engine and its cache are gone. Everything that ran waits again, in its old order, for the next engine."""
+        """Note that engine and cache are gone. What ran waits again, in its old order, for the next engine."""
         self._in_flight.clear()
         if self._throttle is not None:
             self._throttle.lost()
@@ -450,7 +450,7 @@ class Scheduler:
 
     @property
     def pages(self) -> PageTables:
-        """Which pages hold what, for those who copy prefixes out and in while no step is in flight."""
+        """The page tables, for those who copy prefixes out and in while no step is in flight."""
         return self._pages
 
     def stats(self) -> SchedulerStats:
@@ -472,7 +472,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when any invariant of this package's docstrings is broken. Slow: reads all."""
+        """Raise AssertionError when any invariant of this package's docstrings is broken. Slow: reads all."""
         for queue in (self._waiting, self._running):
             assert all(a.rank < b.rank for a, b in itertools.pairwise(queue)), "a queue is out of order"
         assert len(self._running) <= self.config.max_running, "more running than max_running"

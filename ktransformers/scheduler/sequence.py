@@ -1,4 +1,4 @@
-"""One request inside the scheduler: its tokens, and its run while it has one. Does not decide anything.
+"""A request inside the scheduler: its tokens, and its run while it has one. Does not decide anything.
 
 tokens  0 ......... computed_len ......... planned_len ......... known_len ......... total_len
         K/V written | steps in flight write | nobody yet          | to be sampled by steps in flight
@@ -21,8 +21,8 @@ __all__ = ["RunningState", "Sequence"]
 
 @dataclass(eq=False, slots=True)
 class RunningState:
-    """State of a sequence while it is in the batch. Thrown away at preemption or end, which is how results of steps in
-    flight become stale.
+    """The state of a sequence while it is in the batch. Thrown away at preemption or end, which is how results of steps
+    in flight become stale.
 
     block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
     num_told: leading pages of the table that the engine knows from the rows planned so far.
@@ -79,12 +79,12 @@ class Sequence:
 
     @property
     def num_unplanned(self) -> int:
-        """Tokens of a running sequence that no step in flight has."""
+        """Number of tokens of a running sequence that no step in flight has."""
         assert self.run is not None, "it does not run"
         return self.known_len + self.run.num_pending - self.run.planned_len
 
     def common_len(self, other: Sequence) -> int:
-        """Leading tokens that its prompt and another's have in common; found once."""
+        """Count the leading tokens that its prompt and another's have in common; found once."""
         known = self.common.get(other.arrival)
         if known is None:
             known = self.common[other.arrival] = _common_len(self.request.prompt_ids, other.request.prompt_ids)
@@ -96,7 +96,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Served in ascending order, preempted in descending order."""
+        """The sequence's rank: served in ascending order, preempted in descending order."""
         return self.request.priority, self.arrival
 
     @property
@@ -105,7 +105,7 @@ class Sequence:
 
     @property
     def limit_len(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """The most tokens of prompt and answer together."""
         return self.prompt_len + self.end.max_len
 
     @property

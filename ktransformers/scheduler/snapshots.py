@@ -1,4 +1,4 @@
-"""Which states of recurrent layers are kept, so that later requests need not compute their history again.
+"""Decides which states of recurrent layers are kept, so that later requests need not compute their history again.
 
     prompt  0 ... 64 ... 128 ... interval ............ border | last tokens | answer ... 64 ... 64 ...
                                     ^                    ^                            rolling: the last one only
@@ -23,7 +23,7 @@ __all__ = ["Snapshots"]
 
 
 class Snapshots:
-    """Slots of runs and of snapshots, for sequences of pages.
+    """The slots of runs and of snapshots, for sequences of pages.
 
     on_final: told the page and the slot of each snapshot that will not give way to the next of its answer.
     """
@@ -43,7 +43,7 @@ class Snapshots:
         self.slots = StateSlots(*self._size)
 
     def border(self, known_len: int) -> int:
-        """The longest length with a snapshot that leaves the last token to compute; 0 where none is kept."""
+        """Return the longest length with a snapshot that leaves the last token to compute; 0 where none is kept."""
         return (known_len - 1) // self.align * self.align if self._is_kept and self.slots.max_snapshots else 0
 
     def begin(self, run: RunningState, page: int | None, known_len: int, loaded: int | None = None) -> bool:
@@ -71,7 +71,7 @@ class Snapshots:
             run.held = None
 
     def plan(self, run: RunningState, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """(length, slot) of the states that a row of the positions start .. end - 1 is to save."""
+        """Plan, as (length, slot), the states that a row of the positions start .. end - 1 is to save."""
         if run.held is not None:
             self.slots.use(run.held)  # pinned in this step
             self._let_go(run)
@@ -88,7 +88,7 @@ class Snapshots:
         return tuple(saves)
 
     def publish(self, run: RunningState, saves: tuple[tuple[int, int], ...]) -> None:
-        """A row was computed, and its pages are in the tree: its states can be found from now on."""
+        """Publish the states of a row that was computed, whose pages are in the tree: they can be found from now on."""
         for length, slot in saves:
             del run.saves[length]
             page = run.block_table[length // self.page_size - 1]
@@ -106,7 +106,8 @@ class Snapshots:
             self.on_final(page, slot)
 
     def begin_adoption(self, table: Sequence[int], lengths: Sequence[int]) -> dict[int, int]:
-        """Slots, by length, that states of a prefix from elsewhere are to be written to: the longest that can be used.
+        """Return slots, by length, that states of a prefix from elsewhere are to be written to: the longest that can be
+        used.
 
         table: the prefix's pages.
         """
@@ -122,7 +123,7 @@ class Snapshots:
         return slots
 
     def end(self, run: RunningState) -> None:
-        """The run is over; so are snapshots on their way."""
+        """End a run, and the snapshots that are on their way."""
         self._let_go(run)
         if run.rolled is not None:
             self._keep(run.rolled)
@@ -131,7 +132,7 @@ class Snapshots:
         run.saves.clear()
 
     def check_integrity(self, runs: list[RunningState], pages: set[int]) -> None:
-        """Raises AssertionError unless slots are those of these runs, and snapshots belong to pages of the tree."""
+        """Raise AssertionError unless slots are those of these runs, and snapshots belong to pages of the tree."""
         self.slots.check_integrity()
         running, pending = self.slots.holders()
         assert sorted(run.state_slot for run in runs) == sorted(running), "slots of runs"

@@ -1,4 +1,4 @@
-"""How long steps take by their rows, learnt from those that were run. Pure: nobody asks a clock here.
+"""Learns how long steps take by their rows, from those that were run. Pure: it reads no clock.
 
     seconds(n decodes, p rows of prompts) = alone(n) + more(p)
 
@@ -62,7 +62,8 @@ class _Line:
         return (self._knots[0], self._knots[-1]) if self._knots else None
 
     def at(self, rows: int) -> float | None:
-        """Between sizes on the line through both, outside as the nearest of them; None where nothing is known."""
+        """Seconds of `rows` rows: between sizes on the line through both, outside as the nearest of them; None where
+        nothing is known."""
         if not self._knots:
             return None
         after = bisect.bisect_left(self._knots, (float(rows), 0.0))
@@ -80,7 +81,7 @@ class _Times:
         self.medians: dict[int, tuple[float, float, int]] = {}
 
     def add(self, step: int, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long. step: counts up."""
+        """Note that a step of `rows` rows took `seconds`. step: counts up."""
         self._sizes.setdefault(_size_of(rows), deque(maxlen=_KEPT)).append((step, rows, seconds))
         for size, times in list(self._sizes.items()):
             lifetime = _LIFETIME if len(times) >= _TRUSTED else _SHORT_LIFETIME
@@ -103,7 +104,7 @@ def _line(medians: dict[int, tuple[float, float, int]]) -> _Line:
 
 
 class StepTimes:
-    """See the module's docstring. Rows are counted from 1."""
+    """The seconds that steps take by their rows, learnt from those that were run. Rows are counted from 1."""
 
     def __init__(self) -> None:
         self._alone_times, self._more_times, self._prompt_times = _Times(), _Times(), _Times()
@@ -111,7 +112,7 @@ class StepTimes:
         self._num_alone = self._num_mixed = self._num_prompts = 0
 
     def add(self, decodes: int, prefill_rows: int, seconds: float) -> None:
-        """A step took so long. A mixed one before any of decodes alone says nothing yet."""
+        """Note how long a step took. A mixed one before any of decodes alone says nothing yet."""
         if not prefill_rows:
             self._num_alone += 1
             self._alone_times.add(self._num_alone, decodes, seconds)
@@ -142,17 +143,17 @@ class StepTimes:
 
     @property
     def largest(self) -> int | None:
-        """Most rows of prompts that were timed of late."""
+        """The most rows of prompts that were timed of late."""
         ends = self._more.ends
         return None if ends is None else round(ends[1][0])
 
     def alone(self, decodes: int) -> float | None:
-        """Seconds of a step of so many decodes; None before any was timed."""
+        """Return the seconds of a step of so many decodes; None before any was timed."""
         return self._alone.at(decodes)
 
     def more(self, prefill_rows: int) -> float | None:
-        """Seconds that so many rows of prompts add to it; None where that cannot be told: nothing was timed, or nothing
-        of at least half as many rows."""
+        """Return the seconds that prefill_rows rows of prompts add to a step; None where that cannot be told: nothing
+        was timed, or nothing of at least half as many rows."""
         ends = self._more.ends
         if ends is None or prefill_rows > 2 * ends[1][0] + 1:
             return None

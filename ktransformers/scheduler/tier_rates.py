@@ -1,4 +1,5 @@
-"""Fetch or recompute: which part of a known prefix is worth copying back, by rates measured while running. Pure."""
+"""Decides between fetching and recomputing: which part of a known prefix is worth copying back, by rates measured while
+running. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +17,20 @@ MAX_DECLINED = 64
 
 @dataclass(slots=True)
 class Rate:
-    """Amounts per second, of late."""
+    """A rate that was measured of late, in amounts per second."""
 
     amount: float = 0.0
     seconds: float = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """It took so long for so much."""
+        """Note that `amount` took `seconds`."""
         if amount > 0 and seconds > 0:
             self.amount = _KEPT * self.amount + amount
             self.seconds = _KEPT * self.seconds + seconds
 
     def seconds_for(self, amount: float) -> float:
-        """Expected; nothing while it is unknown, so that it is tried and measured."""
+        """Return the seconds that `amount` is expected to take; 0 while the rate is unknown, so that it is tried and
+        measured."""
         return amount * self.seconds / self.amount if self.amount else 0.0
 
     @property
@@ -38,7 +40,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to begin a prompt. num_tokens: that need not be computed. load_bytes: to be copied from host memory for
+    """A way to begin a prompt. num_tokens: that need not be computed. load_bytes: to be copied from host memory for
     that; read_bytes: from files before."""
 
     num_tokens: int
@@ -48,7 +50,8 @@ class Option:
 
 @dataclass(slots=True)
 class TierRates:
-    """prefill: tokens. load: bytes from host memory to the cache. read: bytes from files to host memory."""
+    """The rates by which fetching is compared with recomputing. prefill: tokens. load: bytes from host memory to the
+    cache. read: bytes from files to host memory."""
 
     prefill: Rate = field(default_factory=Rate)
     load: Rate = field(default_factory=Rate)
@@ -56,15 +59,15 @@ class TierRates:
     num_declined: int = 0
 
     def saved(self, option: Option) -> float:
-        """Seconds that an option takes less than computing all. With no prefill measured yet: any token is worth all
-        copies."""
+        """Return the seconds that an option takes less than computing all. With no prefill measured yet: any token is
+        worth all copies."""
         if not self.prefill.is_known:
             return float(option.num_tokens)
         cost = self.load.seconds_for(option.load_bytes) + self.read.seconds_for(option.read_bytes)
         return self.prefill.seconds_for(option.num_tokens) - cost
 
     def best(self, options: Sequence[Option]) -> int:
-        """Index of the option that saves most; of equal ones the first. There must be one."""
+        """Return the index of the option that saves most; of equal ones the first. There must be one."""
         chosen = max(range(len(options)), key=lambda i: self.saved(options[i]))
         longest = max(option.num_tokens for option in options)
         self.num_declined = self.num_declined + 1 if options[chosen].num_tokens < longest else 0

@@ -1,4 +1,4 @@
-"""What scheduler and engine say to each other of the tiers below the cache: host memory, and files.
+"""Messages of scheduler and engine about the tiers below the cache: host memory, and files.
 
     pages, states ── stores ──> host slots ── writes ──> files          names and slots: cache/tiers.py
                   <── loads ──             <── reads ──
@@ -22,7 +22,7 @@ Files = Sequence[tuple[bytes, int, int]]
 
 
 class TierPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Copies of one step, filled by the scheduler.
+    """The copies of one step, filled by the scheduler.
 
     stores: (page, host slot). loads: (host slot, page). state_stores, state_loads: the same of slots of states.
     writes, reads: (name, pages before it, host slot). deletes: (name, pages before it).
@@ -57,7 +57,8 @@ class TierResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TierStats(msgspec.Struct, kw_only=True):
-    """For metrics. The first four are of this moment, the others count from the start: `KvOffload` adds to its own.
+    """The figures of the tiers for metrics. The first four are of this moment, the others count from the start:
+    `KvOffload` adds to its own.
 
     host_hit_len, disk_hit_len: tokens of prompts that were not computed because host memory, or a file, had them.
     recomputed_len: tokens that a tier had, and that were computed because that was faster.

@@ -1,4 +1,4 @@
-"""What the scheduler tells of a request."""
+"""Makes the updates that the scheduler sends of a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def update_of(
     is_expired: bool = False,
     prompt_logprobs: PromptLogprobs | None = None,
 ) -> RequestUpdate:
-    """News of `seq`, with what the engine sent of its token."""
+    """Make the update of `seq`, with what the engine sent of its token."""
     return RequestUpdate(
         request_id=seq.request_id,
         token_id=None if result is None else result.token_id,

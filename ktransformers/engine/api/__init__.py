@@ -1,4 +1,4 @@
-"""What programs import: `LLM`, `AsyncLLM` and the loop that steps a batch for them.
+"""The API that programs import: `LLM`, `AsyncLLM` and the loop that steps a batch for them.
 
 `batch_loop.py` runs the scheduler and the `PagedExecutor` on a thread of their own, which alone touches them: callers
 hand it requests and read events from queues (`queue.SimpleQueue`, `asyncio.Queue`), so that an interrupt or a cancelled

@@ -58,14 +58,14 @@ class _Asked:
 
 
 class AsyncAnswer:
-    """One answer. `async for event in answer` gives its events as they come, `await answer` the whole of it.
+    """An answer on its way: `async for event in answer` gives its events as they come, `await answer` the whole.
 
     It begins when it is first waited for. Leaving the loop, `aclose`, or cancelling the task ends it and frees its
     pages. Only one of the two ways, and only once. With n answers to a prompt, only `await` is possible.
     """
 
     def __init__(self, events: AsyncGenerator[TokenEvent, None], asked: _Asked, others: Sequence[AsyncAnswer] = ()):
-        """others: the further answers to the same prompt."""
+        """Make an answer of its events. others: the further answers to the same prompt."""
         self._events, self._asked, self._others = events, asked, others
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
@@ -106,7 +106,7 @@ class _Loaded:
 
 
 class AsyncLLM:
-    """One model for many concurrent tasks of one event loop. `async with AsyncLLM() as llm:` loads and closes it.
+    """A model for many concurrent tasks of one event loop. `async with AsyncLLM() as llm:` loads and closes it.
 
     Without the block, the model is loaded by `start` or by the first answer, and `aclose` closes it. The tokens of an
     answer are those that LLM gives. Errors are those of LLM; an answer raises them where it is waited for.
@@ -126,7 +126,7 @@ class AsyncLLM:
         progress: Callable[..., None] | None = None,
         **options: Unpack[EngineKeywords],
     ):
-        """See LLM. Checks the keywords and loads nothing yet. progress is called on another thread."""
+        """Check the keywords, which are those of LLM, and load nothing yet. progress is called on another thread."""
         check_callable("progress", progress)
         self._options: LLMOptions | None = llm_options(model, gguf_path, model_path, options)
         self._progress = progress
@@ -179,7 +179,7 @@ class AsyncLLM:
         return _Loaded(batches, prompt_reader(batches.engine, options.seed))
 
     async def aclose(self) -> None:
-        """End what runs, with an EngineError to those who wait, and free the model. Safe to call twice."""
+        """End running answers, with an EngineError to those who wait, and free the model. Safe to call twice."""
         self._is_closed = True
         if not self._home.is_here:
             return
@@ -229,12 +229,13 @@ class AsyncLLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What is used when a call names no sampling parameters. Raises EngineError before the model is loaded."""
+        """The sampling parameters of calls that name none. Raises EngineError before the model is loaded."""
         return self._require_loaded().reader.default_params
 
     @property
     def max_len(self) -> int:
-        """Most tokens of one prompt and its answer together. Raises EngineError before the model is loaded."""
+        """The most tokens that one prompt and its answer can have together. Raises EngineError before the model is
+        loaded."""
         return self._require_loaded().batches.config.max_len
 
     def generate(
@@ -278,12 +279,12 @@ class AsyncLLM:
     async def suspend(self, request_id: str) -> bool:
         """Set an answer aside, at whatever step it is: it holds no pages, and whoever reads it waits.
 
-        Whether there is such a one, that has begun. See `LLM.suspend`.
+        Returns whether there is such an answer, and it has begun. See `LLM.suspend`.
         """
         return await asyncio.to_thread(self._require_loaded().batches.suspend, request_id)
 
     async def resume(self, request_id: str) -> bool:
-        """Go on with an answer that is suspended. Whether there was such a one."""
+        """Go on with an answer that is suspended. Returns whether there was one."""
         return await asyncio.to_thread(self._require_loaded().batches.resume, request_id)
 
     def continue_answer(self, session: SavedSession, sampling_params: SamplingParams | None = None) -> AsyncAnswer:
@@ -304,12 +305,14 @@ class AsyncLLM:
         session: RequestOutput | Sequence[int],
         messages: list[dict[str, Any]] | None = None,
     ) -> SavedSession:
-        """See `LLM.save_session`. The file is written on another thread."""
+        """Save an answer or token ids to a session file, see `LLM.save_session`. The file is written on another
+        thread."""
         batches = self._require_loaded().batches
         return await asyncio.to_thread(batches.save, as_path(path), begun_of(session), messages)
 
     async def load_session(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
-        """See `LLM.load_session`. The file is read on another thread. Loads the model, if that is not done."""
+        """Load a session file into the cache, see `LLM.load_session`. The file is read on another thread. Loads the
+        model, if that is not done."""
         if self._loaded is None:
             await self.start()
         return await asyncio.to_thread(self._require_loaded().batches.load, as_path(path), recompute)

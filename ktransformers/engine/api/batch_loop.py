@@ -54,7 +54,7 @@ _CLOSED = "this model is closed: make a new LLM, or keep the `with` block open f
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """One prompt that is to be answered. params.seed is set. The loop sets request_id. name: what its sender calls it.
+    """A prompt that is to be answered. params.seed is set. The loop sets request_id. name: what its sender calls it.
 
     answer_ids: tokens of an answer that was begun before; the events are of the tokens that follow.
     """
@@ -122,7 +122,8 @@ Build = Callable[[Callable[..., None]], "PagedEngine"]
 
 
 class BatchLoop:
-    """Owns its engine: `close` closes and drops it. All methods may be called on any thread of its own process.
+    """A scheduler and a paged engine on their own thread; `close` closes and drops the engine. All methods may be
+    called on any thread of its own process.
 
     In one that was forked from it they raise EngineError, as `home.require` does; `close` and `abort` do nothing there.
 
@@ -206,11 +207,11 @@ class BatchLoop:
 
     @property
     def description(self) -> str:
-        """The model, in words."""
+        """A description of the model in words."""
         return self.engine.model.description
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
+        """Raise ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
         self.home.require()
         if self._is_closed:
             raise EngineError(_CLOSED)
@@ -221,12 +222,12 @@ class BatchLoop:
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 
     def check_begun(self, request: EngineRequest) -> None:
-        """`check`, for an answer that was begun before. Raises ConfigError too when it is over."""
+        """Check an answer that was begun before, as `check` does. Raises ConfigError too when it is over."""
         self.check(request.prompt_ids, request.params)
         self._output_processor(request)
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
-        """Answer these, which `check` has passed. They are queued together.
+        """Answer requests that `check` has passed. They are queued together.
 
         Who submits must `abort` them in the end, over or not. Raises EngineError when closed, ConfigError for a name
         that is in use.
@@ -241,7 +242,7 @@ class BatchLoop:
         self._post(_Add(tuple(requests)))
 
     def abort(self, requests: Sequence[EngineRequest]) -> None:
-        """End these with ABORT, which their callbacks receive, but for those that are over. Their names are free."""
+        """End requests with ABORT, which their callbacks receive, but for those that are over. Their names are free."""
         if not self.home.is_here:
             return
         with self._lock:
@@ -254,12 +255,12 @@ class BatchLoop:
     def suspend(self, name: str) -> bool:
         """Set the request of this name aside before the next step: it holds no pages until `resume`.
 
-        Whether it is there. Raises EngineError when closed.
+        Returns whether it is there. Raises EngineError when closed.
         """
         return self._turn(name, is_resume=False)
 
     def resume(self, name: str) -> bool:
-        """Go on with a request that is suspended. Whether there was such a one. Raises EngineError when closed."""
+        """Go on with a request that is suspended. Returns whether there was one. Raises EngineError when closed."""
         return self._turn(name, is_resume=True)
 
     def _turn(self, name: str, is_resume: bool) -> bool:
@@ -317,7 +318,7 @@ class BatchLoop:
             self._inbox.put(command)
 
     def close(self) -> None:
-        """End what runs, with an EngineError to its readers, close the engine and drop it. Safe to call twice."""
+        """End requests with an EngineError to their readers, close the engine and drop it. Safe to call twice."""
         if not self.home.is_here:
             return  # the thread and the engine are the parent's
         with self._lock:

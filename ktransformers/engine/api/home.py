@@ -21,7 +21,7 @@ class OwnerProcess:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is still that process, and not one that was forked from it."""
+        """Whether this is still the process that loaded the model, and not one that was forked from it."""
         return os.getpid() == self._pid
 
     def require(self) -> None:

@@ -70,7 +70,8 @@ def _ignore(said: TokenEvent | EngineError) -> None:
 
 
 class LLM:
-    """One loaded model. Loading happens in the constructor; its errors are those of `build_paged_engine`.
+    """A loaded model that answers prompts in this process. Loading happens in the constructor; its errors are those of
+    `build_paged_engine`.
 
     May be used from several threads at once: the model runs on a thread of its own, and what they ask shares its steps.
     An interrupt (Ctrl-C) ends the call that it meets; the LLM stays as it is. `close` it, or use it in a `with` block;
@@ -92,7 +93,8 @@ class LLM:
         progress: Callable[..., None] | None = None,
         **options: Unpack[EngineKeywords],
     ):
-        """model: a GGUF file, a folder, or the hub id of a model that is on this machine; None is the bundled model.
+        """Load a model. model: a GGUF file, a folder, or the hub id of a model that is on this machine; None is the
+        bundled model.
 
         gguf_path, model_path: the same as two names, for a GGUF whose config and tokenizer are in another folder.
         progress: called while weights load, as `build_engine` describes, on the model's thread.
@@ -199,12 +201,12 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What is used when a call names no sampling parameters: the model's own, up to max_new_tokens tokens."""
+        """The sampling parameters of a call that names none: the model's own, up to max_new_tokens tokens."""
         return self._reader.default_params
 
     @property
     def max_len(self) -> int:
-        """Most tokens of one prompt and its answer together."""
+        """The most tokens that one prompt and its answer can have together."""
         return self.session.max_len if self._batches is None else self._batches.config.max_len
 
     def stream(
@@ -247,13 +249,13 @@ class LLM:
     def suspend(self, request_id: str) -> bool:
         """Set the `stream` of this name aside, at whatever step it is: it holds no pages, and its iterator waits.
 
-        Whether there is such a one. May be called on any thread, between two events of the iterator too; the tokens
+        Returns whether there is one. May be called on any thread, between two events of the iterator too; the tokens
         that come after `resume` are those that would have come. UnsupportedError over an engine that has a session.
         """
         return self._require_batches().suspend(request_id)
 
     def resume(self, request_id: str) -> bool:
-        """Go on with a `stream` that is suspended. Whether there was such a one. See `suspend`."""
+        """Go on with a `stream` that is suspended. Returns whether there was one. See `suspend`."""
         return self._require_batches().resume(request_id)
 
     def _require_batches(self) -> BatchLoop:
@@ -406,13 +408,13 @@ def load_batches(options: LLMOptions, progress: Callable[..., None] | None) -> B
 
 
 def prompt_reader(engine: PagedEngine, seed: int | None) -> PromptReader:
-    """Reads prompts for `engine`. See PromptReader."""
+    """Make the PromptReader that reads prompts for `engine`."""
     defaults = default_sampling_params(engine.model.generation_defaults, engine.config.max_new_tokens)
     return PromptReader(engine.model.tokenizer, defaults, seed)
 
 
 def describe_batches(batches: BatchLoop) -> str:
-    """A model that answers many prompts at once, in one line."""
+    """Describe a model that answers many prompts at once in one line."""
     config = batches.config
     return f"{batches.description}, {config.total_len} tokens of cache, {config.max_running} prompts at once"
 

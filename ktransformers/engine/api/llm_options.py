@@ -87,7 +87,8 @@ class EngineKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class LLMOptions:
-    """What the keywords mean. config is not resolved yet. seed None: every request without one draws its own."""
+    """The values that LLM's keywords stand for. config is not resolved yet. seed None: every request without one draws
+    its own."""
 
     config: EngineConfig
     max_batch_size: int = 16
@@ -125,7 +126,8 @@ _FIXED: dict[str, tuple[object, str]] = {
 def llm_options(
     model: PathLike | None, gguf_path: PathLike | None, model_path: PathLike | None, options: Mapping[str, Any]
 ) -> LLMOptions:
-    """The keywords, checked. Raises ConfigError, for an unknown one with the nearest that exists."""
+    """Check the keywords of LLM and return them as LLMOptions. Raises ConfigError, for an unknown one with the nearest
+    that exists."""
     known = EngineKeywords.__annotations__
     for name in options:
         if name not in known:

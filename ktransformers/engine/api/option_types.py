@@ -22,7 +22,7 @@ _WANTED: Mapping[object, str] = {
 
 
 def check_types(options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first value that is not of the type its annotation in `hints` names."""
+    """Raise ConfigError for the first value that is not of the type its annotation in `hints` names."""
     for name, value in options.items():
         kinds = _kinds(hints[name])
         if not any(_is_a(value, kind) for kind in kinds):

@@ -1,1 +1,1 @@
-"""What is wrong with the weights of a model whose logits are no numbers."""
+"""Finds what is wrong with the weights of a model whose logits are no numbers."""

@@ -11,7 +11,7 @@ class NotFiniteError(KTransformersError):
     """The model computed NaN or infinity. value: the number found. what: whose number it is, with its article."""
 
     def __init__(self, value: float, what: str, damage: str = ""):
-        """damage: what a DamageScan says of the weights, to be put behind."""
+        """Make the error's message. damage: what a DamageScan says of the weights, to be put behind."""
         self.value, self.what = value, what
         super().__init__(
             f"the model computed {value} as {what}: its weights are damaged, or they do not fit its config{damage}"

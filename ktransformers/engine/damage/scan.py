@@ -48,7 +48,7 @@ class _Found:
 
 
 class DamageScan:
-    """Of the files that a config names, at most once. Any thread may ask."""
+    """A scan for damage, made at most once, of the files that a config names. Any thread may ask."""
 
     def __init__(self, config: EngineConfig):
         self._config = config
@@ -57,7 +57,7 @@ class DamageScan:
         self._said = ""
 
     def said(self) -> str:
-        """What to put behind an error about logits: empty, or what was found. The first call begins the scan."""
+        """The text to put behind an error about logits: empty, or what was found. The first call begins the scan."""
         with self._lock:
             is_first = self._thread is None
             if self._thread is None:
@@ -80,7 +80,7 @@ class DamageScan:
 
 
 def find_damage(config: EngineConfig) -> str:
-    """What is wrong with the weights in the files of a model, in words; empty for one without files.
+    """Describe what is wrong with the weights in a model's files, in words; empty for a model without files.
 
     Reads all of them. Raises KTransformersError.
     """

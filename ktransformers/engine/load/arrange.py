@@ -63,8 +63,8 @@ def hand_contexts_to_recurrent(model: torch.nn.Module, plan: Plan) -> None:
 
 
 def arrange_layers(loaded: Arrangeable) -> None:
-    """Run one step, and refuse what cannot be right; then layers in native calls, when every module is on the CPU;
-    else those on a GPU in as few launches as can be. What no test covers is compared with transformers.
+    """Run one step, refuse what cannot be right, and join layers: in native calls when every module is on the CPU, else
+    those on a GPU in as few launches as can be. What no test covers is compared with transformers.
 
     Raises UnsupportedError.
     """

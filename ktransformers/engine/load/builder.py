@@ -1,4 +1,4 @@
-"""From paths to a loaded engine: config, skeleton, plan, operators, weights, cache, tokenizer.
+"""Builds a loaded engine from paths: config, skeleton, plan, operators, weights, cache, tokenizer.
 
 The order matters: everything that can be refused is refused before the first weight byte is read.
 """
@@ -54,7 +54,7 @@ CacheT = TypeVar("CacheT", bound=PagedCache)
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
-    """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit.
+    """Plan what `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit.
 
     opened: the model, when it is open already; its config counts.
     """
@@ -71,7 +71,8 @@ def build_engine(
     hardware: Hardware | None = None,
     opened: OpenedModel | None = None,
 ) -> Engine:
-    """Load a model. Raises ConfigError, RuleError, WeightError or CapacityError, each before it is too late.
+    """Load a model for one sequence at a time. Raises ConfigError, RuleError, WeightError or CapacityError, each before
+    it is too late.
 
     hardware: what to run on; this machine when None. opened: the model, when it is open already; its config counts.
     """
@@ -146,7 +147,7 @@ def _mend(ranks: Ranks, runner: ModelRunner) -> None:
 
 
 def build_worker(opened: OpenedModel, worker: Worker, hardware: Hardware, cache_plan: SharedPages) -> LoadedPart:
-    """One process's part of a model that is cut. Errors as `build_engine`."""
+    """Load one process's part of a model that is cut. Errors as `build_engine`."""
     built = _build(opened, cache_plan, hardware, None, None, worker)
     runner = ModelRunner(built.forward, built.decode, send_output=worker.send_output())
     return LoadedPart(runner, built.cache, built.forward.pool)

@@ -1,4 +1,4 @@
-"""What loading a model gives: an engine for one sequence, or for the scheduler's steps, or a part of one."""
+"""The results of loading a model: an engine for one sequence, or for the scheduler's steps, or a part of one."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class LoadedModel:
 
     @property
     def identity(self) -> ModelIdentity:
-        """With all bytes of the weights, see Identified.whole. Raises WeightError."""
+        """The model's identity by all bytes of its weights, see Identified.whole. Raises WeightError."""
         return self.identified.whole()
 
     @property
     def description(self) -> str:
-        """The model in a line."""
+        """A description of the model in one line."""
         return self.model.description
 
     def close(self) -> None:
-        """Stop the worker threads. The engine cannot be used afterwards."""
+        """Stop the engine's worker threads. The engine cannot be used afterwards."""
         self.plan.devices.close()
         self.pool.close()
 
@@ -63,22 +63,22 @@ class Engine(LoadedModel):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Has no vocabulary when the model's files carry none."""
+        """The model's tokenizer, without vocabulary when the model's files carry none."""
         return self.model.tokenizer
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer."""
+        """Ids of the tokens that end an answer."""
         return self.model.eos_token_ids
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
-        """What the model's authors recommend, see ModelDescription."""
+        """The generation settings that the model's authors recommend, see ModelDescription."""
         return self.model.generation_defaults
 
     @property
     def card(self) -> ModelCard:
-        """The model, in figures."""
+        """The model's figures, as interfaces show them."""
         return self.model.card
 
 
@@ -103,7 +103,7 @@ class PagedEngine(LoadedModel):
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """What a process that follows a driver computes steps with."""
+    """A worker's loaded part of a model, with what it computes the driver's steps with."""
 
     runner: ModelRunner
     cache: PagedCache

@@ -40,7 +40,8 @@ def prepare_decode(
     progress: Progress | None,
     mixed: Sequence[StepSize] = (),
 ) -> DecodeSteps | None:
-    """Compile what steps of `extent` launch, and capture those of few rows on `backend`; None: they are not captured.
+    """Compile the kernels that steps of `extent` launch, and capture those of few rows on `backend`; None: they are not
+    captured.
 
     mixed: sizes of steps of several rows a sequence that are padded, and captured, as decode steps are.
 

@@ -56,11 +56,12 @@ class ReferenceRunner:
         return DynamicCache(config=self._model.config)
 
     def resume_len(self, shared: int) -> int:
-        """Any: what layers have forgotten is computed again."""
+        """Return `shared`, since a run can begin at any length: what layers have forgotten is computed again."""
         return shared
 
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
-        """See engine.sequence.generate.SequenceRunner. start may lie before the end of what was written."""
+        """Run `token_ids` from position `start` on, see engine.sequence.generate.SequenceRunner. start may lie before
+        the end of what was written."""
         if not 0 <= start <= len(self._ids):
             raise ConfigError(f"start {start} would leave a gap: {len(self._ids)} positions are written")
         if start < len(self._ids) or not self._is_intact:
@@ -72,7 +73,7 @@ class ReferenceRunner:
         return logits
 
     def decode(self, token_id: int, position: int, need: int) -> torch.Tensor:
-        """All logits."""
+        """Run one token at `position` and return all its logits, fp32 [1, vocab_size]."""
         return self.forward([token_id], position, [0])
 
     def _rewind(self, length: int) -> None:

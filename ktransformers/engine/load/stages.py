@@ -1,4 +1,4 @@
-"""From an opened model to one that is ready for steps, in stages: each takes what the one before it made.
+"""Stages that bring an opened model to one that is ready for steps: each takes what the one before it made.
 
     OpenedPart ──> PlannedPart ──> LoadedWeights ──> ArrangedModel ──> CapturedModel
     what this       where all of    bytes are in      one step ran,     sizes of steps are
@@ -77,7 +77,8 @@ CacheT = TypeVar("CacheT", bound=PagedCache)
 
 @dataclass(frozen=True, slots=True)
 class OpenedPart:
-    """What this process has of a model, and what it runs on. model: the description of the whole of it."""
+    """A process's opened part of a model, and the hardware that it runs on. model: the description of the whole of
+    it."""
 
     opened: OpenedModel
     model: ModelDescription
@@ -163,7 +164,8 @@ class CapturedModel(Generic[CacheT]):
 
 
 def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> OpenedPart:
-    """The part of a model that falls to this process. hardware: this machine when None. Errors as `build_engine`."""
+    """Open the part of a model that falls to this process. hardware: this machine when None. Errors as
+    `build_engine`."""
     hardware = hardware or Hardware.detect(opened.config)
     quota = None if opened.config.cpu_infer else describe_quota()
     if quota is not None:
@@ -177,9 +179,8 @@ def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> O
 def plan_part(
     part: OpenedPart, cache_plan: CachePlan[CacheT], stats: ExpertStats, undo: ExitStack
 ) -> PlannedPart[CacheT]:
-    """Where all of a part goes. undo: gets what has to be closed when a later stage fails. Raises CapacityError when it
-    does not fit, and what planning raises.
-    """
+    """Plan where all of a part goes. undo: gets what has to be closed when a later stage fails. Raises CapacityError
+    when it does not fit, and what planning raises."""
     config, opened = part.config, part.opened
     undo.callback(part.ranks.close)
     pool = _new_pool(config.cpu_infer, config.cpu_activations)

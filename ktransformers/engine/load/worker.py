@@ -64,11 +64,11 @@ class _Pipes:
         os._exit(0)
 
     def read(self, kind: Any) -> Any:
-        """The next message."""
+        """Return the driver's next message."""
         return decode(self._frames.get(), kind)
 
     def begin(self) -> Begin:
-        """What comes behind Loaded."""
+        """Return the message that the driver sends after Loaded."""
         begin: Begin = self.read(Begin)
         return begin
 
@@ -100,7 +100,8 @@ def _build(start: Start, worker: Worker) -> LoadedPart:
 
 @torch.inference_mode()
 def main() -> int:
-    """The process. Returns 1 when the driver was told that it cannot load, and else ends with the driver."""
+    """Run the process of a worker: load its part of the model, then run the driver's steps. Returns 1 when the driver
+    was told that it cannot load, and else ends with the driver."""
     become("kt-rank")
     follow_parent()
     pipes = _Pipes()

@@ -1,4 +1,4 @@
-"""What was opened: the config, the skeleton on meta, its checks, its card and fingerprint.
+"""Opens a model without its weights: the config, the skeleton on meta, its checks, its card and fingerprint.
 
 `opened.py` opens files and config; `skeleton.py` builds the model on meta, whose class `text_models.py` chooses and
 whose recurrent layers `file_layouts.py` arranges as a GGUF has them; `config_checks.py` and `checks.py` refuse what

@@ -1,4 +1,4 @@
-"""A model's figures for those who show them to people: family, sizes, quantization. Reads headers only."""
+"""A model's figures, as interfaces show them: family, sizes, quantization. Reads headers only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = ["ModelCard", "card_of"]
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """family: the architecture's short name. format: of the files. num_bytes: of the weights in them.
+    """A model's figures, as interfaces show them. family: the architecture's short name. format: of the files.
+    num_bytes: of the weights in them.
 
     num_parameters: of the model, whatever its files store them as. quantization: the file's own word, else the type of
     most of its bytes; empty when unknown. digest: 64 hexadecimal digits that change when the files do. modified:
@@ -65,7 +66,7 @@ class Described(Protocol):
 
 
 def card_of(opened: Described) -> ModelCard:
-    """Of a model whose files are open."""
+    """Return the card of a model whose files are open."""
     facts, model = opened.facts, opened.gguf
     digest, modified = _prints(opened.files)
     return ModelCard(

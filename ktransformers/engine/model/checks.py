@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a model's folder before its weights are read. Of requests, see Limits."""
+"""Checks of a model's folder before its weights are read. Limits checks requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_tokenizer"]
 
 
 def check_tokenizer(config: EngineConfig) -> None:
-    """Raises ConfigError for a model's folder without tokenizer, before its weights are read: it could serve no text.
+    """Raise ConfigError for a model's folder without tokenizer, before its weights are read: it could serve no text.
 
     A GGUF that says itself that it has no vocabulary is served, for requests with token ids.
     """

@@ -1,4 +1,4 @@
-"""What a model's config may ask for, by the files that it comes with: checked before anything is sized by it."""
+"""Checks what a model's config asks for by the files that it comes with, before anything is sized by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What decides the keys, values and states of a model's tokens: who has the same may use what another has computed.
+"""Identifies what decides the keys, values and states of a model's tokens: who has the same may use what another has
+computed.
 
 Two parts, because they differ for different reasons. The model: its text config, names and sizes of its stored tensors,
 and all bytes of their files. The arithmetic: how this program computes with it, and what it keeps. Paths, times,
@@ -58,7 +59,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.json.encode(parts), digest_size=32).digest()
 
     def other_model(self, other: ModelIdentity) -> str | None:
-        """In what way `other` is not this model, in words; None when it is."""
+        """Say in words in what way `other` is not this model; None when it is."""
         if other.config != self.config:
             return f"it is of another model ({other.description}); this one is {self.description}"
         if other.types != self.types:
@@ -70,7 +71,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def other_arithmetic(self, other: ModelIdentity) -> str | None:
-        """In what way `other` computes and keeps numbers differently, in words; None when it does not."""
+        """Say in words in what way `other` computes and keeps numbers differently; None when it does not."""
         names = sorted(
             name
             for name in self.arithmetic.keys() | other.arithmetic.keys()
@@ -84,13 +85,14 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Identified:
-    """A loaded model, as some bytes of its weights tell it (sampled), and as all of them do, once somebody asks."""
+    """A loaded model's identity: by some bytes of its weights (sampled), and by all of them once it is asked for."""
 
     def __init__(self, sampled: ModelIdentity, weights: WeightDigest):
         self.sampled, self.weights = sampled, weights
 
     def whole(self) -> ModelIdentity:
-        """Takes as long as reading the files where no record knows them. Raises WeightError."""
+        """Return the identity by all bytes of the weights; takes as long as reading the files that no record knows.
+        Raises WeightError."""
         if not self.weights.states:  # a model that is made up
             return self.sampled
         return msgspec.structs.replace(self.sampled, data=_WHOLE + self.weights.hex())
@@ -105,7 +107,7 @@ def _shown(identity: ModelIdentity, name: str) -> str:
 
 
 def identify(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPool) -> Identified:
-    """A model whose operators are bound, with its cache. Reads some bytes of the weights' files."""
+    """Identify a model whose operators are bound, with its cache. Reads some bytes of the weights' files."""
     folders = () if opened.config.kv_disk_path is None else (opened.config.kv_disk_path,)
     return Identified(_sampled(opened, plan, cache, pool), WeightDigest(opened.states, folders))
 

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What can be known of a model without its weights, for those who speak to an engine in another process.
+    """Facts of a model that need no weights, for processes that talk to an engine in another one.
 
     context_len: most tokens of one sequence that the model was made for; None: it does not say.
     architecture: the class name in its config.json. generation_defaults: see generation_config.json.
@@ -163,7 +163,7 @@ def folder_without_tokenizer(config: EngineConfig) -> Path | None:
 
 
 def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig, routing: str = ROUTINGS[0]) -> OpenedModel:
-    """A model of `hf_config` with random weights, which are made when operators load them. config names no files.
+    """Open a model of `hf_config` with random weights, which are made when operators load them. config names no files.
 
     routing: how tokens choose experts, see SyntheticSource.
 
@@ -186,7 +186,7 @@ def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> M
 
 
 def config_of_model(model: GGUFModel) -> PretrainedConfig:
-    """The config of an opened GGUF model. Raises FormatError or UnsupportedError."""
+    """Return the config of an opened GGUF model. Raises FormatError or UnsupportedError."""
     stored = [name for name in FACTOR_TENSORS if name in model.tensors]
     factors = {name: dequantize(model.raw(name), name).flatten().tolist() for name in stored}
     shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
@@ -206,7 +206,7 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Pret
 
 
 def describe_model(opened: OpenedModel) -> ModelDescription:
-    """The facts of an opened model, its tokenizer loaded. Raises ConfigError."""
+    """Describe an opened model by its facts, its tokenizer loaded. Raises ConfigError."""
     tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
     facts = opened.facts
     return ModelDescription(

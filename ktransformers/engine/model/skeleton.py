@@ -109,13 +109,13 @@ def _config_as(model_type: str, values: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def check_model_type(hf_config: PretrainedConfig, trust_remote_code: bool) -> None:
-    """Raises UnsupportedError for what is no causal language model of transformers, unless it brings its own code."""
+    """Raise UnsupportedError for what is no causal language model of transformers, unless it brings its own code."""
     if not trust_remote_code:
         causal_class(hf_config)
 
 
 def check_kinds(facts: ModelFacts) -> None:
-    """Raises UnsupportedError for kinds of layers that have no cache here."""
+    """Raise UnsupportedError for kinds of layers that have no cache here."""
     other = sorted({layer.word for layer in facts.layers if layer.kind not in _SUPPORTED_KINDS})
     if other:
         raise UnsupportedError(

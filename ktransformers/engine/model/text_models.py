@@ -87,7 +87,8 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             past_key_values: object = None,
             **kwargs: object,
         ) -> object:
-            """See the causal classes of transformers. input_ids int64 [B, T], or inputs_embeds; logits to keep."""
+            """Run the model as the causal classes of transformers do. input_ids int64 [B, T], or inputs_embeds; logits
+            to keep."""
             from transformers.modeling_outputs import CausalLMOutputWithPast
 
             outputs = self.model(input_ids=input_ids, **named_cache(self.model, past_key_values), **kwargs)

@@ -1,4 +1,4 @@
-"""Which kernels attend on GPUs: Triton's, or FlashInfer's in prefill steps where it is installed and can.
+"""Chooses which kernels attend on GPUs: Triton's, or FlashInfer's in prefill steps where it is installed and can.
 
 Latent attention has a third way in prefill steps, on expanded keys (operators/attention/latent_materialization.py),
 which is taken sequence by sequence where it is faster than what is chosen here.
@@ -38,7 +38,8 @@ _SAID_LEN = 8192  # positions for which the log says from how many rows on keys 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """flash: names of the operators that are to use FlashInfer, with their shapes. reason: why the others do not."""
+    """The operators that are to use FlashInfer. flash: their names, with their shapes. reason: why the others do
+    not."""
 
     flash: Mapping[str, Shape]
     reason: str | None
@@ -70,7 +71,7 @@ def _why_not(operator: KAttention | KMLAAttention, kv_type: str) -> str | None:
 
 
 def choose_attention(plan: Plan, backend: str, kv_type: str = KV_TYPES[0]) -> AttentionChoice:
-    """What is to use FlashInfer, as far as can be known before it runs. backend, kv_type: of EngineConfig.
+    """Choose what is to use FlashInfer, as far as can be known before it runs. backend, kv_type: of EngineConfig.
 
     Raises ConfigError when `backend` names kernels that some layer, or this machine, cannot use.
     """
@@ -111,7 +112,7 @@ def _refusal(reason: str) -> ConfigError:
 
 
 def find_flash(plan: Plan, backend: str, page_size: int, kv_type: str = KV_TYPES[0]) -> dict[str, FlashLayer]:
-    """FlashInfer for the operators of a loaded model that are to use it and on which it proves right; said once.
+    """Make FlashInfer for the operators of a loaded model that are to use it and on which it proves right; said once.
 
     page_size, kv_type: of the cache. Raises ConfigError when `backend` is "flashinfer" and it fails.
     """

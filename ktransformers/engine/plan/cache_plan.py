@@ -1,4 +1,4 @@
-"""How many tokens a cache is to hold, and in which pages: one sequence in one page, or many that share pages."""
+"""Plans how many tokens a cache is to hold, and in which pages: one sequence in one page, or many that share pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ CacheT_co = TypeVar("CacheT_co", bound=PagedCache, covariant=True)
 
 
 def cache_len_of(config: EngineConfig, facts: ModelFacts) -> int:
-    """Tokens of a static cache: what the user says, else up to DEFAULT_CACHE_LEN; never more than the model takes."""
+    """Number of tokens of a static cache: what the user says, else up to DEFAULT_CACHE_LEN; never more than the model
+    takes."""
     context = facts.context_len
     wanted = config.cache_lens or DEFAULT_CACHE_LEN
     if context is None or wanted <= context:
@@ -57,7 +58,8 @@ def cache_len_of(config: EngineConfig, facts: ModelFacts) -> int:
 
 
 def num_snapshots(shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
-    """How many states beside those of running sequences a cache of so many positions is to keep; 0 for no prefix cache.
+    """Return how many states beside those of running sequences a cache of so many positions is to keep; 0 for no prefix
+    cache.
 
     By numbers that a restarted engine is given again: never by what memory is free.
     """
@@ -69,31 +71,31 @@ def num_snapshots(shapes: Sequence[LayerShape], num_slots: int, config: EngineCo
 
 
 class CachePlan(Protocol[CacheT_co]):
-    """A cache that is not there yet."""
+    """The plan of a cache that is not there yet: its pages and slots."""
 
     @property
     def max_batch_size(self) -> int:
-        """Most sequences of a decode step."""
+        """The most sequences of a decode step."""
         ...
 
     def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
-        """Positions that it holds, for a plan that has no cache yet and its layers' shapes."""
+        """Number of positions that the cache holds, for a plan that has no cache yet and its layers' shapes."""
         ...
 
     def page_size(self, num_slots: int) -> int:
-        """Positions of a page."""
+        """Number of positions of a page."""
         ...
 
     def num_states(self, shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
-        """Slots for states of recurrent layers; 0 without such layers."""
+        """Number of slots for states of recurrent layers; 0 without such layers."""
         return self.max_batch_size + num_snapshots(shapes, num_slots, config) if state_shapes(shapes) else 0
 
     def check_tiers(self, shapes: Sequence[LayerShape], config: EngineConfig) -> None:
-        """Raises ConfigError when what is to be below the cache is too small for it."""
+        """Raise ConfigError when the tiers below the cache are too small for it."""
         return
 
     def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> CacheT_co:
-        """The cache itself."""
+        """Make the cache itself."""
         ...
 
 
@@ -130,7 +132,8 @@ class SharedPages(CachePlan[PagedCache]):
     states: int | None = None
 
     def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
-        """When --cache_lens is 0, for max_batch_size long sequences, if they fit comfortably."""
+        """Number of positions: --cache_lens, or when that is 0, for max_batch_size long sequences, if they fit
+        comfortably."""
         asked = opened.config.cache_lens
         if asked:
             return -(-asked // self.size) * self.size

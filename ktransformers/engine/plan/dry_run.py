@@ -24,7 +24,7 @@ __all__ = ["DryRun", "dry_run", "on_one_thread"]
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What planning a model found, without loading it.
+    """The results of planning a model without loading it.
 
     fit_suggestions: None when the model fits. num_threads: of the worker pool that would run it.
     """
@@ -46,7 +46,8 @@ def dry_run(opened: OpenedModel, hardware: Hardware | None = None, name: str | N
 
 @contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Planning tries operators on a few rows: handing those over to torch's threads costs more than computing them."""
+    """Keep torch on one thread in the block: planning tries operators on a few rows, which are computed sooner than
+    handed to other threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What would make a model fit: flags whose effect is computed by planning again with each of them.
+"""Suggests what would make a model fit: flags whose effect is computed by planning again with each of them.
 
 Nothing is offered that was not planned: what a flag saves is the difference of two plans on the devices that are short.
 """
@@ -29,7 +29,7 @@ _QUANTS = tuple(name for name in ("q8_0", "q5_k", "q4_k") if name in CPU_QUANT_T
 
 @dataclass(frozen=True, slots=True)
 class FitSuggestion:
-    """One flag that would save memory on the devices that are short.
+    """A flag that would save memory on the devices that are short.
 
     flag: as it is typed. config: the configuration with it. saves: bytes.
 
@@ -53,14 +53,15 @@ class FitSuggestions:
 
 
 def shortfall(plan: Plan) -> dict[str, int]:
-    """{device: bytes that are missing there}; empty when the plan fits."""
+    """Return {device: bytes that are missing there}; empty when the plan fits."""
     total = plan.total_bytes
     missing = {device: total[device] - plan.capacity.get(device, 0) for device in total}
     return {device: nbytes for device, nbytes in missing.items() if nbytes > 0}
 
 
 def needed_bits(plan: Plan, parameters: int) -> float:
-    """Bits a weight, in the mean, at which the weights would fit beside cache and work space; at most 0: never."""
+    """Return the bits a weight, in the mean, at which the weights would fit beside cache and work space; at most 0:
+    never."""
     left = sum(plan.capacity.values()) - sum(sum(nbytes.values()) for nbytes in plan.extra_bytes.values())
     return 8 * left / max(parameters, 1)
 
@@ -68,7 +69,7 @@ def needed_bits(plan: Plan, parameters: int) -> float:
 def find_fit_suggestions(
     planned: Planned, config: EngineConfig, hardware: Hardware, plan_again: PlanAgain
 ) -> FitSuggestions:
-    """Flags that help a plan which does not fit. config: what it was planned with."""
+    """Find flags that help a plan which does not fit. config: what it was planned with."""
     short = tuple(shortfall(planned.plan))
     before = _missing(planned, short)
     found: list[FitSuggestion] = []

@@ -1,4 +1,5 @@
-"""What type each layer keeps its keys and values in: what --kv_type asks for, where the layer's attention reads it.
+"""Chooses the type in which each layer keeps its keys and values: what --kv_type asks for, where the layer's attention
+reads it.
 
 And which layers multiply what they keep as it is, which --attention_products kv asks for.
 """
@@ -39,7 +40,7 @@ GPU_DTYPES = frozenset({torch.int8, torch.float8_e4m3fn})
 
 @dataclass(frozen=True, slots=True)
 class KvTypes:
-    """What is asked for, and which layers keep the type of their rows whatever that is, by index, and why.
+    """The type that is asked for, and which layers keep the type of their rows whatever that is, by index, and why.
 
     products: --attention_products.
     """
@@ -56,8 +57,8 @@ class KvTypes:
         operators: Mapping[str, nn.Module],
         products: str = ATTENTION_PRODUCTS[0],
     ) -> KvTypes:
-        """operators: the planned ones by key. Attention that is not ours may write to the cache itself, rows as they
-        are."""
+        """Find the layers of `model` that keep the type of their rows. operators: the planned ones by key. Attention
+        that is not ours may write to the cache itself, rows as they are."""
         own: dict[int, str] = {}
         for key, module in model.named_modules():
             layer_idx, operator = getattr(module, "layer_idx", None), operators.get(key)
@@ -95,7 +96,7 @@ class KvTypes:
         return replace(kept, kept_products=self.products == "kv" and _why_not_kept(kept) is None)
 
     def report(self, shapes: Sequence[LayerShape]) -> None:
-        """One line for what is asked for and not done. Raises ConfigError for products of codes without a GPU."""
+        """Log one line for what is asked for and not done. Raises ConfigError for products of codes without a GPU."""
         if self.kv_type == "auto":
             return
         paged = [i for i, shape in enumerate(shapes) if shape.has_pages]

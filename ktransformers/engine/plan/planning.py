@@ -1,4 +1,4 @@
-"""What goes where, before the first weight byte is read: weights, cache, workspaces, experts that fill GPUs.
+"""Plans what goes where, before the first weight byte is read: weights, cache, workspaces, experts that fill GPUs.
 
 Knows plans and what an engine needs beside its weights; does not load anything.
 """
@@ -54,7 +54,7 @@ _MANY_CORES = 8
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
+    """The hardware that an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
 
     prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows: of the steps that are
     captured beside decode steps. is_served: whether a scheduler, an HTTP server and clients share the processor.
@@ -69,8 +69,8 @@ class Hardware:
 
     @property
     def num_threads(self) -> int:
-        """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own, with a
-        service's other processes: together they need less than one.
+        """Number of worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own,
+        with a service's other processes: together they need less than one.
 
         Where they must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
         """
@@ -80,15 +80,15 @@ class Hardware:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether there is more than the CPU."""
+        """Whether there is a device beside the CPU."""
         return len(self.machine.devices) > 1
 
     def without_gpus(self) -> Hardware:
-        """The CPU alone."""
+        """Return this hardware with the CPU alone."""
         return replace(self, machine=replace(self.machine, devices={"cpu": self.machine.devices["cpu"]}))
 
     def of_one_gpu(self) -> Hardware:
-        """The CPU and the first GPU. Raises ConfigError when there is none."""
+        """Return this hardware with the CPU and the first GPU alone. Raises ConfigError when there is none."""
         names = list(self.machine.devices)[:2]
         if len(names) < 2:
             raise ConfigError("--tensor_parallel is for several GPUs, and there is none that can be used")
@@ -96,13 +96,14 @@ class Hardware:
         return replace(self, machine=replace(self.machine, devices=devices))
 
     def within(self, free: Mapping[str, int]) -> Hardware:
-        """These devices alone, with so many bytes of each, of which more may be free."""
+        """Return this hardware with the devices of `free` alone, with so many bytes of each, of which more may be
+        free."""
         machine = replace(self.machine, available_bytes=free["cpu"], devices=dict(free))
         return replace(self, machine=machine)
 
     @classmethod
     def detect(cls, config: EngineConfig) -> Hardware:
-        """This machine; its GPUs unless the configuration wants none."""
+        """Detect this machine; its GPUs unless the configuration wants none."""
         machine = detect_machine()
         gpus = [name for name in machine.devices if name != "cpu"]
         if not gpus or config.use_cuda is False:
@@ -137,7 +138,7 @@ class Planned:
     hots: tuple[HotSlots, ...] = ()
 
     def report(self) -> None:
-        """One line for each thing that was decided without being asked for."""
+        """Log one line for each thing that was decided without being asked for."""
         if self.transfer:
             begins = ", ".join(f"{device} from layer {layer} on" for layer, device in self.transfer.items())
             logger.info("layers are spread over the GPUs (CUDA_VISIBLE_DEVICES says which are used): %s", begins)
@@ -148,7 +149,7 @@ class Planned:
 
     @property
     def expert_bytes_on_cpu(self) -> int:
-        """What decode steps read of slowly."""
+        """Bytes of routed experts on the CPU, which decode steps read slowly."""
         entries = (e for e in self.plan.entries if isinstance(self.plan.operators.get(e.key), KTransformersExperts))
         return sum(entry.nbytes.get("cpu", 0) for entry in entries)
 
@@ -164,7 +165,8 @@ class Planner:
     _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
-        """The plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for them."""
+        """Return the plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for
+        them."""
         planned, hardware = self._settled(hardware)
         planned.report()
         self._report_sparsity(planned.plan)

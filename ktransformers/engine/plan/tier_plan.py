@@ -1,4 +1,5 @@
-"""How much goes below the cache: from --cpu_memory_size_GB, --kv_disk_path, --kv_disk_size_GB to numbers of slots."""
+"""Plans how much goes below the cache: from --cpu_memory_size_GB, --kv_disk_path, --kv_disk_size_GB to numbers of
+slots."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _SAMPLED = 1 << 16
 
 
 def tier_bytes(config: EngineConfig) -> int:
-    """Host memory of the tiers."""
+    """Return the bytes of host memory that tiers take."""
     if not config.prefix_cache:
         return 0
     asked = int(config.cpu_memory_size_GB * 2**30)
@@ -40,7 +41,7 @@ def tier_bytes(config: EngineConfig) -> int:
 
 
 def check_tiers(shapes: Sequence[LayerShape], page_size: int, config: EngineConfig) -> None:
-    """Raises ConfigError for less than some pages and states; says when tiers were asked for in vain."""
+    """Raise ConfigError for tiers that hold less than some pages and states; logs when tiers were asked for in vain."""
     if not config.prefix_cache and (config.cpu_memory_size_GB or config.kv_disk_path is not None):
         logger.warning("--cpu_memory_size_GB and --kv_disk_path have no effect: --no_prefix_cache keeps no pages")
     nbytes = tier_bytes(config)
@@ -59,7 +60,8 @@ def check_tiers(shapes: Sequence[LayerShape], page_size: int, config: EngineConf
 def open_tiers(
     config: EngineConfig, cache: PagedCache, identified: Identified
 ) -> tuple[TierConfig, TieredCache] | None:
-    """The tiers below a cache; None where there are none. Reads the weights' files where pages outlive the process.
+    """Open the tiers below a cache; None where there are none. Reads the weights' files where pages outlive the
+    process.
 
     Raises WeightError.
     """

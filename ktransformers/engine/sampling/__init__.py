@@ -1,4 +1,4 @@
-"""From logits to a token: samplers, constraints, and how little of the logits has to come back.
+"""Chooses a token from logits: samplers, constraints, and how little of the logits has to come back.
 
 `sampler.py`: penalties, bias, temperature, top-k, top-p, min-p, then one draw from a counter-based generator keyed by
 (seed, position), so that the draw depends on nothing else. `constraints.py`: a mask of the tokens that may come next,

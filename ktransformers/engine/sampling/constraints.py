@@ -1,4 +1,4 @@
-"""Which tokens may come next in an answer that has rules: a constraint, an end of its reasoning, or both.
+"""Finds which tokens may come next in an answer that has rules: a constraint, an end of its reasoning, or both.
 
     opening ──opening tag──> reasoning ──closing tag──────────────────> content ──a tool call's first token──> free
        └──anything else, which is content already                          ↑
@@ -38,7 +38,7 @@ class _Place(Enum):
 
 
 def check_rules(grammars: Grammars, params: SamplingParams) -> None:
-    """Raises ConfigError for a constraint that cannot be followed. Takes up to some tenths of a second."""
+    """Raise ConfigError for a constraint that cannot be followed. Takes up to some tenths of a second."""
     if params.constraint is None:
         return
     begins = grammars.check(params.constraint) | pack_ids(params.constraint.exit_ids, grammars.vocab_size)
@@ -52,7 +52,7 @@ def check_rules(grammars: Grammars, params: SamplingParams) -> None:
 
 
 def mask_of(grammars: Grammars, params: SamplingParams) -> AnswerMask | None:
-    """The rules of one answer; None when it has none."""
+    """Make the mask that follows the rules of one answer; None when it has none."""
     has_limit = params.reasoning is not None and params.reasoning.max_tokens is not None
     return AnswerMask(grammars, params) if has_limit or params.constraint is not None else None
 
@@ -89,19 +89,20 @@ class AnswerMask:
         self._next: Future[Words | None] | None = None
 
     def commit(self, token_id: int) -> None:
-        """The answer goes on with this token."""
+        """Take in the next token of the answer."""
         self._new.append(token_id)
         self._num_committed += 1
         self._next = None
 
     def begin(self) -> None:
-        """Start to find out what may come next. Returns at once."""
+        """Start to find out which tokens may come next. Returns at once."""
         if self._next is None:
             is_read = self._constraint is None or self._matcher is not None
             self._next = (_workers if is_read else _readers)(os.getpid()).submit(self._advance)
 
     def allowed(self) -> Words | None:
-        """What may come next; None: anything. Raises KTransformersError when that cannot be told."""
+        """Return the tokens that may come next, as bits; None: any. Raises KTransformersError when that cannot be
+        told."""
         self.begin()
         assert self._next is not None
         return self._next.result()

@@ -1,4 +1,4 @@
-"""What comes back of a step's logits where choosing tokens takes less than whole rows. Knows no device.
+"""Requests for less than whole rows of a step's logits, where choosing tokens takes less. Knows no device.
 
 A need says what of a row is wanted:
 
@@ -45,18 +45,17 @@ class RequestedLogits:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Size V of the vocabulary: the logits of a row."""
         return int(self.whole.shape[1])
 
     def rows(self, wanted: Sequence[int]) -> RequestedLogits:
-        """Some of the rows, in that order."""
+        """Return the `wanted` rows, in that order."""
         needs, places = [self.requests[i] for i in wanted], [self.places[i] for i in wanted]
         return RequestedLogits(needs, self.whole, places, self.table[list(wanted)])
 
     def candidates(self, wanted: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """Candidates of `wanted` rows: ids int32 and logits fp32, [n, MAX_CANDIDATES] each, and how many each row
-        has.
-        """
+        """Return the candidates of `wanted` rows: ids int32 and logits fp32, [n, MAX_CANDIDATES] each, and how many
+        each row has."""
         table = self.table if len(wanted) == len(self.table) else self.table[list(wanted)]
         return (
             table[:, 2 : 2 + MAX_CANDIDATES],

@@ -53,13 +53,13 @@ _F32 = npt.NDArray[np.float32]
 
 
 def draw_seed() -> int:
-    """A seed from the operating system, for requests that name none."""
+    """Draw a seed from the operating system, for requests that name none."""
     return secrets.randbits(63)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What one row of logits led to. logprobs is None unless the request asked for them."""
+    """The token that one row of logits led to. logprobs is None unless the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -69,15 +69,15 @@ class TokenMask(Protocol):
     """Rules of one answer: which tokens may come next. Is told the answer's tokens in their order."""
 
     def commit(self, token_id: int) -> None:
-        """The answer goes on with this token."""
+        """Take in the next token of the answer."""
         ...
 
     def begin(self) -> None:
-        """Start to find out what may come next, where that takes time, and return at once."""
+        """Start to find out which tokens may come next, where that takes time, and return at once."""
         ...
 
     def allowed(self) -> npt.NDArray[np.uint32] | None:
-        """Bits [ceil(V / 32)] of the tokens that may come next, token 0 the lowest bit; None: all.
+        """Return bits [ceil(V / 32)] of the tokens that may come next, token 0 the lowest bit; None: all.
 
         Raises KTransformersError when that cannot be told.
         """
@@ -102,7 +102,7 @@ class _Counts:
 
     @property
     def values(self) -> _F32:
-        """How often, in the order of ids."""
+        """How often each token occurred, in the order of ids."""
         return self._values[: self._num]
 
     def add(self, token_id: int) -> None:
@@ -117,7 +117,7 @@ class _Counts:
         self._values[at] += 1.0
 
     def add_all(self, token_ids: Sequence[int]) -> None:
-        """Only on an empty one."""
+        """Count tokens for the first time: only on an empty object."""
         assert not self._num
         ids, counts = np.unique(np.array(token_ids, dtype=np.int64), return_counts=True)
         self._ids, self._values, self._num = ids, counts.astype(np.float32), ids.size
@@ -183,7 +183,7 @@ class RequestSampler:
             self._seen.add(token_id)
 
     def begin(self) -> None:
-        """Have what the next token needs made ready, beside whatever the caller does. To be called when a token has
+        """Start to make ready what the next token needs, beside whatever the caller does. To be called when a token has
         been committed and another one is to come."""
         if self._mask is not None:
             self._mask.begin()
@@ -196,9 +196,8 @@ class RequestSampler:
 
     @property
     def logits_request(self) -> int:
-        """What the next token takes of a row, see sampling/logits_request.py: less than all where nothing looks at
-        all.
-        """
+        """The part of a row that choosing the next token takes, see sampling/logits_request.py: less than all where
+        nothing looks at all."""
         params = self.params
         if self._mask is not None or params.logprobs is not None or self.changes_logits:
             return WHOLE_ROW
@@ -212,7 +211,8 @@ class RequestSampler:
         return self._num_answered < self.params.min_tokens and bool(self._held_ends.size)
 
     def adjusted(self, logits: _F32) -> _F32 | None:
-        """Raw logits [V] after penalties, bias and allowed_token_ids (steps 1 and 2): a copy, or None for no change."""
+        """Return raw logits [V] after penalties, bias and allowed_token_ids (steps 1 and 2): a copy, or None for no
+        change."""
         params = self.params
         if not self.changes_logits:
             return None
@@ -235,7 +235,7 @@ class RequestSampler:
         return adjusted
 
     def masked(self) -> npt.NDArray[np.uint32] | None:
-        """Bits of the tokens that the mask lets come next, see TokenMask; None: all. Waits until they are known.
+        """Return bits of the tokens that the mask lets come next, see TokenMask; None: all. Waits until they are known.
 
         Raises KTransformersError when no token may come next.
         """
@@ -281,7 +281,8 @@ def _held_ends(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size:
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], count: int, pool: WorkerPool | None = None
 ) -> list[TokenLogprobs]:
-    """What raw fp32 logits [N, V] on the CPU say of one token per row, and of the `count` most likely ones of each.
+    """Compute log probabilities from raw fp32 logits [N, V] on the CPU: of one token per row, and of the `count` most
+    likely ones of each row.
 
     pool: whose threads compute rows side by side; the calling thread alone when None.
     """
@@ -299,9 +300,9 @@ def sample_batch(
     positions: Sequence[int],
     pool: WorkerPool | None = None,
 ) -> list[SampledToken]:
-    """One token per request from fp32 logits [B, V]. positions[b] is the place the token takes in its sequence.
+    """Sample one token per request from fp32 logits [B, V]. positions[b] is the place the token takes in its sequence.
 
-    Where less than whole rows came back, each has what RequestSampler.need said before the step; tokens are the same.
+    Where less than whole rows came back, each has what RequestSampler.logits_request said before; tokens are the same.
     Does not commit the tokens. pool: see `token_logprobs`. Raises KTransformersError when a logit is not finite.
     """
     sampled = []
@@ -318,7 +319,7 @@ def sample_each(
     positions: Sequence[int],
     pool: WorkerPool | None = None,
 ) -> list[SampledToken | KTransformersError]:
-    """As `sample_batch`, but a request whose logits are no numbers gets its error in the place of its token."""
+    """Sample as `sample_batch`, but give a request whose logits are no numbers its error in the place of its token."""
     if not len(logits) == len(requests) == len(positions):
         raise ValueError(f"{len(logits)} rows do not fit {len(requests)} requests, {len(positions)} positions")
     pool = pool or _alone(os.getpid())

@@ -1,4 +1,4 @@
-"""One sequence: its prompt and parameters, its tokens, its outputs, and its session on disk.
+"""A sequence: its prompt and parameters, its tokens, its outputs, and its session on disk.
 
 `prompts.py`, `keywords.py` and `outputs.py` are what callers give and get; `session.py` keeps the tokens whose keys
 and values are cached, and `generate.py` an answer that can be left before any forward and gone on with;

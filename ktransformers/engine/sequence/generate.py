@@ -46,16 +46,16 @@ PrefillProgress = Callable[[int, int], None]
 
 
 class SequenceRunner(Protocol):
-    """What runs a model on one sequence with a static cache of max_len positions."""
+    """Runs a model on one sequence with a static cache of max_len positions."""
 
     @property
     def max_len(self) -> int:
-        """Positions of the cache."""
+        """Number of positions of the cache."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a row."""
+        """Size of the vocabulary: the logits of a row."""
         ...
 
     @property
@@ -65,11 +65,12 @@ class SequenceRunner(Protocol):
 
     @property
     def hook(self) -> HiddenStatesHook:
-        """Shows the hidden states of what `forward` runs."""
+        """The hook that shows the hidden states of what `forward` runs."""
         ...
 
     def resume_len(self, shared: int) -> int:
-        """The longest length up to `shared`, of which that many positions were written, that `forward` can start at."""
+        """Return the longest length up to `shared`, of which that many positions were written, that `forward` can start
+        at."""
         ...
 
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
@@ -81,9 +82,8 @@ class SequenceRunner(Protocol):
         ...
 
     def decode(self, token_id: int, position: int, need: int) -> StepLogits:
-        """`forward` of one token at the end of what is written. need: see sampling/logits_request.py; more may come
-        back.
-        """
+        """Run one token at the end of what is written, as `forward` does. need: see sampling/logits_request.py; more
+        may come back."""
         ...
 
 
@@ -111,7 +111,7 @@ class PartialGeneration:
 
 @dataclass(frozen=True, slots=True)
 class GenerateConfig:
-    """What all answers of a model share.
+    """The settings that all answers of a model share.
 
     chunk_size: most prompt tokens per forward. eos_token_ids end an answer unless params.ignore_eos. tokenizer None: no
     text, no stop strings. has_head: whether the model generates text. find_damage: what to say of the weights where
@@ -135,7 +135,8 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """How somebody else ends an answer or sets it aside. Asked before every forward; should_stop comes first.
+    """The callbacks by which a caller ends an answer or sets it aside, asked before every forward; should_stop comes
+    first.
 
     should_stop: it ends with ABORT. should_suspend: it is left as it is, without an event, and may be run again.
     on_prefill: see PrefillProgress.
@@ -180,13 +181,13 @@ class Generation:
 
     @property
     def begun(self) -> PartialGeneration:
-        """It, as far as it got."""
+        """The answer as far as it got."""
         prompt_len = self.stats.prompt_len
         return PartialGeneration(tuple(self.token_ids[:prompt_len]), self.params, tuple(self.token_ids[prompt_len:]))
 
     @property
     def needs_all(self) -> bool:
-        """Whether every token has to be computed for it: logits and hidden states are not cached."""
+        """Whether every token of the answer has to be computed: logits and hidden states are not cached."""
         pooling = self.params.pooling
         return self.params.prompt_logprobs is not None or (pooling is not None and pooling.needs_all)
 
@@ -200,11 +201,12 @@ class Generation:
         return self.is_suspended
 
     def abandon(self) -> None:
-        """It was suspended, and is not to be run again: profiles note its end. On the thread that ran it."""
+        """Give up a suspended answer, which is not to be run again: profiles note its end. On the thread that ran
+        it."""
         self._profile.ended(FinishReason.ABORT)
 
     def resumed(self) -> None:
-        """From now on it waits to be run again: profiles do not take that for suspended. From any thread."""
+        """Note that the answer waits to be run again: profiles do not take that for suspended. From any thread."""
         self._profile.resumed()
 
     def prefill(self, cached_len: int, control: Control) -> torch.Tensor | None:
@@ -290,14 +292,14 @@ class Generation:
             self.stats.cached_len = found_len if self._told_cached_len is None else self._told_cached_len
 
     def begin_turn(self) -> None:
-        """Note that it runs from now on, until it ends or is suspended."""
+        """Note that the answer runs from now on, until it ends or is suspended."""
         self.is_suspended = False
         self._profile.resumed()
         if self.params.pooling is not None and not self.stats.completion_len:
             self._pooled = Pooled(self.params.pooling)
 
     def ended(self, reason: FinishReason) -> None:
-        """Note the end in profiles."""
+        """Note the answer's end in profiles."""
         self._profile.ended(reason)
 
 
@@ -307,7 +309,8 @@ def begin_generation(
     config: GenerateConfig,
     profile: tuple[ProfileSlot, str] | None = None,
 ) -> Generation:
-    """An answer of which nothing is computed yet, or the rest of one that was begun before, as it would have gone on.
+    """Begin an answer of which nothing is computed yet, or the rest of one that was begun before, as it would have gone
+    on.
 
     params.stop_token_ids end the answer as its end tokens do; neither kind has text. profile: where a recorder may be
     found before every forward, and what the answer is called there. max_tokens counts at most up to the end of the

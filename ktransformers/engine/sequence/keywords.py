@@ -75,7 +75,7 @@ _ELSEWHERE: Mapping[str, tuple[tuple[object, ...], str]] = {
 def split_keywords(
     method: str, keywords: Mapping[str, Any], tokenizer: Tokenizer | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords that are fields of SamplingParams, and those that the chat template reads.
+    """Split keywords into those that are fields of SamplingParams and those that the chat template reads.
 
     method: the name of the method that was called, for the message. tokenizer: with the template; None for a method
     that renders none. Raises ConfigError for a keyword that is neither, with the nearest that is.
@@ -128,12 +128,12 @@ def _unknown(method: str, name: str, readable: list[frozenset[str]] | None) -> s
 
 
 def sampling_with(params: SamplingParams, keywords: Mapping[str, Any]) -> SamplingParams:
-    """`params` with these fields in place of its own. Raises ConfigError for values out of range."""
+    """Return `params` with `keywords` in place of its own fields. Raises ConfigError for values out of range."""
     return replace(params, **keywords) if keywords else params
 
 
 def samples_of(params: SamplingParams) -> list[SamplingParams]:
-    """The parameters of each of the n answers to one prompt: answer i draws with seed + i, as in the HTTP API.
+    """Return the parameters of each of the n answers to one prompt: answer i draws with seed + i, as in the HTTP API.
 
     params: with its seed filled in.
     """

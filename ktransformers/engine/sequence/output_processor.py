@@ -63,7 +63,7 @@ class OutputProcessor:
         reason: FinishReason | None,
         embedding: bytes | None = None,
     ) -> TokenEvent:
-        """The event of the next token. reason: why the answer ends with it, as far as tokens tell (AnswerEnd).
+        """Return the event of the next token. reason: why the answer ends with it, as far as tokens tell (AnswerEnd).
 
         An end token has no text. A stop string that the token completes ends the answer, whatever `reason` is.
         """
@@ -89,16 +89,16 @@ class OutputProcessor:
         )
 
     def leave_out(self, seconds: float) -> None:
-        """The answer was suspended for so long, which `receive` does not count as decoding."""
+        """Leave out the seconds for which the answer was suspended: `receive` does not count them as decoding."""
         if self._first_token_at:
             self._first_token_at += seconds
 
     def aborted(self) -> TokenEvent:
-        """The last event of an answer that ends before it is complete."""
+        """Return the last event of an answer that ends before it is complete."""
         return TokenEvent(None, self._text.finish()[0], self.stats, finish_reason=FinishReason.ABORT)
 
     def receive(self, update: RequestUpdate, prefill_seconds: float | None) -> TokenEvent | None:
-        """The event that the scheduler's news make, in their order; None when they only score a stretch of the prompt.
+        """Return the event of the scheduler's next update; None when it only scores a stretch of the prompt.
 
         prefill_seconds: comes once, with the first token. An event with a finish_reason whose update has none
         ended at a stop string: the scheduler has to be told. Raises EngineError when the answer cannot go on.

@@ -1,4 +1,4 @@
-"""What a caller asks and gets: prompts and messages in, RequestOutput out. The same for LLM and AsyncLLM."""
+"""The inputs and outputs of callers: prompts and messages in, RequestOutput out. The same for LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class IdArray(Protocol):
 
     @property
     def shape(self) -> Any:
-        """Its length, or those of its two axes."""
+        """The array's length, or those of its two axes."""
 
     @property
     def dtype(self) -> Any:
-        """A type of whole numbers."""
+        """The array's type, one of whole numbers."""
 
     def tolist(self) -> Any:
-        """The same as Python's numbers."""
+        """Return the ids as Python's numbers."""
 
 
 Prompt = str | Sequence[int] | IdArray | Mapping[str, Any]
@@ -60,7 +60,8 @@ _REPR_TEXT = 60
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RequestOutput:
-    """One answer. token_ids include the end token; text does not. params is what was used, its seed filled in.
+    """An answer to a prompt. token_ids include the end token; text does not. params is what was used, its seed filled
+    in.
 
     logprobs has one entry per token when params.logprobs is set, else it is None; prompt_logprobs the same for the
     prompt, None for its first token. `str(output)` is the text. With n answers to a prompt, this is the first of them,
@@ -96,7 +97,8 @@ class RequestOutput:
 
 
 def default_sampling_params(generation_defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
-    """What a model's generation config asks for, as `transformers` reads it: greedy unless it says otherwise."""
+    """Return the sampling parameters that a model's generation config asks for, as `transformers` reads it: greedy
+    unless it says otherwise."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: generation_defaults[name] for name in names if generation_defaults.get(name) is not None}
     if not generation_defaults.get("do_sample", "temperature" in given):
@@ -107,7 +109,7 @@ def default_sampling_params(generation_defaults: Mapping[str, Any], max_tokens: 
 
 
 def collect_output(prompt_ids: Sequence[int], params: SamplingParams, events: Sequence[TokenEvent]) -> RequestOutput:
-    """The whole answer, from its events to the last."""
+    """Collect the whole answer from its events to the last."""
     reason = events[-1].finish_reason
     assert reason is not None
     logprobs = tuple(event.logprobs for event in events if event.logprobs is not None)
@@ -124,7 +126,7 @@ def collect_output(prompt_ids: Sequence[int], params: SamplingParams, events: Se
 
 
 def join_samples(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The answers to one prompt as one output: the first of them, which knows the others."""
+    """Join the answers to one prompt to one output: the first of them, which knows the others."""
     first, *others = (replace(output, index=index) for index, output in enumerate(outputs))
     return replace(first, others=tuple(others))
 
@@ -192,7 +194,7 @@ class PromptReader:
         return [self.conversation_ids(one, tools, template_kwargs, reads_special_tokens) for one in each]
 
     def params(self, given: SamplingParams | None, keywords: Mapping[str, Any] | None = None) -> SamplingParams:
-        """`given`, or the defaults, with these fields in place of theirs, and a seed.
+        """Return `given`, or the defaults, with `keywords` in place of their fields, and a seed.
 
         Raises ConfigError for anything else, and for values out of range.
         """
@@ -209,7 +211,7 @@ class PromptReader:
         count: int,
         keywords: Mapping[str, Any] | None = None,
     ) -> list[SamplingParams]:
-        """One per prompt, seeds filled in. keywords: as in `params`, for all of them."""
+        """Return the parameters of each prompt, seeds filled in. keywords: as in `params`, for all of them."""
         if given is None or not isinstance(given, Sequence):
             return [self.params(given, keywords) for _ in range(count)]
         if len(given) != count:

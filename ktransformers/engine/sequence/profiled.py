@@ -1,4 +1,4 @@
-"""What an engine records of its steps while a profile is written, and what there is to say of its model.
+"""Records the steps of an engine while a profile is written, and describes its model.
 
 A profile is turned on and off by anybody at any time, and takes effect between two steps, on the engine's own thread.
 """
@@ -47,7 +47,8 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 
 
 class ProfileSlot:
-    """Where an engine's thread finds its recorder, and others ask for one. new_runtime: makes a StepRuntime."""
+    """The place where an engine's thread finds its recorder, and others ask for one. new_runtime: makes a
+    StepRuntime."""
 
     def __init__(self, new_runtime: Callable[[], Runtime | None] = lambda: None):
         self.current: Recorder | None = None
@@ -58,7 +59,7 @@ class ProfileSlot:
         self._settled = threading.Event()
 
     def want(self, endpoint: str | None) -> threading.Event:
-        """Ask for a recorder that sends there, or for none. What is returned is set when that is so."""
+        """Ask for a recorder that sends to `endpoint`, or for none. What is returned is set when that is so."""
         self._settled = settled = threading.Event()
         self._wanted = endpoint
         return settled
@@ -69,7 +70,7 @@ class ProfileSlot:
         return self._wanted != self._has
 
     def settle(self) -> Recorder | None:
-        """The recorder as it is wanted. On the engine's thread, between two steps."""
+        """Bring the recorder to what is wanted, and return it. On the engine's thread, between two steps."""
         settled, wanted = self._settled, self._wanted
         try:
             if wanted != self._has:
@@ -112,7 +113,7 @@ class _Step:
 
 @dataclass(slots=True)
 class AnswerProfile:
-    """What one answer on one sequence records: its steps, its tokens, its end. One step at a time."""
+    """The record of one answer on one sequence: its steps, its tokens, its end. One step at a time."""
 
     slot: ProfileSlot
     request_id: str
@@ -129,7 +130,7 @@ class AnswerProfile:
     _is_known_since_arrival: bool = True
 
     def begin(self, num_rows: int, *, is_prefill: bool, is_sampled: bool) -> None:
-        """A step of so many rows. is_sampled: the last one chooses the next token."""
+        """Note that a step of num_rows rows begins. is_sampled: the last one chooses the next token."""
         if self.slot.is_changing or self.slot.current is not self._recorder:
             self._settle()
         recorder = self._recorder
@@ -149,23 +150,23 @@ class AnswerProfile:
             self._is_known_since_arrival = self._admitted_ns is None and not self._completion_len
 
     def suspended(self) -> None:
-        """The answer is left, before a step."""
+        """Note that the answer is left, before a step."""
         self._pauses.begin(time.monotonic_ns())
 
     def resumed(self) -> None:
-        """It may go on. Also from another thread, and twice."""
+        """Note that the answer may go on. Also from another thread, and twice."""
         self._pauses.end(time.monotonic_ns())
 
     def sampling(self) -> None:
-        """The step's forward is over, sampling begins."""
+        """Note that the step's forward is over and sampling begins."""
         self._sampling_ns = time.monotonic_ns()
 
     def end_chunk(self) -> None:
-        """The step is over, and brought no token."""
+        """Note that the step is over, and brought no token."""
         self._end([])
 
     def end_token(self, token_id: int, index: int) -> None:
-        """The step is over, and brought token `index` of the answer."""
+        """Note that the step is over, and brought token `index` of the answer."""
         self._completion_len = index + 1
         self._end([(self.request_id, index, self.prompt_len + index, token_id)])
 
@@ -198,7 +199,7 @@ class AnswerProfile:
         )
 
     def ended(self, reason: FinishReason) -> None:
-        """The answer is over."""
+        """Note that the answer is over."""
         if self._recorder is not None and self.slot.current is self._recorder:
             self._tell_end(reason)
             self._recorder = None
@@ -224,7 +225,7 @@ class AnswerProfile:
 
 
 def model_meta(engine: LoadedModel, backend: str) -> ProfileMeta:
-    """What is known of a loaded model and where it runs."""
+    """Describe a loaded model and where it runs, for a profile."""
     from ktransformers.operators.experts.routed import KTransformersExperts  # late: it imports every kernel
 
     card = engine.model.card
@@ -248,7 +249,7 @@ def model_meta(engine: LoadedModel, backend: str) -> ProfileMeta:
 
 
 def card_meta(card: ModelCard, config: EngineConfig, backend: str) -> ProfileMeta:
-    """What is known of a model that runs without our operators."""
+    """Describe a model that runs without our operators, for a profile."""
     placement = {"experts_on_gpu": [0] * card.num_layers}
     machine = _machine(config.cpu_infer or None, None, [])
     return ProfileMeta(
@@ -289,7 +290,7 @@ def _gpu(device: str, speed: GpuSpeed | None) -> dict[str, Any]:
 
 
 class LoopProfile:
-    """What is recorded of a BatchLoop, from its first step to its last."""
+    """The record of a BatchLoop, from its first step to its last."""
 
     def __init__(self, target: ProfileTarget, engine: PagedEngine):
         self._executor = engine.executor
@@ -299,7 +300,7 @@ class LoopProfile:
         self.tracker = RequestTracker(recorder.post)
 
     def close(self) -> None:
-        """Of the loop's end, on its thread."""
+        """End the profile at the loop's end, on its thread."""
         self.tracker.stop()
         self._executor.recorder = None
         self._recorder.close()

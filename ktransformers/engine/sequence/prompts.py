@@ -30,19 +30,20 @@ _CONVERSATION = 'a conversation is a string, or a list of messages: [{"role": "u
 
 
 def shown(value: object) -> str:
-    """A value in an error message, cut to a line."""
+    """Return a value as an error message shows it, cut to a line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raises ConfigError for what is neither None nor a function."""
+    """Raise ConfigError for what is neither None nor a function."""
     if value is not None and not callable(value):
         raise ConfigError(f"{name} must be a function, got {shown(value)}")
 
 
 def prompts_of(given: Any) -> list[Any]:
-    """The single prompts in what `generate` was given, each for `ids_of`. Raises ConfigError for what holds none."""
+    """Return the single prompts in what `generate` was given, each for `ids_of`. Raises ConfigError for what holds
+    none."""
     if isinstance(given, str | Mapping):
         return [given]
     if _is_array(given):
@@ -123,7 +124,7 @@ def is_one_conversation(given: Any) -> bool:
 
 
 def check_conversation(messages: Any) -> None:
-    """Raises ConfigError for what no chat template can take. messages: one conversation."""
+    """Raise ConfigError for what no chat template can take. messages: one conversation."""
     if isinstance(messages, bytes | bytearray | Mapping) or not isinstance(messages, Sequence):
         raise ConfigError(f"{_CONVERSATION}, got {shown(messages)}")
     for index, message in enumerate(messages):
@@ -141,7 +142,7 @@ def check_conversation(messages: Any) -> None:
 
 
 def check_tools(tools: Any) -> None:
-    """Raises ConfigError for what is no list of tools."""
+    """Raise ConfigError for what is no list of tools."""
     if tools is None:
         return
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):

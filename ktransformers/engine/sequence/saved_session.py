@@ -1,4 +1,5 @@
-"""What of a session outlives its process: taken out of an engine and written, read and checked, and put into another.
+"""The part of a session that outlives its process: taken out of an engine and written, read and checked, and put into
+another.
 
     Session (static cache) ─┐                               ┌─> Session
                             ├─ Kept ── write ── FILE ── read ┤
@@ -49,16 +50,17 @@ class SavedSession:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The last answer's prompt."""
+        """Token ids of the last answer's prompt."""
         return self.token_ids[: self.prompt_len]
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
-        """The last answer's tokens."""
+        """Token ids of the last answer."""
         return self.token_ids[self.prompt_len :]
 
     def begun(self, params: SamplingParams | None) -> PartialGeneration:
-        """Its last answer, to be continued. params: others than its own. Raises ConfigError when there is none."""
+        """Return the last answer, to be continued. params: others than its own. Raises ConfigError when there is
+        none."""
         params = self.params if params is None else params
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigError(f"sampling_params must be SamplingParams, got {shown(params)}")
@@ -73,7 +75,7 @@ class SavedSession:
 
 
 def begun_of(session: RequestOutput | Sequence[int]) -> PartialGeneration | Sequence[int]:
-    """What is saved of an answer, or of tokens. Raises ConfigError for what is neither."""
+    """Return what is saved of an answer, or of tokens. Raises ConfigError for what is neither."""
     if isinstance(session, RequestOutput):
         return PartialGeneration(session.prompt_token_ids, session.params, session.token_ids)
     return ids_of(session, _no_text)
@@ -84,14 +86,14 @@ def _no_text(text: str) -> list[int]:
 
 
 def saved_of(session: object) -> SavedSession:
-    """`session`, which is what `load_session` returned. Raises ConfigError for anything else."""
+    """Return `session` if it is what `load_session` returned. Raises ConfigError for anything else."""
     if not isinstance(session, SavedSession):
         raise ConfigError(f"a session to continue is what load_session returns, got {shown(session)}")
     return session
 
 
 def as_path(path: object) -> Path:
-    """The place of a session's file. Raises ConfigError for what is no path."""
+    """Return the path of a session's file. Raises ConfigError for what is no path."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"path must be the name of a file, got {shown(path)}")
     return Path(path)

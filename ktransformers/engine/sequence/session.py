@@ -1,4 +1,4 @@
-"""One conversation on one static cache: remembers which tokens are in it and computes only what is new.
+"""A conversation on one static cache: remembers which tokens are in it and computes only what is new.
 
 Does not know what a conversation looks like: it compares token ids.
 """
@@ -46,7 +46,7 @@ _NOTHING = PartialGeneration((), SamplingParams(temperature=0.0))
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading entries are equal."""
+    """Count the leading entries that are equal in `a` and `b`."""
     limit = min(len(a), len(b))
     return next((i for i in range(limit) if a[i] != b[i]), limit)
 
@@ -88,46 +88,46 @@ class _RecordingRunner:
 
 
 class SessionEngine(Protocol):
-    """What a session is opened on: a loaded model that holds one sequence. config.chunk_size is chosen."""
+    """A loaded model that holds one sequence, on which a session is opened. config.chunk_size is chosen."""
 
     @property
     def config(self) -> EngineConfig:
-        """Of the engine, resolved."""
+        """The engine's config, resolved."""
         ...
 
     @property
     def facts(self) -> ModelFacts:
-        """Of the model."""
+        """The facts of the engine's model."""
         ...
 
     @property
     def runner(self) -> SequenceRunner:
-        """What runs it."""
+        """The runner of the engine's model."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Without vocabulary when the model's files carry none."""
+        """The model's tokenizer, without vocabulary when the model's files carry none."""
         ...
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End an answer."""
+        """Ids of the tokens that end an answer."""
         ...
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
-        """What the model's authors recommend."""
+        """The generation settings that the model's authors recommend."""
         ...
 
     @property
     def description(self) -> str:
-        """The model, in words."""
+        """A description of the model in words."""
         ...
 
     @property
     def card(self) -> ModelCard:
-        """The model, in figures."""
+        """The model's figures, as interfaces show them."""
         ...
 
 
@@ -149,7 +149,8 @@ class Session:
         has_head: bool = True,
         find_damage: Callable[[], str] = str,
     ):
-        """has_prefix_cache: False computes every prompt whole. store: copies the runner's cache, for files.
+        """Make a session over `runner`. has_prefix_cache: False computes every prompt whole. store: copies the runner's
+        cache, for files.
 
         has_head: whether the model generates text, and not only embeddings. find_damage: see GenerateConfig.
         """
@@ -164,7 +165,7 @@ class Session:
 
     @classmethod
     def of(cls, engine: SessionEngine, store: StaticStore | None = None) -> Session:
-        """A session as the engine's config says. store: see the constructor."""
+        """Make a session as the engine's config says. store: see the constructor."""
         return cls(
             engine.runner,
             chunk_size=engine.config.chunk_size,
@@ -178,7 +179,7 @@ class Session:
 
     @property
     def max_len(self) -> int:
-        """Tokens the cache holds."""
+        """Number of tokens that the cache holds."""
         return self._runner.max_len
 
     @property
@@ -205,7 +206,8 @@ class Session:
         on_prefill: PrefillProgress | None = None,
         name: str | None = None,
     ) -> Iterator[TokenEvent]:
-        """See Control, and `begin_generation`, whose errors this raises too, before any work. name: in profiles."""
+        """Generate an answer to a prompt. See Control, and `begin_generation`, whose errors this raises too, before any
+        work. name: in profiles."""
         return self._generate(PartialGeneration(prompt_ids, params), should_stop, on_prefill, name)
 
     def continue_answer(
@@ -233,18 +235,18 @@ class Session:
         return self.run(self.resume(begun, name), control)
 
     def begin(self, prompt_ids: Sequence[int], params: SamplingParams, name: str | None = None) -> Generation:
-        """An answer to be `run`. See begin_generation. name: of the answer in profiles."""
+        """Begin an answer, to be `run`. See begin_generation. name: of the answer in profiles."""
         return self.resume(PartialGeneration(prompt_ids, params), name)
 
     def resume(self, begun: PartialGeneration, name: str | None = None) -> Generation:
-        """The rest of an answer that was begun before, elsewhere perhaps, to be `run`. See `begin`."""
+        """Begin the rest of an answer that was begun before, elsewhere perhaps, to be `run`. See `begin`."""
         if begun.params.seed is None:  # which a saved session must know
             begun = replace(begun, params=replace(begun.params, seed=draw_seed()))
         profile = (self.profile, f"r{next(self._names)}" if name is None else name)
         return begin_generation(self._runner, begun, self._config, profile)
 
     def run(self, answer: Generation, control: Control) -> Iterator[TokenEvent]:
-        """The events of an answer, up to its end or until it is suspended; in that case it may be run again.
+        """Yield the events of an answer, up to its end or until it is suspended; in that case it may be run again.
 
         Others may be run in between: what they left of its keys and values is used, the rest is computed again.
         """
@@ -279,7 +281,8 @@ class Session:
         session: PartialGeneration | Sequence[int],
         messages: list[dict[str, Any]] | None = None,
     ) -> SavedSession:
-        """`save`, of these tokens: the cache keeps those that they share with the last prompt and answer."""
+        """Save the tokens of `session` as `save` does: the cache keeps those that they share with the last prompt and
+        answer."""
         store = self._require_store()
         known_ids = session.token_ids if isinstance(session, PartialGeneration) else session
         kept = store.take(common_prefix_len(self._runner.token_ids, known_ids))

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Visit(Protocol):
-    """Has something done between two steps."""
+    """A function that has something done between two steps."""
 
     def __call__(self, run: Callable[[PageStore], T], /) -> T:
         """What `run` returns."""
@@ -37,7 +37,7 @@ class Visit(Protocol):
 
 
 def take_pages(visit: Visit, token_ids: Sequence[int], path: Path) -> StoredSession:
-    """What pages and the tiers below them keep of the longest prefix of these tokens, for a session at `path`.
+    """Take what pages and the tiers below them keep of the longest prefix of these tokens, for a session at `path`.
 
     Raises SessionFileError when the disk there has no room, and what `visit` raises.
     """

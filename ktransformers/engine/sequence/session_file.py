@@ -47,7 +47,7 @@ _MARGIN = 1 << 16  # of a file beside its tensors and its header's own JSON
 
 
 class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a session file says beside its tensors.
+    """The header of a session file: what it says beside its tensors.
 
     cached_len: of how many leading tokens keys and values are in the file. prompt_len: how many of the tokens were the
     prompt of the last answer, whose parameters are params, the seed set; all of them and None without an answer.
@@ -65,7 +65,7 @@ class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
-    """A file that was checked. tensors: those of the cache and the states by their names here, mapped."""
+    """A session's file that was checked. tensors: those of the cache and the states by their names here, mapped."""
 
     path: Path
     header: SessionHeader
@@ -74,11 +74,11 @@ class SessionFile:
     nbytes: int
 
     def fail(self, why: str) -> SessionFileError:
-        """The error for a file that cannot be used."""
+        """Make the error for a file that cannot be used."""
         return _failure(self.path, why)
 
     def check_tensors(self, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Raises SessionFileError unless the tensors are those of a cache that keeps these, by name.
+        """Raise SessionFileError unless `tensors` are those of a cache that keeps these names.
 
         layout: type and shape of what is kept of a position; "state NAME": of a sequence.
         """
@@ -96,7 +96,7 @@ class SessionFile:
 
 
 def state_name(length: int, name: str) -> str:
-    """Of a state's tensor behind so many tokens."""
+    """Return the name of a state's tensor behind `length` tokens."""
     return f"state.{length}.{name}"
 
 
@@ -136,7 +136,8 @@ def write_session(
 def mapped_tensors(
     path: Path, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], num_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """Room for what a session at `path` will keep of num_tokens, [num_tokens, ...] each by `layout`'s types and shapes.
+    """Make room for what a session at `path` will keep of num_tokens, [num_tokens, ...] each by `layout`'s types and
+    shapes.
 
     Beside `path` in a file without a name, so that the system may write out what does not fit in memory; gone with the
     last tensor. Raises SessionFileError.

@@ -36,7 +36,7 @@ States = dict[int, Mapping[str, torch.Tensor] | Copy]
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """Of the first cached_len tokens of a sequence: tensors as in a SessionFile, on the CPU."""
+    """The kept part of a sequence, its first cached_len tokens: tensors as in a SessionFile, on the CPU."""
 
     cached_len: int
     state_lens: tuple[int, ...]
@@ -44,36 +44,36 @@ class StoredSession:
 
 
 class StaticStore:
-    """Of an engine for one sequence. identified: its model."""
+    """Copies the one sequence of a static cache out of it and into it. identified: the engine's model."""
 
     def __init__(self, runner: StaticRunner, identified: Identified):
         self._runner, self.identified = runner, identified
 
     @property
     def identity(self) -> ModelIdentity:
-        """Of the model, see Identified.whole. Raises WeightError."""
+        """The model's identity, see Identified.whole. Raises WeightError."""
         return self.identified.whole()
 
     def take(self, num_tokens: int) -> StoredSession:
-        """Of the first num_tokens positions. Views of the cache, where that is on the CPU."""
+        """Take what the cache keeps of the first num_tokens positions. Views of the cache, where that is on the CPU."""
         cache, num_tokens = self._runner.cache, min(num_tokens, self._runner.written_len)
         slots = {length: slot for length, slot in self._runner.state_slots().items() if length <= num_tokens}
         tensors = {name: tensor[:num_tokens].cpu() for name, tensor in cache.tensors().items()} if num_tokens else {}
         return _kept(cache, num_tokens, tensors, slots)
 
     def nbytes(self, num_tokens: int) -> int:
-        """Of what `take` gives."""
+        """Count the bytes of what `take` gives."""
         cache = self._runner.cache
         states = 0 if cache.states is None else cache.states.nbytes // cache.num_states
         per_token = sum(tensor.nbytes // len(tensor) for tensor in cache.tensors().values())
         return num_tokens * per_token + min(len(self._runner.state_slots()), MOST_STATES) * states
 
     def check(self, file: SessionFile) -> None:
-        """Raises SessionFileError for a file that `put` cannot take."""
+        """Raise SessionFileError for a file that `put` cannot take."""
         file.check_tensors(_layout(self._runner.cache))
 
     def put(self, file: SessionFile) -> None:
-        """In place of the sequence that is there. The file has passed `check`."""
+        """Put a session's file into the cache, in place of the sequence that is there. The file has passed `check`."""
         cache, header = self._runner.cache, file.header
         with self._runner.restored(header.cached_len, header.state_lens) as slots:
             for name, tensor in cache.tensors().items():
@@ -84,7 +84,8 @@ class StaticStore:
 
 
 class PageStore:
-    """Of an engine for many sequences. Used between two steps. Without a salt, as requests of this process are.
+    """Copies sequences out of the pages of an engine for many sequences, and into them. Used between two steps. Without
+    a salt, as requests of this process are.
 
     tiers: below the cache, None where there are none.
     """
@@ -94,7 +95,7 @@ class PageStore:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens of a page."""
         return self._cache.page_size
 
     @property
@@ -103,7 +104,7 @@ class PageStore:
         return {name: form for name, form in _layout(self._cache).items() if not name.startswith("state ")}
 
     def count(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Of how many leading tokens the cache's pages are known, and of how many with those of the tiers."""
+        """Count the leading tokens whose pages the cache has, and those whose pages it or the tiers have."""
         pages, _ = self._pages.find("", token_ids)
         offloaded, _ = self._pages.find_offloaded("", token_ids, len(pages))
         size = self._cache.page_size
@@ -136,12 +137,12 @@ class PageStore:
         return (at + len(in_memory)) * size, list(islice(in_files, most))
 
     def read(self, copy: Copy) -> dict[str, torch.Tensor] | None:
-        """What a file has. On any thread, at any time. None when it cannot be used."""
+        """Read what a file has of a page or state, on any thread, at any time. None when it cannot be used."""
         assert self._tiers is not None
         return self._tiers.in_file(copy.name, copy.depth)
 
     def take_states(self, token_ids: Sequence[int]) -> States:
-        """The states behind the longest lengths within these tokens that have some."""
+        """Take the states behind the longest lengths within these tokens that have some."""
         pages, slots = self._pages.find("", token_ids)
         _, offloaded = self._pages.find_offloaded("", token_ids, len(pages))
         _settle(self._cache)
@@ -160,7 +161,8 @@ class PageStore:
         return found
 
     def take(self, token_ids: Sequence[int]) -> tuple[int, dict[str, torch.Tensor]]:
-        """Of the longest prefix of these tokens that is in whole pages of the cache: its length, a copy of its rows."""
+        """Take the longest prefix of these tokens that is in whole pages of the cache: its length, a copy of its
+        rows."""
         pages, _ = self._pages.find("", token_ids)
         rows = self._rows(pages)
         tensors = {
@@ -170,7 +172,8 @@ class PageStore:
         return len(rows), tensors
 
     def put(self, file: SessionFile) -> int:
-        """Into free pages, where prompts that begin so find it. How many of the tokens there was room for.
+        """Put a session's file into free pages, where prompts that begin so find it. Returns how many of the tokens
+        there was room for.
 
         Raises SessionFileError before anything is changed.
         """

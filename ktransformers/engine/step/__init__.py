@@ -1,4 +1,4 @@
-"""One step of the model: its context, inputs, graphs, forward and logits. Knows neither loading nor planning.
+"""Runs one step of the model: its context, inputs, graphs, forward and logits. Knows neither loading nor planning.
 
 `context.py` fills a `ForwardContext` (which row belongs to which sequence, which slots it writes, how many positions it
 sees); `layout.py` brings hidden states to a layer's device; `forward.py` brings a step's inputs to the GPU once and

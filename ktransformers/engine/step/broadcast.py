@@ -1,4 +1,4 @@
-"""Who else hears of a step before it runs: the other processes of a model that is cut."""
+"""The type of the function that sends a step to the other processes of a model before it runs."""
 
 from __future__ import annotations
 

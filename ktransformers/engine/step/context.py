@@ -24,9 +24,8 @@ PREFILL_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepStateSlots:
-    """Of one sequence in a step, see scheduler.records.ScheduledSequence: read -1 begins with zeros; saves: (row,
-    slot).
-    """
+    """State slots of one sequence in a step, see scheduler.records.ScheduledSequence: read -1 begins with zeros; saves:
+    (row, slot)."""
 
     read: int
     write: int
@@ -36,7 +35,7 @@ class StepStateSlots:
 def static_context(
     cache: StaticCache, pool: WorkerPool, start: int, num_rows: int, states: StepStateSlots | None = None
 ) -> ForwardContext:
-    """Context of `num_rows` tokens at positions start, start + 1, ... of the cache's one sequence.
+    """Make the context of `num_rows` tokens at positions start, start + 1, ... of the cache's one sequence.
 
     states: of recurrent layers; slot 0 is continued when None.
     """
@@ -59,7 +58,7 @@ def static_context(
 def paged_context(
     cache: PagedCache, pool: WorkerPool, rows: Sequence[ScheduledSequence], tables: Sequence[npt.NDArray[np.int32]]
 ) -> tuple[torch.Tensor, ForwardContext]:
-    """Positions int64 [T] and the context of a step that carries `rows`, each a stretch of one sequence.
+    """Make positions int64 [T] and the context of a step that carries `rows`, each a stretch of one sequence.
 
     tables: the whole block table of each row's sequence. T tokens in all, S rows, P pages of the longest block table.
     Raises ValueError for pages that the cache does not have: kernels on a GPU would read and write beyond it.
@@ -95,7 +94,7 @@ def paged_context(
 def state_step(
     cache: PagedCache, states: Sequence[StepStateSlots], counts: npt.NDArray[np.int64], kv_lens: torch.Tensor
 ) -> StateStep | None:
-    """For sequences with so many rows each; None where no layer is recurrent.
+    """Make the StateStep of sequences with `counts` rows each; None where no layer is recurrent.
 
     Raises ValueError for slots that the cache does not have.
     """

@@ -57,21 +57,21 @@ class Replayable(Protocol):
 
 
 class GraphBackend(Protocol):
-    """How work is captured; tests have one without a device."""
+    """Captures work as graphs; tests have a backend without a device."""
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
         """Run the work as it will be captured, so that compiling and allocating are done."""
         ...
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
-        """The graph of the work, and the tensor into which each replay writes its result.
+        """Capture the work: return its graph, and the tensor into which each replay writes its result.
 
         Graphs share one memory pool. Raises RuntimeError when the work cannot be captured.
         """
         ...
 
     def wait(self) -> None:
-        """Return when all replays so far are done."""
+        """Wait until all replays so far are done."""
         ...
 
     def replayed(self) -> None:
@@ -83,11 +83,11 @@ class ReplayedWork(Protocol):
     """Work beside the GPU's that a graph sets off: kernels.transfer.async_cpu_experts.AsyncCpuExperts."""
 
     def captured(self) -> int:
-        """Pieces of work captured since this was asked last."""
+        """Count the pieces of work captured since the last call."""
         ...
 
     def expect(self, count: int, num_tokens: int) -> None:
-        """A replay with so many pieces, of which so many rows hold tokens, is about to come."""
+        """Prepare for a replay with `count` pieces, of which num_tokens rows hold tokens."""
         ...
 
 
@@ -201,11 +201,11 @@ class StepTimers(Protocol):
     """Times the parts of a step on its devices (engine.step.gpu_profile.GpuProfile)."""
 
     def begin(self) -> None:
-        """The step that is launched, or captured, from now on has marks."""
+        """Give marks to the step that is launched, or captured, from now on."""
         ...
 
     def take(self) -> object:
-        """It is launched, or captured: what its marks are."""
+        """Return the marks of the step that was launched, or captured, since `begin`."""
         ...
 
     def is_due(self) -> bool:
@@ -213,7 +213,7 @@ class StepTimers(Protocol):
         ...
 
     def launched(self, marks: object | None) -> None:
-        """A step with these marks was launched, or one without any."""
+        """Note that a step with these marks was launched, or one without any."""
         ...
 
 
@@ -262,7 +262,7 @@ class CUDAGraphRunner:
 
     @property
     def mixed_sizes(self) -> tuple[StepSize, ...]:
-        """The same of other steps."""
+        """Sizes of steps of several rows a sequence that were captured, or that they are padded to."""
         return tuple(size for size in sorted(self._captured) if not size.is_decode)
 
     def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
@@ -294,7 +294,8 @@ class CUDAGraphRunner:
         return _Captured(graph, logits, static, tuple((work, work.captured()) for work in works))
 
     def time_steps(self, marks: StepTimers | None, most_rows: int | None = None) -> None:
-        """From the next step on have those timed that are due; None: none. Captures the sizes again, with marks.
+        """Time the steps that are due with `marks`, from the next step on; None: none. Captures the sizes again, with
+        marks.
 
         most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.
         """
@@ -322,7 +323,8 @@ class CUDAGraphRunner:
         return self._most_timed is None or size.rows <= self._most_timed
 
     def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
-        """The size that a step of so many rows runs in, which keeps the logits of so many; None: it fits none."""
+        """Return the size that a step of so many rows runs in, which keeps the logits of so many; None: it fits
+        none."""
         fitting = (
             size
             for size, captured in self._captured.items()

@@ -42,7 +42,7 @@ MAX_GRAPH_ROWS = 256
 
 
 def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
-    """Why a step cannot be one CUDA graph, or None when nothing is known to speak against it."""
+    """Return why a step cannot be one CUDA graph, or None when nothing is known to speak against it."""
     on_cpu = sum(not plan.devices[layer_device.device].is_gpu for layer_device in plan.layer_devices)
     if on_cpu:
         return f"{on_cpu} of {len(plan.layer_devices)} layers are on the CPU"
@@ -60,7 +60,7 @@ def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
 
 
 class DecodeSteps:
-    """Steps of up to max_batch_size rows, and others of the sizes in `mixed`, of a model whose layers are on GPUs.
+    """Runs steps of up to max_batch_size rows, and others of the sizes in `mixed`, of a model whose layers are on GPUs.
 
     num_pages: of the longest sequence. backend: None runs steps without capturing them. choices: which sequences latent
     attention expands, for which steps of more rows than decode steps are left to others.
@@ -101,12 +101,13 @@ class DecodeSteps:
 
     @property
     def sizes(self) -> list[StepSize]:
-        """Of the graphs, or of the steps that are padded; the largest first."""
+        """Sizes of the graphs, or of the steps that are padded; the largest first."""
         decode = [StepSize(rows, rows) for rows in self._graphs.batch_sizes]
         return sorted({*decode, *self._graphs.mixed_sizes}, reverse=True)
 
     def time_steps(self, marks: StepTimers | None) -> None:
-        """See CUDAGraphRunner.time_steps. The experts of a step are kept for up to KEPT_ROWS rows."""
+        """Time the steps that are due, see CUDAGraphRunner.time_steps. The experts of a step are kept for up to
+        KEPT_ROWS rows."""
         self._graphs.time_steps(marks, KEPT_ROWS)
 
     def takes(self, context: ForwardContext, num_kept: int) -> bool:
@@ -163,7 +164,8 @@ class DecodeSteps:
         needs: Sequence[int] | None = None,
         launched: Callable[[int], None] = lambda num_rows: None,
     ) -> StepLogits:
-        """A step of T rows that `takes` takes, all on the CPU. launched: called with T before its end is waited for.
+        """Run a step of T rows that `takes` takes, all on the CPU. launched: called with T before its end is waited
+        for.
 
         Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, or what `needs` says of each of them
         (engine.sampling.logits_request), valid until the next step.
@@ -175,7 +177,8 @@ class DecodeSteps:
         return self._fetch.whole(on_device) if needs is None else self._fetch.requested(on_device, needs)
 
     def launch(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
-        """As `step`, of which nobody waits for the end: logits on the first device, valid until the next step."""
+        """Launch a step as `step` does, but do not wait for its end: logits on the first device, valid until the next
+        step."""
         hidden_states = self._layout.embedding(token_ids[None])[0]
         inputs = DecodeInputs(
             hidden_states,

@@ -1,4 +1,4 @@
-"""What a step reads, and the same padded to a graph's size at one place of memory.
+"""The inputs of a step, and the same padded to a graph's size at one place of memory.
 
 B rows of a graph, T <= B of them with tokens, S sequences, N of their rows whose logits are kept, P pages of a block
 table.
@@ -22,7 +22,7 @@ _FEW_ROWS = 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepSize:
-    """How many rows a graph takes, and of how many sequences at most: as many rows' logits are kept."""
+    """The size of a graph: how many rows it takes, and of how many sequences at most; as many rows' logits are kept."""
 
     rows: int
     seqs: int
@@ -33,8 +33,8 @@ class StepSize:
         return self.rows == self.seqs
 
     def waste(self, rows: int, seqs: int) -> tuple[bool, int, int]:
-        """Less for a graph that suits a step better. Where each row may have a sequence of its own, attention reads
-        the positions of many rows of one sequence anew for each of them."""
+        """A sort key, less for a graph that suits a step better. Where each row may have a sequence of its own,
+        attention reads the positions of many rows of one sequence anew for each of them."""
         return self.is_decode and rows > seqs and self.rows > _FEW_ROWS, self.rows, self.seqs
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class StepSize:
 
 
 def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, ... and max_batch_size itself."""
+    """Batch sizes of decode graphs: 1, 2, 4, 8, ... and max_batch_size itself."""
     sizes = [1]
     while sizes[-1] < max_batch_size:
         sizes.append(min(2 * sizes[-1], max_batch_size))
@@ -50,7 +50,7 @@ def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:
 
 
 def mixed_sizes(rows: Sequence[int], most_rows: int, max_batch_size: int) -> tuple[StepSize, ...]:
-    """Sizes of steps of several rows a sequence: of `rows`, as far as steps of most_rows rows need them.
+    """Choose the sizes of steps of several rows a sequence: of `rows`, as far as steps of most_rows rows need them.
 
     Of more than a few rows at most half have sequences of their own, so that attention takes them for what they are.
     """
@@ -64,7 +64,7 @@ def mixed_sizes(rows: Sequence[int], most_rows: int, max_batch_size: int) -> tup
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a step reads; see operators.context for the meaning. All on one device, hidden_states on any.
+    """The inputs of a step; see operators.context for their meaning. All on one device, hidden_states on any.
 
     keep: rows whose logits are wanted; None: all, in their order.
     """
@@ -85,11 +85,11 @@ class DecodeInputs:
 
     @property
     def num_kept(self) -> int:
-        """N."""
+        """Number N of rows whose logits are kept."""
         return self.num_rows if self.keep is None else len(self.keep)
 
     def to(self, device: torch.device) -> DecodeInputs:
-        """A copy there, or itself."""
+        """Return the inputs on `device`: a copy, or themselves."""
         kv_lens = self.kv_lens.to(device)
         return DecodeInputs(
             self.hidden_states.to(device),
@@ -164,14 +164,15 @@ def _aligned(nbytes: int) -> int:
 
 
 class InputMemory:
-    """Where the inputs of graphs lie, one graph's at a time: bytes on a device, and those that are copied there."""
+    """The memory in which the inputs of graphs lie, one graph's at a time: bytes on a device, and those that are copied
+    there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._data = self._staged = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        """The first bytes of both; of other memory than what was taken before where that does not do."""
+        """Return the first bytes of both; of other memory than what was taken before where that does not do."""
         if len(self._data) < nbytes:
             self._data = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
             self._staged = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
@@ -205,7 +206,7 @@ class StaticInputs:
         self.pad()
 
     def pad(self) -> None:
-        """Fill with rows that hold no token."""
+        """Fill the inputs with rows that hold no token."""
         self._staged.zero_()
         self._host.slot_mapping.fill_(-1)
         if self._host.states is not None:

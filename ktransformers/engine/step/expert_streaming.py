@@ -37,17 +37,17 @@ class PrefillDriver(StreamDriver, Protocol):
     """A StreamDriver that also pins memory in place."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Raises KernelError where that cannot be."""
+        """Pin `nbytes` of memory at `address`. Raises KernelError where that cannot be."""
         ...
 
     def unpin(self, address: int) -> None:
-        """Of what was pinned at `address`."""
+        """Unpin the memory that was pinned at `address`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTools:
-    """What is called CUDA here; tests have their own. name: of the device, as people know it."""
+    """The functions that stand for CUDA here; tests have their own. name: of the device, as people know it."""
 
     driver: PrefillDriver
     copies: CopyQueue
@@ -58,7 +58,7 @@ _ANY_ROWS = 1 << 30
 
 
 def cuda_tools(device: Device, kernel_rows: int = _ANY_ROWS) -> PrefillTools | None:
-    """Those of a CUDA device, None for another.
+    """Return the tools of a CUDA device, None for another.
 
     kernel_rows: of hidden states and results, up to which kernels copy them: a copy engine may finish the experts that
     are queued for the next layer before it turns to a result that this one waits for.
@@ -143,7 +143,7 @@ def open_prefills(
     tools_of: Callable[[Device], PrefillTools | None],
     max_batch_size: int,
 ) -> dict[str, PrefillLayer]:
-    """What streams the loaded experts of a plan, by key, in steps of more rows than decode steps have.
+    """Open what streams the loaded experts of a plan, by key, in steps of more rows than decode steps have.
 
     Errors as `open_prefill`; `Devices.close` ends it.
     """

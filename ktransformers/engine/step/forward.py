@@ -27,7 +27,7 @@ _USUAL = "rotary_emb.inner"
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step on the devices of the layers.
+    """The inputs of a step on the devices of the layers.
 
     hidden_states: [1, T, width], what the layout's embedding gave, and positions int64 [1, T], on the first layer's
     device; keep: int64 [N] rows, on the last layer's. context: replicated on all of them.
@@ -59,7 +59,7 @@ class ForwardPass:
 
     @torch.inference_mode()
     def on_cpu(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
-        """int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
+        """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
         if self.short is not None and self.short.is_wanted:
             return self.short.logits(token_ids, positions, context, keep)
         return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)
@@ -78,7 +78,7 @@ class ForwardPass:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> Tensor:
-        """From inputs that are on the GPU to logits [N, vocab_size] there. What a graph captures."""
+        """Run a step from inputs that are on the GPU to logits [N, vocab_size] there. What a graph captures."""
         assert self.layout is not None, "steps on the CPU have no inputs elsewhere"
         for device in self.layout.devices:
             if device.is_gpu:

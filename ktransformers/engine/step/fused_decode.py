@@ -52,17 +52,17 @@ class FusedDecode:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether nobody looks at what the model's own code does."""
+        """Whether no hook watches what the model's own code does."""
         return not any(module._forward_hooks or module._forward_pre_hooks for module in self.watched)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that have logits."""
+        """Size of the vocabulary: the tokens that have logits."""
         assert self.head.native is not None, "a head that is not loaded"
         return self.head.native[0].shape[0]
 
     def logits(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
-        """int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
+        """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
         rows: Tensor = self.embedding(token_ids[None])
         angles = self.rotation(rows, positions[None])
         rows = self.layers(rows, forward_context=context, position_embeddings=angles)

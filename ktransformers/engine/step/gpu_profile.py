@@ -1,4 +1,4 @@
-"""What the parts of steps take on GPUs, and which experts their rows chose there.
+"""Times the parts of steps on GPUs, and notes which experts their rows chose there.
 
 Every step that is launched one by one is timed. Of replayed steps some are: a mark costs about a microsecond of the
 GPU's time, so that steps between them keep what marks cost below a two-hundredth of the whole. What is known of a step
@@ -36,7 +36,7 @@ _Marked = Mapping[str, _Named]
 
 @dataclass(slots=True)
 class GpuProfile(StepTimers):
-    """Of the GPUs among `devices`. Asked by one thread, the one that runs steps."""
+    """The profile of steps on the GPUs among `devices`. Asked by one thread, the one that runs steps."""
 
     devices: Sequence[Device]
     latest: GpuRecord | None = None
@@ -55,17 +55,18 @@ class GpuProfile(StepTimers):
             usage.keep(_LARGE_ROWS)
 
     def close(self) -> None:
-        """Give back what was only needed for this."""
+        """Give back what only the profile needed."""
         for usage in self._usages():
             usage.keep(0)
 
     def expect(self, num_rows: int, keep: Sequence[int]) -> None:
-        """A step comes. keep: its rows whose experts are wanted, should it have too many to tell all."""
+        """Prepare for a step that comes. keep: its rows whose experts are wanted, should it have too many to tell
+        all."""
         self._keep, self.latest = keep, None
         self._before = [usage.counts.clone() for usage in self._usages()] if num_rows > KEPT_ROWS else []
 
     def rows_of(self, num_rows: int) -> Sequence[int]:
-        """Those whose experts are told of a step of so many rows."""
+        """Return the rows of a step of num_rows rows whose experts are recorded."""
         return range(num_rows) if num_rows <= KEPT_ROWS else self._keep
 
     @override
@@ -80,7 +81,7 @@ class GpuProfile(StepTimers):
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """A step that is launched in the block is timed."""
+        """Time the step that is launched in the block."""
         self.begin()
         try:
             yield
@@ -110,7 +111,7 @@ class GpuProfile(StepTimers):
             device.make_gpu_timers().fetch(len(launched.get(device.name, ())))
 
     def finish(self, num_rows: int) -> None:
-        """The step is over, its results and what was fetched behind it are here: `latest` says what is known of it."""
+        """End a step whose results, and what was fetched behind it, are here: `latest` says what is known of it."""
         now = time.monotonic_ns()
         seconds = (now - self._launched_ns) / 1e9
         self._step_seconds = seconds if not self._step_seconds else 0.9 * self._step_seconds + 0.1 * seconds

@@ -1,4 +1,5 @@
-"""Which sizes of steps, beside decode steps, can be replayed from CUDA graphs: by what operators plan on the host.
+"""Finds which sizes of steps, beside decode steps, can be replayed from CUDA graphs: by what operators plan on the
+host.
 
 A step whose layers are all captured is replayed whole. Where the host decides inside of a step it stays eager: experts
 that it streams, or that it waits for; expanded latents; the choices of sparse attention, whose graphs would look at as
@@ -32,12 +33,13 @@ GRAPH_ROWS = (16, 32, 64, 128, 256, 512, 1024)
 
 
 def largest_graph(rows: Sequence[int], chunk_size: int) -> int:
-    """Rows of the largest graph of steps of up to chunk_size rows, 0 without any."""
+    """Count the rows of the largest graph of steps of up to chunk_size rows, 0 without any."""
     return min(max(rows, default=0), chunk_size)
 
 
 def choices_of(plan: Plan) -> tuple[MaterializationPolicy, ...]:
-    """How the latent attention of a loaded model chooses the sequences whose keys it expands: each choice once."""
+    """Return how the latent attention of a loaded model chooses the sequences whose keys it expands: each choice
+    once."""
     found = (op.prefill_choice for op in plan.operators.values() if isinstance(op, KMLAAttention))
     return tuple(dict.fromkeys(choice for choice in found if choice is not None))
 
@@ -73,8 +75,8 @@ def replayed_sizes(
     most_rows: int,
     max_batch_size: int,
 ) -> tuple[StepSize, ...]:
-    """Sizes of `rows` for steps of up to most_rows rows and max_batch_size sequences, of a loaded model with what its
-    operators were given. Logs one line for each reason why others are not replayed."""
+    """Choose those sizes of `rows` for steps of up to most_rows rows and max_batch_size sequences, of a loaded model
+    with what its operators were given. Logs one line for each reason why others are not replayed."""
     sizes, reason = mixed_sizes(rows, most_rows, max_batch_size), _why_none(plan, flash)
     if reason is not None:
         if sizes:

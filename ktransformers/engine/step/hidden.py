@@ -37,7 +37,8 @@ _GGUF_POOLINGS = {
 
 
 class HiddenStatesHook:
-    """Over a causal LM of `transformers`, whose operators may be ours. While it is open, steps must not be replayed."""
+    """Shows the hidden states of a causal LM of `transformers`, whose operators may be ours. While it is open, steps
+    must not be replayed."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -45,7 +46,7 @@ class HiddenStatesHook:
 
     @contextmanager
     def watch(self) -> Iterator[list[torch.Tensor]]:
-        """The list gets the hidden states of every step that runs meanwhile: fp32 [T, H] on the CPU.
+        """Yield a list that gets the hidden states of every step that runs meanwhile: fp32 [T, H] on the CPU.
 
         Raises UnsupportedError for a model without a decoder of its own.
         """
@@ -67,14 +68,14 @@ class HiddenStatesHook:
 
 
 class Pooled:
-    """One vector of a sequence, from the hidden states of its tokens in their order: `add` them, then ask."""
+    """The pooled vector of a sequence, from the hidden states of its tokens in their order: `add` them, then ask."""
 
     def __init__(self, pooling: Pooling):
         self._pooling, self._len = pooling, 0
         self._sum: np.ndarray[Any, np.dtype[np.float64]] | float = 0.0
 
     def add(self, hidden_states: torch.Tensor) -> None:
-        """fp32 [T, H] of the next T tokens."""
+        """Add the hidden states of the next T tokens, fp32 [T, H]."""
         rows = hidden_states.numpy()
         if self._pooling is Pooling.MEAN:
             self._sum = self._sum + rows.sum(0, dtype=np.float64)
@@ -84,8 +85,8 @@ class Pooled:
             self._sum, self._len = row.astype(np.float64), 1
 
     def vector(self) -> bytes:
-        """fp32 [H], little-endian. Raises NotFiniteError where a token's hidden state is no number, though the last
-        token's logits may be good: windows of attention end, and a mean is of all tokens."""
+        """Return the pooled vector as fp32 [H], little-endian. Raises NotFiniteError where a token's hidden state is no
+        number, though the last token's logits may be good: windows of attention end, and a mean is of all tokens."""
         vector = np.asarray(self._sum / self._len)
         is_bad = ~np.isfinite(vector)
         if is_bad.any():
@@ -95,7 +96,8 @@ class Pooled:
 
 
 def embedding_form(pooling_type: object, *paths: Path | None) -> EmbeddingForm:
-    """How a model wants its embeddings, in the form of sentence-transformers in one of its folders, else of its GGUF.
+    """Return how a model wants its embeddings, in the form of sentence-transformers in one of its folders, else of its
+    GGUF.
 
     pooling_type: the GGUF's; None: it does not say. Raises ConfigError for files that cannot be read.
     """

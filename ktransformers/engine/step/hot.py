@@ -50,7 +50,7 @@ _DIGITS = 3
 
 
 class HotFile:
-    """What was learned of one model's experts: {number of a layer: scores [E]}."""
+    """The file of what was learned of one model's experts: {number of a layer: scores [E]}."""
 
     def __init__(self, identity: ModelIdentity, folder: Path | None = None) -> None:
         self._model = f"{identity.config} {identity.tensors} {identity.data}"
@@ -58,7 +58,8 @@ class HotFile:
         self.path = (folder or user_cache_dir()) / "hot-experts" / f"{name}.json"
 
     def read(self) -> dict[int, Floats]:
-        """What the file holds; nothing, with one line in the log, for one that is of something else or damaged."""
+        """Return what the file holds; nothing, with one line in the log, for one that is of something else or
+        damaged."""
         try:
             held = json.loads(self.path.read_text())
             if (held["format"], held["model"]) != (_FORMAT, self._model):
@@ -75,7 +76,8 @@ class HotFile:
         return scores
 
     def add(self, scores: Mapping[int, Floats]) -> None:
-        """Keep them, in the place of what is there of the same layers; where that cannot be, one line says so."""
+        """Keep `scores` in the file, in the place of those of the same layers; where that cannot be, one line says
+        so."""
         merged = {layer: each.round(_DIGITS).tolist() for layer, each in {**self.read(), **scores}.items()}
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
@@ -109,7 +111,7 @@ class _Pool:
 
 @dataclass(slots=True)
 class HotGpu(StepFollower):
-    """The pools of one GPU. pinned: what nobody else has pinned."""
+    """The pools of expert slots on one GPU. pinned: what nobody else has pinned."""
 
     pools: Sequence[_Pool]
     pinned: PinnedRanges
@@ -156,14 +158,14 @@ class HotGpu(StepFollower):
 
 @dataclass(frozen=True, slots=True)
 class HotService:
-    """All GPUs' slots. layers: by experts module, for its runtime."""
+    """The expert slots of all GPUs. layers: by experts module, for its runtime."""
 
     layers: Mapping[str, HotLayer] = field(default_factory=dict)
     gpus: Sequence[HotGpu] = ()
     _taken: list[int] = field(default_factory=lambda: [0, 0, 0, 0], repr=False)
 
     def begin(self, file: HotFile) -> None:
-        """Fill the slots. Until then nothing has one."""
+        """Fill the slots with experts. Until then no expert has one."""
         if not self.gpus:
             return
         learned = file.read()
@@ -177,14 +179,14 @@ class HotService:
         return [pool.slots for gpu in self.gpus for pool in gpu.pools]
 
     def totals(self) -> tuple[int, int, int, int]:
-        """Since the start: experts that decode steps used, those that had a slot, uploads, bytes of these."""
+        """Count since the start: experts that decode steps used, those that had a slot, uploads, bytes of these."""
         pools = self._pools()
         sums = [pool.policy.totals for pool in pools]
         nbytes = sum(each.uploads * pool.expert_nbytes for each, pool in zip(sums, pools, strict=True))
         return sum(t.reads for t in sums), sum(t.hits for t in sums), sum(t.uploads for t in sums), nbytes
 
     def describe(self) -> str | None:
-        """One line; None without slots."""
+        """Describe the use of the slots in one line; None without slots."""
         if not self.gpus:
             return None
         reads, hits, uploads, nbytes = self.totals()
@@ -192,7 +194,7 @@ class HotService:
         return f"{rate:.1f} % of {reads} reads of experts found theirs on a GPU, {uploads} uploads ({size_of(nbytes)})"
 
     def take(self) -> tuple[int, int, int, int]:
-        """What is new in `totals` since the last time."""
+        """Return what is new in `totals` since the last call."""
         now = self.totals()
         before, self._taken[:] = tuple(self._taken), now
         return now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
@@ -218,7 +220,7 @@ def open_hot(
     tools_of: Callable[[Device], PrefillTools | None],
     max_batch_size: int,
 ) -> HotService:
-    """Slots for the loaded experts of a plan; `Devices.close` ends it.
+    """Make the expert slots for the loaded experts of a plan; `Devices.close` ends it.
 
     prefill: what streams experts, by key: their memory is pinned. Where memory cannot be pinned, or there is no CUDA
     device, there are no slots, and one line says why. Raises CapacityError when they do not fit.

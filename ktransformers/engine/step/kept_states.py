@@ -18,7 +18,8 @@ __all__ = ["KeptStates"]
 
 
 class KeptStates:
-    """num_states slots. interval: tokens between snapshots inside of a prompt, 0 for none.
+    """The kept states of one sequence, in num_states slots. interval: tokens between snapshots inside of a prompt, 0
+    for none.
 
     A step of several rows keeps the last border before its last row, in the place of the one of the step before it; one
     row at a time does the same, and leaves what the prompt's steps kept. What gives way is what was used longest ago.
@@ -35,13 +36,14 @@ class KeptStates:
         self._saves: dict[int, int] = {}
 
     def resume_len(self, shared: int) -> int:
-        """The longest length up to `shared` that a step can begin from."""
+        """Return the longest length up to `shared` that a step can begin from."""
         if shared == self._len:
             return shared
         return max((length for length in self._kept if length <= shared), default=0)
 
     def begin(self, start: int, num_rows: int) -> StepStateSlots:
-        """A step of so many rows from position `start` on. Raises ConfigError where there is no state to begin from."""
+        """Begin a step of num_rows rows from position `start` on. Raises ConfigError where there is no state to begin
+        from."""
         if start == self._len:
             read = 0 if start else -1
         elif start in self._kept:
@@ -60,17 +62,18 @@ class KeptStates:
         return StepStateSlots(read, 0, [(length - start - 1, slot) for length, slot in self._saves.items()])
 
     def end(self, length: int) -> None:
-        """The step is over; the sequence is so long now."""
+        """Note that the step is over and the sequence has `length` tokens now."""
         self._len = length
         self._kept.update(self._saves)
         self._saves = {}
 
     def slots(self) -> dict[int, int]:
-        """Where the states are that a step can begin from, by length."""
+        """Slots of the states that a step can begin from, by length."""
         return dict(self._kept) | ({self._len: 0} if self._len else {})
 
     def restore(self, lengths: Sequence[int], end: int) -> dict[int, int]:
-        """Forget all, for another sequence of `end` tokens. Slots by length that its states are to be written to.
+        """Forget all states, for another sequence of `end` tokens. Returns slots by length that its states are to be
+        written to.
 
         lengths: of which there are states; the longest are taken, as many as there is room for.
         """

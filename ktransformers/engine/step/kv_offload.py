@@ -35,7 +35,7 @@ _ALIGN = 64
 
 
 class SlotLayout:
-    """How the tensors of a page lie in a slot, or those of a state. tensors: [num * rows, ...] each; rows: of one."""
+    """The layout of a page's tensors in a slot, or of a state's. tensors: [num * rows, ...] each; rows: of one."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], rows: int):
         self.tensors = {name: tensor.view(-1, rows, *tensor.shape[1:]) for name, tensor in tensors.items()}
@@ -48,7 +48,7 @@ class SlotLayout:
         self.devices = sorted({tensor.device for tensor in tensors.values() if tensor.is_cuda}, key=str)
 
     def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of slots, uint8 [num_slots, nbytes]: the tensors in them, [num_slots, rows, ...]."""
+        """View slots, uint8 [num_slots, nbytes], as the tensors in them, [num_slots, rows, ...]."""
         found = {}
         for name, tensor in self.tensors.items():
             first, shape = self.offsets[name] // tensor.itemsize, tensor.shape[1:]  # whole, see _ALIGN
@@ -84,7 +84,7 @@ class _Slots:
         return self.block[slot].numpy().data
 
     def pin(self) -> PinnedRanges | None:
-        """Where the cache is on a GPU, so that copies need no step in between."""
+        """Pin the slots where the cache is on a GPU, so that copies need no step in between."""
         if not self.layout.devices or not self.block.numel():
             return None
         pieces = [(self.block.data_ptr(), self.block.numel())]
@@ -109,7 +109,7 @@ class _Marks:
             event.synchronize()
 
     def seconds_until(self, later: _Marks) -> float | None:
-        """None while it has not come."""
+        """Seconds from these marks to `later`; None while that has not come."""
         if not all(event.query() for event in later._events):  # type: ignore[no-untyped-call]
             return None
         pairs = zip(self._events, later._events, strict=True)
@@ -162,7 +162,7 @@ class _FileThreads:
             return []
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish the jobs that were begun."""
         for inbox in self._inboxes.values():
             inbox.put(None)
         for thread in self._threads:
@@ -227,7 +227,7 @@ class TieredCache:
 
     @staticmethod
     def layouts(cache: PagedCache) -> dict[bytes, SlotLayout]:
-        """By kind: what a slot of each holds."""
+        """Return layouts by kind: what a slot of each holds."""
         layouts = {PAGE: SlotLayout(cache.tensors(), cache.page_size)}
         if cache.states is not None:
             layouts[STATE] = SlotLayout(cache.states.tensors(), 1)
@@ -235,18 +235,19 @@ class TieredCache:
 
     @classmethod
     def files(cls, cache: PagedCache, fingerprint: bytes, folder: Path, max_bytes: int) -> PageFiles:
-        """The files of a cache, of at most max_bytes."""
+        """Open the files of a cache, of at most max_bytes."""
         formats = {
             kind: PageFormat(fingerprint, str(layout), layout.nbytes) for kind, layout in cls.layouts(cache).items()
         }
         return PageFiles(folder, formats, max_bytes=max_bytes)
 
     def in_slot(self, kind: bytes, slot: int) -> dict[str, torch.Tensor]:
-        """What a host slot holds, [rows, ...] by name, until the next step. Copies to it must have ended."""
+        """Return what a host slot holds, [rows, ...] by name, until the next step. Copies to it must have ended."""
         return {name: view[slot] for name, view in self._slots[kind].views.items()}
 
     def in_file(self, name: bytes, depth: int) -> dict[str, torch.Tensor] | None:
-        """What a file holds, as `in_slot`, in memory of its own. On any thread. None when it cannot be used: logged."""
+        """Return what a file holds, as `in_slot`, in memory of its own. On any thread. None when it cannot be used:
+        logged."""
         assert self._files is not None, "a file is asked for, and there are none"
         layout = self._slots[name[:1]].layout
         block = torch.empty(1, layout.nbytes, dtype=torch.uint8)
@@ -297,7 +298,7 @@ class TieredCache:
             self._waited.append(threads.done.get())
 
     def result(self, row_seconds: float = 0.0) -> TierResult:
-        """What was done since the last one."""
+        """Return what was done since the last result."""
         writes, reads = list[tuple[bytes, bool]](), list[tuple[bytes, bool]]()
         read_bytes, read_seconds = 0, 0.0
         for done in self._ended():
@@ -336,7 +337,7 @@ class TieredCache:
         return nbytes, seconds
 
     def reset(self) -> None:
-        """The scheduler forgets all, after a step that failed: nothing is on its way afterwards."""
+        """Forget all, as the scheduler does after a step that failed: nothing is on its way afterwards."""
         while self._threads is not None and self._threads.num_open:
             self._wait()
             self._ended()

@@ -28,7 +28,7 @@ __all__ = ["StepLayout", "hand_contexts", "install_moves", "move_into", "rotatio
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The devices of a step.
+    """The devices that a step passes.
 
     entry, last: where hidden states begin and end. devices: of all layers, each once. embedding: ids to hidden states,
     and behind them what the model looks up for its layers, `width` columns together. layer_inputs: of these, layers and
@@ -44,7 +44,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, plan: Plan, modules: Mapping[str, nn.Module], embedding: nn.Module) -> StepLayout:
-        """The devices that the layers of a planned model live on.
+        """Find the devices that the layers of a planned model live on.
 
         modules: the model's modules by name, and embedding one of them, as they were before the plan was applied.
         """
@@ -62,7 +62,7 @@ class StepLayout:
         return cls(*ends, _WithLayerInputs(table, base), width + layers[0] * layers[1], layers)
 
     def split(self, embedded: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the embedding gave, [1, T, width], as the model's forward takes it."""
+        """Split what the embedding gave, [1, T, width], into arguments of the model's forward."""
         layers, columns = self.layer_inputs
         if not columns:
             return {"inputs_embeds": embedded}
@@ -71,7 +71,8 @@ class StepLayout:
         return {"inputs_embeds": embedded[..., :hidden], "per_layer_inputs": inputs}
 
     def settle(self) -> None:
-        """A step's results are here: wait for what other GPUs still have on the way to the host, which is little."""
+        """Wait, when a step's results are here, for what other GPUs still have on the way to the host, which is
+        little."""
         counted = [device for device in self.devices if device.usages]
         if len(counted) > 1:
             for device in counted:
@@ -91,12 +92,12 @@ class StepLayout:
         return any(one.usages or one.async_cpu_experts() or one.services or one.followers for one in devices)
 
     def wait(self) -> None:
-        """Until the last device is through with the step."""
+        """Wait until the last device is through with the step."""
         if self.last.torch_device.type == "cuda":
             torch.cuda.current_stream(self.last.torch_device).synchronize()
 
     def finish(self, num_rows: int) -> None:
-        """A step of so many rows is over. Raises EngineError when experts failed on the CPU in it."""
+        """Finish a step of num_rows rows, which is over. Raises EngineError when experts failed on the CPU in it."""
         self.settle()
         self.check_experts()
         for follower in self.followers:
@@ -104,7 +105,7 @@ class StepLayout:
 
     @property
     def followers(self) -> list[StepFollower]:
-        """What follows steps on all devices."""
+        """The followers of steps on all devices."""
         return [follower for device in self.devices for follower in device.followers]
 
     @property
@@ -157,7 +158,8 @@ def _has_layer_inputs(module: nn.Module) -> bool:
 
 
 def install_moves(modules: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Add the hooks. modules: the model's modules by name, as they were before the plan was applied."""
+    """Add the hooks that move hidden states to the devices of the layers. modules: the model's modules by name, as they
+    were before the plan was applied."""
     places = {entry.key: entry.placement.generate_device for entry in plan.entries}
     if all(place == "cpu" for place in places.values()):
         return
@@ -176,7 +178,7 @@ def _above(key: str) -> list[str]:
 
 
 def move_into(layer: nn.Module, layer_device: Device) -> None:
-    """Hidden states, and what the model hands to all layers, come to the layer's device."""
+    """Have hidden states, and what the model hands to all layers, moved to the layer's device."""
 
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -201,7 +203,7 @@ def move_into(layer: nn.Module, layer_device: Device) -> None:
 
 
 def hand_contexts(modules: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Let recurrent operators have the step's context: not all layers of `transformers` hand keywords down to them.
+    """Let recurrent operators get the step's context: not all layers of `transformers` hand keywords down to them.
 
     modules: the model's modules by name, as they were before the plan was applied.
     """
@@ -211,7 +213,7 @@ def hand_contexts(modules: Mapping[str, nn.Module], plan: Plan) -> None:
 
 
 def rotations_of(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """What rotates positions, by the key of each operator that asks for the angles of others than the step's.
+    """Return what rotates positions, by the key of each operator that asks for the angles of others than the step's.
 
     model: with its operators in place.
     """

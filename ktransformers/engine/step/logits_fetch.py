@@ -62,7 +62,7 @@ class LogitsFetch:
         return self._whole[first : first + count]
 
     def requested(self, logits: Tensor, requests: Sequence[int]) -> StepLogits:
-        """What is needed of each row of fp32 [n, V] there; all of them where no need is less than a row."""
+        """Copy what is needed of each row of fp32 [n, V] to the CPU; all of them where no need is less than a row."""
         places = [-1] * len(requests)
         whole = [row for row, need in enumerate(requests) if need == WHOLE_ROW]
         if self._tools is None or len(whole) == len(requests):

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepRunner(Protocol):
-    """What computes a flattened step. See engine.step.runner.ModelRunner."""
+    """Computes flattened steps, see engine.step.runner.ModelRunner."""
 
     @property
     def hook(self) -> HiddenStatesHook: ...
@@ -57,7 +57,7 @@ class StepRunner(Protocol):
         keep: torch.Tensor,
         needs: Sequence[int] | None,
     ) -> StepLogits:
-        """Logits of the rows in `keep`, or what is needed of each; None: all."""
+        """Run a step: logits of the rows in `keep`, or what is needed of each; None: all."""
         ...
 
     @property
@@ -106,7 +106,8 @@ class _Kept:
         self.scored: list[tuple[ScheduledSequence, int, int]] = []  # row, first index into rows, how many
 
     def add(self, row: ScheduledSequence, first: int, scored: int) -> None:
-        """first: flattened index of the row's first token; scored: how many of its tokens are followed by prompt."""
+        """Add what is kept of a row's logits. first: flattened index of the row's first token; scored: how many of its
+        tokens are followed by prompt."""
         if scored:
             self.scored.append((row, len(self.rows), scored))
             self.rows.extend(range(first, first + scored))
@@ -133,8 +134,8 @@ class PagedExecutor:
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
     between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
-    take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see Ranks.mend.
-    find_damage: what to say of the weights where logits or an embedding are no numbers.
+    take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
+    Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
@@ -166,7 +167,7 @@ class PagedExecutor:
 
     @property
     def num_runs(self) -> int:
-        """Runs whose state is held."""
+        """Number of runs whose state is held."""
         return len(self._runs)
 
     def reset(self) -> None:
@@ -178,8 +179,8 @@ class PagedExecutor:
             self.tiers.reset()
 
     def recover(self) -> None:
-        """After a StageLostError: the model is whole again, and all runs are forgotten. Raises EngineError where it
-        cannot be."""
+        """Make the model whole again after a StageLostError, and forget all runs. Raises EngineError where it cannot
+        be."""
         self.mend_model()
         self.reset()
 
@@ -205,7 +206,8 @@ class PagedExecutor:
         return _Inputs(kept, torch.from_numpy(token_ids), positions, context, keep)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step.
+        """Run one step of the scheduler. A row that cannot be sampled gets an error of its own; an exception is about
+        the whole step.
 
         Raises StageLostError where `recover` helps.
         """

@@ -1,4 +1,4 @@
-"""Which modules of a loaded model run kernels one by one, and what those belong to: for CpuProfilingRuntime."""
+"""Finds which modules of a loaded model run kernels one by one, and what those belong to: for CpuProfilingRuntime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _MLP = frozenset({"mlp", "feed_forward"})
 
 
 def module_scopes(model: Any) -> list[ModuleScope]:
-    """Of a loaded causal LM of `transformers`, outer modules before inner ones. Native layers know what they are."""
+    """Find the scopes of a loaded causal LM of `transformers`, outer modules before inner ones. Native layers know what
+    they are."""
     head = getattr(model, "lm_head", None)
     scopes = [ModuleScope(head, part="lm_head")] if isinstance(head, nn.Module) else []
     for index, layer in enumerate(layer_list(model) or ()):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
+    """Runs a loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
     decode: how steps that can be replayed run on GPUs; like all others when None. hook: for the hidden states behind
     the logits. broadcast: given each step before it runs, where other processes have to run it, too. begins_ahead:
@@ -55,7 +55,7 @@ class ModelRunner:
     def step(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
     ) -> torch.Tensor:
-        """One flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
+        """Run one flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
 
         Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size], valid until the next step.
         Checks nothing: `forward` does for one sequence.
@@ -73,8 +73,8 @@ class ModelRunner:
         keep: torch.Tensor,
         needs: Sequence[int] | None,
     ) -> StepLogits:
-        """As `step`, but a row's need (engine.sampling.logits_request) may be all that comes back of it. None: whole
-        rows.
+        """Run a step as `step` does; a row's need (engine.sampling.logits_request) may be all that comes back of it.
+        None: whole rows.
 
         Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
         """
@@ -113,7 +113,7 @@ class ModelRunner:
         *,
         is_padded: bool,
     ) -> None:
-        """Launch a step of the process that leads, whose results that one has.
+        """Launch a step of the driver, which has its results.
 
         is_padded: as it is there; stages find out for themselves.
         """
@@ -155,13 +155,13 @@ class ModelRunner:
     def begin(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
     ) -> None:
-        """Tell the other processes of a step that comes to `reduced_step` behind those that were told of before."""
+        """Send the other processes a step that comes to `reduced_step` behind those that were sent before."""
         assert self._broadcast is not None
         self._broadcast(token_ids, positions, context, keep, False)
         self._num_begun += 1
 
     def recovered(self) -> None:
-        """All processes are there again, and none has a step under way."""
+        """Note that all processes are there again, and none has a step under way."""
         self._is_apart, self._num_begun = False, 0
 
     def _begin_step(
@@ -214,7 +214,7 @@ class ModelRunner:
 
 
 class StaticRunner(ModelRunner):
-    """One sequence of at most max_len tokens, whose keys and values live in a StaticCache.
+    """Runs one sequence of at most max_len tokens, whose keys and values live in a StaticCache.
 
     is_models_limit: the model takes no more tokens, so that a larger cache would not help.
     """
@@ -238,21 +238,22 @@ class StaticRunner(ModelRunner):
 
     @property
     def max_len(self) -> int:
-        """Most tokens of the sequence, prompt and answer together."""
+        """The most tokens of the sequence, prompt and answer together."""
         return self.cache.max_len
 
     def resume_len(self, shared: int) -> int:
-        """See SequenceRunner: less than `shared` where recurrent layers keep no state of it."""
+        """Return where a step can begin, see SequenceRunner: less than `shared` where recurrent layers keep no state of
+        it."""
         return shared if self._states is None else self._states.resume_len(shared)
 
     def state_slots(self) -> dict[int, int]:
-        """Where in the cache the states of recurrent layers are, by the number of tokens that they have seen."""
+        """Slots of recurrent layers' states in the cache, by the number of tokens that they have seen."""
         return {} if self._states is None else self._states.slots()
 
     @contextmanager
     def restored(self, num_tokens: int, state_lens: Sequence[int]) -> Iterator[dict[int, int]]:
-        """Another sequence takes the cache: the block writes its keys, its values, and its states to the slots that it
-        is given by length. When that fails the cache is empty."""
+        """Give the cache to another sequence: the block writes its keys, its values, and its states to the slots that
+        it is given by length. When that fails the cache is empty."""
         self.written_len = 0
         slots = {} if self._states is None else self._states.restore(state_lens, num_tokens)
         try:
@@ -275,9 +276,8 @@ class StaticRunner(ModelRunner):
         return logits
 
     def decode(self, token_id: int, position: int, need: int) -> StepLogits:
-        """`forward` of one token, of whose logits no more than `need` (engine.sampling.logits_request) has to come
-        back.
-        """
+        """Run one token as `forward` does; of its logits no more than `need` (engine.sampling.logits_request) has to
+        come back."""
         return self._forward([token_id], position, [0], [need])
 
     def _forward(

@@ -1,4 +1,4 @@
-"""How far apart the states of recurrent layers are kept inside of a prompt. Pure."""
+"""Chooses how far apart the states of recurrent layers are kept inside of a prompt. Pure."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ LEAST_INTERVAL = 256
 
 
 def snapshot_interval(snapshots: int, longest: int) -> int:
-    """Tokens between snapshots inside of a prompt, so that the longest one takes half of them; 0: there are none."""
+    """Choose the tokens between snapshots inside of a prompt, so that the longest one takes half of them; 0: there are
+    none."""
     return max(-(-longest // max(snapshots // 2, 1)), LEAST_INTERVAL) if snapshots else 0

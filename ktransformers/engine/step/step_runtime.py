@@ -1,4 +1,4 @@
-"""What the code below Python tells of a step, on the CPU and on GPUs, for a Recorder."""
+"""Records what the code below Python tells of a step, on the CPU and on GPUs, for a Recorder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["StepRuntime"]
 
 
 class StepRuntime(Runtime):
-    """Of a runner's steps."""
+    """The Runtime of a runner's steps, on the CPU and on GPUs."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._cpu = CpuProfilingRuntime(runner.pool, module_scopes(runner.model))

@@ -1,4 +1,4 @@
-"""Whether a loaded model computes what transformers would: reference modules, hooks, comparisons.
+"""Checks whether a loaded model computes what transformers would: reference modules, hooks, comparisons.
 
 `self_check.py` computes layers of each kind (`layer_kinds.py`) on random tokens, longer than their windows, by our
 operators and by transformers' own modules (`reference_module.py`, which reads weights when they are used), and refuses

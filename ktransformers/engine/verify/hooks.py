@@ -21,7 +21,8 @@ __all__ = ["LayerHooks", "ModuleCall", "Trace", "hooked", "model_layers", "recor
 
 @dataclass(slots=True)
 class Trace:
-    """One pass. inputs, outputs: of the layers that were computed, fp32 [..., T, H] or [1, T, streams, H].
+    """The trace of one pass of a model. inputs, outputs: of the layers that were computed, fp32 [..., T, H] or [1, T,
+    streams, H].
 
     logits [N, vocab].
     """
@@ -31,7 +32,7 @@ class Trace:
     logits: torch.Tensor | None = None
 
     def followed_by(self, other: Trace) -> Trace:
-        """Two passes over neighbouring rows as one; the logits of the second."""
+        """Join two passes over neighbouring rows to one, with the logits of the second."""
         return Trace(_joined(self.inputs, other.inputs), _joined(self.outputs, other.outputs), other.logits)
 
 
@@ -83,7 +84,7 @@ def _kept(hidden: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def hooked(layers: Sequence[nn.Module], hooks: LayerHooks) -> Iterator[None]:
-    """`hooks` in front of the layers, while the block runs."""
+    """Put `hooks` in front of the layers, while the block runs."""
 
     def standing_in(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: hooks.call(index, forward, args, kwargs)
@@ -110,7 +111,7 @@ def model_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """What went into a module and came out of it: the first tensors of either, fp32 [rows, ...]."""
+    """A call of a module: what went in and came out, the first tensors of either, fp32 [rows, ...]."""
 
     taken: torch.Tensor
     given: torch.Tensor
@@ -118,7 +119,7 @@ class ModuleCall:
 
 @contextmanager
 def recorded_calls(layer: nn.Module) -> Iterator[dict[str, ModuleCall]]:
-    """The calls of the modules inside `layer` by name, in the order in which they end.
+    """Record the calls of the modules inside `layer` by name, in the order in which they end.
 
     An operator that stands in for a module has the module's name.
     """

@@ -1,4 +1,4 @@
-"""Which decoder layers launch the same kernels, so that a warm-up runs one of each kind.
+"""Finds which decoder layers launch the same kernels, so that a warm-up runs one of each kind.
 
 Layers are of one kind when the plan says the same of all that is in them, their caches have the same shape, and their
 modules are of the same classes with the same numbers: heads, windows, whether they rotate. What a layer is handed
@@ -36,7 +36,8 @@ _Numbers: TypeAlias = object  # of a module, nested tuples
 
 
 def layer_kinds(model: nn.Module, plan: Plan, shapes: Sequence[LayerShape]) -> list[int]:
-    """The kind of each decoder layer, numbered by first use; empty, with a line in the log, when they cannot be told.
+    """Return the kind of each decoder layer, numbered by first use; empty, with a line in the log, when they cannot be
+    told.
 
     model: with its operators loaded, its layers joined or not. shapes: of the layers' caches.
     """
@@ -111,7 +112,8 @@ def _plain(value: object, depth: int = _DEPTH) -> object:
 
 @contextmanager
 def one_of_each(model: nn.Module, kinds: Sequence[int]) -> Iterator[list[int]]:
-    """Forwards inside the block run one layer for each kind and kind before it; the others give what such a one gave.
+    """Run, in forwards inside the block, one layer for each kind and kind before it; the others give what that layer
+    gave.
 
     kinds: of the layers, as `layer_kinds` has them; all layers run when there are none. Yields the layers that run.
     """
@@ -142,7 +144,7 @@ class _Chooser:
         self._outputs: dict[int, Any] = {}  # of layers that are in no stack, by kind, in this step
 
     def stand_in(self, layer: nn.Module) -> Callable[..., Any]:
-        """What takes the place of the next layer's forward, or of the stack's."""
+        """Return what takes the place of the next layer's forward, or of the stack's."""
         first = self.done
         if isinstance(layer, LayerStack):
             self.done += len(layer.layers)

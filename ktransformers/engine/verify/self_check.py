@@ -73,7 +73,7 @@ class _ReferenceFails(Exception):
 
 
 def is_checked(opened: OpenedModel) -> bool:
-    """Whether no test covers a model's family, and it is compared for that."""
+    """Whether no test covers a model's family, so that it is compared with transformers' modules."""
     config = opened.config
     if config.model_path is None and config.gguf_path is None:
         return False  # random weights, which are measured and answer nothing
@@ -242,7 +242,7 @@ class _Check:
             logger.info("self check: comparing %s, which takes a while (--no_self_check)", config.model_type)
 
     def run(self) -> str | None:
-        """What differs, in words; None when nothing does."""
+        """Say in words what differs; None when nothing does."""
         try:
             exact = self._twin(self.selected, None, is_rounded=False)
         except _ReferenceFails:  # layers that take something from each other

@@ -44,7 +44,8 @@ class _Call:
 
 @dataclass(slots=True)
 class StackCheck:
-    """`begin` before layers are joined, `compare` afterwards. num_tokens: in the vocabulary."""
+    """The check of joined layers: `begin` before layers are joined, `compare` afterwards. num_tokens: in the
+    vocabulary."""
 
     model: Any
     shapes: list[LayerShape]
@@ -82,7 +83,7 @@ class StackCheck:
 
     @torch.inference_mode()
     def compare(self) -> None:
-        """Raises UnsupportedError, which names the layers that a stack computes otherwise."""
+        """Raise UnsupportedError, which names the layers that a stack computes otherwise."""
         if not self._alone:
             return
         layers = decoder_layers(self.model)

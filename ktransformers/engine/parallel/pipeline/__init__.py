@@ -1,4 +1,4 @@
-"""One model over several processes, each with some neighbouring layers: stages, between which hidden states travel.
+"""Runs one model over several processes, each with neighbouring layers: stages, between which hidden states travel.
 
     first stage ── hidden states [1, T, H] ──> next ── ... ──> last stage: norm, head, sampling; it leads
 

@@ -29,7 +29,8 @@ _SECONDS = 1800.0
 
 
 class StageLink:
-    """Between this stage and its neighbours. stage: its number, of `size`; the last one leads, and is rank 0.
+    """The connection between a stage and its neighbours. stage: its number, of `size`; the last one leads, and is rank
+    0.
 
     seed: of hidden states that nobody has computed. has_gpu_groups: whether hidden states go from GPU to GPU anywhere,
     where nothing can take back what waits. replayed_rows: most rows of steps that are replayed, whose hidden
@@ -57,8 +58,8 @@ class StageLink:
         return (stage + 1) % self.size
 
     def rendezvous(self, place: str, device: torch.device) -> None:
-        """Wait for all others. place: a file that nobody else has, or tcp://HOST:PORT. device: where hidden states come
-        in. Raises RuntimeError."""
+        """Wait for all other stages. place: a file that nobody else has, or tcp://HOST:PORT. device: where hidden
+        states come in. Raises RuntimeError."""
         made: Any = distributed
         seconds = datetime.timedelta(seconds=_SECONDS)
         if place.startswith("tcp://"):
@@ -99,8 +100,8 @@ class StageLink:
             logger.info("hidden states go from GPU to GPU, by NCCL")
 
     def receive(self, num_rows: int, width: int) -> torch.Tensor:
-        """Rows of the step, fp32 [1, num_rows, width], as the stage before gives them; until all have met, and in a
-        warm-up, of which no other stage knows, those that follow from `seed`. Raises StageLostError."""
+        """Receive rows of the step, fp32 [1, num_rows, width], as the stage before gives them; until all have met, and
+        in a warm-up, of which no other stage knows, those that follow from `seed`. Raises StageLostError."""
         if not self._is_met or is_warmup():
             return torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(self.seed))
         group = self._groups.get(self.stage - 1)
@@ -110,7 +111,7 @@ class StageLink:
         return rows
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Hidden states of a step, [1, T, width], which `send_output` gives away."""
+        """Keep hidden states of a step, [1, T, width], which `send` gives away."""
         count = rows.shape[1]
         if count > self.replayed_rows:
             self._kept = rows
@@ -133,7 +134,7 @@ class StageLink:
             distributed.send(rows, self._rank(self.stage + 1), group=group)
 
     def leave(self) -> None:
-        """Leave the others."""
+        """Leave the process group of the stages."""
         if self._is_met:
             self._is_met = False
             self._groups.clear()
@@ -166,7 +167,8 @@ def joined_stages(numbers: Sequence[int]) -> list[int]:
 
 
 class Incoming(Placeholder):
-    """In the place of the embedding. seen: what it gave last, [1, T, width], which has to reach the first layer so.
+    """The placeholder for the embedding, which gives the hidden states of the stage before. seen: what it gave last,
+    [1, T, width], which has to reach the first layer so.
 
     num_streams: of hidden states, side by side.
     """
@@ -184,7 +186,7 @@ class Incoming(Placeholder):
 
 
 class Outgoing(Placeholder):
-    """In the place of the last norm, or of what makes one stream of several, [1, T, streams, H], before it.
+    """The placeholder for the last norm, or for what makes one stream of several, [1, T, streams, H], before it.
 
     Who runs the model has the link hand over what this keeps.
     """

@@ -1,4 +1,4 @@
-"""What of one machine each of its stages has: GPUs, and bytes to plan with.
+"""Divides one machine over its stages: GPUs, and bytes to plan with.
 
 All load at the same time, so that none sees how much the others are going to take.
 """
@@ -33,7 +33,7 @@ class StageMemoryBudget:
 
     @property
     def free_by_own_names(self) -> dict[str, int]:
-        """`free` by the device names that the stage's process uses, which sees no other GPUs."""
+        """Return `free` by the device names that the stage's process uses, which sees no other GPUs."""
         names = ["cpu", *(f"cuda:{i}" for i in range(len(self.gpus)))]
         return dict(zip(names, self.free.values(), strict=True))
 

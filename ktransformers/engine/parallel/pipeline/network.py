@@ -1,4 +1,4 @@
-"""Which address and interface of this machine lead to another one, and where the processes of a model meet."""
+"""Finds which address and interface of this machine lead to another one, and where the processes of a model meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model over nodes before anything is loaded: what the planner makes of each stage on its node.
+"""Plans a model over nodes before anything is loaded: what the planner makes of each stage on its node.
 
 A plan of the whole model says what layers cost; nodes.py cuts by that, and each stage is planned as its engine would.
 What such a plan has besides layers (workspaces, tables) is not known before: where a stage turns out too large for its
@@ -37,7 +37,8 @@ _PLENTY = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """first, end: layers. ram, vram: bytes that are planned there. seconds: to read what a token needs of them."""
+    """The plan of one stage on its node. first, end: layers. ram, vram: bytes that are planned there. seconds: to read
+    what a token needs of them."""
 
     node: Node
     first: int
@@ -49,24 +50,26 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """Stages that fit, in order."""
+    """The stages of a model that fit its nodes, in order."""
 
     stages: tuple[StagePlan, ...]
 
     @property
     def layers(self) -> str:
-        """For --pipeline_layers."""
+        """Number of layers of each stage, as --pipeline_layers takes them."""
         return ",".join(str(stage.end - stage.first) for stage in self.stages)
 
     @property
     def tokens_per_s(self) -> tuple[float, float]:
-        """At most: of one sequence, which passes the stages in turn, and of as many sequences as there are stages."""
+        """Tokens a second at most: of one sequence, which passes the stages in turn, and of as many sequences as there
+        are stages."""
         seconds = [stage.seconds for stage in self.stages]
         return 1 / sum(seconds), 1 / max(seconds)
 
 
 def plan_nodes(reopen: Callable[[EngineConfig], OpenedModel], config: EngineConfig, nodes: Sequence[Node]) -> NodePlan:
-    """The best cut there is. reopen: opens the model, headers only; a stage's skeleton is nobody else's.
+    """Find the best cut of a model over `nodes`. reopen: opens the model, headers only; a stage's skeleton is nobody
+    else's.
 
     Raises CapacityError when none fits, ConfigError for more nodes than layers.
     """

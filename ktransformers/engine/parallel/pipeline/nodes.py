@@ -1,4 +1,4 @@
-"""Which layers go to which node of a pipeline. Pure: numbers of bytes and rates, no models.
+"""Chooses which layers go to which node of a pipeline. Pure: numbers of bytes and rates, no models.
 
 A stage is some neighbouring layers, in the order of the nodes. What it holds besides routed experts goes to the node's
 GPU, if there is one; experts fill what is left of that, and RAM. Of all cuts in which no stage is larger than its node
@@ -29,7 +29,8 @@ _EXAMPLE = '--nodes "ram=64,vram=24 ram=128,gbs=200"'
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """ram, vram: bytes that are free. ram_rate, vram_rate: bytes a second that are read."""
+    """A machine for one stage of a pipeline. ram, vram: bytes that are free. ram_rate, vram_rate: bytes a second that
+    are read."""
 
     ram: int
     vram: int = 0
@@ -46,8 +47,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Bytes. dense: held besides routed experts, keys and values included; read_dense, read_experts: of them a token
-    reads so many."""
+    """Bytes that layers hold, and that a token reads of them. dense: held besides routed experts, keys and values
+    included; read_dense, read_experts: of them a token reads so many."""
 
     dense: int
     experts: int = 0
@@ -55,7 +56,7 @@ class LayerCost:
     read_experts: float = 0.0
 
     def plus(self, other: LayerCost) -> LayerCost:
-        """Both together."""
+        """Return the cost of both together."""
         return LayerCost(
             self.dense + other.dense,
             self.experts + other.experts,
@@ -66,7 +67,8 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """ram, vram: bytes there. seconds: for what a token reads. missing: bytes that the node lacks, 0 where it fits."""
+    """The cost of a stage on its node. ram, vram: bytes there. seconds: for what a token reads. missing: bytes that the
+    node lacks, 0 where it fits."""
 
     ram: int
     vram: int
@@ -75,7 +77,8 @@ class StageCost:
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """Of "ram=64,vram=24,gbs=90,vram_gbs=1000 ram=32": GiB and GB/s, a node each, in order. Raises ConfigError."""
+    """Parse nodes, such as "ram=64,vram=24,gbs=90,vram_gbs=1000 ram=32": GiB and GB/s, a node each, in order. Raises
+    ConfigError."""
     nodes = []
     for part in re.split(r"[;\s]+", text.strip()):
         values = {}
@@ -99,7 +102,8 @@ def parse_nodes(text: str) -> list[Node]:
 
 
 def stage_cost(cost: LayerCost, node: Node, in_ram: int = 0, on_gpu: int = 0) -> StageCost:
-    """Of a stage whose layers cost so much together. in_ram, on_gpu: bytes besides, on_gpu only where there is one."""
+    """Return the cost of a stage whose layers cost `cost` together. in_ram, on_gpu: bytes besides, on_gpu only where
+    there is one."""
     if not node.vram:
         ram = cost.dense + cost.experts + in_ram
         seconds = (cost.read_dense + cost.read_experts) / node.ram_rate
@@ -121,7 +125,7 @@ def best_split(
     besides: Sequence[tuple[int, int]] = (),
     joined: Collection[int] = (),
 ) -> list[tuple[int, int]] | None:
-    """First layer and end of each stage; None where no cut fits.
+    """Return the first layer and the end of each stage; None where no cut fits.
 
     first: bytes that the first stage has in RAM besides, of the embedding; last: what the last one has besides.
     besides: what else each has, in RAM and on a GPU. joined: layers that no stage can begin with.
@@ -147,7 +151,7 @@ def best_split(
 
     @cache
     def best(stages: int, end: int) -> tuple[float, int]:
-        """(the slowest of the first `stages`, where the last of them begins), for the layers before end."""
+        """Return (the slowest of the first `stages`, where the last of them begins), for the layers before end."""
         if stages == 1:
             return seconds(0, 0, end), 0
         begins = (begin for begin in range(stages - 1, end) if begin not in joined)

@@ -1,4 +1,4 @@
-"""Whether a stage gets all that its layers need from the one before, and gives all that the next one's need.
+"""Checks whether a stage gets all that its layers need from the one before, and gives all that the next one's need.
 
 Hidden states are what goes from stage to stage. Models that hand more from layer to layer, or to all layers what they
 made of embeddings, or compute something of hidden states before or behind their layers, show it in two steps of a
@@ -63,7 +63,7 @@ class _StageIo:
         return self.incoming is not None or self.outgoing is not None
 
     def take(self) -> dict[int, list[torch.Tensor]]:
-        """What layers were handed beside hidden states, since the last time."""
+        """Return what layers were handed beside hidden states since the last call."""
         taken, self._beside = self._beside, {}
         return taken
 
@@ -85,7 +85,7 @@ class _StageIo:
         self._check_same(self._given, args[0], "behind its last layer")
 
     def compare(self, one: dict[int, list[torch.Tensor]], other: dict[int, list[torch.Tensor]]) -> None:
-        """What layers are handed in two steps has to be the same but for hidden states."""
+        """Compare what layers are handed in two steps, which has to be the same but for hidden states."""
         for index, tensors in one.items():
             others = other[index]
             if len(tensors) != len(others) or not all(map(_is_same, tensors, others)):

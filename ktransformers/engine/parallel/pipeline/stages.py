@@ -1,4 +1,5 @@
-"""Which layers a stage has, and a skeleton of these alone: under their own names, with what lies around them.
+"""Cuts a model into stages: which layers a stage has, and a skeleton of these alone, under their own names, with what
+lies around them.
 
 The layers keep their numbers in names, by which rules and files know them; in caches they are counted from the stage's
 first one. What a model computes between embedding and layers, or hands from layer to layer besides hidden states,
@@ -119,7 +120,8 @@ class _AsItIs(Placeholder):
 
 
 def layer_costs(opened: OpenedModel) -> list[int]:
-    """Parameters of each decoder layer: what a decode step reads of it is in proportion, wherever experts are."""
+    """Count the parameters of each decoder layer: what a decode step reads of it is in proportion, wherever experts
+    are."""
     layers = layer_list(opened.model)
     if layers is None:
         raise UnsupportedError(f"--pipeline: the layers of model type {opened.facts.model_type} are not found")
@@ -127,7 +129,7 @@ def layer_costs(opened: OpenedModel) -> list[int]:
 
 
 def joined_layers(opened: OpenedModel) -> frozenset[int]:
-    """Layers before which no stage can begin: they, or later ones, use what earlier ones have made.
+    """Find the layers before which no stage can begin: they, or later ones, use what earlier ones have made.
 
     These are keys and values that layers share, and positions that the indexer of another layer has chosen.
     """
@@ -142,7 +144,8 @@ def joined_layers(opened: OpenedModel) -> frozenset[int]:
 
 
 def stage_bounds(costs: Sequence[int], size: int, joined: Collection[int] = ()) -> list[tuple[int, int]]:
-    """First layer and end of each stage, so that the most expensive one is as cheap as can be; none begins at `joined`.
+    """Return the first layer and the end of each stage, so that the most expensive one is as cheap as can be; none
+    begins at `joined`.
 
     Raises ConfigError for more stages than there can be.
     """
@@ -156,7 +159,8 @@ def stage_bounds(costs: Sequence[int], size: int, joined: Collection[int] = ()) 
 
     @cache
     def best(count: int, end: int) -> tuple[float, int]:
-        """(the most expensive stage's cost, where the last one begins) of `count` stages for the layers before end."""
+        """Return (the most expensive stage's cost, where the last one begins) of `count` stages for the layers before
+        end."""
         if count == 1:
             return sums[end], 0
         firsts = [first for first in range(count - 1, end) if first not in joined]
@@ -189,7 +193,8 @@ def _bounds(opened: OpenedModel, size: int) -> list[tuple[int, int]]:
 
 
 def stage_weights(opened: OpenedModel, size: int) -> list[int]:
-    """Parameters of each of `size` stages of a model that is whole: those of its layers, the embedding, the head.
+    """Count the parameters of each of `size` stages of a model that is whole: those of its layers, the embedding, the
+    head.
 
     Raises as `cut_stage`.
     """

@@ -55,7 +55,8 @@ _QUIET_SECONDS, _MOST_REFUSED = 60.0, 1000
 
 
 def read_secret(path: Path) -> bytes:
-    """What is in a file, without white space around it. Raises ConfigError for a file that cannot be one's secret."""
+    """Read the secret in a file, without white space around it. Raises ConfigError for a file that cannot be one's
+    secret."""
     hint = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
     try:
         content = read_named(path).strip()
@@ -70,7 +71,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Find out within half a minute that the machine on the other side is gone."""
+    """Have a connection fail within half a minute after the machine on the other side is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
@@ -185,7 +186,8 @@ def _prove(connection: socket.socket, where: str, secret: bytes, deadline: float
 
 
 class StageAgent:
-    """Listens from its making on. One driver at a time: a new one, with the secret, ends the process of the last.
+    """A listener that starts a `kt-rank` for a driver with the secret. One driver at a time: a new one, with the
+    secret, ends the process of the last.
 
     Handshakes go on side by side on the one thread of `serve`: a connection that says nothing, or says it slowly,
     keeps nobody out. Of more than MOST_PENDING the oldest is closed, of the address that has the most.
@@ -213,7 +215,7 @@ class StageAgent:
             logger.warning("listening at %s: what goes over this network is not encrypted", host)
 
     def serve(self) -> None:
-        """Until `close`. Processes die with the thread that calls this."""
+        """Serve drivers until `close`. Processes die with the thread that calls this."""
         while not self._is_closing:
             now = time.monotonic()
             self._drop_late(now)

@@ -1,4 +1,4 @@
-"""The process that leads others: it starts them, meets them, and tells them of each step."""
+"""The driver of a divided model: starts the other processes, synchronizes with them, and sends them each step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _die(message: str) -> None:
 
 
 def made_of(opened: OpenedModel) -> Made | None:
-    """How another process makes the same model; None for one that it opens by its files."""
+    """Return how another process makes the same model; None for a model that it opens by its files."""
     source = opened.source
     if not isinstance(source, SyntheticSource):
         return None
@@ -73,8 +73,8 @@ def _visible() -> list[str]:
 
 
 class Driver(Ranks):
-    """The process that samples and is told what to compute. config: how the model is divided. made: of a model without
-    files. on_death: called when a process ends in whose place there can be no other."""
+    """The Ranks of the process that samples and gets the scheduler's steps. config: how the model is divided. made: of
+    a model without files. on_death: called when a process ends in whose place there can be no other."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the driver tells the other processes of a model, and what they say: msgpack in frames on their standard streams.
+"""Messages between the driver and the other processes of a model: msgpack in frames on their standard streams.
 
 driver ── Start ──────────> reads headers, cuts, loads
        <────── Loaded / Failed
@@ -26,16 +26,16 @@ __all__ = ["Begin", "Captured", "Failed", "Loaded", "Made", "Regroup", "Start", 
 
 
 class Made(msgspec.Struct, frozen=True):
-    """A model without files: its config as JSON, the routing of its random weights."""
+    """How to make a model without files: its config as JSON, the routing of its random weights."""
 
     hf_config: str
     routing: str
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """config: with what the driver's plan has resolved. hardware: "module:function" that finds what there is. is_apart:
-    whether the process has a machine of its own. budget: bytes by device
-    that it may take there, {} for what is free."""
+    """The driver's order to load a part of the model. config: with what the driver's plan has resolved. hardware:
+    "module:function" that finds what there is. is_apart: whether the process has a machine of its own. memory_budget:
+    bytes by device that it may take there, {} for what is free."""
 
     rank: int
     name: str
@@ -51,8 +51,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """place: where to meet, a file or tcp://HOST:PORT. sizes: (rows, sequences) of steps that are padded. is_captured:
-    whether graphs are made."""
+    """The driver's order to meet the other processes and to capture graphs. place: where to meet, a file or
+    tcp://HOST:PORT. sizes: (rows, sequences) of steps that are padded. is_captured: whether graphs are made."""
 
     place: str
     sizes: list[tuple[int, int]]
@@ -60,7 +60,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One flattened step: arrays as bytes, in the types that ForwardContext says. is_padded: to the size of a graph.
+    """A flattened step: arrays as bytes, in the types that ForwardContext says. is_padded: to the size of a graph.
     states: bounds, reads, writes, saves, most rows of a sequence."""
 
     is_padded: bool
@@ -85,7 +85,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
         keep: torch.Tensor,
         is_padded: bool,
     ) -> Step:
-        """See ModelRunner.reduced_step."""
+        """Make the message of a step, with the arguments of ModelRunner.reduced_step."""
         states = context.states
         return cls(
             is_padded,
@@ -113,7 +113,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     def inputs(
         self, cache: PagedCache, pool: WorkerPool
     ) -> tuple[torch.Tensor, torch.Tensor, ForwardContext, torch.Tensor]:
-        """token_ids, positions, context and keep over a cache of one's own."""
+        """Return the step's token_ids, positions, context and keep over a cache of one's own."""
         kv_lens = _ints(self.kv_lens)
         states = None
         if self.states is not None:
@@ -134,26 +134,27 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """place: as Begin has it. Steps before it that were not computed never will be."""
+    """The driver's order to meet anew after a process was replaced. place: as Begin has it. Steps before it that were
+    not computed never will be."""
 
     place: str
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """What has to be as the driver has it."""
+    """A worker's message that its part is loaded: what has to be as the driver has it."""
 
     num_slots: int
     num_states: int
 
 
 class Captured(msgspec.Struct, frozen=True, tag=True):
-    """(rows, sequences) of the graphs that there are."""
+    """A worker's message that its graphs are captured: their (rows, sequences)."""
 
     sizes: list[tuple[int, int]]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """error: the name of a class in errors.py."""
+    """A worker's message that it cannot go on. error: the name of a class in errors.py."""
 
     error: str
     message: str
@@ -172,10 +173,10 @@ def _longs(data: bytes) -> torch.Tensor:
 
 
 def encode(message: Any) -> bytes:
-    """msgpack; paths as text."""
+    """Encode a message as msgpack; paths as text."""
     return msgspec.msgpack.encode(message, enc_hook=str)
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """A message of type `kind`. Raises msgspec.ValidationError for anything else."""
+    """Decode a message of type `kind`. Raises msgspec.ValidationError for anything else."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=lambda type, value: type(value))

@@ -24,7 +24,7 @@ __all__ = ["ParallelStrategy", "PipelineStrategy", "TensorParallelStrategy", "nu
 
 
 class ParallelStrategy(Protocol):
-    """How a model is divided over processes, seen from one of them.
+    """A way to divide a model over processes, seen from one of them.
 
     size: number of processes. noun: what log lines call each. is_uniform: whether all replay the same steps.
     """
@@ -58,7 +58,7 @@ class ParallelStrategy(Protocol):
         ...
 
     def will_replay(self, most_rows: int) -> None:
-        """Steps of up to so many rows are captured from now on."""
+        """Prepare for the capture of steps of up to `most_rows` rows from now on."""
         ...
 
     def send_output(self) -> Callable[[int], None] | None:
@@ -71,7 +71,7 @@ class ParallelStrategy(Protocol):
 
 
 class TensorParallelStrategy(ParallelStrategy):
-    """Each has a part of every layer, and a GPU. The driver is rank 0."""
+    """The strategy in which each process has a part of every layer, and a GPU. The driver is rank 0."""
 
     noun, is_uniform = "GPU", True
 
@@ -113,7 +113,8 @@ class TensorParallelStrategy(ParallelStrategy):
 
 
 class PipelineStrategy(ParallelStrategy):
-    """Each has some neighbouring layers. The driver is rank 0 and has the last ones, rank r the (r - 1)th part."""
+    """The strategy in which each process has some neighbouring layers. The driver is rank 0 and has the last ones, rank
+    r the (r - 1)th part."""
 
     noun, is_uniform = "stage", False
 
@@ -164,12 +165,13 @@ class PipelineStrategy(ParallelStrategy):
 
 
 def num_processes(config: EngineConfig) -> int:
-    """That a model is divided over."""
+    """Number of processes that a model is divided over."""
     return config.tensor_parallel * config.pipeline
 
 
 def parallel_strategy(config: EngineConfig, rank: int, is_apart: bool = False) -> ParallelStrategy:
-    """How the model is divided, as one of several processes sees it. is_apart: on machines of their own."""
+    """Return how the model is divided, as one of several processes sees it. is_apart: whether they are on machines of
+    their own."""
     if config.pipeline > 1:
         return PipelineStrategy(rank, config.pipeline, is_apart)
     return TensorParallelStrategy(rank, config.tensor_parallel)

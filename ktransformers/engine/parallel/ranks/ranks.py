@@ -42,27 +42,28 @@ class Ranks(Protocol):
         ...
 
     def begin(self, resolved: ResolvedPlan) -> None:
-        """The plan is made; nothing is loaded yet."""
+        """Take the plan, once it is made; nothing is loaded yet."""
         ...
 
     def rendezvous(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
-        """The model is loaded: the sizes of padded steps and whether they are captured, as the driver has them.
+        """Synchronize once the model is loaded; return the sizes of padded steps and whether they are captured, as the
+        driver has them.
 
         From then on results are added up. Raises KTransformersError when one of the others has failed.
         """
         ...
 
     def captured(self, sizes: Sizes) -> None:
-        """Graphs of these sizes are there. Raises EngineError when others have other ones."""
+        """Synchronize once graphs of these sizes are captured. Raises EngineError when others have other ones."""
         ...
 
     @property
     def begins_ahead(self) -> bool:
-        """Whether the others may be told of steps while others run here."""
+        """Whether other processes may begin steps while this one runs others."""
         ...
 
     def step_broadcast(self) -> StepBroadcast | None:
-        """What each step is told to before it runs, if anybody is to hear of it."""
+        """Return what sends each step to the other processes before it runs, if any of them needs it."""
         ...
 
     def recover(self) -> None:
@@ -75,7 +76,7 @@ class Ranks(Protocol):
 
 
 class Alone(Ranks):
-    """One process for all."""
+    """The Ranks of a model that one process has whole."""
 
     @override
     def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
@@ -112,12 +113,13 @@ class Alone(Ranks):
 
 
 def pairs_of(sizes: Sizes) -> list[tuple[int, int]]:
-    """Rows and sequences, as messages have them."""
+    """Return sizes as pairs of rows and sequences, as messages have them."""
     return [(size.rows, size.seqs) for size in sizes]
 
 
 class Worker(Ranks):
-    """A process beside the driver. start: what it is to be. receive: its next message; send: to it."""
+    """The Ranks of a process beside the driver. start: what it is to be. receive: gives the driver's next message;
+    send: sends it one."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class Worker(Ranks):
         return sizes, is_captured
 
     def send_output(self) -> Callable[[int], None] | None:
-        """See Division."""
+        """Return what sends a step's results on, see ParallelStrategy.send_output."""
         return self._strategy.send_output()
 
     @override
@@ -169,7 +171,7 @@ class Worker(Ranks):
         return None
 
     def rendezvous_again(self, place: str) -> None:
-        """The driver has a new process in the place of one that ended."""
+        """Meet the other processes anew, after the driver has replaced one that ended."""
         assert self._device is not None
         self._strategy.leave()
         self._strategy.rendezvous(place, self._device)

@@ -1,7 +1,7 @@
-"""The processes beside the driver, and others in their places.
+"""The processes beside the driver, and those that replace them.
 
 Deaths are noticed by threads of the workers. The process that takes the place of one begins to load at once, beside
-what the driver does; the driver takes it in when a step has failed or is to be told (`mended`).
+what the driver does; the driver takes it in when a step has failed or is to be told (`recovered`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class WorkerGroup:
             self._check_loaded(worker)
 
     def send(self, data: bytes) -> None:
-        """All of them. Raises StageLostError where another one is coming, EngineError where one is gone for good."""
+        """Send a frame to all workers. Raises StageLostError where another one is coming, EngineError where one is gone
+        for good."""
         if self._missing:
             raise StageLostError(f"stage {min(self._missing)} is gone")
         for worker in self.workers:
@@ -137,7 +138,8 @@ class WorkerGroup:
 
     @contextmanager
     def recovered(self) -> Iterator[list[WorkerHandle]]:
-        """Waits until all places are taken, and gives the new ones. Deaths in the block are the end of all.
+        """Wait until every worker that ended is replaced, and yield the new ones. Deaths in the block are the end of
+        all.
 
         Raises EngineError for a place that stays empty, and where nobody may take places.
         """
@@ -159,7 +161,7 @@ class WorkerGroup:
         self.is_recoverable = True
 
     def close(self) -> None:
-        """End them all."""
+        """End all workers."""
         with self._changed:
             self._is_closing = True
             late = [*self._loading.values(), *self._coming.values()]

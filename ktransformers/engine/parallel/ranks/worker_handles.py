@@ -28,25 +28,25 @@ OnDeath = Callable[[str], None]
 
 
 class WorkerHandle(Protocol):
-    """One process beside the driver. name: for people. address: of this machine as it knows it; None: the same."""
+    """A process beside the driver. name: for people. address: of this machine as it knows it; None: the same."""
 
     name: str
     address: str | None
 
     def send(self, data: bytes) -> None:
-        """A frame. Raises EngineError when it is gone."""
+        """Send a frame to the process. Raises EngineError when it is gone."""
         ...
 
     def receive(self) -> Loaded | Captured:
-        """Its next message. Raises what it failed with, EngineError when it is gone."""
+        """Receive the process's next message. Raises what it failed with, EngineError when it is gone."""
         ...
 
     def watch(self) -> None:
-        """From now on its end is the end of all."""
+        """Report the end of the process from now on, see OnDeath."""
         ...
 
     def close(self) -> None:
-        """End it."""
+        """End the process, or the connection to it."""
         ...
 
 
@@ -60,7 +60,7 @@ def _answer_of(data: bytes | None, name: str) -> Loaded | Captured:
 
 
 class LocalWorker(WorkerHandle):
-    """A process of this machine. gpu: CUDA_VISIBLE_DEVICES; "" for what the driver sees."""
+    """A worker process of this machine. gpu: CUDA_VISIBLE_DEVICES; "" for what the driver sees."""
 
     address = None
 
@@ -88,7 +88,7 @@ class LocalWorker(WorkerHandle):
 
     @override
     def receive(self) -> Loaded | Captured:
-        """Its next message. Raises what it failed with."""
+        """Receive the process's next message. Raises what it failed with."""
         return _answer_of(read_frame(self._from), self.name)
 
     @override

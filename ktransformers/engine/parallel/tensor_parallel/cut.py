@@ -134,7 +134,8 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def cut_model(opened: OpenedModel, group: RankGroup) -> OpenedModel:
-    """The part of `opened` that this process runs, with its shares. The skeleton is changed: it must be nobody else's.
+    """Return the part of `opened` that this process runs, with its shares. The skeleton is changed: it must be nobody
+    else's.
 
     Raises UnsupportedError for a model in which nothing can be cut.
     """

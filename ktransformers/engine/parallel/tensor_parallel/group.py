@@ -24,7 +24,8 @@ _MEETING_SECONDS = 1800.0
 
 
 class TensorGroup(RankGroup):
-    """See RankGroup. Until `meet` nothing is added: what runs while a model is loaded is each process's own."""
+    """The RankGroup of torch.distributed. Until `rendezvous` nothing is added: what runs while a model is loaded is
+    each process's own."""
 
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
@@ -39,7 +40,7 @@ class TensorGroup(RankGroup):
         return self._size
 
     def rendezvous(self, file: Path, device: torch.device) -> None:
-        """Wait for all others, who give the same file, which nobody else may have. Raises RuntimeError."""
+        """Wait for all other processes, which give the same file, that nobody else may have. Raises RuntimeError."""
         is_gpu = device.type == "cuda"
         os.environ.setdefault("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", "lo")
         if is_gpu:
@@ -55,13 +56,13 @@ class TensorGroup(RankGroup):
         self._is_met = True
 
     def sum(self, share: torch.Tensor) -> torch.Tensor:
-        """See RankGroup."""
+        """Add `share` up over all processes, in place, see RankGroup."""
         if self._is_met and not is_warmup():
             distributed.all_reduce(share)
         return share
 
     def leave(self) -> None:
-        """Leave the others."""
+        """Leave the group of processes."""
         if self._is_met:
             self._is_met = False
             distributed.destroy_process_group()
