@@ -78,7 +78,10 @@ DEFAULT_CHUNK_SIZE = 512
 
 
 def bundled_model(advice: str) -> Path:
-    """The GGUF that comes with the package. Raises ConfigError when it is missing; advice: what to do then."""
+    """Return the path of the GGUF that comes with the package.
+
+    Raises ConfigError when it is missing; advice: what to do then.
+    """
     found = sorted(DEMO_MODEL_PATH.glob("*.gguf"))
     if not found:
         raise ConfigError(
@@ -88,7 +91,10 @@ def bundled_model(advice: str) -> Path:
 
 
 def hot_slots(value: str) -> int | None:
-    """Slots of each layer that `--hot_experts` names; None for a word. Raises ConfigError for what is neither."""
+    """Return the slots of each layer that `--hot_experts` names; None for a word.
+
+    Raises ConfigError for what is neither.
+    """
     if value in HOT_EXPERTS:
         return None
     if not isinstance(value, str) or not value.isascii() or not value.isdigit() or not 1 <= int(value) <= _MAX_COUNT:
@@ -97,7 +103,7 @@ def hot_slots(value: str) -> int | None:
 
 
 def cpu_name() -> str:
-    """The processor's model name, as far as the system tells."""
+    """Return the processor's model name, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -111,7 +117,7 @@ _MAX_EXTRA_THREADS = 256
 
 
 def check_threads(flag: str, number: int) -> None:
-    """Raises ConfigError for a number of worker threads that no machine like this one can want. 0 is automatic."""
+    """Raise ConfigError for a number of worker threads that no machine like this one can want. 0 is automatic."""
     if number < 0:
         raise ConfigError(f"--{flag} must be at least 0, got {number}")
     if number > min(usable_cpus() + _MAX_EXTRA_THREADS, _MAX_THREADS):
@@ -119,7 +125,7 @@ def check_threads(flag: str, number: int) -> None:
 
 
 def why_crowded(number: int) -> str | None:
-    """What is wrong with `number` worker threads when there are fewer CPUs, in one line; None when there are enough."""
+    """Return in one line what is wrong with `number` worker threads on fewer CPUs; None when there are enough."""
     cpus, quota = usable_cpus(), cpu_quota()
     if number <= cpus:
         return None
@@ -130,7 +136,7 @@ def why_crowded(number: int) -> str | None:
 
 
 def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's programs keep what they can make again; ours is below it. It need not exist.
+    """Return this program's folder, below the user's, for what can be made again. It need not exist.
 
     XDG_CACHE_HOME or ~/.cache (freedesktop.org's base directories), ~/Library/Caches on macOS, LOCALAPPDATA on Windows.
     """
@@ -144,7 +150,7 @@ def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.e
 
 
 def user_state_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's programs keep what should outlive a session; ours is below it. It need not exist.
+    """Return this program's folder, below the user's, for what should outlive a session. It need not exist.
 
     XDG_STATE_HOME or ~/.local/state, ~/Library/Application Support on macOS, LOCALAPPDATA on Windows.
     """
@@ -208,7 +214,7 @@ MAX_STAGES = 64
 
 
 def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """Of "HOST:PORT,HOST:PORT", IPv6 as "[HOST]:PORT". Raises ConfigError."""
+    """Parse "HOST:PORT,HOST:PORT", IPv6 as "[HOST]:PORT", to (host, port) pairs. Raises ConfigError."""
     found = []
     for each in text.split(","):
         host, _, port = each.strip().rpartition(":")
@@ -220,7 +226,7 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
 
 
 def parse_layers(text: str) -> list[int]:
-    """Of "20,14,14". Raises ConfigError."""
+    """Parse "20,14,14" to numbers of layers. Raises ConfigError."""
     found = [each.strip() for each in text.split(",")]
     if not all(each.isdecimal() and int(each) for each in found):
         raise ConfigError(f"--pipeline_layers must be numbers of layers with commas between them, got {text!r:.40}")
@@ -229,7 +235,7 @@ def parse_layers(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine needs to know before it reads a model.
+    """The configuration that an engine needs before it reads a model.
 
     model_path: folder with config.json and tokenizer (and, when gguf_path is absent, safetensors weights).
     gguf_path: a GGUF file, a folder of GGUF files, or a folder of safetensors. One of the two must be given.
@@ -312,7 +318,7 @@ class EngineConfig:
     stage_key_file: Path | None = None
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
-        """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
+        """Return a checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
 
         needs_model: False when the weights come from no files.
         """

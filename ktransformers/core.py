@@ -1,4 +1,4 @@
-"""Host-side nouns that every layer shares. Knows neither torch nor transformers.
+"""Host-side types that every layer shares. Knows neither torch nor transformers.
 
 Who fills which field is noted on it. Lengths end in `_len` and are in tokens; times are in seconds.
 """
@@ -60,7 +60,7 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 
 def format_bytes(nbytes: int) -> str:
-    """`nbytes` for people: GiB from one GiB on, MiB from one MiB, else KiB or B."""
+    """Format a number of bytes for people: GiB from one GiB on, MiB from one MiB, else KiB or B."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -68,14 +68,17 @@ def format_bytes(nbytes: int) -> str:
 
 
 class Phase(StrEnum):
-    """Which of an operator's two implementations a step uses."""
+    """The phase of a step, by which it uses one of an operator's two implementations."""
 
     PREFILL = "prefill"
     GENERATE = "generate"
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended. STOP: an end token or a stop string; LENGTH: a token limit; ABORT: the caller left."""
+    """The reason why an answer ended.
+
+    STOP: an end token or a stop string; LENGTH: a token limit; ABORT: the caller left.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -83,7 +86,7 @@ class FinishReason(StrEnum):
 
 
 class Pooling(StrEnum):
-    """How an embedding is made of the hidden states of a prompt's tokens: the first's, the last's, or their mean."""
+    """The way an embedding is made of hidden states of a prompt's tokens: the first's, the last's, or their mean."""
 
     FIRST = "first"
     LAST = "last"
@@ -91,13 +94,13 @@ class Pooling(StrEnum):
 
     @property
     def needs_all(self) -> bool:
-        """Whether it takes more than the last token's, which is the only one that is always computed."""
+        """Whether pooling takes more than the hidden state of the last token, the only one that is always computed."""
         return self is not Pooling.LAST
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """How a model's embeddings are made. Decoders that say nothing are pooled by their last token.
+    """The form of a model's embeddings. Decoders that say nothing are pooled by their last token.
 
     pooling: None: in a way that is not known here. normalizes: whether vectors are scaled to length 1.
     """
@@ -129,7 +132,7 @@ _SHAPING_HINTS = ("disable_additional_properties", "whitespace_pattern")
 
 
 class ConstraintKind(StrEnum):
-    """How a constraint's text is read. CHOICE: a JSON list of strings. GRAMMAR: Lark as llguidance has it, or GBNF.
+    """The language of a constraint's text. CHOICE: a JSON list of strings. GRAMMAR: Lark as llguidance has it, or GBNF.
 
     TOOL_CALLS: Lark too, written here for a request's tools (`Tokenizer.tool_grammar`); no request says it itself.
     """
@@ -144,7 +147,7 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer, its reasoning excepted, must look like from its first character to its last.
+    """A constraint: what an answer, its reasoning excepted, must look like from its first character to its last.
 
     exit_ids: an answer that begins with one of these tokens is free: it calls a tool. widened: parts of the request's
     schema that `text` does not hold answers to, for whoever tells the client.
@@ -157,8 +160,10 @@ class Constraint:
 
     @classmethod
     def of(cls, wanted: object) -> Constraint:
-        """From what vLLM calls structured_outputs: a dict or an object with one of json (a schema), regex, choice,
-        grammar, json_object. Raises ConfigError; UnsupportedError for a hint that would change the answer.
+        """Make a constraint of what vLLM calls structured_outputs: a dict or an object.
+
+        It has one of json (a schema), regex, choice, grammar, json_object. Raises ConfigError; UnsupportedError for a
+        hint that would change the answer.
         """
         kinds = {kind.value for kind in ConstraintKind} - {ConstraintKind.TOOL_CALLS.value}
         if not isinstance(wanted, Mapping):
@@ -195,7 +200,7 @@ def _as_json(value: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpec:
-    """How an answer's reasoning is told from what follows it, for rules that are about one of them.
+    """The marks by which an answer's reasoning is told from what follows it, for rules that are about one of them.
 
     end: a regular expression, what of its text ends it. closing: the text that is written to end it from outside; it
     ends with what `end` finds. is_open: the prompt ends inside of it. open_id: the token that opens it at the beginning
@@ -224,7 +229,7 @@ _CONSTRAINT_NAMES = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
-    """How the next token is chosen. The meaning of each field is OpenAI's or vLLM's of the same name.
+    """The parameters of choosing the next token. The meaning of each field is OpenAI's or vLLM's of the same name.
 
     temperature 0 is greedy and makes top_k, top_p, min_p and seed irrelevant. top_k 0 and -1 mean "all".
     seed None draws one from the operating system, which is reported with the result.
@@ -320,7 +325,7 @@ class SamplingParams:
                 raise ConfigError(message)
 
     def __repr__(self) -> str:
-        """What differs from the defaults, long collections shortened."""
+        """Return the fields that differ from the defaults, long collections shortened."""
         changed = []
         for one in fields(self):
             value = getattr(self, one.name)
@@ -367,20 +372,23 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """When an answer ends by its tokens alone. end_ids: tokens that end it. max_len: most tokens that it has."""
+    """The limits by which an answer ends by its tokens alone. end_ids: tokens that end it.
+
+    max_len: most tokens that it has.
+    """
 
     end_ids: frozenset[int]
     max_len: int
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: Iterable[int], room: int) -> AnswerEnd:
-        """room: tokens that fit behind the prompt."""
+        """Make the limits of an answer by its parameters. room: tokens that fit behind the prompt."""
         ignores_eos = params.ignore_eos and params.constraint is None
         end_ids = frozenset(params.stop_token_ids) | frozenset(() if ignores_eos else eos_token_ids)
         return cls(end_ids, room if params.max_tokens is None else min(params.max_tokens, room))
 
     def reason(self, token_id: int, completion_len: int) -> FinishReason | None:
-        """Why the answer ends with this token, the completion_len-th, or None."""
+        """Return why the answer ends with this token, the completion_len-th, or None."""
         if token_id in self.end_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if completion_len >= self.max_len else None
@@ -388,7 +396,7 @@ class AnswerEnd:
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts and times of one answer, filled by the generate loop as it goes."""
+    """The counts and times of one answer, filled by the generate loop as it goes."""
 
     prompt_len: int = 0
     cached_len: int = 0  # leading prompt tokens whose K/V were already in the cache
@@ -403,14 +411,14 @@ class GenerationStats:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first, which the prefill gives."""
+        """Tokens generated per second after the first, which the prefill gives."""
         steps = max(self.completion_len - 1, 0)
         return steps / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of raw probabilities: of the chosen token, and of the most likely ones, best first."""
+    """The natural logarithms of raw probabilities: of the chosen token, and of the most likely ones, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob)
@@ -418,7 +426,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One step of an answer.
+    """An event of one step of an answer: its token, and the text that this makes certain.
 
     token_id: the new token; None only in the last event of an answer that was aborted.
     text: what became certain of the answer's text; can lag behind the tokens (unfinished characters, stop strings).
@@ -440,7 +448,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class PastToken:
-    """A token of an answer that another process has begun: what its event was made of.
+    """A token of an answer that another process has begun, with what its event was made of.
 
     index: of the answer, among those of its request. cached_len: of its prompt. reason: as AnswerEnd knows it.
     """
@@ -454,7 +462,10 @@ class PastToken:
 
     @classmethod
     def of(cls, index: int, event: TokenEvent) -> PastToken | None:
-        """None for an event without a token. A stop string is found again when the text is made again."""
+        """Return the past token of an event, None for one without a token.
+
+        A stop string is found again when the text is made again.
+        """
         if event.token_id is None:
             return None
         # Where the limit fell on the token that completed a stop string, that was looked for before and behind it.

@@ -83,7 +83,7 @@ _MAX_REASON = 200
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception of another library says, to stand inside one line of ours.
+    """Return what an exception of another library says, to stand inside one line of ours.
 
     Its advice about hubs and upgrades is for programs that download models; ours says itself what to do.
     """
@@ -97,7 +97,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class KTransformersError(Exception):
-    """Base of all errors that are reported to the user as one message."""
+    """The base of all errors that are reported to the user as one message."""
 
 
 class ConfigError(KTransformersError, ValueError):
@@ -105,7 +105,7 @@ class ConfigError(KTransformersError, ValueError):
 
 
 class UnsupportedError(ConfigError):
-    """The request is well-formed, but this program does not do it."""
+    """The input is well-formed, but this program does not do it."""
 
 
 class FieldError(ConfigError):
@@ -184,7 +184,7 @@ class StageLostError(EngineError):
 
 
 class ListenError(KTransformersError):
-    """Another program has the port that is to be listened on. It may be free later."""
+    """The port to listen on is taken by another program. It may be free later."""
 
 
 class ServiceError(KTransformersError):
@@ -232,11 +232,11 @@ class LoadFailedError(NotReadyError):
 
 
 class QueueFullError(ServiceError):
-    """Too many requests wait already."""
+    """The server's queue is full: too many requests wait already."""
 
 
 class RateLimitError(ServiceError):
-    """This API key has used up what it may. retry_after: seconds until it is worth trying again."""
+    """The API key of the request has used up what it may. retry_after: seconds until it is worth trying again."""
 
     def __init__(self, message: str, *, retry_after: float):
         self.retry_after = retry_after

@@ -40,7 +40,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class OperationCase:
-    """nbytes: that ours reads at least. flops: fp32 multiplications and additions, where they are the bound."""
+    """A call to measure. nbytes: read at least. flops: fp32 multiplications and additions, where they are the bound."""
 
     name: str
     ours: Callable[[], object]
@@ -144,7 +144,10 @@ def _figures(case: OperationCase, seconds: float, machine: Row) -> Row:
 
 
 def bench_operations(names: Sequence[str], threads: int, seconds: float, size: int) -> Record:
-    """Print a table, a line per kernel and shape. names: of those in `_CASES`. seconds: per figure."""
+    """Measure the native kernels beside torch; print a table, a line per kernel and shape. names: of those in `_CASES`.
+
+    seconds: per figure.
+    """
     pool = WorkerPool(threads)
     try:
         machine = machine_facts(pool) | {"fp32_peak_gflop_s": limits.fp32_peak(pool) / 1e9}

@@ -1,4 +1,4 @@
-"""What `plan` predicts beside what is then measured, on shapes of published models with random weights.
+"""The predictions of `plan` beside what is then measured, on shapes of published models with random weights.
 
 For each shape: its plan's load, predicted from what the machine was measured to do in the same minutes, and the engine
 of balance_serve with the same plan. Passes are short and the shortest counts, as it does for the machine: so both are
@@ -43,10 +43,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class PredictionWork:
-    """shapes: names, each cut to `layers` layers. prefills: prompts' lengths; batches: sequences that decode, each with
-    case.prompt_len tokens in the cache. rounds: of each figure, the best of which counts. within: how far a prediction
-    may be off; beyond, the record is a failure. visits: machine and shapes are measured so often, in turns, and the
-    best of each counts.
+    """The predictions to check, for `shapes`: names, each cut to `layers` layers.
+
+    prefills: prompts' lengths; batches: sequences that decode, each with case.prompt_len tokens in the cache. rounds:
+    of each figure, the best of which counts. within: how far a prediction may be off; beyond, the record is a failure.
+    visits: machine and shapes are measured so often, in turns, and the best of each counts.
     """
 
     config: EngineConfig
@@ -61,7 +62,7 @@ class PredictionWork:
 
     @property
     def figures(self) -> list[tuple[str, int]]:
-        """Phase and tokens of each."""
+        """The phase and the tokens of each figure."""
         return [*(("prefill", count) for count in self.prefills), *(("decode", batch) for batch in self.batches)]
 
 
@@ -125,7 +126,7 @@ class _Run:
 
 
 def predictions(preview: DryRun, speed: MachineSpeed, work: PredictionWork, chunk_size: int) -> list[Prediction]:
-    """In the order in which they are measured."""
+    """Return the predictions in the order in which they are measured."""
     load = preview.summary.load
     context = work.case.prompt_len + work.case.steps // 2
     return [

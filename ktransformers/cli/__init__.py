@@ -57,7 +57,7 @@ where there is the same thing here: docs/flags.md."""
 
 
 def build_parser() -> ArgumentParser:
-    """The parser of the whole command, one subparser per file of this package."""
+    """Build the parser of the whole command, with one subparser per file of this package."""
     parser = ArgumentParser(
         prog="ktransformers",
         has_settings=False,
@@ -96,7 +96,7 @@ def _help(args: argparse.Namespace) -> int:
 
 
 def guarded(run: Callable[[], int], args: argparse.Namespace | None = None) -> int:
-    """The exit code of `run`; this program's own errors become one line on standard error and what `exit_code` says.
+    """Return the exit code of `run`; this program's errors become one line on standard error and what `exit_code` says.
 
     args: parsed arguments; with them an error that names a flag says which variable or file set it.
     """
@@ -162,10 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def local_chat_main(argv: Sequence[str] | None = None) -> int:
-    """The whole of local_chat.py. Returns the exit code."""
+    """Run the command line of local_chat.py. Returns the exit code."""
     return run_command(chat_command.local_chat_parser(), argv)
 
 
 def server_main(argv: Sequence[str] | None = None) -> int:
-    """The whole of server/main.py. Returns the exit code."""
+    """Run the command line of server/main.py. Returns the exit code."""
     return run_command(serve_command.server_parser(), argv)

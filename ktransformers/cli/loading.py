@@ -1,4 +1,4 @@
-"""What shows that something is under way: while programs and weights load, while a prompt is read.
+"""Signs that something is under way: while programs and weights load, while a prompt is read.
 
 Imports nothing heavy.
 """
@@ -27,8 +27,9 @@ _ERASE = "\r\x1b[K"
 
 
 class StatusLine:
-    """One line with a spinner, in place of which text is written later. Takes a column less than the window has.
+    """A line with a spinner on a terminal, in place of which text is written later.
 
+    Takes a column less than the window has.
     It is drawn once something has taken longer than `delay` seconds, and then by a thread, since what is waited for is
     one long call. Everybody else who writes to `out` has to call `clear` before.
     """
@@ -56,7 +57,7 @@ class StatusLine:
             self._draw()
 
     def clear(self) -> None:
-        """Erase the line."""
+        """Erase the line with the spinner."""
         if self._thread is None:
             return
         self._is_over.set()
@@ -82,7 +83,10 @@ class StatusLine:
 
 @contextmanager
 def early_line(err: TextIO, text: str) -> Iterator[None]:
-    """A line on a terminal for as long as the block takes, nothing elsewhere. What is logged meanwhile stays above."""
+    """Show a line on a terminal for as long as the block takes, nothing elsewhere.
+
+    What is logged meanwhile stays above.
+    """
     if not err.isatty():
         yield
         return
@@ -92,7 +96,7 @@ def early_line(err: TextIO, text: str) -> Iterator[None]:
 
 @contextmanager
 def loading_bar(err: TextIO, name: str = "") -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar with bytes and rate on a terminal; elsewhere one line that says that `name` is loaded, if it is given.
+    """Show a bar with bytes and rate on a terminal; elsewhere one line that `name` is loaded, if it is given.
 
     Yields the callback that `build_engine` takes. A terminal shows the name until its first call. Captured graphs have
     a bar of their own, in numbers.

@@ -1,4 +1,4 @@
-"""`ktransformers profile`: what --profile recorded, as a page, as a trace, beside another run.
+"""`ktransformers profile`: shows what --profile recorded, as a page, as a trace, beside another run.
 
 Imports neither torch nor, before a command runs, numpy.
 """
@@ -24,7 +24,7 @@ Kinds: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_parser(subparsers: Kinds) -> None:
-    """Register the command."""
+    """Register `profile` among the subcommands."""
     text = "show where the time of a recorded run went"
     description = "Show what --profile DIR recorded: where the time of every step went."
     parser = subparsers.add_parser("profile", has_settings=False, help=text, description=description)

@@ -1,4 +1,4 @@
-"""The hub's cache on this disk, which other programs share: what is in it, and taking it away.
+"""The hub's cache on this disk, which other programs share: what is in it, and deleting from it.
 
 Layout, as huggingface_hub's guide "Manage cache" describes it:
 
@@ -37,8 +37,9 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One model in the cache. snapshot: the folder that its paths are relative to. missing: files that are not there.
+    """A model in the hub's cache. snapshot: the folder that its paths are relative to.
 
+    missing: files that are not there.
     num_siblings: how many models of its repository are in the cache, itself included.
     """
 
@@ -50,13 +51,16 @@ class CachedModel:
 
     @property
     def name(self) -> str:
-        """What one types to use it."""
+        """The name that a user types for the model: the repository's, and a label unless it is clear without."""
         has_short_name = not self.variant.is_gguf and self.num_siblings == 1
         return self.repo_id if has_short_name else f"{self.repo_id}:{self.variant.label}"
 
     @property
     def path(self) -> Path:
-        """The first GGUF file, or the folder with config.json. Links are kept: shards know each other by name."""
+        """The path of the first GGUF file, or of the folder with config.json.
+
+        Links are kept: shards know each other by name.
+        """
         return self.snapshot / self.variant.weights[0] if self.variant.is_gguf else self.snapshot
 
     @property
@@ -69,32 +73,33 @@ class CachedModel:
 
     @property
     def modified(self) -> float:
-        """When its last file came, in seconds since the epoch."""
+        """The time when the model's last file came, in seconds since the epoch."""
         return max(path.stat().st_mtime for path in self.paths)
 
 
 def cache_folder() -> Path:
-    """HF_HUB_CACHE, else "hub" in HF_HOME, else ~/.cache/huggingface/hub. It need not exist."""
+    """Return the hub's cache: HF_HUB_CACHE, else "hub" in HF_HOME, else ~/.cache/huggingface/hub. It need not exist."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def repo_folder(repo_id: str) -> Path:
-    """Where a repository's files are. It need not exist."""
+    """Return the cache's folder for a repository. It need not exist."""
     return cache_folder() / (_PREFIX + repo_id.replace("/", "--"))
 
 
 def cached_repos() -> list[str]:
-    """Repositories that have a folder in the cache, sorted."""
+    """Return the names of repositories that have a folder in the cache, sorted."""
     folder = cache_folder()
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(name[len(_PREFIX) :].replace("--", "/", 1) for name in names if name.startswith(_PREFIX))
 
 
 def cached_models(repo_id: str, revision: str | None = None) -> list[CachedModel]:
-    """The models of one repository, GGUF files by label. Incomplete ones are among them, see `missing`.
+    """Return the models of one repository in the cache, GGUF files by label.
 
+    Incomplete ones are among them, see `missing`.
     revision: a branch, a tag or a commit; None takes each model from the main branch's commit, else from the newest
     snapshot that has it whole.
     """
@@ -147,7 +152,7 @@ def is_causal(model: CachedModel) -> bool:
 
 
 def incomplete_bytes(repo_id: str) -> int:
-    """Bytes of downloads of this repository that were stopped."""
+    """Return the bytes of downloads of this repository that were stopped."""
     return sum(path.stat().st_size for path in (repo_folder(repo_id) / "blobs").glob("*.incomplete"))
 
 

@@ -1,4 +1,4 @@
-"""Which quantization to take when nobody says: the best that fits. Knows what fits only from its caller."""
+"""Chooses a quantization when nobody names one: the best that fits. Knows what fits only from its caller."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["VariantChoice", "candidates", "choose"]
 
 @dataclass(frozen=True, slots=True)
 class VariantChoice:
-    """variant: None when none fits. refused: (variant, why it does not fit) of those that were better."""
+    """The choice of a variant. variant: None when none fits. refused: (variant, why it does not fit) of better ones."""
 
     variant: Variant | None
     refused: tuple[tuple[Variant, str], ...]
 
 
 def candidates(variants: Sequence[Variant], nbytes: Mapping[str, int]) -> list[Variant]:
-    """Those to choose from, the best first. nbytes: of each label.
+    """Return the variants to choose from, the best first. nbytes: of each label.
 
     Of one model, more bytes are the better quantization. Files of 16 and 32 bits are left out where there are quantized
     ones: Q8_0 cannot be told from them at half the bytes, and bytes are time. Safetensors count where there is no GGUF.
@@ -33,8 +33,9 @@ def candidates(variants: Sequence[Variant], nbytes: Mapping[str, int]) -> list[V
 def choose(
     variants: Sequence[Variant], nbytes: Mapping[str, int], memory: int, misfit: Callable[[Variant], str | None]
 ) -> VariantChoice:
-    """The first of `variants` that fits. memory: bytes free on all devices, which spares asking about larger files.
+    """Choose the first of `variants` that fits.
 
+    memory: bytes free on all devices, which spares asking about larger files.
     misfit: why a variant does not fit, None when it does.
     """
     refused: list[tuple[Variant, str]] = []

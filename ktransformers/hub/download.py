@@ -47,7 +47,7 @@ class _Hash(Protocol):
 
 @dataclass(slots=True)
 class Downloader:
-    """Brings files of one repository. sleep: waits between attempts (tests do not)."""
+    """Brings files of one repository into the cache. sleep: waits between attempts (tests do not)."""
 
     repository: Repository
     sleep: Callable[[float], None] = time.sleep
@@ -61,7 +61,7 @@ class Downloader:
         return self.folder / "snapshots" / self.repository.commit
 
     def bytes_here(self, paths: Sequence[str]) -> int:
-        """How many bytes of the files are on this disk already, those of stopped downloads included."""
+        """Return how many bytes of the files are on this disk already, those of stopped downloads included."""
         return sum(self._bytes_of(self.repository.files[path]) for path in paths)
 
     def _bytes_of(self, file: RemoteFile) -> int:
@@ -72,7 +72,7 @@ class Downloader:
         return min(partial.stat().st_size, file.size) if partial.exists() else 0
 
     def disk_shortage(self, paths: Sequence[str]) -> str | None:
-        """Why the disk of the cache cannot take what is still to come, None when it can."""
+        """Return why the disk of the cache cannot take what is still to come, None when it can."""
         to_come = sum(self.repository.files[path].size for path in paths) - self.bytes_here(paths)
         place = cache_folder()
         while not place.exists():
@@ -83,7 +83,7 @@ class Downloader:
         return f"{format_bytes(to_come)} to come, but {format_bytes(free)} free on the disk of {cache_folder()}"
 
     def check_disk(self, paths: Sequence[str]) -> None:
-        """Raise CapacityError for a `disk_shortage`."""
+        """Raise CapacityError where there is a `disk_shortage`."""
         if reason := self.disk_shortage(paths):
             raise CapacityError(
                 f"{reason}; make room (ktransformers list, ktransformers rm), or set HF_HOME to a folder elsewhere"
@@ -187,7 +187,7 @@ class _Sink:
         return os.fstat(self.out.fileno()).st_size
 
     def receive(self) -> None:
-        """One request for everything from here on."""
+        """Request everything from here on, and receive it."""
         headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={self.size}-"}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with get_session().stream("GET", self.file.url, headers=headers, timeout=timeout) as response:

@@ -1,4 +1,4 @@
-"""The headers of remote weight files as local files: enough for a plan, at some megabytes instead of gigabytes.
+"""Makes local files of the headers of remote weight files: enough for a plan, at some megabytes instead of gigabytes.
 
 What is made has the size of the real file and no bytes but the header's: a hole in the file system.
 """

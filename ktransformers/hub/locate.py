@@ -1,4 +1,4 @@
-"""What a user calls a model, and the files that this means. Opens no model file and downloads nothing.
+"""Finds the files that a user's name for a model means. Opens no model file and downloads nothing.
 
 A path that exists always wins. Otherwise a name of the hub ("org/name", "org/name:Q4_K_M", a link) means what is in the
 hub's cache; what is not there is an error with the command that gets it.
@@ -19,8 +19,9 @@ __all__ = ["LocatedModel", "locate_model", "locate_path", "title_of"]
 
 @dataclass(frozen=True, slots=True)
 class LocatedModel:
-    """model_path: the folder with config.json and tokenizer; gguf_path: a GGUF file, or a folder of weights.
+    """The files of a model. model_path: the folder with config.json and tokenizer.
 
+    gguf_path: a GGUF, or a folder of weights.
     One of them is set, or both. The names are EngineConfig's.
     """
 
@@ -29,7 +30,7 @@ class LocatedModel:
 
 
 def locate_model(model: str | os.PathLike[str]) -> LocatedModel:
-    """The files of `model`: a GGUF file, a folder of GGUF files, a folder with config.json and safetensors, or a name.
+    """Find the files of `model`: a GGUF, a folder of GGUF files, a folder with config.json and safetensors, or a name.
 
     Raises ConfigError for what does not exist, and for a name that means several models of the cache.
     """
@@ -39,7 +40,7 @@ def locate_model(model: str | os.PathLike[str]) -> LocatedModel:
 
 
 def locate_path(text: str | os.PathLike[str], flag: str = "") -> Path:
-    """The file or folder that one flag means: an existing path, else a model of the hub's cache.
+    """Find the file or folder that one flag means: an existing path, else a model of the hub's cache.
 
     The path of a cached model is inside a snapshot, with links not followed: shards know each other by name. flag
     ("--gguf_path") begins the message of an error. Raises ConfigError.
@@ -100,7 +101,7 @@ def _near(path: Path) -> str:
 
 
 def title_of(path: Path) -> str:
-    """What people call the model at `path`: the file's or folder's name, of a folder in the cache the repository's."""
+    """Return what people call the model at `path`: the file's or folder's name, or that of the cached repository."""
     path = Path(os.path.abspath(path))  # not resolved: a file of the cache is a link to bytes with a number for a name
     if path.suffix == ".gguf":
         return path.stem

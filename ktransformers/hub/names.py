@@ -1,4 +1,4 @@
-"""What people call a model of the hub, parsed. Knows no files and no network.
+"""Parses what people call a model of the hub. Knows no files and no network.
 
 org/name                                        the whole repository, or the quantization that fits
 org/name:Q4_K_M                                 one quantization of it
@@ -32,7 +32,7 @@ _SHAPE = "a model is called org/name, org/name:QUANT or org/name/file.gguf"
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """A model of the hub. revision: None is the main branch. quant, file: None when nobody says which."""
+    """A name of a model of the hub. revision: None is the main branch. quant, file: None when nobody says which."""
 
     repo_id: str
     revision: str | None = None
@@ -60,7 +60,7 @@ def is_name(text: str) -> bool:
 
 
 def parse_name(text: str) -> ModelName:
-    """The model that `text` names. Raises ConfigError."""
+    """Parse the name of a model of the hub. Raises ConfigError."""
     address = _address(text)
     if address is not None:
         return _from_address(text, address)

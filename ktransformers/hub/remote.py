@@ -1,4 +1,4 @@
-"""The hub over HTTP: what a repository holds, and errors in one line. Downloads no weights.
+"""The hub over HTTP: reads what a repository holds, with errors in one line. Downloads no weights.
 
 The token is the one of HF_TOKEN or `hf auth login`, the address that of HF_ENDPOINT; both are huggingface_hub's affair.
 """
@@ -29,12 +29,12 @@ __all__ = ["HubError", "RemoteFile", "Repository", "hub_errors", "list_repositor
 
 
 class HubError(ConfigError):
-    """The hub has not got it, does not give it, or cannot be reached. The message is one line."""
+    """The hub has not got the model, does not give it, or cannot be reached. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository. sha256: of its bytes where the hub knows it; else git_sha1, of git's blob, is set."""
+    """A file in a repository. sha256: of its bytes where the hub knows it; else git_sha1, of git's blob, is set."""
 
     path: str
     url: str
@@ -45,7 +45,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository at one commit. revision: the branch or tag that was asked for."""
+    """A remote repository at one commit. revision: the branch or tag that was asked for."""
 
     name: ModelName
     commit: str
@@ -84,7 +84,7 @@ def hub_errors(name: ModelName) -> Iterator[None]:
 
 
 def list_repository(name: ModelName) -> Repository:
-    """What the repository holds at the revision asked for. Raises HubError."""
+    """Return what the repository holds at the revision asked for. Raises HubError."""
     with hub_errors(name):
         info = HfApi(endpoint=constants.ENDPOINT).model_info(
             name.repo_id, revision=name.revision, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT

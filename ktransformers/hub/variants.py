@@ -1,4 +1,4 @@
-"""Which files of a repository make one model: GGUF files by quantization, their shards together, or safetensors.
+"""Sorts the files of a repository into models: GGUF files by quantization, their shards together, or safetensors.
 
 Works on names alone, so that the hub's listing and a folder of the cache are read alike.
 """
@@ -34,7 +34,7 @@ _TOKENIZER_FILES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One model of a repository. label: as one types it after the colon. weights: shards in order; side: all others.
+    """A model of a repository. label: as one types it after the colon. weights: shards in order; side: all others.
 
     missing: names of shards that belong to it and are not there.
     """
@@ -46,7 +46,7 @@ class Variant:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Small files first: what is wrong with them shows at once."""
+        """All files of the model, small ones first: what is wrong with them shows at once."""
         return (*self.side, *self.weights)
 
     @property
@@ -55,7 +55,7 @@ class Variant:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it has fewer than 16 bits per weight by its name."""
+        """Whether the model has fewer than 16 bits per weight by its name."""
         return self.is_gguf and self.label.upper() not in _FULL
 
 
@@ -66,8 +66,9 @@ def is_companion(path: str) -> bool:
 
 
 def find_variants(paths: Iterable[str], *, with_code: bool = False) -> list[Variant]:
-    """The models that the files `paths` (relative, with slashes) make. with_code: Python files belong to safetensors.
+    """Return the models that the files `paths` (relative, with slashes) make.
 
+    with_code: Python files belong to safetensors.
     Pickles (.bin, .pt, .pth) are never part of a model.
     """
     paths = sorted(paths)
@@ -118,7 +119,10 @@ def _safetensors(paths: Sequence[str], with_code: bool) -> Variant | None:
 
 
 def select(variants: Sequence[Variant], name: ModelName) -> Variant | None:
-    """The variant that `name` asks for, None when it does not say which. Raises ConfigError when there is no such."""
+    """Return the variant that `name` asks for, None when it does not say which.
+
+    Raises ConfigError when there is no such.
+    """
     if name.file is not None:
         found = [variant for variant in variants if name.file in variant.weights]
         if not found:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what engine and scheduler record, the process that writes it down, and reading it.
+"""The profile of where a step's time goes: recording by engine and scheduler, the process that writes it, and reading.
 
     engine ── StepRecord, native records ──┐
                                            ├─ Recorder ── ZMQ ──> bridge process ── Joiner ── ProfileFiles ──> DIR
@@ -21,7 +21,7 @@ __all__ = ["Profile", "Table", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Those that read, on first use: processes that write import neither numpy nor files."""
+    """Import what reads profiles on first use: processes that write import neither numpy nor files."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ktransformers.profiling import tables

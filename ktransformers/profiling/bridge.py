@@ -68,7 +68,7 @@ class _Sender:
 
 @dataclass(slots=True)
 class Bridge:
-    """What is in the process, apart from its sockets. Times are seconds of the monotonic clock."""
+    """The state of the bridge process, apart from its sockets. Times are seconds of the monotonic clock."""
 
     options: BridgeOptions
     files: ProfileFiles
@@ -90,7 +90,7 @@ class Bridge:
         self.files.write(name, _new_line.encode(line) + b"\n")
 
     def receive(self, data: bytes, now: float) -> None:
-        """One batch of a recorder."""
+        """Take in one batch of messages of a recorder."""
         try:
             messages = decode_messages(data)
         except msgspec.MsgspecError:
@@ -110,7 +110,7 @@ class Bridge:
                 self._senders.setdefault(source, _Sender()).is_gone = True
 
     def tick(self, now: float) -> bool:
-        """Called now and then. Whether lines were handed to the system."""
+        """Settle and flush, called now and then. Returns whether lines were handed to the system."""
         self._joiner.settle(now)
         if now - self._flushed < FLUSH_SECONDS:
             return False
@@ -121,11 +121,11 @@ class Bridge:
 
     @property
     def has_senders(self) -> bool:
-        """Whether somebody has begun to send and has not said farewell."""
+        """Whether any recorder has begun to send and has not said farewell."""
         return any(not sender.is_gone for sender in self._senders.values())
 
     def finish(self) -> None:
-        """Write what is left, and when it ended."""
+        """Write the lines that are left, and when the profile ended."""
         self._joiner.finish()
         self.files.close()
         self.stopped_unix_ns = time.time_ns()
@@ -133,7 +133,7 @@ class Bridge:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """What was lost, and where."""
+        """What the profile has lost so far, counted by kind: records, messages, lines, files."""
         senders = self._senders.values()
         return {
             "records": sum(sender.records for sender in senders) + self._joiner.num_lost_records,
@@ -146,7 +146,7 @@ class Bridge:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Lines so far, by file."""
+        """Lines written so far, by file."""
         return dict(self._joiner.counts)
 
     def _write_meta(self) -> None:
@@ -200,7 +200,7 @@ def _run(bridge: Bridge, socket: zmq.Socket[bytes]) -> None:
 
 
 def main() -> int:
-    """The process. Returns its exit code: 1 when the parent was told why nothing can be written."""
+    """Run the bridge process. Returns its exit code: 1 when the parent was told why nothing can be written."""
     become("kt-profile")
     leave_signals()
     os.nice(_NICENESS)

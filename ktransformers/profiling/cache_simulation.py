@@ -1,4 +1,4 @@
-"""How often a decode step would find its experts on the GPU, for every amount of memory, from a recorded trace.
+"""The rate at which decode steps would find experts on the GPU, for every amount of memory, by a recorded trace.
 
 The experts that decoding tokens chose are replayed, step by step. An expert is read once a step, however many rows use
 it; a read is a hit when the expert is on the GPU before the step. Four ways to choose which experts are there:
@@ -51,8 +51,10 @@ class HitRates:
 
     @property
     def knee(self) -> int | None:
-        """The budget (its index) that the static choice gains most from: that is furthest above what an even use of
-        experts would give. None where no budget is 5 % above it."""
+        """The index of the budget at which the static choice is furthest above an even use of experts.
+
+        That is the budget that it gains most from. None where no budget is 5 % above.
+        """
         even = self.budgets / self.budgets[-1]
         gain = self.rates["static"] - even
         best = int(np.argmax(gain))
@@ -60,7 +62,7 @@ class HitRates:
 
 
 def simulate(profile: Profile, max_steps: int = MAX_STEPS) -> HitRates | None:
-    """None where no decode step with its experts was captured, or where the size of experts is not known."""
+    """Replay a profile's decode steps; None where none has its experts, or where the size of experts is not known."""
     model = profile.meta.model
     nbytes = np.array(model.expert_bytes, np.int64)
     layers = np.flatnonzero(nbytes)
@@ -114,7 +116,7 @@ class _Ranks:
         self._priority[layer, expert] = priority * self._num_experts + self._order[expert]
 
     def hits(self) -> Ints:
-        """With 0, 1, ... slots per layer."""
+        """Return the number of reads that are hits with 0, 1, ... slots per layer."""
         return np.concatenate([[0], np.cumsum(self._at_rank)])
 
 

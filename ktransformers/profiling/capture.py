@@ -1,4 +1,4 @@
-"""One profile that is being written, seen from the process that asked for it: starts the bridge, and ends it.
+"""The profile that is being written, seen from the process that asked for it: starts the bridge, and ends it.
 
 Knows no engine: whoever makes a Capture gives its endpoint to Recorders, and closes those before `stop`.
 """
@@ -69,7 +69,10 @@ _SHOWN_VALUES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProfileLimits:
-    """max_bytes: of all files. file_bytes: of one before it is rotated. Raises ConfigError for a budget of nothing."""
+    """The budget of a profile. max_bytes: of all files. file_bytes: of one before it is rotated.
+
+    Raises ConfigError for a budget of nothing.
+    """
 
     max_bytes: int = MAX_BYTES
     file_bytes: int = 256 << 20
@@ -80,7 +83,7 @@ class ProfileLimits:
 
 
 def shown_command(arguments: Sequence[str]) -> list[str]:
-    """A command line as a profile may keep it: names of flags, and values of those that hold no key and no text."""
+    """Return a command line as a profile may keep it: names of flags, and values of those without a key or a text."""
     shown = [Path(arguments[0]).name] if arguments else []
     keeps = False
     for argument in arguments[1:]:
@@ -95,8 +98,9 @@ def shown_command(arguments: Sequence[str]) -> list[str]:
 
 
 class Capture:
-    """Starts writing to `folder`. Blocks until the files are there, some tenths of a second.
+    """A profile that is being written to `folder`, and the bridge process that writes it.
 
+    Blocks until the files are there, some tenths of a second.
     on_death: called on another thread when the bridge ends although nobody stopped it. Raises ConfigError for a folder
     that cannot be, EngineError when the process does not start.
     """
@@ -134,16 +138,16 @@ class Capture:
 
     @property
     def pid(self) -> int:
-        """Of the bridge."""
+        """The process id of the bridge."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the bridge is."""
+        """Whether the bridge process runs."""
         return self._process.poll() is None
 
     def status(self) -> dict[str, Any]:
-        """For people: where, since when, how many lines, and what was lost."""
+        """Return the state of the profile in JSON types: where, since when, how many lines, and what was lost."""
         news = {"counts": {}, "dropped": {}} | self._news
         return {"dir": self.folder.name, "began": round(self.began, 3), **news}
 
@@ -208,7 +212,10 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class ProfileTarget:
-    """Where a program wants its profile. Raises ConfigError on creation for a folder in which none can begin."""
+    """The folder in which a program wants its profile.
+
+    Raises ConfigError on creation for a folder in which none can begin.
+    """
 
     folder: Path
     limits: ProfileLimits = ProfileLimits()
@@ -217,7 +224,7 @@ class ProfileTarget:
         check_folder(self.folder)
 
     def open(self, meta: ProfileMeta) -> Capture:
-        """Begin it. Errors as Capture."""
+        """Begin the profile. Errors as Capture."""
         return Capture(self.folder, msgspec.structs.replace(meta, command=shown_command(sys.argv)), self.limits)
 
 

@@ -27,7 +27,7 @@ _LEAST = 5  # values, for an interval
 
 @dataclass(frozen=True)
 class ComparedFigure:
-    """One figure. ratio: of medians, b over a; low, high: its 95 % interval. NaN where it is not known."""
+    """Figures of two profiles. ratio: of medians, b over a; low, high: its 95 % interval. NaN where it is not known."""
 
     name: str
     unit: str
@@ -47,14 +47,14 @@ class ComparedFigure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """rows: figures that at least one profile has. differences: why they may not be comparable."""
+    """The figures of two profiles side by side. differences: why they may not be comparable."""
 
     differences: tuple[str, ...]
     rows: tuple[ComparedFigure, ...]
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """Reads steps and tokens of both."""
+    """Compare two profiles, from the steps and tokens of both."""
     found_a, found_b = _figures(a), _figures(b)
     rng = np.random.default_rng(0)
     rows = []
@@ -68,7 +68,7 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def differences(a: Profile, b: Profile) -> tuple[str, ...]:
-    """What is not the same in both runs, one sentence each."""
+    """Return what is not the same in both runs, one sentence each."""
     pairs = [
         ("models", a.meta.model.name, b.meta.model.name),
         ("shapes of models", _shape(a), _shape(b)),
@@ -92,7 +92,7 @@ def _shape(profile: Profile) -> str:
 
 
 def median_ratio(a: Floats, b: Floats, rng: np.random.Generator) -> tuple[float, float, float]:
-    """The ratio of medians, b over a, and the ends of its 95 % interval."""
+    """Return the ratio of medians, b over a, and the ends of its 95 % interval; NaN where it is not known."""
     if not len(a) or not len(b) or _median(a) == 0:
         return math.nan, math.nan, math.nan
     ratio = _median(b) / _median(a)

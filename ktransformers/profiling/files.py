@@ -68,7 +68,7 @@ class _Stream:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigError for a folder in which no profile can begin. Makes nothing."""
+    """Raise ConfigError for a folder in which no profile can begin. Makes nothing."""
     if (folder / _META).exists() or (folder / "steps.jsonl").exists():
         raise ConfigError(f"{folder} holds a profile already; name another folder, or remove it")
     nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -77,8 +77,9 @@ def check_folder(folder: Path) -> None:
 
 
 class ProfileFiles:
-    """Makes the folder (0700) and its files (0600). Raises ConfigError where they cannot be, or another profile is.
+    """The files of one profile. Makes the folder (0700) and its files (0600).
 
+    Raises ConfigError where they cannot be, or another profile is.
     max_bytes: of all files together; the oldest that were rotated go first. file_bytes: of one before it is rotated.
     num_lost_lines, num_lost_files: what did not fit on the disk, what did not fit the budget.
     """
@@ -116,7 +117,7 @@ class ProfileFiles:
             self._flush(stream)
 
     def flush(self) -> None:
-        """Hand all lines to the system: they are there also when this process is killed."""
+        """Hand all lines to the system, so that they are kept also when this process is killed."""
         for stream in self._streams.values():
             self._flush(stream)
 
@@ -131,7 +132,7 @@ class ProfileFiles:
             self._complain(error)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the lines that are left, and close the files."""
         self.flush()
         for stream in self._streams.values():
             stream.close()

@@ -1,4 +1,4 @@
-"""What engines tell of GPUs in a step, as operations and routings like those of native records."""
+"""GPU records of a step converted to operations and routings like those of native records."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _NUMBERS = {part: number for number, part in enumerate(PARTS)}
 
 
 def gpu_ops(record: GpuRecord) -> Ops:
-    """Operations of device 1 + n for cuda:n, on this machine's clock: the last mark of all GPUs is taken for the step's
-    end, and the GPUs' clocks for one, which they are to some microseconds. A step that was not timed is one operation.
+    """Return a step's operations on GPUs, device 1 + n for cuda:n, on this machine's clock.
+
+    The last mark of all GPUs is taken for the step's end, and the GPUs' clocks for one, which they are to some
+    microseconds. A step that was not timed is one operation.
     """
     times = [np.frombuffer(one.times, "<i8") for one in record.devices]
     last = max((int(one[-1]) for one in times if len(one)), default=0)
@@ -44,7 +46,7 @@ def _ops_of(one: GpuTimes, times: npt.NDArray[np.int64], record: GpuRecord, last
 
 
 def gpu_calls(record: GpuRecord) -> Iterator[ExpertsCall]:
-    """The routing of each layer whose experts are on a GPU."""
+    """Yield the routing of each layer whose experts are on a GPU."""
     for one in record.experts:
         yield from _calls_of(one, record)
 

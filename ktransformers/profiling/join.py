@@ -1,4 +1,4 @@
-"""Joins what engine and scheduler say of a step to the lines of a profile. Pure: messages in, lines out.
+"""Joins the records of engine and scheduler about a step to the lines of a profile. Pure: messages in, lines out.
 
     StepRecord (engine), native records ──┐
                                           ├── by step ──> steps, tokens
@@ -70,7 +70,7 @@ class _Timed:
 
 @dataclass(slots=True)
 class Joiner:
-    """began_ns: what times in lines count from. num_layers: of the model, 0 when unknown.
+    """Joins messages to lines. began_ns: what times in lines count from. num_layers: of the model, 0 when unknown.
 
     num_overlaps: steps whose parts took longer than the step, which cannot be: something was counted twice.
     """
@@ -92,7 +92,7 @@ class Joiner:
     _requests: deque[tuple[int, RequestRecord]] = field(default_factory=deque)  # after which step, what
 
     def take(self, message: Message, now: float) -> None:
-        """now: seconds, of any clock that never goes back."""
+        """Take in a message. now: seconds, of any clock that never goes back."""
         match message:
             case NativeRecords(epoch, data):
                 self._log(epoch).feed(data)
@@ -109,7 +109,7 @@ class Joiner:
                 pass
 
     def settle(self, now: float) -> None:
-        """Write what is complete, or has waited for long enough."""
+        """Write the steps and requests that are complete, or have waited for long enough."""
         while self._order:
             step_id = self._order[0]
             one = self._open[step_id]
@@ -125,17 +125,17 @@ class Joiner:
             self._write_request(self._requests.popleft()[1])
 
     def finish(self) -> None:
-        """Write what is left, as it is."""
+        """Write the steps and requests that are left, complete or not."""
         self.settle(float("inf"))
 
     @property
     def num_lost_records(self) -> int:
-        """Native records that could not be read or kept."""
+        """The number of native records that could not be read or kept."""
         return self._lost[0] + sum(log.num_lost for log in self._logs.values())
 
     @property
     def num_outside(self) -> int:
-        """Native operations that ran in no step."""
+        """The number of native operations that ran in no step."""
         return self._lost[1] + sum(log.num_outside for log in self._logs.values())
 
     def _opened(self, step_id: int, now: float) -> _Open:

@@ -27,8 +27,10 @@ CHUNK_BYTES = 4 << 20
 
 
 def parts_of_file(folder: Path, name: str) -> list[Path]:
-    """The files of `name` ("tokens") in the order in which they were written: tokens.1.jsonl, tokens.2.jsonl, ...,
-    and last the one that is not rotated yet, tokens.jsonl."""
+    """Return the files of `name` ("tokens") in the order of writing.
+
+    They are tokens.1.jsonl, tokens.2.jsonl, ..., and last the one that is not rotated yet, tokens.jsonl.
+    """
     pattern = re.compile(re.escape(name) + r"\.(\d+)\.jsonl")
     rotated = [(int(found[1]), path) for path in folder.iterdir() if (found := pattern.fullmatch(path.name))]
     newest = folder / f"{name}.jsonl"
@@ -36,7 +38,7 @@ def parts_of_file(folder: Path, name: str) -> list[Path]:
 
 
 def check_version(version: int, path: Path) -> None:
-    """Raises ConfigError for a file of a later schema than this program knows."""
+    """Raise ConfigError for a file of a later schema than this program knows."""
     if version > SCHEMA_VERSION:
         raise ConfigError(
             f"{path} has schema version {version}, and this ktransformers reads up to {SCHEMA_VERSION}: read it with "
@@ -49,7 +51,7 @@ class _Versioned(msgspec.Struct):
 
 
 def lines_of(files: Sequence[Path], fields: Sequence[tuple[str, Any, Any]]) -> Iterator[list[Any]]:
-    """Lists of objects with the attributes `fields` (name, type, default), in the order of the files.
+    """Yield lists of objects with the attributes `fields` (name, type, default), in the order of the files.
 
     A list is what a run of about CHUNK_BYTES holds, so memory does not grow with the files. A file's last line is
     left out, with one logged line, where its end was never written (the program was killed). Raises ConfigError with
@@ -114,7 +116,7 @@ class Integers:
 
 
 def integers(texts: Sequence[bytes]) -> Integers:
-    """All integers of JSON texts that hold no others than arrays, objects, integers and null.
+    """Parse all integers of JSON texts that hold no others than arrays, objects, integers and null.
 
     Vectorized, because a profile has a hundred million of them, and as Python objects each would take 30 bytes.
     """

@@ -1,5 +1,6 @@
-"""What recorders send the bridge: msgspec structs as msgpack, never pickle. No numpy here: the scheduler has none.
+"""The messages of recorders to the bridge: msgspec structs as msgpack, never pickle.
 
+No numpy here: the scheduler has none.
 All times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share (time.monotonic_ns). No message
 holds text.
 """
@@ -34,8 +35,9 @@ SCHEMA, SCHEMA_VERSION = "ktransformers-profile", 1
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A step that an engine has run. sampled: (request, flattened row that its next token was sampled from).
+    """A record of a step that an engine has run.
 
+    sampled: (request, flattened row that its next token was sampled from).
     sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at.
     """
 
@@ -51,8 +53,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class GpuTimes(msgspec.Struct, frozen=True):
-    """Of one GPU in a step. labels: (part, layer or -1) that begin at times, int64 ns of its clock; the last ends.
+    """The times of one GPU in a step.
 
+    labels: (part, layer or -1) that begin at times, int64 ns of its clock; the last ends.
     Both are empty where the parts of the step were not timed.
     """
 
@@ -62,7 +65,7 @@ class GpuTimes(msgspec.Struct, frozen=True):
 
 
 class GpuExpertCounts(msgspec.Struct, frozen=True):
-    """What one GPU's experts were chosen for in a step, L layers of the model.
+    """The tokens for which one GPU's experts were chosen in a step, by L layers of the model.
 
     layers: experts of a token, K, of each layer that has any there. ids: int32 [L, rows, K] by K, of the record's rows.
     counts: int64 [L, num_experts] of all rows; empty where the ids are of all rows.
@@ -75,7 +78,10 @@ class GpuExpertCounts(msgspec.Struct, frozen=True):
 
 
 class GpuRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What GPUs did in a step, on the way from its launch to its results. rows: flattened, whose experts are told."""
+    """A record of the work of GPUs in a step, on the way from its launch to its results.
+
+    rows: flattened, whose experts are told.
+    """
 
     num_rows: int
     began_ns: int
@@ -88,14 +94,14 @@ class GpuRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NativeRecords(msgspec.Struct, frozen=True, tag=True):
-    """Whole native records of an engine, in the order in which they were begun."""
+    """A batch of whole native records of an engine, in the order in which they were begun."""
 
     epoch: int
     data: bytes
 
 
 class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a step led to, by whoever decides which tokens count. Sent for every step, with tokens or without.
+    """A record of a step's tokens, by whoever decides which tokens count. Sent for every step, with tokens or without.
 
     tokens: (request, index in the answer, position, token id). arrived_ns: of the requests whose first token is here.
     waiting: requests in the queue; None: there is none. suspended_ns: of requests whose tokens are here, how long they
@@ -111,7 +117,7 @@ class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request that has ended, or that was there when the profile stopped (finish_reason None).
+    """A record of a request that has ended, or that was there when the profile stopped (finish_reason None).
 
     A time that is None has not come, or came before the profile began. num_starts: stays in the batch, but for those
     after it was suspended. suspended: from when to when, see Pauses.
@@ -131,7 +137,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class DropsRecord(msgspec.Struct, frozen=True, tag=True):
-    """What its sender has lost so far: native records (the ring was full), and messages (the bridge was too slow).
+    """A record of losses so far: native records (the ring was full), and messages (the bridge was too slow).
 
     Sent now and then in any case, which says that the sender lives.
     """
@@ -151,7 +157,10 @@ Message = StepRecord | NativeRecords | GpuRecord | TokensRecord | RequestRecord 
 
 
 class ProfileMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known before the first step; meta.json has it by these names. docs/profiling.md says what they mean."""
+    """The facts about a profile that are known before the first step; meta.json has them by these names.
+
+    docs/profiling.md says what they mean.
+    """
 
     backend: str
     version: str
@@ -162,7 +171,10 @@ class ProfileMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BridgeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bridge process is started with. max_bytes: of all files. file_bytes: of one before it is rotated."""
+    """The options that the bridge process is started with. max_bytes: of all files.
+
+    file_bytes: of one before it is rotated.
+    """
 
     folder: str
     meta: ProfileMeta
@@ -176,10 +188,10 @@ _decoder = msgspec.msgpack.Decoder(list[Message])
 
 
 def encode_messages(messages: Sequence[Message]) -> bytes:
-    """msgpack of a list of them."""
+    """Encode a list of messages as msgpack."""
     return _encoder.encode(messages)
 
 
 def decode_messages(data: bytes) -> list[Message]:
-    """Raises msgspec.ValidationError or DecodeError for anything else."""
+    """Decode a list of messages from msgpack. Raises msgspec.ValidationError or DecodeError for anything else."""
     return _decoder.decode(data)

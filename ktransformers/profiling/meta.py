@@ -1,4 +1,4 @@
-"""meta.json of a profile: the model, the machine, when, and what was lost."""
+"""The facts in a profile's meta.json: the model, the machine, when, and what was lost."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["GpuInfo", "MachineInfo", "Meta", "ProfiledModel", "read_meta"]
 
 
 class GpuInfo(msgspec.Struct, frozen=True):
-    """One GPU. memory_gbps: measured read bandwidth, 1e9 bytes/s."""
+    """A GPU of a profile's machine. memory_gbps: measured read bandwidth, 1e9 bytes/s."""
 
     name: str = ""
     memory_gbps: float | None = None
 
 
 class MachineInfo(msgspec.Struct, frozen=True):
-    """Where it ran. memory_gbps: measured read bandwidth of all threads, 1e9 bytes/s."""
+    """The machine that a profile was recorded on. memory_gbps: measured read bandwidth of all threads, 1e9 bytes/s."""
 
     cpu: str = ""
     num_threads: int = 0
@@ -32,7 +32,7 @@ class MachineInfo(msgspec.Struct, frozen=True):
 
 
 class ProfiledModel(msgspec.Struct, frozen=True):
-    """What ran. expert_bytes: of one expert, per layer; 0 for a layer without experts."""
+    """The model that a profile records. expert_bytes: of one expert, per layer; 0 for a layer without experts."""
 
     name: str = ""
     architecture: str = ""
@@ -44,7 +44,7 @@ class ProfiledModel(msgspec.Struct, frozen=True):
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """meta.json. Times of all files are seconds since began_unix_ns."""
+    """The content of a profile's meta.json. Times of all files are seconds since began_unix_ns."""
 
     v: int
     schema: str = SCHEMA
@@ -63,12 +63,12 @@ class Meta(msgspec.Struct, frozen=True):
 
     @property
     def experts_on_gpu(self) -> tuple[int, ...]:
-        """How many experts of each layer lie on a GPU; empty where nothing says it."""
+        """The number of experts of each layer that lie on a GPU; empty where the profile does not say."""
         return tuple(self.placement.get("experts_on_gpu") or ())
 
 
 def read_meta(folder: Path) -> Meta:
-    """Raises ConfigError when there is no profile in the folder, or one of a later schema."""
+    """Read a profile's meta.json. Raises ConfigError when the folder holds no profile, or one of a later schema."""
     path = folder / "meta.json"
     if not path.exists():
         raise ConfigError(f"{folder} holds no profile (no meta.json): name the folder that --profile was given")

@@ -22,7 +22,10 @@ _HEADER = struct.Struct("<IHh")
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """One layer's routing. counts u32 [E] of all its rows; ids i16 [N, K] of the flattened rows row_index i32 [N]."""
+    """The routing of one layer in a step.
+
+    counts u32 [E] of all its rows; ids i16 [N, K] of the flattened rows row_index i32 [N].
+    """
 
     layer: int
     counts: npt.NDArray[np.uint32]
@@ -32,14 +35,14 @@ class ExpertsCall:
 
 @dataclass(frozen=True, slots=True)
 class StepOps:
-    """What was recorded inside of a step."""
+    """The operations and routings that were recorded inside of a step."""
 
     ops: Ops
     calls: Sequence[ExpertsCall] = ()
 
 
 def split_records(data: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """(kind, layer, offset, nbytes) of each record. Raises ValueError at one that cannot be."""
+    """Yield (kind, layer, offset, nbytes) of each native record. Raises ValueError at one that cannot be."""
     at, end = 0, len(data)
     while at < end:
         if end - at < _HEADER.size:
@@ -69,8 +72,9 @@ def _experts(data: bytes, at: int, nbytes: int) -> ExpertsCall:
 
 @dataclass(slots=True)
 class OpLog:
-    """Of one engine. Ops are joined with steps by time; routing, which has no time, by the step that it lies in.
+    """The native records of one engine, until their steps take them.
 
+    Ops are joined with steps by time; routing, which has no time, by the step that it lies in.
     num_lost: records that could not be read, or had no room. num_outside: ops that ran in no step.
     """
 
@@ -84,7 +88,7 @@ class OpLog:
     _step_id: int = -1  # that native code is in
 
     def add(self, ops: Ops, calls: Iterable[ExpertsCall], step_id: int) -> None:
-        """What others than native code did in a step."""
+        """Add operations and routings of a step that do not come from native code."""
         self._add_ops(ops)
         for call in calls:
             self._add_call(call, step_id)
@@ -120,7 +124,10 @@ class OpLog:
         self._num_calls += 1
 
     def take(self, step_id: int, began_ns: int, ended_ns: int) -> StepOps:
-        """What belongs to this step. Steps are taken in their order: what is older belongs to none."""
+        """Take out the operations and routings of a step.
+
+        Steps are taken in their order: what is older belongs to none.
+        """
         begins = self._ops["begin_ns"]
         is_later = begins >= ended_ns
         is_inside = (begins >= began_ns) & ~is_later
@@ -143,7 +150,7 @@ def _gathered(data: bytes, offsets: Sequence[int]) -> Ops:
 
 
 def critical_ns(ops: Ops) -> npt.NDArray[np.int64]:
-    """How much of each op a step had to wait for, int64 ns [len(ops)]: all of it, except what a GPU's work hides.
+    """Return how long a step had to wait for each op, int64 ns [len(ops)]: all of it, except what a GPU's work hides.
 
     With work on GPUs, a step takes as long as they do (waiting for the CPU is part of it), and what the CPU does
     meanwhile costs nothing.

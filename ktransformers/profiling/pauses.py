@@ -1,4 +1,4 @@
-"""When a request was suspended: times in which it neither waits nor is computed. Nanoseconds; no numpy here."""
+"""The pauses of a request: times in which it neither waits nor is computed. Nanoseconds; no numpy here."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ MAX_PAUSES = 256
 
 @dataclass(slots=True)
 class Pauses:
-    """Of one request, while it is there."""
+    """The pauses of one request, kept while it is there."""
 
     _ended: list[tuple[int, int | None]] = field(default_factory=list)
     _since: int | None = None
     _untold: int = 0
 
     def begin(self, now: int) -> None:
-        """It is suspended. Does nothing if it was."""
+        """Begin a pause: the request is suspended. Does nothing if it was."""
         if self._since is None:
             self._since = now
 
     def end(self, now: int) -> None:
-        """It goes on. Does nothing if it was not suspended."""
+        """End the pause: the request goes on. Does nothing if it was not suspended."""
         if self._since is None:
             return
         self._untold += now - self._since
@@ -33,10 +33,10 @@ class Pauses:
         self._since = None
 
     def take(self) -> int:
-        """How long those took that have ended since this was asked last."""
+        """Return the nanoseconds of the pauses that have ended since the last call."""
         taken, self._untold = self._untold, 0
         return taken
 
     def listed(self) -> list[tuple[int, int | None]]:
-        """(begin, end) of each, in order; the last one may go on."""
+        """Return (begin, end) of each pause, in order; the end of one that goes on is None."""
         return self._ended if self._since is None else [*self._ended, (self._since, None)]

@@ -1,4 +1,4 @@
-"""What engine and scheduler call: hands records to the bridge without ever waiting for it.
+"""The recorder that engine and scheduler call: sends records to the bridge without ever waiting for it.
 
     engine's thread ── post ──> deque ──┐
     native code ── records ──> ring ────┴── drain thread, ten times a second ── ZMQ PUSH ──> bridge
@@ -42,36 +42,39 @@ _HIGH_WATER = 16  # drains that the socket holds
 
 
 class Runtime(Protocol):
-    """What native code records by. profiling.runtime.CpuProfilingRuntime is the one there is."""
+    """The part of an engine that switches recording by native code on and off, and gives its records.
+
+    profiling.runtime.CpuProfilingRuntime is the one there is.
+    """
 
     @property
     def dropped(self) -> int:
-        """Records that were lost since the start, because the ring was full."""
+        """The number of records that were lost since the start, because the ring was full."""
         ...
 
     def start(self) -> None:
-        """From now on native code records."""
+        """Start recording by native code."""
         ...
 
     def stop(self) -> None:
-        """It does not any more."""
+        """Stop recording by native code."""
         ...
 
     def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> None:
-        """keep: flattened rows whose experts are wanted."""
+        """Tell native code that a step begins. keep: flattened rows whose experts are wanted."""
         ...
 
     def end_step(self) -> GpuRecord | None:
-        """Of the step that was begun last. Returns what GPUs did in it."""
+        """Tell native code that the step that was begun last is over. Returns what GPUs did in it."""
         ...
 
     def drain(self) -> bytes:
-        """Take the records that are complete."""
+        """Take the records that are complete out of the ring."""
         ...
 
 
 class Recorder:
-    """Of one process, or one engine. Made, used and closed by one thread.
+    """Sends the records of one process, or one engine, to the bridge. Made, used and closed by one thread.
 
     source: who sends, unique among the senders of a profile. runtime: None for those who run no native code.
     """
@@ -94,28 +97,28 @@ class Recorder:
         self._thread.start()
 
     def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> int:
-        """A step begins. Returns the time, for its StepRecord. keep: see Runtime."""
+        """Note that a step begins. Returns the time, for its StepRecord. keep: see Runtime."""
         now = time.monotonic_ns()
         if self._runtime is not None:
             self._runtime.begin_step(step_id, num_rows, keep)
         return now
 
     def end_step(self, record: StepRecord) -> None:
-        """The step that was begun last is over."""
+        """Note that the step that was begun last is over, and send its record."""
         gpus = None if self._runtime is None else self._runtime.end_step()
         if gpus is not None:
             self.post(msgspec.structs.replace(gpus, epoch=record.epoch, step_id=record.step_id))
         self.post(record)
 
     def post(self, message: Message) -> None:
-        """Send it soon. Never blocks."""
+        """Send a message soon. Never blocks."""
         if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(message)
         else:
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Stop recording and take what is left; it is sent behind the caller's back. Safe to call twice."""
+        """Stop recording and take the records that are left; they are sent in the background. Safe to call twice."""
         if self._is_closing.is_set():
             return
         if self._runtime is not None:
@@ -126,7 +129,7 @@ class Recorder:
             self._is_closing.set()
 
     def join(self) -> None:
-        """After `close`: wait until all is sent, or cannot be."""
+        """Wait, after `close`, until all messages are sent, or cannot be."""
         self._thread.join()
 
     def _drain_until_closed(self) -> None:
@@ -153,7 +156,7 @@ class Recorder:
 
 
 def open_recorder(endpoint: str, source: str, epoch: int, runtime: Runtime | None) -> Recorder:
-    """A recorder of an engine. Where native code cannot record, it does without."""
+    """Open a recorder of an engine. Where native code cannot record, it does without."""
     try:
         return Recorder(endpoint, source, epoch, runtime)
     except KTransformersError as error:

@@ -37,7 +37,7 @@ HOST = PARTS[-1]
 
 
 class Kind(enum.IntEnum):
-    """Of a native record."""
+    """The kind of a native record."""
 
     STEP_BEGIN = 1
     STEP_END = 2

@@ -1,4 +1,4 @@
-"""Turns the records of native kernels on and off, and says which layer and part of a model they belong to.
+"""Switches the records of native kernels on and off, and names the layer and part of a model that they belong to.
 
 Native layers know their number. Modules that run kernels one by one do not: hooks say it for them while records are
 written. A step while they are not costs one attribute test.
@@ -22,7 +22,10 @@ __all__ = ["CpuProfilingRuntime", "ModuleScope"]
 
 @dataclass(frozen=True, slots=True)
 class ModuleScope:
-    """What a module's kernels belong to. layer: -1 leaves the one around it. part: of kernels.cpu.profile.PARTS."""
+    """The layer and part that a module's kernels belong to. layer: -1 leaves the one around it.
+
+    part: of kernels.cpu.profile.PARTS.
+    """
 
     module: nn.Module
     layer: int = -1
@@ -30,8 +33,9 @@ class ModuleScope:
 
 
 class CpuProfilingRuntime:
-    """Of one pool. All but `drain` and `dropped` are called by the thread that runs steps, or while none runs.
+    """Records of the native kernels of one pool.
 
+    All but `drain` and `dropped` are called by the thread that runs steps, or while none runs.
     scopes: modules that run kernels one by one. ring_bytes: see PoolProfile.
     """
 
@@ -45,7 +49,7 @@ class CpuProfilingRuntime:
         self._dropped_before = 0
 
     def start(self) -> None:
-        """From now on kernels write records. Raises as PoolProfile. Starting twice does nothing."""
+        """Start writing records by kernels. Raises as PoolProfile. Starting twice does nothing."""
         if self.is_on:
             return
         self._profile = PoolProfile(self._pool, self._ring_bytes)
@@ -56,7 +60,7 @@ class CpuProfilingRuntime:
         self.is_on = True
 
     def stop(self) -> None:
-        """They write none any more; those that are there can still be drained. Stopping twice does nothing."""
+        """Stop writing records; those that are there can still be drained. Stopping twice does nothing."""
         if not self.is_on or self._profile is None:
             return
         self.is_on = False
@@ -66,14 +70,14 @@ class CpuProfilingRuntime:
         self._handles = []
 
     def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> None:
-        """keep: rows whose experts are wanted in any case; in steps of up to 256 rows all are told."""
+        """Begin a step. keep: rows whose experts are wanted in any case; steps of up to 256 rows record all."""
         if self.is_on and self._profile is not None:
             self._step_id = step_id
             self._set(-1, "other")  # whatever a step that failed has left
             self._profile.begin_step(step_id, num_rows, keep)
 
     def end_step(self) -> None:
-        """Of the step that was begun last."""
+        """End the step that was begun last."""
         if self.is_on and self._profile is not None:
             self._profile.end_step(self._step_id)
 
@@ -83,18 +87,18 @@ class CpuProfilingRuntime:
 
     @property
     def dropped(self) -> int:
-        """Records that were lost since the start because the ring was full."""
+        """The number of records that were lost since the start because the ring was full."""
         return 0 if self._profile is None else self._profile.num_dropped - self._dropped_before
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
-        """The kernels that this thread runs meanwhile belong to this layer."""
+        """Attribute the kernels that this thread runs inside the block to layer `index`."""
         with self._scope(index, self._part):
             yield
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Linear layers, norms and activations that this thread runs meanwhile belong to this part of its layer."""
+        """Attribute linear layers, norms and activations that this thread runs inside the block to part `name`."""
         with self._scope(self._layer, name):
             yield
 

@@ -1,4 +1,4 @@
-"""What a profile says in numbers: distributions, time and bytes by part, the slowest steps and why.
+"""The numbers in a profile: distributions, time and bytes by part, the slowest steps and why.
 
 One pass over steps.jsonl and one over its experts; no more is held than some numbers per step.
 """
@@ -27,7 +27,7 @@ _GROUP = 8  # steps of one size, for a median of their own
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of `count` values. NaN where there are none."""
+    """The quantiles and the mean of `count` values. NaN where there are none."""
 
     count: int
     p50: float
@@ -37,7 +37,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Floats) -> Quantiles:
-        """NaN among the values is left out."""
+        """Return the quantiles of some values, of which NaN is left out."""
         known = values[~np.isnan(values)]
         if not len(known):
             return cls(0, np.nan, np.nan, np.nan, np.nan)
@@ -47,7 +47,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Steps with rows of prompts ("prefill") and those without ("decode"), told apart by is_prefill [steps]."""
+    """The figures of all steps: those with rows of prompts ("prefill") and those without ("decode"), see is_prefill."""
 
     step: Ints
     t: Floats
@@ -67,15 +67,15 @@ class StepSums:
 
     @property
     def is_prefill(self) -> npt.NDArray[np.bool_]:
-        """[steps]."""
+        """Whether each step has rows of prompts, bool [steps]."""
         return self.prefill_rows > 0
 
     def of_kind(self, kind: str) -> npt.NDArray[np.bool_]:
-        """The steps that are "prefill" or "decode"."""
+        """Return which steps are "prefill" or "decode", bool [steps]."""
         return self.is_prefill if kind == "prefill" else ~self.is_prefill
 
     def gbps(self, kind: str) -> Floats:
-        """[parts]: bytes read over the time of computing, 1e9 bytes/s; NaN where a part read nothing."""
+        """Return [parts]: bytes read over the time of computing, 1e9 bytes/s; NaN where a part read nothing."""
         chosen = self.of_kind(kind)
         nbytes, micros = self.nbytes[chosen].sum(axis=0), self.busy_us[chosen].sum(axis=0)
         rates = np.full(len(PARTS), np.nan)
@@ -85,7 +85,7 @@ class StepSums:
 
 
 def step_sums(profile: Profile) -> StepSums:
-    """Reads steps.jsonl once."""
+    """Sum up a profile's steps; reads steps.jsonl once."""
     names = ("step", "t", "ms", "rows", "prefill_rows", "seqs", "waiting", "parts_us", "bytes")
     found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*names, "busy_us")}
     num_layers = profile.meta.model.num_layers
@@ -109,7 +109,7 @@ def step_sums(profile: Profile) -> StepSums:
 
 
 def latencies(profile: Profile) -> dict[str, Floats]:
-    """Milliseconds: "ttft" from a request's arrival to its first token, "itl" from each token to the next."""
+    """Return milliseconds: "ttft" from a request's arrival to its first token, "itl" from each token to the next."""
     columns = profile.tokens.read("index", "ms")
     is_first = columns["index"] == 0
     return {"ttft": columns["ms"][is_first], "itl": columns["ms"][~is_first]}
@@ -117,7 +117,10 @@ def latencies(profile: Profile) -> dict[str, Floats]:
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """What experts computed. rows: of all steps, exact, [layers, experts]. touched, cold: experts per step, by step."""
+    """The use of experts in a profile. rows: of all steps, exact, [layers, experts].
+
+    touched, cold: experts per step, by step.
+    """
 
     rows: Ints
     touched: dict[int, int]
@@ -125,7 +128,7 @@ class ExpertUse:
 
 
 def expert_use(profile: Profile) -> ExpertUse:
-    """Reads the experts of steps.jsonl once. Ids beyond meta.json's model are left out."""
+    """Sum up the use of experts; reads the experts of steps.jsonl once. Ids beyond meta.json's model are left out."""
     model = profile.meta.model
     rows = np.zeros((model.num_layers, model.num_experts), np.int64)
     last = np.full(rows.size, -(COLD_STEPS + 1), np.int64)  # cold before the first step
@@ -164,12 +167,12 @@ class SlowStep:
 
     @property
     def excess_ms(self) -> float:
-        """Time beyond the usual."""
+        """The step's time beyond the usual, in milliseconds."""
         return self.ms - self.usual_ms
 
 
 def slow_steps(profile: Profile, sums: StepSums, use: ExpertUse, most: int = 12) -> list[SlowStep]:
-    """Those with the greatest excess over the median of steps of the same kind and size, greatest first."""
+    """Return the steps with the greatest excess over the median of steps of the same kind and size, greatest first."""
     usual_ms, usual_us = _usual(sums)
     excess = sums.ms - usual_ms
     slow = []

@@ -34,7 +34,7 @@ Convert: TypeAlias = Callable[[list[Any]], Array]
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """How one column comes from lines. type and default: of the field in the files, as msgspec decodes it."""
+    """The way a column is made of lines. type and default: of the field in the files, as msgspec decodes it."""
 
     field: str
     type: Any
@@ -43,7 +43,7 @@ class ColumnSpec:
 
 
 class Table:
-    """Rows of one kind of line. A column is [rows], or [rows, ...] where each row has several numbers."""
+    """A table of one kind of line. A column is [rows], or [rows, ...] where each row has several numbers."""
 
     def __init__(self, files: Sequence[Path], columns: Mapping[str, ColumnSpec]):
         self._files = tuple(files)
@@ -52,18 +52,18 @@ class Table:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that there are."""
+        """The names of the columns."""
         return tuple(self._columns)
 
     def __len__(self) -> int:
         return len(self[next(iter(self._columns))])
 
     def __getitem__(self, name: str) -> Array:
-        """One column. It is read once; those with one number per row are kept."""
+        """Return one column. It is read once; those with one number per row are kept."""
         return self.read(name)[name]
 
     def read(self, *names: str) -> dict[str, Array]:
-        """Several columns in one pass; without names, all. Raises KeyError for an unknown name."""
+        """Read several columns in one pass; without names, all. Raises KeyError for an unknown name."""
         wanted = names or self.names
         missing = [name for name in dict.fromkeys(wanted) if name not in self._kept]
         found: dict[str, list[Array]] = {name: [] for name in missing}
@@ -82,7 +82,7 @@ class Table:
         return self._columns[name].convert(values)
 
     def batches(self, *names: str, since_step: int | None = None) -> Iterator[dict[str, Array]]:
-        """Columns of some thousand rows at a time, in order. since_step: leave out the rows of steps before it."""
+        """Yield columns of some thousand rows at a time, in order. since_step: leaves out the rows of earlier steps."""
         unknown = [name for name in names if name not in self._columns]
         if unknown:
             raise KeyError(f"no column {unknown[0]!r}; there are {', '.join(self._columns)}")
@@ -99,7 +99,7 @@ class Table:
             }
 
     def to_pandas(self, *names: str) -> Any:
-        """A pandas.DataFrame. Columns with several numbers per row become columns of arrays."""
+        """Return columns as a pandas.DataFrame. Columns with several numbers per row become columns of arrays."""
         pandas = _optional("pandas")
         columns = self.read(*names)
         return pandas.DataFrame(
@@ -107,7 +107,7 @@ class Table:
         )
 
     def to_arrow(self, *names: str) -> Any:
-        """A pyarrow.Table. Columns with several numbers per row become columns of lists."""
+        """Return columns as a pyarrow.Table. Columns with several numbers per row become columns of lists."""
         pyarrow = _optional("pyarrow")
         columns = self.read(*names)
         return pyarrow.table(
@@ -116,14 +116,14 @@ class Table:
 
 
 class ExpertTable(Table):
-    """Rows (step, layer, expert, rows): how many tokens of a step each expert computed. Zeros have no row."""
+    """A table with rows (step, layer, expert, rows): the tokens of a step by expert. Zeros have no row."""
 
     def __init__(self, files: Sequence[Path]):
         texts = ColumnSpec("experts", msgspec.Raw, _as_objects, msgspec.Raw(b"[]"))
         super().__init__(files, dict.fromkeys(("step", "layer", "expert", "rows"), texts))
 
     def batches(self, *names: str, since_step: int | None = None) -> Iterator[dict[str, Array]]:
-        """Columns of some thousand rows at a time, in order. since_step: leave out the rows of steps before it."""
+        """Yield columns of some thousand rows at a time, in order. since_step: leaves out the rows of earlier steps."""
         fields = [("step", int, msgspec.NODEFAULT), ("experts", msgspec.Raw, msgspec.Raw(b"[]"))]
         for lines in lines_of(self._files, fields):
             if since_step is not None:
@@ -288,7 +288,7 @@ def _request_columns() -> dict[str, ColumnSpec]:
 
 @dataclass(frozen=True)
 class Profile:
-    """One recorded run. Nothing but meta.json is read before a column is asked for."""
+    """The tables of one recorded run. Nothing but meta.json is read before a column is asked for."""
 
     folder: Path
     meta: Meta
@@ -299,7 +299,7 @@ class Profile:
 
 
 def load(folder: str | Path) -> Profile:
-    """The profile in a folder that --profile was given. A profile that is still being written can be read.
+    """Open the profile in a folder that --profile was given. A profile that is still being written can be read.
 
     Raises ConfigError when there is none, or when a later version of this program wrote it.
     """

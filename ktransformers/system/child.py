@@ -1,4 +1,4 @@
-"""What child processes do first: leave signals to their parent, follow it into death, read what they are started with.
+"""The first steps of a child process: leave signals to its parent, end with it, read what it is started with.
 
 The parent writes the options to the child's standard input, at once or when a spare is needed, and keeps the pipe
 open. End of file there, at any time, means that the parent is gone. PR_SET_PDEATHSIG is a second belt for the moments
@@ -39,18 +39,18 @@ _HEADER = struct.Struct("<I")
 
 
 def framed(data: bytes) -> bytes:
-    """The options as `read_frame` wants them on standard input."""
+    """Return the options in the frame that `read_frame` expects on standard input."""
     return _HEADER.pack(len(data)) + data
 
 
 def read_frame(pipe: BinaryIO) -> bytes | None:
-    """Wait for the options; None when the parent is gone."""
+    """Wait for the options on standard input and return them; None when the parent is gone."""
     header = pipe.read(_HEADER.size)
     return pipe.read(_HEADER.unpack(header)[0]) if len(header) == _HEADER.size else None
 
 
 def spawn_code(module: str, argument: str = "") -> list[str]:
-    """Arguments of a Python that runs `module.main(argument)` and finds packages where this process does.
+    """Return the arguments of a Python that runs `module.main(argument)` and finds packages where this process does.
 
     Not -m, which would import the module twice, under two names.
     """
@@ -59,13 +59,13 @@ def spawn_code(module: str, argument: str = "") -> list[str]:
 
 
 def become(name: str) -> None:
-    """The process's name in `ps -o comm` and `top`: at most 15 characters, where the system has such names."""
+    """Set the process's name in `ps -o comm` and `top`: at most 15 characters, where the system has such names."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def leave_signals() -> None:
-    """Leave signals to the parent."""
+    """Leave the signals of a shutdown to the parent process."""
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
@@ -87,7 +87,7 @@ def import_aside(module: str) -> None:
 
 
 def follow_parent() -> None:
-    """Leave signals to the parent and die with it. Comes before anything slow."""
+    """Leave signals to the parent process and die with it. Comes before anything slow."""
     leave_signals()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

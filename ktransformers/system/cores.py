@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use: the affinity mask and the CPU quotas of its control groups.
+"""Counts the CPU cores that this process may use: the affinity mask and the CPU quotas of its control groups.
 
 A quota bounds CPU time, not the number of CPUs: `docker --cpus 2` and systemd's `CPUQuota=200%` leave all CPUs visible,
 and threads beyond the quota are stopped together, in the middle of a step, until the next period begins. Formats:
@@ -33,7 +33,7 @@ class _Mount:
 
 
 def physical_cores() -> int:
-    """Cores this process may run on, counting hyper-threads once. Falls back to the affinity mask's size.
+    """Count the cores this process may run on, hyper-threads once. Falls back to the affinity mask's size.
 
     Quotas of control groups do not count: `usable_cores` is what to start threads by.
     """
@@ -49,7 +49,7 @@ def physical_cores() -> int:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """How many threads that compute have a core each: physical cores or the CPU quota, whichever is smaller.
+    """Return how many threads that compute have a core each: physical cores or the CPU quota, whichever is smaller.
 
     A quota of 2.5 CPUs makes 2 (rounded down, since a thread too many stops all of them), one below 1 makes 1.
     """
@@ -57,12 +57,12 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """`usable_cores` with hyper-threads counted singly."""
+    """Return `usable_cores` with hyper-threads counted singly."""
     return _within_quota(len(_allowed_cpus()), root)
 
 
 def describe_quota(root: Path = ROOT) -> str | None:
-    """The CPU quota in one line for the log, where it allows less than the cores there are; None elsewhere."""
+    """Return the CPU quota in one line for the log, where it allows less than the cores there are; None elsewhere."""
     quota, cores = cpu_quota(root), physical_cores()
     if quota is None or _within_quota(cores, root) == cores:
         return None
@@ -73,7 +73,7 @@ def describe_quota(root: Path = ROOT) -> str | None:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPUs' worth of time that the control groups of this process may use; None where there is no limit.
+    """Return the CPUs' worth of time that the control groups of this process may use; None where there is no limit.
 
     Takes the smallest limit of the process's own group and all groups above it, in version 1 and in version 2, since
     each of them holds. root: where /proc and /sys are found. Files that are missing or malformed set no limit.

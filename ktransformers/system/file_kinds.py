@@ -1,4 +1,4 @@
-"""What a file is that should be a model's, by its first bytes, and how that is put in one line. Parses no format."""
+"""Recognizes by its first bytes what a file is that should be a model's, and says it in one line. Parses no format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OLD_GGML = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 
 
 def size_of(nbytes: int) -> str:
-    """A number of bytes for messages: "4.9 GiB", "17 bytes"."""
+    """Return a number of bytes for messages: "4.9 GiB", "17 bytes"."""
     if nbytes >= 1 << 60:
         return "more than 1 EiB"
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -50,7 +50,7 @@ def size_of(nbytes: int) -> str:
 
 
 def check_is_file(path: Path) -> None:
-    """Raises FormatError for what is there but is no file: opening a pipe would wait for ever, a device has no end."""
+    """Raise FormatError for something that is no file: opening a pipe would wait for ever, a device has no end."""
     try:
         if path.exists() and not path.is_file():
             raise FormatError(f"{path} is not a file" if path.is_dir() else f"{path} is a device or a pipe, not a file")
@@ -59,7 +59,7 @@ def check_is_file(path: Path) -> None:
 
 
 def read_head(path: Path) -> bytes:
-    """The first bytes of a file, at most HEAD_BYTES. Raises FormatError."""
+    """Return the first bytes of a file, at most HEAD_BYTES. Raises FormatError."""
     check_is_file(path)
     try:
         with path.open("rb") as file:
@@ -79,7 +79,7 @@ def is_safetensors(head: bytes) -> bool:
 
 
 def wrong_start(head: bytes) -> str | None:
-    """What a file that begins so is ("is an HTML page: ..."), if people meet it in place of weights."""
+    """Return what a file that begins so is ("is an HTML page: ..."), if people meet it in place of weights."""
     if is_safetensors(head):  # whose first byte, of a length, may be any
         return None
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
@@ -108,7 +108,7 @@ def wrong_start(head: bytes) -> str | None:
 
 
 def not_weights(path: Path, head: bytes, wanted: str) -> FormatError:
-    """The error for a file that begins with `head` and should be `wanted` ("GGUF", "safetensors")."""
+    """Return the error for a file that begins with `head` and should be `wanted` ("GGUF", "safetensors")."""
     known = wrong_start(head)
     if known is not None:
         return FormatError(f"{path} {known}")
@@ -120,7 +120,10 @@ def not_weights(path: Path, head: bytes, wanted: str) -> FormatError:
 
 
 def incomplete(path: Path, size: int, needed: int, last: str) -> FormatError:
-    """The error for a file of `size` bytes whose header promises `needed`; last: the tensor that ends there, quoted."""
+    """Return the error for a file of `size` bytes whose header promises `needed`.
+
+    last: the tensor that ends there, quoted.
+    """
     return FormatError(
         f"{path}: the file is truncated or damaged: {size_of(needed - size)} missing of the {size_of(needed)} that its "
         f"tensors take, up to {last}; download or convert it again"
@@ -128,7 +131,7 @@ def incomplete(path: Path, size: int, needed: int, last: str) -> FormatError:
 
 
 def why_not_json(data: bytes, error: Exception) -> str:
-    """What is wrong with a file whose bytes are `data`, which a JSON parser refused with `error`."""
+    """Return what is wrong with a file whose bytes are `data`, which a JSON parser refused with `error`."""
     known = wrong_start(data[:HEAD_BYTES])
     return known or f"cannot be read as JSON: {reason_of(error)}; copy it again from the original model"
 
@@ -145,7 +148,7 @@ def _shown(head: bytes) -> str:
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """What is in it, in order. Raises FormatError when it cannot be read."""
+    """Return the entries of a folder, in order. Raises FormatError when it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:
@@ -153,7 +156,7 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def without_weights(folder: Path) -> FormatError:
-    """The error for a folder with neither .gguf nor .safetensors, which says what it holds instead."""
+    """Return the error for a folder with neither .gguf nor .safetensors, which says what it holds instead."""
     entries = list_folder(folder)
     below = [e for entry in entries if entry.is_dir() for e in _weights_in(entry)]
     pickles = [entry.name for entry in entries if entry.suffix in _PICKLE_SUFFIXES]

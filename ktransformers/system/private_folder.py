@@ -1,4 +1,4 @@
-"""Where the sockets of one service are: a folder that only its user can enter.
+"""The folder for the sockets of one service, which only its user can enter.
 
 Who is killed leaves it behind. So each has a lock that ends with its process, and the next service to start removes the
 folders whose locks nobody holds.
@@ -37,7 +37,7 @@ class PrivateFolder:
             _remove_if_left(folder)
 
     def remove(self) -> None:
-        """With all that is in it."""
+        """Delete the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 

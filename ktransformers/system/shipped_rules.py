@@ -1,4 +1,7 @@
-"""The rule files that are shipped, and which of them a name of upstream's means. Knows names, not what is in a file."""
+"""Finds the rule files that are shipped, and which of them a name of upstream's means.
+
+Knows names, not what is in a file.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +38,19 @@ _VARIANT = r"(?:-(?:multi-gpu(?:-\d+)?|gpu-cpu|marlin|fp8-linear-ggml-experts|am
 
 @dataclass(frozen=True, slots=True)
 class ShippedRules:
-    """A shipped file. is_spread: the name asked for is one for several GPUs."""
+    """A rule file that is shipped. is_spread: the name asked for is one for several GPUs."""
 
     path: Path
     is_spread: bool
 
 
 def shipped_names() -> list[str]:
-    """The names of all files, in order."""
+    """Return the names of all shipped rule files, in order."""
     return sorted(path.name for path in RULES_DIR.rglob("*.yaml"))
 
 
 def shipped_path(name: str) -> Path:
-    """Where the shipped file called `name` is, a name without folders such as "Mixtral.yaml"; it may be none's."""
+    """Return where the shipped file called `name` ("Mixtral.yaml", without folders) would be; it may not exist."""
     of_family = _FAMILIES_DIR / name
     return of_family if of_family.is_file() else RULES_DIR / name
 
@@ -61,8 +64,9 @@ def is_shipped(path: Path) -> bool:
 
 
 def find_shipped_rules(path: Path) -> ShippedRules | None:
-    """The file that `path`, which does not exist, means: it has a shipped or an upstream file's name, and no folder or
-    one called optimize_rules. None when it means none.
+    """Return the shipped file that `path`, which does not exist, means; None when it means none.
+
+    It has a shipped or an upstream file's name, and no folder or one called optimize_rules.
     """
     if path.suffix != ".yaml" or (len(path.parts) > 1 and RULES_DIR.name not in path.parts):
         return None

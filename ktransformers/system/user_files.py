@@ -16,7 +16,7 @@ __all__ = ["WrongFileError", "check_own_folder", "file_kind", "open_named", "ope
 
 
 class WrongFileError(OSError):
-    """There is something, and it is not what may be read here. strerror: what it is instead."""
+    """The error for a path where something is, but not what may be read here. strerror: what it is instead."""
 
 
 _KINDS = (
@@ -52,7 +52,7 @@ def check_own_folder(flag: str, path: Path, holds: str) -> None:
 
 
 def file_kind(path: Path) -> str | None:
-    """What is there instead of a file, in words; None for a file, and for nothing."""
+    """Return what is there instead of a file, in words; None for a file, and for nothing."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def _kind_of(mode: int) -> str | None:
 
 
 def open_named(path: Path) -> int:
-    """A descriptor that reads a file which the user names. Raises OSError for what is none, at once.
+    """Open a file that the user names; return a descriptor for reading. Raises OSError for what is none, at once.
 
     A pipe that this process was given open, as by `<(...)` of a shell, is read like a file: /dev/stdin, /dev/fd/63.
     """
@@ -78,8 +78,9 @@ def open_named(path: Path) -> int:
 
 
 def open_own(path: Path, is_secret: bool) -> int:
-    """A descriptor that reads a file which this program has made for its user. Raises OSError for what is none.
+    """Open a file that this program has made for its user; return a descriptor for reading.
 
+    Raises OSError for what is none.
     A link, and a file of another user, is none; is_secret: and neither is a file that others may read or write.
     """
     kind = _kind_of(os.lstat(path).st_mode)
@@ -99,13 +100,13 @@ def open_own(path: Path, is_secret: bool) -> int:
 
 
 def read_named(path: Path, max_bytes: int = -1) -> bytes:
-    """What is in a file that the user names, at most max_bytes of it. Raises OSError, see open_named."""
+    """Return the bytes of a file that the user names, at most max_bytes of it. Raises OSError, see open_named."""
     with open(open_named(path), "rb") as file:
         return file.read(max_bytes)
 
 
 def read_own(path: Path, is_secret: bool = False) -> bytes:
-    """What is in a file that this program has made. Raises OSError, see open_own."""
+    """Return the bytes of a file that this program has made. Raises OSError, see open_own."""
     with open(open_own(path, is_secret), "rb") as file:
         return file.read()
 

@@ -1,4 +1,4 @@
-"""TEXT: token ids to text and back, chat templates, and what streams of text need on their way to a user.
+"""The text layer: token ids to text and back, chat templates, and what streams of text need on their way to a user.
 
 `loading.py` builds a tokenizer from a folder, a GGUF (`gguf_vocab.py`) or a tiktoken file, `tokenizer.py` is what
 everybody uses; `detokenizer.py` emits whole characters, `stop.py` holds back what may become a stop string,

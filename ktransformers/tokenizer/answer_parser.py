@@ -1,4 +1,4 @@
-"""An answer's text to what is in it: reasoning, text, tool calls. Knows neither tokens nor dialects."""
+"""Parsers of an answer's text into reasoning, text and tool calls. Knows neither tokens nor dialects."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["AnswerParser", "TaggedAnswerParser", "parser_of"]
 
 
 class AnswerParser(Protocol):
-    """One answer. The events of both calls, in order, tell what the text means; see ParsedEvent."""
+    """A parser of one answer. The events of both calls, in order, tell what the text means; see ParsedEvent."""
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """What this piece makes certain."""
+        """Return the events that this piece of the answer makes certain."""
 
     def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
-        """The end of the answer. Call once. is_cut: the model was stopped before it was done."""
+        """Return the events at the end of the answer. Call once. is_cut: the model was stopped before it was done."""
 
 
 class TaggedAnswerParser:
-    """The reasoning comes first, between tags; what looks like a tool call inside of it is none.
+    """A parser of answers whose reasoning comes first, between tags; what looks like a tool call inside of it is none.
 
     tools: None when the request has no tools; calls are text then. end: a text that is dropped where an answer ends
     with it, because it ends the turn.
@@ -44,12 +44,12 @@ class TaggedAnswerParser:
         self._trimmer = EndTrimmer(end) if end else None
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """What this piece makes certain."""
+        """Return the events that this piece of the answer makes certain."""
         part = self._reasoning.feed(text)
         return self._events(part.reasoning, part.content)
 
     def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
-        """The end of the answer. Call once. is_cut: the model was stopped before it was done."""
+        """Return the events at the end of the answer. Call once. is_cut: the model was stopped before it was done."""
         part = self._reasoning.flush()
         events = self._events(part.reasoning, part.content)
         if self._unwrapper:
@@ -80,7 +80,7 @@ def parser_of(
     is_forced: bool,
     end: str,
 ) -> AnswerParser:
-    """What reads one answer of a model that writes `form`.
+    """Return a parser for one answer of a model that writes `form`.
 
     tools: those of the request, None when it has none. thoughts: the reasoning that the prompt ends with, None when it
     does not end inside. continues_reasoning: it ends in the middle of it. is_forced: behind its reasoning the answer

@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time, never half a character.
+"""Converts token ids to text, one token at a time, never half a character.
 
 Almost every tokenizer of a language model spells tokens as bytes, in one of two ways: byte-level (each character of a
 token stands for a byte; GPT-2) or SentencePiece ("▁" for a space, `<0xE4>` for single bytes). For these a token is
@@ -61,7 +61,7 @@ class TokenBytes:
 
 
 def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
-    """How `tokenizer` spells its tokens as bytes, or None when its decoder is of neither known kind."""
+    """Return how `tokenizer` spells its tokens as bytes, or None when its decoder is of neither known kind."""
     if tokenizer.decoder is None:
         return None
     described = json.loads(tokenizer.decoder.__getstate__())
@@ -78,23 +78,26 @@ def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
 
 
 class Detokenizer(ABC):
-    """One stream of tokens. Feed ids with `add`, end with `flush`; the returned pieces are the text, in order."""
+    """A detokenizer of one stream of tokens.
+
+    Feed ids with `add`, end with `flush`; the returned pieces are the text, in order.
+    """
 
     @abstractmethod
     def add(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is unfinished."""
+        """Return the text that this token completes; empty while a character is unfinished."""
 
     @abstractmethod
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, otherwise nothing."""
+        """Return the text that is left at the end: U+FFFD for an unfinished character, otherwise nothing."""
 
     def all(self, token_ids: Iterable[int]) -> str:
-        """The text of a whole sequence."""
+        """Return the text of a whole sequence."""
         return "".join([*map(self.add, token_ids), self.flush()])
 
 
 class ByteDetokenizer(Detokenizer):
-    """Tokens as bytes through an incremental UTF-8 decoder. Ids in `skipped` have no text.
+    """A detokenizer that decodes tokens as bytes through an incremental UTF-8 decoder. Ids in `skipped` have no text.
 
     A malformed sequence becomes U+FFFD per maximal subpart (Unicode chapter 3, table 3-8). SentencePiece texts begin
     with a space that is not part of the text (`strips_space`); it is dropped once.
@@ -120,8 +123,9 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For decoders that are not a map from tokens to bytes: decodes the last few tokens with and without the new ones.
+    """A detokenizer that decodes the last few tokens with and without the new ones.
 
+    It is for decoders that are not a map from tokens to bytes.
     Text that ends in U+FFFD is held back for up to MAX_HELD tokens, because it is usually an unfinished character.
     """
 

@@ -1,4 +1,4 @@
-"""A process that turns texts into ids, so that a text which takes for ever can be given up: see pattern_limits.
+"""The process that turns texts into ids, so that a text which takes for ever can be given up: see pattern_limits.
 
 Lines of JSON: the tokenizer, then texts in; ids or what went wrong out. It ends with its standard input, whatever it is
 doing. Run as a file with the places to import from as arguments, for it needs one package of them all.
@@ -37,7 +37,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Serve until nobody asks."""
+    """Encode texts from standard input until it ends."""
     lines = queue.SimpleQueue[bytes]()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     from tokenizers import Tokenizer

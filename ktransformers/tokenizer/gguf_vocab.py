@@ -1,4 +1,4 @@
-"""A fast tokenizer from the `tokenizer.*` metadata of a GGUF file.
+"""Builds a fast tokenizer from the `tokenizer.*` metadata of a GGUF file.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer. Four kinds are built: "gpt2" (byte-level BPE,
 the pre-tokenizer given by name), "llama" (SentencePiece BPE: scores instead of merges, bytes as fallback), "gemma4"
@@ -45,7 +45,7 @@ _HARMONY_ENDS = {"<|return|>", "<|call|>"}
 
 @dataclass(frozen=True, slots=True)
 class GgufVocab:
-    """The checked metadata: V tokens, V types and scores, merges as pairs, ids of special tokens by their role."""
+    """The checked vocabulary of a GGUF: V tokens, V types and scores, merges as pairs, special ids by their role."""
 
     model: str
     pre: str
@@ -153,7 +153,7 @@ def _read_roles(metadata: Mapping[str, object], model: str, num_tokens: int) -> 
 
 
 def cut_vocab(metadata: Mapping[str, object], vocab_size: int | None) -> Mapping[str, object]:
-    """The metadata with no more tokens than `vocab_size`, and no merge that makes one of the others.
+    """Return the metadata with no more tokens than `vocab_size`, and no merge that makes one of the others.
 
     Logs what is left aside. Raises ConfigError for arrays of other lengths.
     """
@@ -355,7 +355,7 @@ def _builder(vocab: GgufVocab) -> Callable[[GgufVocab], Tokenizer]:
 
 
 def build_gguf_tokenizer(vocab: GgufVocab) -> PreTrainedTokenizerFast:
-    """The Hugging Face fast tokenizer that `vocab` describes. Raises ConfigError when it cannot be built."""
+    """Build the Hugging Face fast tokenizer that `vocab` describes. Raises ConfigError when it cannot be built."""
     try:
         tokenizer = _builder(vocab)(vocab)
         _add_tokens(tokenizer, vocab)

@@ -1,4 +1,4 @@
-"""What a constraint allows, token by token, over one model's vocabulary. llguidance reads the grammars.
+"""The tokens that a constraint allows, one after the other, over one model's vocabulary. llguidance reads the grammars.
 
 A token stands for its bytes (`Tokenizer.token_bytes`), so a grammar accepts exactly the texts that the detokenizer
 writes. Control tokens stand for themselves: no text matches them, and a Lark grammar names them as <|name|>. Knows no
@@ -48,7 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 def pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:
-    """The bits of these tokens. Ids that the vocabulary does not have are left out."""
+    """Return the bits of some tokens as a mask, uint32 [ceil(vocab_size / 32)].
+
+    Ids that the vocabulary does not have are left out.
+    """
     words = np.zeros(-(-vocab_size // 32), np.uint32)
     ids = np.array([i for i in token_ids if 0 <= i < vocab_size], np.int64)
     np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
@@ -56,18 +59,18 @@ def pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:
 
 
 class Matcher:
-    """One answer's place in its grammar. One thread at a time."""
+    """The state of one answer in its grammar. One thread at a time."""
 
     def __init__(self, matcher: LLMatcher, ends: Words):
         self._matcher, self._ends = matcher, ends
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on with these. What they do not fit shows in `allowed`."""
+        """Advance the answer by these tokens. What they do not fit shows in `allowed`."""
         if token_ids:
             self._matcher.consume_tokens(list(token_ids))
 
     def allowed(self) -> Words:
-        """The tokens that may come next.
+        """Return a mask of the tokens that may come next.
 
         End tokens may come where the grammar accepts. Where it can go no further they are the only ones. Raises
         ConfigError when the answer does not fit, or the grammar turned out to be too much to follow.
@@ -79,7 +82,7 @@ class Matcher:
 
 
 class Spelled(Protocol):
-    """What a grammar wants to know of a Tokenizer."""
+    """The part of a Tokenizer that grammars need."""
 
     @property
     def has_vocabulary(self) -> bool: ...
@@ -89,11 +92,11 @@ class Spelled(Protocol):
     def added_ids(self) -> frozenset[int]: ...
 
     def token_bytes(self, token_id: int, /) -> bytes:
-        """The bytes that this token stands for."""
+        """Return the bytes that this token stands for."""
         ...
 
     def encode(self, text: str, /, add_special_tokens: bool) -> list[int]:
-        """Ids of `text`."""
+        """Return the token ids of `text`."""
         ...
 
 
@@ -109,7 +112,7 @@ class Grammars:
         self._prepared: LLTokenizer | None = None
 
     def check(self, constraint: Constraint) -> Words:
-        """The tokens that an answer may begin with.
+        """Return a mask of the tokens that an answer may begin with.
 
         Raises ConfigError for a constraint that is wrong, too large, or asks for what cannot be enforced.
         """
@@ -119,7 +122,7 @@ class Grammars:
         return words
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """At the start of an answer. Raises as `check`."""
+        """Return a matcher at the start of an answer. Raises as `check`."""
         from llguidance import LLMatcher
 
         grammar = _grammar(constraint)
@@ -131,18 +134,18 @@ class Grammars:
 
     @functools.cached_property
     def ends(self) -> Words:
-        """End tokens."""
+        """The mask of end tokens."""
         return pack_ids(self._eos_token_ids, self.vocab_size)
 
     @functools.cached_property
     def break_ids(self) -> frozenset[int]:
-        """Tokens that are line breaks and nothing else."""
+        """The ids of tokens that are line breaks and nothing else."""
         known = range(min(self.tokenizer.vocab_size, self.vocab_size))
         return frozenset(i for i in known if (text := self.tokenizer.token_bytes(i)) and not text.strip(b"\r\n"))
 
     @functools.cached_property
     def breaks(self) -> Words:
-        """The same as bits."""
+        """The mask of tokens that are line breaks and nothing else."""
         return pack_ids(self.break_ids, self.vocab_size)
 
     def _vocabulary(self) -> LLTokenizer:
@@ -238,7 +241,7 @@ def _of_schema(text: str) -> str:
 
 
 def core_of_text(text: str) -> tuple[str, tuple[Widened, ...]]:
-    """A request's JSON schema in keywords that grammars follow, and where it takes more than was asked.
+    """Return a request's JSON schema in keywords that grammars follow, and where it takes more than was asked.
 
     Raises ConfigError for what is no schema, and for one that cannot be followed.
     """

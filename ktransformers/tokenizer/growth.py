@@ -1,4 +1,4 @@
-"""How many times as long as a text is what a tokenizer makes of it before it looks for tokens.
+"""The factor by which a tokenizer lengthens a text before it looks for tokens.
 
 A tokenizer.json may say that each "a" becomes "aa", forty times over: of a word that is a terabyte. Only its longest
 stretch counts here, so that the answer is a bound.
@@ -25,7 +25,10 @@ _LONG = 64  # bytes that one character may become in Unicode's own tables, with 
 
 
 def growth_of(part: Any) -> float:
-    """Of a part of a `tokenizers.Tokenizer` (normalizer, pre-tokenizer, decoder); None for one that is not there."""
+    """Return the factor by which a part of a `tokenizers.Tokenizer` lengthens a text; 1 for None.
+
+    The parts are normalizer, pre-tokenizer and decoder.
+    """
     return 1.0 if part is None else _growth(json.loads(part.__getstate__()))
 
 
@@ -38,7 +41,7 @@ class _Parts(msgspec.Struct):
 
 
 def why_too_much(data: bytes) -> str | None:
-    """Why a tokenizer.json with these bytes must not be loaded; None when it may, or is none."""
+    """Return why a tokenizer.json with these bytes must not be loaded; None when it may, or is none."""
     try:
         parts = msgspec.json.decode(data, type=_Parts)
     except (msgspec.MsgspecError, RecursionError):  # which the library says better

@@ -1,4 +1,4 @@
-"""Where a model's tokenizer comes from: a local folder, or the metadata of a GGUF file."""
+"""Loads a model's tokenizer: from a local folder, or the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     vocab_size: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer in the folder `model_path`, else the one in a GGUF file's metadata, else one without vocabulary.
+    """Load the tokenizer in the folder `model_path`, else that in a GGUF file's metadata, else one without vocabulary.
 
     A folder's tokenizer without chat template takes the GGUF file's, and one that cannot be loaded gives way to it.
     vocab_size: of the GGUF's model, see read_gguf_vocab.
@@ -127,7 +127,7 @@ def load_tokenizer(
 
 
 def read_chat_template(value: str) -> str:
-    """The source of a chat template: `value` itself where that is Jinja, else what the file of this name holds.
+    """Return the source of a chat template: `value` itself where that is Jinja, else what the file of this name holds.
 
     Raises ConfigError when there is no such file.
     """

@@ -1,4 +1,4 @@
-"""Limits of time and memory for what comes with a tokenizer and nobody here has seen: patterns, replacements.
+"""Limits of time and memory for unknown parts of a tokenizer: patterns, replacements.
 
 A tokenizer.json may hold any pattern. Its engine gives up after ten million steps at one place of a text, but not after
 as many places as a text has: `(a*)(a*)c|.` takes 7 s for 2,000 letters. Nothing interrupts it, so tokenizers with
@@ -40,7 +40,7 @@ _KNOWN.update(SPACE_PATTERNS)
 
 
 class PatternTimeout(Exception):
-    """A text took too long."""
+    """The error for a text that took a tokenizer too long."""
 
 
 def _patterns(part: Any) -> Iterator[str]:
@@ -55,7 +55,7 @@ def _patterns(part: Any) -> Iterator[str]:
 
 
 def unknown_patterns(tokenizer: Any) -> list[str]:
-    """Those that a `tokenizers.Tokenizer` applies to texts before it looks for tokens, the usual ones excepted.
+    """Return the unusual patterns that a `tokenizers.Tokenizer` applies to texts before it looks for tokens.
 
     Raises ConfigError for such a pattern in the decoder, which has no process to work in.
     """
@@ -71,7 +71,7 @@ def unknown_patterns(tokenizer: Any) -> list[str]:
 
 
 def why_not_trusted(tokenizer: Any) -> str | None:
-    """What a `tokenizers.Tokenizer` has for which texts need limits, in words; None for usual ones.
+    """Return why texts need limits with a `tokenizers.Tokenizer`, in words; None for usual ones.
 
     Raises ConfigError as `unknown_patterns`, and for a decoder that makes much of little.
     """
@@ -95,7 +95,7 @@ class TimedEncoder:
         self._pid = os.getpid()
 
     def encode(self, text: str, add_special_tokens: bool, seconds: float | None = None) -> list[int] | str:
-        """Token ids, or why the tokenizer gave up. seconds: by the text's length. Raises PatternTimeout."""
+        """Return token ids, or why the tokenizer gave up. seconds: by the text's length. Raises PatternTimeout."""
         with self._lock:
             seconds = SECONDS + len(text) / CHARS_PER_SECOND if seconds is None else seconds
             if self._pid != os.getpid():  # after a fork: the process answers the parent
@@ -128,7 +128,7 @@ class TimedEncoder:
         return process
 
     def close(self) -> None:
-        """End the process. Another one is started when a text comes."""
+        """End the encoder's process. Another one is started when a text comes."""
         if self._ends is not None:
             self._ends()
         self._process = self._ends = None

@@ -1,4 +1,4 @@
-"""How text is cut into words before BPE merges apply, by the name that GGUF files store as `tokenizer.ggml.pre`.
+"""The rules by which text is cut into words before BPE merges apply, by the name in GGUF's `tokenizer.ggml.pre`.
 
 A GGUF file holds the name of a pre-tokenizer and not its rule, so readers need a table. The patterns are those that the
 named models publish in their own `tokenizer.json` (Oniguruma syntax, which `tokenizers` runs); which names share one
@@ -23,7 +23,7 @@ SPACE_PATTERNS = (" +", r"\A | \z")
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Patterns that are applied one after the other, each isolating its matches, and facts on the vocabulary."""
+    """The rule of a pre-tokenizer: patterns in turn, each isolating its matches, and facts on the vocabulary."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token of its own is taken whole
@@ -32,11 +32,11 @@ class PreTokenizer:
     byte_level: bool = True  # tokens spell bytes as GPT-2 does; else text, its spaces as U+2581
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """The rule's part that comes before splitting."""
+        """The rule's part that comes before splitting, or None."""
         return normalizers.NFC() if self.nfc else None
 
     def build(self) -> pre_tokenizers.PreTokenizer:
-        """The rule as a `tokenizers` object, byte-level spelling included."""
+        """Build the rule as a `tokenizers` object, byte-level spelling included."""
         splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -215,7 +215,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
-    """The rule that GGUF files call `name`. Raises UnsupportedError for one that is not in the table."""
+    """Return the rule that GGUF files call `name`. Raises UnsupportedError for one that is not in the table."""
     try:
         return PRE_TOKENIZERS[name]
     except KeyError:

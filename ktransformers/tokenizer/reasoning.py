@@ -50,8 +50,9 @@ class SplitText:
 
 
 class ReasoningParser:
-    """tags: opening and closing tag, None for a model without them. starts_inside: the prompt wrote the opening tag.
+    """Splits one answer. tags: opening and closing tag, None for a model without them.
 
+    starts_inside: the prompt wrote the opening tag.
     goes_on: and some of the reasoning, so that line breaks at the beginning do not belong to the tag. stops: tags that
     end the reasoning, too, and stay: some models call tools in the middle of it.
     """
@@ -74,7 +75,7 @@ class ReasoningParser:
         return self._state == "reasoning"
 
     def feed(self, piece: str) -> SplitText:
-        """What `piece` adds to the reasoning and to the text; what may become a tag is held back."""
+        """Return what `piece` adds to the reasoning and to the text; what may become a tag is held back."""
         self._text += piece
         if self._state == "start" and not self._leave_start():
             return SplitText()
@@ -82,7 +83,7 @@ class ReasoningParser:
         return SplitText(reasoning, self._take(len(self._text)) if self._state == "content" else "")
 
     def flush(self) -> SplitText:
-        """What was held back. Call once, at the end of the answer."""
+        """Return the text that was held back. Call once, at the end of the answer."""
         rest = self._take(len(self._text))
         return SplitText(reasoning=rest) if self._state == "reasoning" else SplitText(content=rest)
 
@@ -126,7 +127,7 @@ class Unwrapper:
         self._state, self._text = "start", ""
 
     def feed(self, piece: str) -> str:
-        """The text that this piece makes certain."""
+        """Return the text that this piece makes certain."""
         self._text += piece
         if self._state == "start":
             stripped = self._text.lstrip()
@@ -151,7 +152,7 @@ class Unwrapper:
         return self._take(len(self._text))
 
     def flush(self) -> str:
-        """What was held back. Call once, at the end."""
+        """Return the text that was held back. Call once, at the end."""
         return self._take(len(self._text))
 
     def _take(self, length: int) -> str:
@@ -166,7 +167,7 @@ class EndTrimmer:
         self._end, self._text = end, ""
 
     def feed(self, piece: str) -> str:
-        """The text that this piece makes certain."""
+        """Return the text that this piece makes certain."""
         self._text += piece
         if not self._text:
             return ""
@@ -177,7 +178,7 @@ class EndTrimmer:
         return shown
 
     def flush(self) -> str:
-        """What was held back and is not the end. Call once."""
+        """Return the text that was held back and is not the end. Call once."""
         return "" if self._text.rstrip() == self._end else self._text
 
 
@@ -200,7 +201,7 @@ def _tails(decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) ->
 def open_thoughts(
     decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], tags: tuple[str, str], opening: str
 ) -> str | None:
-    """The beginning of an answer's reasoning that a prompt ends with: what stands behind its last opening tag.
+    """Return the beginning of an answer's reasoning that a prompt ends with: the text behind its last opening tag.
 
     decode: ids to text with all special tokens. opening: what the template writes in front of an answer. None when the
     prompt does not end inside of the reasoning.
@@ -235,7 +236,7 @@ _MAX_HEADER = 40
 
 
 def open_reasoning(prompt: str, tags: tuple[str, str] | None) -> str:
-    """A rendered prompt, to the beginning of its answer's reasoning.
+    """Return a rendered prompt, extended to the beginning of its answer's reasoning.
 
     Raises UnsupportedError and ConfigError where there can be none.
     """
@@ -250,7 +251,7 @@ def open_reasoning(prompt: str, tags: tuple[str, str] | None) -> str:
 
 
 def close_reasoning(prompt: str, tags: tuple[str, str] | None) -> str:
-    """A rendered prompt, to the beginning of its answer's text: reasoning that it opens ends there."""
+    """Return a rendered prompt, extended to the beginning of its answer's text: reasoning that it opens ends there."""
     if tags is None or not prompt.rstrip().endswith(tags[0].rstrip()):
         return prompt
     return f"{prompt}{tags[1]}\n\n"

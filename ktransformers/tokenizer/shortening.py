@@ -29,14 +29,14 @@ has at least."""
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """prompt_ids: of the turns that stayed. num_dropped: how many turns left."""
+    """A conversation that was shortened. prompt_ids: of the turns that stayed. num_dropped: how many turns left."""
 
     prompt_ids: list[int]
     num_dropped: int
 
 
 def prompt_room(max_len: int, max_tokens: int | None) -> int:
-    """Most tokens of a prompt that leaves room for an answer in a context of max_len tokens, at least one.
+    """Return the most tokens of a prompt that leaves room for an answer in a context of max_len tokens, at least one.
 
     max_tokens: most tokens of the answer; None: as many as there is room for.
     """
@@ -47,7 +47,7 @@ def prompt_room(max_len: int, max_tokens: int | None) -> int:
 def shorten(
     roles: Sequence[str], sizes: Sequence[int], max_len: int, whole_len: int, limit: int, prompt_of: PromptOf
 ) -> Shortened | None:
-    """Leaves out the oldest turns until the prompt fits; None when it does not even without all that may leave.
+    """Leave out the oldest turns until the prompt fits; None when it does not even without all that may leave.
 
     roles, sizes: of each turn; sizes are UTF-8 bytes, which decide where turns leave together, and what is tried first.
     max_len: tokens of the context. whole_len: of the prompt of all turns, about; limit: most that a prompt may have.
@@ -133,7 +133,7 @@ def _cuts(sizes: Sequence[int], max_len: int) -> list[int]:
 
 
 def text_too_long(what: str, prompt_len: int, max_len: int) -> ContextLengthError:
-    """The error for a text of `what`, prompt_len tokens or more, where there is room for max_len."""
+    """Return the error for a text of `what`, prompt_len tokens or more, where there is room for max_len."""
     return ContextLengthError(
         f"the text has {what}, and there is room for {max_len}: shorten it", prompt_len=prompt_len, max_len=max_len
     )

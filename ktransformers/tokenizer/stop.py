@@ -14,7 +14,7 @@ __all__ = ["StopMatcher", "held_back"]
 
 
 def held_back(text: str, tags: Sequence[str]) -> int:
-    """How many characters at the end of `text` could be the beginning of a tag that is not complete yet.
+    """Return how many characters at the end of `text` could be the beginning of a tag that is not complete yet.
 
     For a few short tags: the time it takes is the square of their length. Strings that a client chose have StopMatcher.
     """
@@ -82,7 +82,7 @@ def _automaton(stops: tuple[str, ...]) -> _Automaton:
 
 
 class StopMatcher:
-    """Feed pieces of text; each call returns what can be shown and the stop string that was found, if any.
+    """Finds stop strings: each fed piece returns the text to show and the stop string that was found, if any.
 
     Text before the stop string is returned exactly, the stop string and what follows it is not. Time is in proportion
     to the text, however many stop strings there are and whatever they look like.
@@ -94,7 +94,7 @@ class StopMatcher:
         self._text = ""  # what the state stands for
 
     def feed(self, piece: str) -> tuple[str, str | None]:
-        """The text that no stop string can begin in any more, and the stop string that `piece` completed, if any."""
+        """Return the text in which no stop string can begin any more, and the one that `piece` completed, if any."""
         machine = self._machine
         if machine is None:
             return piece, None
@@ -110,6 +110,6 @@ class StopMatcher:
         return text[:keep], None
 
     def flush(self) -> str:
-        """The text that was held back because it could have begun a stop string. Call once, at the end."""
+        """Return the text that was held back because it could have begun a stop string. Call once, at the end."""
         shown, self._text, self._state = self._text, "", 0
         return shown

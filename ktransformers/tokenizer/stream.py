@@ -1,4 +1,4 @@
-"""Token ids of one answer to its text, without stop strings. Does not know who samples the tokens."""
+"""Converts the token ids of one answer to its text, up to a stop string. Does not know who samples the tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ __all__ = ["TextStream"]
 
 
 class TextStream:
-    """Feed ids with `add`, end with `finish`; each returns new text and the stop string found in it, if any.
+    """The text of one answer.
 
+    Feed ids with `add`, end with `finish`; each returns new text and the stop string in it, if any.
     min_tokens: stop strings are looked for behind so many tokens. include_stop: the text ends with the stop string.
 
     Without a tokenizer, or with one without vocabulary, the text is always empty; stop strings then raise ConfigError.
@@ -37,7 +38,7 @@ class TextStream:
         self._num_free, self._include_stop = min_tokens, include_stop
 
     def add(self, token_id: int) -> tuple[str, str | None]:
-        """Text that became certain with this token, up to the stop string that it completed."""
+        """Return the text that became certain with this token, up to the stop string that it completed, and that."""
         if self._detokenizer is None:
             return "", None
         text = self._detokenizer.add(token_id)
@@ -47,7 +48,7 @@ class TextStream:
         return self._found(*self._stops.feed(text))
 
     def finish(self) -> tuple[str, str | None]:
-        """The text held back, and the stop string in it if there is one after all."""
+        """Return the text held back, and the stop string in it if there is one after all."""
         if self._detokenizer is None:
             return "", None
         text, stop = self._found(*self._stops.feed(self._detokenizer.flush()))

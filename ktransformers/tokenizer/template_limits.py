@@ -53,7 +53,7 @@ _state = threading.local()
 
 
 class TemplateLimitError(jinja2.TemplateError):
-    """The template takes too long or makes too much."""
+    """The error for a template that takes too long or makes too much."""
 
 
 class _Budget:
@@ -66,8 +66,9 @@ class _Budget:
         self.resident: int | None = None
 
     def make(self, nbytes: int) -> None:
-        """So much more is going to be made. Some of it may be gone again; what is kept shows in the process's memory.
+        """Count `nbytes` that are going to be made.
 
+        Some of it may be gone again; what is kept shows in the process's memory.
         Raises TemplateLimitError.
         """
         if nbytes < _LARGE:
@@ -315,7 +316,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Also what changes a list of the template's own."""
+        """Whether a template may use an attribute; those that change a list may be used of the template's own."""
         return (isinstance(obj, _OwnList) and attr in _CHANGES) or bool(super().is_safe_attribute(obj, attr, value))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -358,7 +359,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _made(result)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """See Jinja. Looking a key up hashes it, all of a tuple."""
+        """Look a key up as Jinja does, within the limits. Looking a key up hashes it, all of a tuple."""
         return super().getitem(obj, _as_text(argument))
 
 
@@ -382,7 +383,7 @@ chat_template_utils._compile_jinja_template = _compile
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Within it, templates that transformers renders on this thread raise jinja2.TemplateError beyond the limits."""
+    """Limit templates that transformers renders on this thread in the block: they raise jinja2.TemplateError."""
     _state.budget = _Budget()
     try:
         yield
@@ -391,7 +392,7 @@ def limited() -> Iterator[None]:
 
 
 def why_no_template(template: str) -> str | None:
-    """What is wrong with the source of a chat template, or None. Does not render it."""
+    """Return what is wrong with the source of a chat template, or None. Does not render it."""
     try:
         _compiled(template)
     except TEMPLATE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""How much memory an operation of a chat template would take, told before it is done.
+"""Estimates how much memory an operation of a chat template would take, before it is done.
 
 What runs in C cannot be interrupted: a list that holds another one twice, sixty times over, is a text of 2^60
 characters, and one call makes it. Knows no Jinja.
@@ -24,7 +24,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def text_size(value: Any, most: int) -> int:
-    """Characters that a value takes as text, or elements that comparing it visits; more than `most`: it is too much.
+    """Return the characters of a value as text, or elements that comparing it visits; more than `most`: too much.
 
     Of a list or mapping everything counts as often as it is reached. One that holds itself is too much.
     """
@@ -56,7 +56,7 @@ def _nbytes(value: Any) -> int:
 
 
 def estimated_nbytes(name: str, subject: Any, args: Sequence[Any]) -> int:
-    """Bytes that a method or filter of this name makes of `subject`, at least where it may be much; else 0."""
+    """Estimate the bytes that a method or filter makes of `subject`, at least where they may be many; else 0."""
     if not isinstance(subject, str):
         return 0
     wide = max(sys.getsizeof(subject), 1)
@@ -80,7 +80,7 @@ def estimated_nbytes(name: str, subject: Any, args: Sequence[Any]) -> int:
 
 
 def resident_nbytes() -> int | None:
-    """Memory that this process has in RAM; None where the system does not say."""
+    """Return the bytes of this process in RAM; None where the system does not say."""
     try:
         return int(_STATM.read_text().split()[1]) * _PAGE_NBYTES
     except (OSError, ValueError, IndexError):

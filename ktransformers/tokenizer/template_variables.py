@@ -1,4 +1,4 @@
-"""Which variables a chat template reads. Parses it, never runs it."""
+"""Finds the variables that a chat template reads. Parses it, never runs it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Anything(frozenset[str]):
 
 @functools.lru_cache(maxsize=8)
 def template_variables(template: str) -> frozenset[str]:
-    """Names that `template` takes from whoever renders it, a few that it always sets itself among them."""
+    """Return the names that `template` takes from whoever renders it, a few that it always sets itself among them."""
     environment = _Unfolded(extensions=["jinja2.ext.loopcontrols", _Generation])
     environment.filters = dict.fromkeys(environment.filters, _not_yet)
     try:

@@ -1,4 +1,4 @@
-"""Kimi's tokenizer from its `tiktoken.model` and `tokenizer_config.json`, without the Python code beside them.
+"""Loads Kimi's tokenizer from its `tiktoken.model` and `tokenizer_config.json`, without the Python code beside them.
 
 `tiktoken.model` is lines of a token's bytes in base64 and its rank, which is its id and the order of merges. What is
 not in it is Kimi's own: the pattern (`kimi-k2` in pretokenizers.py) and 256 control tokens behind the vocabulary, of
@@ -32,7 +32,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and their ranks, which count from 0. Raises ConfigError, with the line, for other files."""
+    """Read tokens and their ranks, which count from 0. Raises ConfigError, with the line, for other files."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line:
@@ -116,7 +116,10 @@ def _sorted_keys(value: Any) -> Any:
 
 
 def load_kimi_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in `folder`. Raises ConfigError for broken files, UnsupportedError for those of other models."""
+    """Load Kimi's tokenizer in `folder`.
+
+    Raises ConfigError for broken files, UnsupportedError for those of other models.
+    """
     path = folder / "tokenizer_config.json"
     try:
         config = json.loads(path.read_bytes())

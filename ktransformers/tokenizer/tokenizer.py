@@ -51,7 +51,7 @@ _NO_VOCABULARY = (
 
 
 class Tokenizer:
-    """Text and ids of one model. `backend` None: a model without vocabulary, every use of text raises ConfigError.
+    """The text and ids of one model. `backend` None: a model without vocabulary, every use of text raises ConfigError.
 
     eos_token_ids: ids that end an answer; a model's generation config may name more.
     """
@@ -95,7 +95,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
+        """The number of token ids, added tokens included."""
         return len(self.backend)
 
     @property
@@ -108,12 +108,12 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens; they are left out of decoded text, the tags of reasoning and tool calls excepted."""
+        """The ids of control tokens; they are not in decoded text, the tags of reasoning and tool calls excepted."""
         return self._special
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """Ids of control tokens, and of tags: <...> and [...] that are one token each."""
+        """The ids of control tokens, and of tags: <...> and [...] that are one token each."""
         if self._backend is None:
             return frozenset()
         tokens = self._backend.added_tokens_decoder.items()
@@ -121,20 +121,21 @@ class Tokenizer:
         return self._special | tags
 
     def token_id(self, token: str) -> int | None:
-        """The id of exactly this token, or None."""
+        """Return the id of exactly this token, or None."""
         return self.backend.backend_tokenizer.token_to_id(token)  # type: ignore[no-any-return]
 
     @cached_property
     def max_token_chars(self) -> int:
-        """Most characters of text that one token stands for, as tokens are spelled: at least as many as it really has.
+        """The most characters of text of one token, as tokens are spelled: at least as many as it really has.
 
         Tokens for what a vocabulary does not know are excepted: some melt any number of characters into one.
         """
         return max(map(len, self.backend.backend_tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
-        """Token ids of `text`. Special tokens spelled in it are recognized; add_special_tokens adds the model's BOS.
+        """Return the token ids of `text`.
 
+        Special tokens spelled in it are recognized; add_special_tokens adds the model's BOS.
         max_len: most tokens that are of use; a text that must have more is refused before it is looked at. The work
         is done without the interpreter's lock: on a thread of its own it keeps no other thread waiting.
 
@@ -174,14 +175,14 @@ class Tokenizer:
 
     @cached_property
     def verbatim(self) -> Verbatim:
-        """What a conversation must not write as tokens: control tokens, tags of reasoning and tools alone excepted."""
+        """Texts that no conversation may write as tokens: control tokens, tags of reasoning and tools excepted."""
         added = self.backend.added_tokens_decoder
         # Marks of answers may be what turns are made of, too: who writes those would forge a turn.
         frame = turn_frame(self._format.marks)
         return Verbatim(str(added[i]) for i in self._special if i in self._skipped or added[i].content in frame)
 
     def encode_guarded(self, text: str, guard: Guard | None, *, max_len: int | None = None) -> list[int]:
-        """Ids of a rendered conversation whose texts were marked by `guard`. Errors as `encode`."""
+        """Return the ids of a rendered conversation whose texts were marked by `guard`. Errors as `encode`."""
         if guard is None:
             return self.encode(text, add_special_tokens=False, max_len=max_len)
 
@@ -191,24 +192,24 @@ class Tokenizer:
         return self.verbatim.ids_of_pieces(guard.pieces(text), self.token_id, encode)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`: what a Detokenizer returns piece by piece."""
+        """Return the text of `token_ids`: what a Detokenizer returns piece by piece."""
         return self.detokenizer(skip_special_tokens).all(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that this token stands for, special tokens as they are spelled. Empty for an unknown id."""
+        """Return the bytes that this token stands for, special tokens as they are spelled. Empty for an unknown id."""
         if self._token_bytes is not None:
             return self._token_bytes[token_id]
         return str(self.backend.backend_tokenizer.decode([token_id], skip_special_tokens=False)).encode()
 
     def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-        """What reads constraints on answers; the same object each time for the same arguments."""
+        """Return the reader of constraints on answers; the same object each time for the same arguments."""
         key = (vocab_size, tuple(eos_token_ids))
         if key not in self._grammars:
             self._grammars.setdefault(key, Grammars(self, *key))  # all threads get the first that is there
         return self._grammars[key]
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new stream of ids to text."""
+        """Return a new stream of ids to text."""
         skipped = self._skipped if skip_special_tokens else frozenset()
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes, skipped)
@@ -236,7 +237,7 @@ class Tokenizer:
         return self.has_chat_template and text in self._template_text()
 
     def use_chat_template(self, template: str) -> None:
-        """Takes this Jinja source in place of the chat template that came with the files, and reads answers by it.
+        """Take this Jinja source in place of the chat template that came with the files, and read answers by it.
 
         To be called before anything is decoded. Raises ConfigError for what is no template, or without a vocabulary.
         """
@@ -247,7 +248,7 @@ class Tokenizer:
         self.use_tool_format(AUTO)
 
     def use_tool_format(self, name: str, reasoning: str | None = None) -> None:
-        """How this model's answers are read: a name of TOOL_FORMATS, "none", or "auto" for what its files tell.
+        """Set how this model's answers are read: a name of TOOL_FORMATS, "none", or "auto" for what its files tell.
 
         reasoning: a name of REASONING_FORMATS, or "auto"; None: the one that was given before. With "auto" a
         checkpoint's own `response_template` comes first, then what the chat template writes (recognition/). To be
@@ -304,7 +305,7 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> str | None:
-        """The name of what reads this model's tool calls, or None where nothing does."""
+        """The name of the format by which this model's tool calls are read, or None where none are."""
         if self._has_own_parser:
             return "response_template"
         return None if self._format.tools is None else self._format.tools.name
@@ -316,7 +317,7 @@ class Tokenizer:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether tool calls are read: always with a chat template, unless --tool_format is none."""
+        """Whether tool calls of this model are read: always with a chat template, unless --tool_format is none."""
         return self.tool_format is not None
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
@@ -343,7 +344,7 @@ class Tokenizer:
         continues_reasoning: bool = False,
         is_forced: bool = False,
     ) -> AnswerParser:
-        """What reads one answer to this prompt. tools: those of the request, None when it has none.
+        """Return a parser for one answer to this prompt. tools: those of the request, None when it has none.
 
         continues_reasoning: the prompt ends in the middle of the answer's reasoning. is_forced: behind its reasoning
         the answer has to be calls, see tool_grammar.
@@ -376,7 +377,7 @@ class Tokenizer:
         max_thoughts: int | None = None,
         widened: WidenedOf | None = None,
     ) -> str | None:
-        """What calls of these tools (one, if parallel any number) look like behind the reasoning, in llguidance's Lark.
+        """Return a grammar in llguidance's Lark for calls of these tools (one, if parallel any number) after reasoning.
 
         None for a checkpoint's own format. max_thoughts: tokens of the reasoning, where the grammar has to know it.
         widened: gets, by the tool's name, where calls are not held to its schema.
@@ -403,7 +404,7 @@ class Tokenizer:
 
     @property
     def turns(self) -> TemplateTurns:
-        """What the chat template makes of conversations. Raises UnsupportedError where there is no template."""
+        """The chat template's rendering of conversations. Raises UnsupportedError where there is no template."""
         if not self.has_chat_template:
             self.backend  # noqa: B018 - says that there is no vocabulary, when that is why
             raise UnsupportedError("this model has no chat template; send it plain text, or pass --model_path with one")
@@ -436,7 +437,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """The conversation as text, through the model's own template in transformers' sandbox.
+        """Return the conversation as text, through the model's own template in transformers' sandbox.
 
         Turns that the template drops or refuses are folded into those that it keeps, see templates/fold.py.
         continue_final_message: the text ends with the last message's, as the beginning of an answer.
@@ -459,7 +460,7 @@ class Tokenizer:
         note_changes: Callable[[Sequence[str]], None] | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Prompt ids of a conversation. See render_chat_template and encode.
+        """Return the prompt ids of a conversation. See render_chat_template and encode.
 
         continue_reasoning: what the answer has thought so far; it goes on there. note_changes: called with the names of
         what was folded, if anything was.
@@ -477,7 +478,7 @@ class Tokenizer:
         return self.encode_guarded(made.text, made.guard, max_len=max_len)
 
     def apply_plain_template(self, messages: Sequence[Message], *, reads_special_tokens: bool = False) -> list[int]:
-        """Prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:".
+        """Return prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:".
 
         reads_special_tokens: as in apply_chat_template.
         """

@@ -1,4 +1,4 @@
-"""Text without halves of characters: lone surrogates, which JSON can spell and no tokenizer, file or socket can take.
+"""Replaces halves of characters in text: lone surrogates, which JSON can spell and no tokenizer or file can take.
 
 Programs that count in UTF-16 (JavaScript's) cut emoji in half where they shorten a text. Each half becomes U+FFFD, as
 the Unicode standard and every decoder have it. Knows no fields.
@@ -40,12 +40,12 @@ def is_whole(text: str) -> bool:
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD for each lone surrogate; pairs of them are the character that they stand for."""
+    """Return the text with U+FFFD for each lone surrogate; pairs of them are the character that they stand for."""
     return text if is_whole(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def with_whole_texts(value: Any, note: Callable[[Path], object], at: Path = ()) -> Any:
-    """The same JSON-like value with whole texts, names of members included. Nothing in it is changed.
+    """Return the same JSON-like value with whole texts, names of members included. Nothing in it is changed.
 
     note: called with the place of each text that was not whole. Members whose names become the same get different ones.
     """

@@ -1,4 +1,4 @@
-"""Special tokens that a conversation spells are its text, and only those that the template writes are tokens.
+"""Keeps special tokens that a conversation spells as text: only those that the template writes are tokens.
 
     conversation ── guarded: a mark inside each spelling ──> template ──> text with marks ── cut there ──> ids
 
@@ -20,7 +20,7 @@ _MARK_DIGITS = 24
 
 
 class Verbatim:
-    """spellings: of the tokens that a conversation must not write. Of one character: they cannot be cut, and stay."""
+    """The spellings of tokens that a conversation must not write. Of one character: they cannot be cut, and stay."""
 
     def __init__(self, spellings: Iterable[str]):
         self._spellings = sorted({one for one in spellings if len(one) > 1}, key=len, reverse=True)
@@ -28,7 +28,7 @@ class Verbatim:
         self._pattern = re.compile(f"(?={'|'.join(map(re.escape, self._spellings))})") if self._spellings else None
 
     def guard(self, conversation: Any) -> Guard | None:
-        """What keeps the spellings in this JSON-like value from being read; None when there are none."""
+        """Return a guard that keeps the spellings in this JSON-like value from being read; None when there are none."""
         texts = list(_texts(conversation))
         if self._pattern is None or not any(self._pattern.search(text) for text in texts):
             return None
@@ -42,7 +42,10 @@ class Verbatim:
         token_id: Callable[[str], int | None],
         encode: Callable[[str, int], list[int]],
     ) -> list[int]:
-        """Ids of a text that is cut into these pieces. encode: of the joined pieces, among which so many cuts are."""
+        """Return the ids of a text that is cut into these pieces.
+
+        encode: of the joined pieces, among which so many cuts are.
+        """
         cutter = self.cutter("".join(pieces))
         cut_id = token_id(cutter)
         # Where even this token is the template's own, our cuts are told from it by their order.
@@ -57,18 +60,18 @@ class Verbatim:
         return [one for at, one in enumerate(ids) if at not in dropped]
 
     def cutter(self, text: str) -> str:
-        """The special token to cut `text` with: one that it does not hold, if there is one."""
+        """Return the special token to cut `text` with: one that it does not hold, if there is one."""
         return next((one for one in self._spellings if one not in text), self._spellings[0])
 
 
 class Guard:
-    """The marks of one conversation."""
+    """The marks in the texts of one conversation."""
 
     def __init__(self, pattern: re.Pattern[str], mark: str):
         self._pattern, self._mark = pattern, mark
 
     def marked(self, value: Any) -> Any:
-        """The value with a mark behind the first character of each spelling, in keys and texts at any depth."""
+        """Return the value with a mark behind the first character of each spelling, in keys and texts at any depth."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, Mapping):
@@ -85,7 +88,7 @@ class Guard:
         return self._mark.join(text[a:b] for a, b in zip(ends, [*ends[1:], len(text)], strict=True))
 
     def pieces(self, rendered: str) -> list[str]:
-        """The template's text, cut at the marks."""
+        """Return the template's text, cut at the marks."""
         return rendered.split(self._mark)
 
 

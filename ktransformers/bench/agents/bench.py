@@ -41,7 +41,7 @@ _SHOWN_ERRORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server to measure, called `name` in the figures.
+    """A server that `bench agents` measures, called `name` in the figures.
 
     start: a client of it; leaving the context ends what was started. started_with: flags of what is started.
     """
@@ -53,7 +53,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class AgentsWork:
-    """`waves` for each of `targets`, whose prompts follow from the other fields, see shapes.Prompts.
+    """The work: `waves` for each of `targets`, whose prompts follow from the other fields, see shapes.Prompts.
 
     model: the name in requests; None: the first that a server names. scale: what lengths were multiplied with.
     """
@@ -68,17 +68,17 @@ class AgentsWork:
 
 
 def running_target(name: str, client: Client) -> Target:
-    """A server that is running, which `client` asks."""
+    """Return the target for a server that is running, which `client` asks."""
     return Target(name, lambda: nullcontext(client))
 
 
 def own_target(flags: Sequence[str]) -> Target:
-    """`ktransformers serve` with `flags`."""
+    """Return the target that starts `ktransformers serve` with `flags`."""
     return Target(OURS, partial(_own_server, flags), flags)
 
 
 def llama_target(work: LlamaServerWork) -> Target:
-    """llama.cpp's llama-server."""
+    """Return the target that starts llama.cpp's llama-server."""
     return Target(PEER, partial(_llama_server, work), llama_server_flags(work))
 
 
@@ -101,8 +101,9 @@ def _llama_server(work: LlamaServerWork) -> Iterator[Client]:
 
 
 def bench_agents(work: AgentsWork) -> Record:
-    """Print a table per server, a line per turn. The record's is_failed: a request failed, or a server did not run.
+    """Send the waves to each server; print a table per server, a line per turn.
 
+    The record's is_failed: a request failed, or a server did not run.
     Raises RequestError when the first server cannot be asked for its model, and EngineError when it does not start. If
     that happens to a later one, its entry in `servers` has the error, and the figures of those before are kept.
     """
@@ -159,7 +160,7 @@ def _show_errors(turn: GroupTurn) -> None:
 
 
 def vocab_size(config: EngineConfig) -> int | None:
-    """Token ids that a model knows, by its GGUF file or its config.json; None where neither says it."""
+    """Return how many token ids a model knows, by its GGUF file or its config.json; None where neither says it."""
     folders = [path for path in (config.model_path, config.gguf_path) if path is not None and path.is_dir()]
     file = config.gguf_path
     if file is not None and file.is_dir():

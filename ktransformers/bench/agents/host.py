@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe_host() -> dict[str, Any]:
-    """bench.common.machine.describe_machine in a child process; if it fails, CPU and cores, and one logged line."""
+    """Describe the machine from a child process; if that fails, CPU and cores alone, and one logged line."""
     child = subprocess.run(spawn_code(__name__), capture_output=True, text=True, check=False)
     if child.returncode:
         reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
@@ -32,7 +32,7 @@ def describe_host() -> dict[str, Any]:
 
 
 def main() -> int:
-    """The child: prints the description as one line of JSON."""
+    """Run the child process: print the machine's description as one line of JSON."""
     from ktransformers.bench.common.machine import describe_machine
 
     print(json.dumps(describe_machine()))

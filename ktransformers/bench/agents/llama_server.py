@@ -27,7 +27,7 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class LlamaServerWork:
-    """What is started: `program` with the GGUF file, `slots` requests at a time, `context` tokens for all together.
+    """The llama-server to start: `program` with a GGUF, `slots` requests at a time, `context` tokens for all together.
 
     threads: of the CPU; 0 leaves that to llama.cpp. n_cpu_moe: so many layers have their routed experts on the CPU and
     all else is on the GPU; None leaves the placement to llama.cpp. more: further flags, which win over these.
@@ -43,7 +43,7 @@ class LlamaServerWork:
 
 
 def find_llama_server(given: Path | None) -> str:
-    """The program: `given`, or llama-server on the PATH. Raises ConfigError when there is none to run."""
+    """Return the program to run: `given`, or llama-server on the PATH. Raises ConfigError when there is none to run."""
     found = shutil.which(_PROGRAM if given is None else str(given))
     if found is None:
         where = f"no {_PROGRAM} on the PATH" if given is None else f"--llama_server {given} is no program"
@@ -52,7 +52,7 @@ def find_llama_server(given: Path | None) -> str:
 
 
 def llama_server_flags(work: LlamaServerWork) -> list[str]:
-    """Flags of the server but for where it listens."""
+    """Return the flags of llama-server, without those for where it listens."""
     flags = ["-m", str(work.gguf_path), "-np", str(work.slots), "-c", str(work.context)]
     if work.threads:
         flags += ["-t", str(work.threads)]

@@ -1,4 +1,4 @@
-"""Sends waves of agents to a server and times what comes. Knows no shape by name, prints nothing.
+"""Sends waves of agents to a server and times the answers. Knows no shape by name, prints nothing.
 
 Every request is a streamed POST /v1/completions on a connection and a thread of its own, as agents of different
 programs are. `cache_prompt` asks llama-server to keep what it computed, `ignore_eos` lets answers have their full
@@ -22,7 +22,7 @@ __all__ = ["GroupTurn", "Load", "TimedAnswer", "model_name"]
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """What one request gave. Times are in seconds on the clock of time.perf_counter.
+    """An answer to one request with its times. Times are in seconds on the clock of time.perf_counter.
 
     token_times: when each event with a token came; several tokens in one event count once, and the event that ends an
     answer counts when there is no other. cached_len: tokens of the prompt that the server did not compute, None where
@@ -38,12 +38,12 @@ class TimedAnswer:
 
     @property
     def first(self) -> float:
-        """Seconds to the first token."""
+        """The seconds from sending the request to its first token."""
         return self.token_times[0] - self.sent_at
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one token and the next."""
+        """The seconds between one token and the next."""
         return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
@@ -99,7 +99,7 @@ class Load:
         self._client, self._model, self._prompts = client, model, prompts
 
     def run(self, wave: Wave) -> list[GroupTurn]:
-        """The turns of the wave by group. Failed requests are answers with an error."""
+        """Send a wave; return its turns by group. Failed requests are answers with an error."""
         progress = _Progress()
         prompts = [[self._prompts.of(wave, group, turn + 1) for turn in range(group.turns)] for group in wave.groups]
         with ThreadPoolExecutor(len(wave.groups)) as threads:
@@ -175,7 +175,7 @@ def _has_token(choice: dict[str, Any]) -> bool:
 
 
 def model_name(client: Client) -> str:
-    """The first model that the server names. Raises RequestError when it names none."""
+    """Return the first model that the server names. Raises RequestError when it names none."""
     try:
         return str(client.json("GET", "/v1/models")["data"][0]["id"])
     except (LookupError, TypeError) as error:

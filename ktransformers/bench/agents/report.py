@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def row_of(server: str, wave: Wave, turn: GroupTurn) -> Row:
-    """The figures of one turn, in JSON types; None where there is nothing to measure.
+    """Return the figures of one turn, in JSON types; None where there is nothing to measure.
 
     Lengths and tokens/s are sums over all answers without an error. Tokens/s are over the whole turn's seconds; of a
     prompt those count that the server computed, or all where it does not say what it had cached.
@@ -69,18 +69,18 @@ def _rate(tokens: int, seconds: float) -> float | None:
 
 
 def percentile(ordered: Sequence[float], share: int) -> float:
-    """The value that `share` percent of these, ascending, stay below, or the last."""
+    """Return the value that `share` percent of these, ascending, stay below, or the last."""
     return ordered[min(share * len(ordered) // 100, len(ordered) - 1)]
 
 
 def label(row: Row) -> str:
-    """What the table calls a row: wave/group, and the turn where it is not the first."""
+    """Return the table's name for a row: wave/group, and the turn where it is not the first."""
     name = f"{row['wave']}/{row['group']}" if row["group"] else row["wave"]
     return f"{name} {row['turn']}." if row["turn"] > 1 else str(name)
 
 
 def shown_row(row: Row) -> dict[str, object]:
-    """What only the table has of a row."""
+    """Return the columns of a row that only the table has."""
     keys = ("first_median_s", "first_max_s")
     gap_keys = ("gap_median_ms", "gap_p99_ms", "gap_max_ms")
     return {"label": label(row), "first": _shown(row, keys, ".2f"), "gap": _shown(row, gap_keys, ".1f")}
@@ -92,7 +92,7 @@ def _shown(row: Row, keys: Sequence[str], spec: str) -> str | None:
 
 
 def shown_machine(machine: dict[str, Any]) -> str:
-    """bench.common.machine.describe_machine as a line."""
+    """Return bench.common.machine.describe_machine as a line."""
     gpus = [gpu["name"] for gpu in machine.get("gpus", ())]
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     return ", ".join([f"{machine['cpu']}, {machine['cores']} cores", *counted])

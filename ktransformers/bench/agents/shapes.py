@@ -65,25 +65,25 @@ class AgentGroup:
     after_seconds: float = 0.0
 
     def prompt_len(self, turn: int) -> int:
-        """Tokens of a prompt of turn 1, 2, ..."""
+        """Return the tokens of a prompt of turn 1, 2, ..."""
         return self.shared + self.own + (turn - 1) * self.growth
 
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Groups that are on their way at the same time, called `name` in `--waves` and in the figures."""
+    """A wave of groups that are on their way at the same time, called `name` in `--waves` and in the figures."""
 
     name: str
     groups: tuple[AgentGroup, ...]
 
     @property
     def at_once(self) -> int:
-        """The most requests that are on their way at a time."""
+        """The most requests of the wave that are on their way at a time."""
         return sum(group.agents for group in self.groups)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its answer."""
+        """The tokens of the wave's longest prompt with its answer."""
         return max(group.prompt_len(group.turns) + group.answer for group in self.groups)
 
 
@@ -114,7 +114,7 @@ WAVES = (
 
 
 def choose_waves(names: Sequence[str] | None, shapes: Sequence[str], scale: float) -> list[Wave]:
-    """The waves called `names`, then those of `shapes` (see parse_shape); lengths of prompts times `scale`.
+    """Return the waves called `names`, then those of `shapes` (see parse_shape); lengths of prompts times `scale`.
 
     names None: all of WAVES, or only the shapes where there are any. WARM_UP always comes first, whether it is named or
     not. Raises ConfigError for unknown names and wrong shapes.
@@ -135,7 +135,7 @@ def choose_waves(names: Sequence[str] | None, shapes: Sequence[str], scale: floa
 
 
 def parse_shape(text: str, number: int = 1) -> Wave:
-    """The wave that `agents=16,shared=4000,own=500,answer=64,turns=3` describes: one group, fields as in Group.
+    """Return the wave that `agents=16,shared=4000,own=500,answer=64,turns=3` describes: one group, fields as in Group.
 
     name=NAME calls it so; otherwise it is called shape and its `number`. A shape of several turns without growth=N adds
     own prompt's length each turn, or 256 tokens where there is no own part. Raises ConfigError for anything else.
@@ -164,7 +164,7 @@ def parse_shape(text: str, number: int = 1) -> Wave:
 
 
 def scaled(wave: Wave, scale: float) -> Wave:
-    """The wave with the lengths of its prompts times `scale`, rounded, at least 1 where they are not 0."""
+    """Return the wave with the lengths of its prompts times `scale`, rounded, at least 1 where they are not 0."""
 
     def times(length: int) -> int:
         return max(round(length * scale), 1) if length else 0
@@ -177,7 +177,7 @@ def scaled(wave: Wave, scale: float) -> Wave:
 
 
 def slot_len(waves: Sequence[Wave]) -> int:
-    """Tokens of context that one request needs at most, rounded up as llama.cpp does."""
+    """Return how many tokens of context one request needs at most, rounded up as llama.cpp does."""
     longest = max(wave.longest for wave in waves) + _SLOT_SPARE
     return -(-longest // _SLOT_ROUNDING) * _SLOT_ROUNDING
 
@@ -194,7 +194,7 @@ class Prompts:
         self._range = range(len(_WORDS)) if is_text else range(min(_FIRST_ID, vocab // 2), vocab)
 
     def of(self, wave: Wave, group: AgentGroup, turn: int) -> list[Prompt]:
-        """One prompt for each agent of the group, for turn 1, 2, ..."""
+        """Return a prompt for each agent of the group, for turn 1, 2, ..."""
         shared = self._drawn("shared", group.shared)
         own_len = group.prompt_len(turn) - group.shared
         owns = (self._drawn(f"{wave.name} {group.name} {agent}", own_len) for agent in range(group.agents))

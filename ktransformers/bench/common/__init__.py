@@ -1,1 +1,1 @@
-"""What all measurements share: tables and records, the machine, clocks, random weights."""
+"""Shared parts of all measurements: tables and records, the machine, clocks, random weights."""

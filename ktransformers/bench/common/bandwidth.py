@@ -1,4 +1,4 @@
-"""How many bytes a second this machine reads from RAM and from its GPUs: measured in a moment, then remembered.
+"""The bytes a second that this machine reads from RAM and from its GPUs: measured in a moment, then remembered.
 
 A measurement on a busy machine comes out too low, and predictions from it would not be bounds. So the best that was
 ever measured counts, and `ktransformers doctor` measures anew. The file is one per machine in the user's cache folder;
@@ -34,7 +34,7 @@ _REPEATS = 3
 
 
 def measure_ram(num_threads: int, nbytes: int = _RAM_BYTES) -> float:
-    """Bytes a second that the worker threads read together, the best of a few rounds."""
+    """Measure the bytes a second that the worker threads read together, the best of a few rounds."""
     settle_torch_threads()
     pool = WorkerPool(num_threads)
     try:
@@ -44,7 +44,7 @@ def measure_ram(num_threads: int, nbytes: int = _RAM_BYTES) -> float:
 
 
 def measure_gpu(name: str, nbytes: int = _GPU_BYTES) -> float:
-    """Bytes a second that a copy within the GPU "cuda:N" reads and writes, the best of a few rounds."""
+    """Measure the bytes a second that a copy within the GPU "cuda:N" reads and writes, the best of a few rounds."""
     device = torch.device(name)
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -59,7 +59,7 @@ def measure_gpu(name: str, nbytes: int = _GPU_BYTES) -> float:
 
 
 class BandwidthFile:
-    """What was measured on this machine. key: everything that it depends on."""
+    """The file that keeps a bandwidth measured on this machine. key: everything that it depends on."""
 
     def __init__(self, key: Mapping[str, object], folder: Path | None = None) -> None:
         self._key = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
@@ -67,7 +67,10 @@ class BandwidthFile:
         self.path = (folder or user_cache_dir()) / "bandwidth" / f"{digest}.json"
 
     def read(self) -> float | None:
-        """Bytes a second, or None. A file that cannot be understood is one logged line, and is written anew."""
+        """Return the bytes a second that the file holds, or None.
+
+        A file that cannot be understood is one logged line, and is written anew.
+        """
         try:
             held = json.loads(self.path.read_text(encoding="utf-8"))
             rate = float(held["bytes_per_s"]) if held["key"] == self._key else 0.0
@@ -79,7 +82,7 @@ class BandwidthFile:
         return rate if 0 < rate < math.inf else None
 
     def keep(self, rate: float) -> float:
-        """The larger of `rate` and what the file holds, which it holds from now on."""
+        """Return the larger of `rate` and what the file holds, which it holds from now on."""
         before = self.read()
         if before is not None and before >= rate:
             return before
@@ -102,8 +105,9 @@ def bandwidths(
     ram: Callable[[int], float] = measure_ram,
     gpu: Callable[[str], float] = measure_gpu,
 ) -> dict[str, float]:
-    """Bytes a second by device. Those that cannot be measured are missing, with one logged line each.
+    """Return the bytes a second of each device, measured or remembered.
 
+    Those that cannot be measured are missing, with one logged line each.
     is_anew: measure what is remembered, too. ram takes the number of threads, gpu a device's name.
     """
     found = {}

@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class VideoMemory:
-    """Bytes over all CUDA devices. reserved: most that torch's allocator took from them; allocated: of that, in use.
+    """Bytes of memory over all CUDA devices.
 
+    reserved: most that torch's allocator took from them; allocated: of that, in use.
     device_used: in use now by everybody, contexts and other programs too.
     """
 
@@ -45,7 +46,7 @@ class VideoMemory:
 
 
 def describe_machine(pool: WorkerPool | None = None) -> dict[str, Any]:
-    """CPU, memory, GPUs and versions, as plain data; of a pool, its threads, instruction set and nodes too."""
+    """Return CPU, memory, GPUs and versions, as plain data; of a pool, its threads, instruction set and nodes too."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     used = {} if pool is None else {"threads": pool.num_threads, "isa": pool.isa.value, "numa_nodes": pool.num_nodes}
     return {
@@ -62,13 +63,13 @@ def describe_machine(pool: WorkerPool | None = None) -> dict[str, Any]:
 
 
 def machine_facts(pool: WorkerPool) -> dict[str, Any]:
-    """describe_machine, and what the pool's threads can do at best: GB/s read, int8 TOP/s."""
+    """Return describe_machine, and what the pool's threads can do at best: GB/s read, int8 TOP/s."""
     bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
     return describe_machine(pool) | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}
 
 
 def measured_machine(threads: int) -> dict[str, Any]:
-    """machine_facts of a pool of `threads`, which lives no longer than this."""
+    """Return machine_facts of a pool of `threads`, which is closed afterwards."""
     pool = WorkerPool(threads)
     try:
         return machine_facts(pool)
@@ -77,13 +78,13 @@ def measured_machine(threads: int) -> dict[str, Any]:
 
 
 def shown_machine(machine: dict[str, Any]) -> str:
-    """machine_facts as the beginning of a line."""
+    """Return machine_facts as the beginning of a line."""
     rate = machine["read_bandwidth_gb_s"]
     return f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}; reads {rate:.1f} GB/s"
 
 
 def reset_ram_peak() -> bool:
-    """Let `ram_peak` count from now on. False where the system cannot do that (it is Linux that can)."""
+    """Restart the count of `ram_peak`. Returns False where the system cannot do that (it is Linux that can)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
@@ -93,12 +94,12 @@ def reset_ram_peak() -> bool:
 
 
 def ram_peak() -> int:
-    """Most bytes of RAM that this process has held, mapped files included."""
+    """Return the most bytes of RAM that this process has held, mapped files included."""
     return _ram("VmHWM:")
 
 
 def ram_now() -> int:
-    """Bytes of RAM that this process holds, mapped files included; where the system does not say, the most it held."""
+    """Return the bytes of RAM that this process holds, mapped files included; where unknown, the most it has held."""
     return _ram("VmRSS:")
 
 
@@ -112,14 +113,14 @@ def _ram(line_of: str) -> int:
 
 
 def reset_vram_peak() -> None:
-    """Let `vram_peak` count from now on."""
+    """Restart the count of `vram_peak`."""
     if torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
 
 
 def vram_peak() -> VideoMemory | None:
-    """Most VRAM that this process has held, or None without CUDA."""
+    """Return the most VRAM that this process has held, or None without CUDA."""
     if not torch.cuda.is_available():
         return None
     devices = range(torch.cuda.device_count())

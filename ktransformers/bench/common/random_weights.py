@@ -33,7 +33,7 @@ _SCALES_AT = {
 
 
 def random_weight(qtype: WeightType, rows: int, cols: int) -> RawTensor | Fp8Matrix:
-    """[rows, cols] of any type."""
+    """Return a random matrix [rows, cols] of any type."""
     if isinstance(qtype, OwnType):
         values = torch.randint(0, 0x7F, (rows, cols), dtype=torch.uint8)
         return Fp8Matrix(values, torch.full((-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK)), 1e-4))
@@ -41,7 +41,7 @@ def random_weight(qtype: WeightType, rows: int, cols: int) -> RawTensor | Fp8Mat
 
 
 def random_raw(qtype: BlockType, rows: int, cols: int) -> RawTensor:
-    """[rows, cols] of a block type: random blocks whose scales are small numbers."""
+    """Return a random matrix [rows, cols] of a block type: random blocks whose scales are small numbers."""
     if qtype in _UNQUANTIZED:
         return RawTensor.from_tensor((torch.randn(rows, cols) * 0.02).to(_UNQUANTIZED[qtype]))
     data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8)

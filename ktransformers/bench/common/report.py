@@ -1,4 +1,4 @@
-"""What every measurement prints: a table line by line as figures come, then one line of JSON. Imports nothing heavy."""
+"""The output of each measurement: a table line by line as figures come, then a line of JSON. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The value of a row called `key`, as `spec` formats it, below `title` (the key, if empty)."""
+    """A column of a table: the value of a row called `key`, as `spec` formats it, below `title` (the key, if empty)."""
 
     key: str
     width: int
@@ -30,20 +30,20 @@ class Column:
     title: str = ""
 
     def cell(self, row: Row) -> str:
-        """Right-aligned; a dash for None, and for what the row does not have."""
+        """Return a row's value right-aligned; a dash for None, and for what the row does not have."""
         value = row.get(self.key)
         return f"{'-' if value is None else format(value, self.spec):>{self.width}}"
 
 
 class FigureTable:
-    """Prints its head at once, and each row as it is added. rows: all of them."""
+    """A table that prints its head at once, and each row as it is added. rows: all of them."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._columns, self.rows = columns, list[Row]()
         print(" ".join(f"{one.title or one.key:>{one.width}}" for one in columns), flush=True)
 
     def add(self, row: Row, **shown: object) -> None:
-        """Print and keep it. shown: what only the table shows."""
+        """Print a row and keep it. shown: values of columns that only the table has."""
         print(" ".join(one.cell(row | shown) for one in self._columns), flush=True)
         self.rows.append(row)
 

@@ -1,4 +1,4 @@
-"""How long a call takes on the CPU. That of a GPU is in gpu/device.py."""
+"""A clock for calls on the CPU. That of a GPU is in gpu/device.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["best_time", "mean_time", "torch_threads"]
 
 
 def mean_time(once: Callable[[int], object], seconds: float, warm_ups: int) -> float:
-    """Seconds of a call, the mean of those that fit in `seconds` (at least two), which are numbered."""
+    """Return the seconds of a call, the mean of those that fit in `seconds` (at least two), which are numbered."""
     for i in range(warm_ups):
         once(i)
     began, count = time.perf_counter(), 0
@@ -23,7 +23,7 @@ def mean_time(once: Callable[[int], object], seconds: float, warm_ups: int) -> f
 
 
 def best_time(run: Callable[[], object], seconds: float) -> float:
-    """Seconds of the shortest of the calls that fit in `seconds` (at least three)."""
+    """Return the seconds of the shortest of the calls that fit in `seconds` (at least three)."""
     run()
     best, start, count = float("inf"), time.perf_counter(), 0
     while count < 3 or time.perf_counter() - start < seconds:
@@ -36,7 +36,7 @@ def best_time(run: Callable[[], object], seconds: float) -> float:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """torch computes with `count` threads while this is open, so that it has as many as our pool."""
+    """Let torch compute with `count` threads inside the block, so that it has as many as our pool."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,1 +1,1 @@
-"""What a GPU does: its kernels, and what passes between it and the CPU."""
+"""Measurements of a GPU: its kernels, and what passes between it and the CPU."""

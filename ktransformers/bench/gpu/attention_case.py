@@ -1,4 +1,4 @@
-"""A step of attention over a paged cache on a GPU, in the shapes of several models: what probes and benchmarks time."""
+"""A step of attention over a paged cache on a GPU, in the shapes of several models, for probes and benchmarks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_LEN = 32768
 
 @dataclass(frozen=True)
 class AttentionModel:
-    """Attention of one model; rank > 0 for latent attention (dim is then rank + rope)."""
+    """The attention of one model; rank > 0 for latent attention (dim is then rank + rope)."""
 
     name: str
     heads: int
@@ -63,7 +63,7 @@ MODELS = _PLAIN + [replace(model, kv_type=kv_type) for kv_type in ("int8", "fp8"
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """`num_seqs` sequences whose last `rows` positions, up to `length`, are the rows of a step."""
+    """The shape of a step: `num_seqs` sequences whose last `rows` positions, up to `length`, are its rows."""
 
     num_seqs: int
     rows: int
@@ -80,7 +80,7 @@ class AttentionCache:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, model: AttentionModel) -> AttentionCache:
-        """What is kept of bf16 ones."""
+        """Return the cache of bf16 keys and values as the model's --kv_type keeps them."""
         dtype = KV_DTYPES[model.kv_type]
         if dtype == BF16:
             return cls(keys, values, (None, None))
@@ -91,7 +91,7 @@ class AttentionCache:
         return cls(k, v, (k_scales, v_scales))
 
     def numbers(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of some slots, fp32 for codes."""
+        """Return keys and values of some slots, fp32 for codes."""
         k_scales, v_scales = self.scales
         if k_scales is None:
             return self.keys[slots], self.values[slots]
@@ -103,7 +103,7 @@ class AttentionCache:
 
 
 class AttentionCase:
-    """`sets` caches with a step's sequences in them."""
+    """A case of attention to measure: `sets` caches with a step's sequences in them."""
 
     def __init__(self, gpu: Gpu, model: AttentionModel, step: StepShape, sets: int):
         num_seqs, rows, length = step.num_seqs, step.rows, step.length
@@ -135,7 +135,7 @@ class AttentionCase:
         self.scale = model.dim**-0.5
 
     def call(self, index: int) -> Tensor:
-        """The step on one of the caches, as operators do it."""
+        """Compute the step on one of the caches, as operators do it."""
         kept, model = self.caches[index], self.model
         where = (self.table, PAGE, self.seq_ids, self.kv_lens, self.scale)
         workspace = self.workspace if self.rows == 1 else None
@@ -148,7 +148,7 @@ class AttentionCase:
         )  # fmt: skip
 
     def record(self, index: int) -> launch.AttentionLaunch:
-        """The same as arguments of a launch."""
+        """Return the step on one of the caches as arguments of a launch."""
         kept = self.caches[index]
         return launch.AttentionLaunch(
             self.q, kept.keys, kept.values, self.table, PAGE, self.seq_ids, self.kv_lens, self.scale, self.out,
@@ -157,21 +157,21 @@ class AttentionCase:
         )  # fmt: skip
 
     def run(self, index: int, tile: launch.Tile) -> None:
-        """`call` with another tile."""
+        """Launch the step on one of the caches with a given tile."""
         if self.rows == 1:
             launch.launch_decode(self.record(index), self.workspace, tile)
         else:
             launch.launch_prefill(self.record(index), tile)
 
     def gathered(self, index: int, seq: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one sequence [kv_heads, length, dim]."""
+        """Return keys and values of one sequence [kv_heads, length, dim]."""
         positions = torch.arange(self.length, device=self.gpu.device)
         slots = self.table[seq].long()[positions // PAGE] * PAGE + positions % PAGE
         keys, values = self.caches[index].numbers(slots)
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def expected(self, row: int) -> Tensor:
-        """One row by fp32 torch, [heads, dim_v]."""
+        """Compute one row by fp32 torch, [heads, dim_v]."""
         keys, values = self.gathered(0, int(self.seq_ids[row]))
         length = int(self.kv_lens[row])
         first = max(0, length - self.model.window) if self.model.window else 0
@@ -185,18 +185,18 @@ class AttentionCase:
         return (p[:, None] @ v)[:, 0]
 
     def error(self) -> float:
-        """Against fp32 torch, the worst of three rows."""
+        """Return the step's relative error against fp32 torch, the worst of three rows."""
         out = self.call(0)
         rows = {0, self.q.shape[0] // 3, self.q.shape[0] - 1}
         return max(relative_error(out[row], self.expected(row)) for row in rows)
 
     def seen(self) -> int:
-        """Positions that all rows see together."""
+        """The number of positions that all rows see together."""
         lens = self.kv_lens.long()
         return int((lens.clamp(max=self.model.window) if self.model.window else lens).sum())
 
     def nbytes(self) -> int:
-        """Bytes of the keys and values that are read, each once."""
+        """The bytes of the keys and values that are read, each once."""
         model = self.model
         positions = min(self.length, model.window + self.rows - 1) if model.window else self.length
         columns, itemsize = model.dim + (0 if model.is_latent else model.dim_v), KV_DTYPES[model.kv_type].itemsize
@@ -204,7 +204,7 @@ class AttentionCase:
         return self.num_seqs * positions * model.kv_heads * (itemsize * columns + scales)
 
     def torch_us(self) -> float | None:
-        """Torch's attention on the same rows with contiguous keys; None where it has no such thing."""
+        """Return microseconds of torch's attention on the same rows with contiguous keys; None where it has none."""
         model = self.model
         if model.is_latent or model.window or model.kv_type != "bf16" or (self.rows > 1 and self.rows != self.length):
             return None

@@ -22,7 +22,7 @@ _MATMUL_SIZE = 8192
 
 
 def require_gpu() -> None:
-    """Raises UnsupportedError when there is no GPU that Triton can use."""
+    """Raise UnsupportedError when there is no GPU that Triton can use."""
     reason = runtime.available()
     if reason is not None or not torch.cuda.is_available():
         raise UnsupportedError(f"this measures a GPU: {reason or 'there is no CUDA device'}")
@@ -37,22 +37,22 @@ class Gpu:
         torch.manual_seed(0)
 
     def facts(self) -> dict[str, Any]:
-        """The machine, GB/s of a copy within the GPU, and TFLOP/s of a large matrix product in bf16."""
+        """Return the machine, GB/s of a copy within the GPU, and TFLOP/s of a large matrix product in bf16."""
         a, b = self.randn(_MATMUL_SIZE, _MATMUL_SIZE), self.randn(_MATMUL_SIZE, _MATMUL_SIZE)
         rate = 2e-6 * _MATMUL_SIZE**3 / self.median_us(lambda: a @ b)
         limits = {"copy_gb_s": measure_gpu("cuda:0") / 1e9, "matmul_tflop_s": rate}
         return describe_machine() | {"triton": runtime.triton.__version__} | limits
 
     def randn(self, *shape: int) -> Tensor:
-        """Normal numbers in bf16."""
+        """Return normally distributed numbers in bf16."""
         return torch.randn(*shape, device=self.device, dtype=BF16)
 
     def copies(self, nbytes: int) -> int:
-        """How many sets of inputs exceed the L2 cache; at least four, so that launches overlap as in a model."""
+        """Return how many sets of inputs exceed the L2 cache; at least four, so that launches overlap as in a model."""
         return max(4, min(64, -(-_L2_BYTES // nbytes)))
 
     def median_us(self, call: Callable[[], object], repeats: int = 7, warm_ups: int = 2) -> float:
-        """Median microseconds of a call on the GPU, once it is compiled and warm."""
+        """Return the median microseconds of a call on the GPU, once it is compiled and warm."""
         for _ in range(warm_ups):
             call()
         cuda: Any = torch.cuda
@@ -67,7 +67,7 @@ class Gpu:
         return statistics.median(times)
 
     def graph_us(self, calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
-        """Median microseconds of one of `calls`, from replays of a graph of all of them."""
+        """Return the median microseconds of one of `calls`, from replays of a graph of all of them."""
         cuda: Any = torch.cuda
         stream = cuda.Stream()
         stream.wait_stream(cuda.current_stream())
@@ -83,7 +83,7 @@ class Gpu:
 
 
 def shown_gpu(facts: dict[str, Any]) -> str:
-    """Gpu.facts as a line."""
+    """Return Gpu.facts as a line."""
     return (
         f"{facts['gpus'][0]['name']}: copies {facts['copy_gb_s']:.0f} GB/s, matrix products "
         f"{facts['matmul_tflop_s']:.0f} TFLOP/s"
@@ -91,5 +91,5 @@ def shown_gpu(facts: dict[str, Any]) -> str:
 
 
 def relative_error(out: Tensor, want: Tensor) -> float:
-    """The largest difference over the largest value."""
+    """Return the largest difference over the largest value."""
     return float((out.float() - want.float()).abs().max() / want.float().abs().max())

@@ -1,4 +1,4 @@
-"""What a layer of CPU experts adds to a stream of a GPU: hand-over, copies, waking up.
+"""The time that a layer of CPU experts adds to a stream of a GPU: enqueueing, copies, waking up.
 
 A CUDA graph of `layers` layers is timed with and without experts; between two layers is one small kernel. Shape "empty"
 has one expert of width 16, so that nearly all of its time is hand-over. Printed per layer, in microseconds: all that
@@ -31,7 +31,7 @@ __all__ = ["SHAPES", "HandOverCase", "HandOverWork", "make_kernel", "measure_han
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """E experts, K per token, H hidden, I intermediate; `copies` layers hold weights of their own, the others share."""
+    """The shape of E experts, K per token, H hidden, I intermediate; `copies` layers have own weights, others share."""
 
     experts: int
     top_k: int
@@ -49,7 +49,10 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class HandOverWork:
-    """shapes: of SHAPES. checks: replays that are compared before each measurement, which takes `milliseconds`."""
+    """The cases to measure, of `shapes` of SHAPES.
+
+    checks: replays that are compared before each measurement, which takes `milliseconds`.
+    """
 
     shapes: Sequence[str]
     tokens: Sequence[int]
@@ -60,7 +63,7 @@ class HandOverWork:
 
 
 def make_kernel(shape: ExpertsShape, pool: WorkerPool) -> MoeKernel:
-    """A layer of experts with random weights, repacked where they can be."""
+    """Make a layer of experts with random weights, repacked where they can be."""
 
     def some(qtype: QuantType, rows: int, cols: int) -> list[ExpertWeight]:
         return [random_raw(qtype, rows, cols) for _ in range(shape.experts)]
@@ -72,7 +75,7 @@ def make_kernel(shape: ExpertsShape, pool: WorkerPool) -> MoeKernel:
 
 
 class ExpertsStep:
-    """`layers` layers on static tensors, as a CUDA graph; without `experts` only the kernels between them."""
+    """A step of `layers` layers on static tensors, as a CUDA graph; without `experts` only the kernels between them."""
 
     def __init__(self, shape: ExpertsShape, tokens: int, layers: int, experts: AsyncCpuExperts | None = None):
         cuda: Any = torch.cuda
@@ -96,13 +99,13 @@ class ExpertsStep:
         self.count = 0 if experts is None else experts.captured()
 
     def route(self) -> None:
-        """Even routing, another one for each layer, so that weights come from memory."""
+        """Draw an even routing, another one for each layer, so that weights come from memory."""
         layers, tokens, top_k = self.ids.shape
         keys = torch.rand(layers, tokens, self.shape.experts, device="cuda")
         self.ids.copy_(keys.argsort(-1)[..., :top_k].int())
 
     def run(self) -> None:
-        """Once, without the graph."""
+        """Run the step once, without the graph."""
         for layer, ids, out in zip(self._layers, self.ids, self.outs, strict=True):
             self.other.add_(1.0)  # what else a layer does
             if self.experts is not None:
@@ -110,7 +113,7 @@ class ExpertsStep:
                 self.experts.collect(out)
 
     def replay(self, tokens: int | None = None) -> None:
-        """The graph, with the first `tokens` rows."""
+        """Replay the graph, with the first `tokens` rows."""
         if self.experts is not None:
             self.experts.expect(self.count, len(self.hidden) if tokens is None else tokens)
         self.graph.replay()
@@ -157,7 +160,7 @@ def _time_replays(replay: Callable[[], None], milliseconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HandOverCase:
-    """One way of handing over: a shape of SHAPES, a number of tokens, a method, copies by kernels or by engines."""
+    """A case to measure: a shape of SHAPES, a number of tokens, a method, copies by kernels or by engines."""
 
     shape: str
     tokens: int
@@ -165,7 +168,7 @@ class HandOverCase:
     uses_kernels: bool
 
     def row(self, kernels: list[MoeKernel], pool: WorkerPool, work: HandOverWork) -> Row:
-        """Check, then measure."""
+        """Check the results of the case, then measure it; return its row of the table."""
         shape = SHAPES[self.shape]
         driver = CudaDriver("cuda", self.uses_kernels)
         dims = StreamShape(max(self.tokens, 16), shape.top_k, shape.hidden)
@@ -199,7 +202,7 @@ class HandOverCase:
 
 
 def measure_hand_over(pool: WorkerPool, work: HandOverWork) -> float:
-    """Seconds that a layer's hand-over costs besides the computation, by the way that models use on this GPU."""
+    """Return the seconds that enqueueing a layer costs besides its computation, by the method of models on this GPU."""
     reason = CudaDriver("cuda").memory_operations()
     method = EnqueueMethod.HOST if reason else EnqueueMethod.MEMORY
     shape, tokens = work.shapes[0], work.tokens[0]

@@ -1,4 +1,4 @@
-"""Quantized matrices of random bits as they rest on a GPU. Their numbers mean nothing."""
+"""Quantized matrices of random bits in the layouts of a GPU. Their numbers mean nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["random_bytes", "random_matrices", "random_weights"]
 
 
 def random_bytes(gpu: Gpu, count: int) -> Tensor:
-    """Bits that are small numbers in every format."""
+    """Return random bytes [count], uint8, whose bits are small numbers in every format."""
     return torch.randint(0, 32, (count,), dtype=torch.uint8, device=gpu.device)
 
 
@@ -28,11 +28,11 @@ def _random_matrix(gpu: Gpu, qtype: WeightType, rows: int, cols: int, count: int
 
 
 def random_weights(gpu: Gpu, qtype: WeightType, rows: int, cols: int) -> list[Tensor]:
-    """Copies of a matrix [rows, cols] as it rests on a GPU, more of them than the L2 cache holds."""
+    """Return copies of a matrix [rows, cols] in its GPU layout, more of them than the L2 cache holds."""
     size = layout_nbytes(qtype, rows, cols, gpu_layout(qtype, rows, cols))
     return [_random_matrix(gpu, qtype, rows, cols) for _ in range(gpu.copies(size))]
 
 
 def random_matrices(gpu: Gpu, qtype: WeightType, rows: int, cols: int, count: int) -> Tensor:
-    """uint8 [count, bytes of one]: matrices [rows, cols] as they rest on a GPU."""
+    """Return random matrices [rows, cols] in their GPU layout, as uint8 [count, bytes of one]."""
     return _random_matrix(gpu, qtype, rows, cols, count).view(count, -1)

@@ -1,1 +1,1 @@
-"""How fast a model is loaded."""
+"""Measurements of how fast a model is loaded."""

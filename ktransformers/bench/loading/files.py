@@ -28,7 +28,7 @@ FORMATS: tuple[FileFormat, ...] = get_args(FileFormat)
 
 @dataclass(frozen=True, slots=True)
 class FileShape:
-    """A Qwen3-MoE model, that of 30B-A3B."""
+    """The shape of a Qwen3-MoE model, that of 30B-A3B."""
 
     layers: int
     hidden: int = 2048
@@ -41,7 +41,7 @@ class FileShape:
 
 
 def write_files(folder: Path, shape: FileShape, kind: FileFormat) -> Path:
-    """Returns what to load: a GGUF file, or `folder`."""
+    """Write a model's files; return what to load: a GGUF file, or `folder`."""
     if kind == "gguf":
         write_gguf(folder / "random.gguf", shape)
         return folder / "random.gguf"
@@ -50,7 +50,7 @@ def write_files(folder: Path, shape: FileShape, kind: FileFormat) -> Path:
 
 
 def write_gguf(path: Path, shape: FileShape) -> None:
-    """A mixture of types as llama.cpp's Q4_K_M."""
+    """Write a GGUF file with a mixture of types as llama.cpp's Q4_K_M."""
     writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_block_count(shape.layers)
     writer.add_context_length(4096)
@@ -114,7 +114,10 @@ def _gguf_tensors(shape: FileShape) -> Iterator[tuple[str, QuantType, tuple[int,
 
 
 def write_safetensors(folder: Path, shape: FileShape, is_fp8: bool) -> None:
-    """A tensor for each expert's matrix, as Qwen publishes them. is_fp8: matrices of layers, with scales of blocks."""
+    """Write safetensors with a tensor for each expert's matrix, as Qwen publishes them.
+
+    is_fp8: matrices of layers, with scales of blocks.
+    """
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -1,4 +1,4 @@
-"""How fast a model's files are loaded, beside what the machine can do.
+"""The speed at which a model's files are loaded, beside what the machine can do.
 
 The files are in the system's cache (warm), or taken out of it before each run (cold). A run builds an engine and lets
 go of it; its seconds are those of `load_plan`: reading, transcoding, packing, uploading, nothing else.
@@ -75,7 +75,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class LoadWork:
-    """`runs` times in each state of the system's cache.
+    """Loading to measure, `runs` times in each state of the system's cache.
 
     config: names the files, and the threads; without files, one of `shape` is written in `kind`.
     """
@@ -235,7 +235,7 @@ def _copy_speeds(paths: Sequence[Path], threads: int) -> dict[str, float]:
 
 
 def bench_load(work: LoadWork) -> Record:
-    """Print a table, a line per run, and the limits."""
+    """Load a model's files repeatedly; print a table, a line per run, and the limits."""
     named = work.config.gguf_path or work.config.model_path
     if named is not None:
         return _measure(named, work)

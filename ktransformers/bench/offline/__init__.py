@@ -1,1 +1,1 @@
-"""A model through the engine, without a server."""
+"""Measurements of a model through the engine, without a server."""

@@ -57,8 +57,9 @@ _HOT_COLUMN = Column("hot_percent", 7, ".1f", "% hot")
 
 @dataclass(frozen=True, slots=True)
 class OfflineWork:
-    """Prompts of `prefills` tokens; `batches` sequences that decode as `case` says; least seconds per figure.
+    """The figures to measure: prompts of `prefills` tokens, and `batches` sequences that decode as `case` says.
 
+    seconds: least per figure.
     synthetic: random weights in this shape instead of the config's model, with `layers` of its layers; None: as many as
     fit into memory. routing: how tokens of a synthetic model choose experts.
     stream: what is measured of one beside a prompt.
@@ -76,15 +77,15 @@ class OfflineWork:
 
 
 class PeerProgram(Protocol):
-    """Another program with the same model, whose figures stand beside ours."""
+    """A peer program with the same model, whose figures stand beside ours."""
 
     name: str
 
     def ask(self, question: str) -> float | None:
-        """Tokens per second of "prefill TOKENS" or "decode SEQUENCES"; None where it has no figure."""
+        """Return tokens per second of "prefill TOKENS" or "decode SEQUENCES"; None where the program has no figure."""
 
     def close(self) -> None:
-        """Ends the program."""
+        """End the other program."""
 
 
 StartPeers = Callable[[PagedEngine, OfflineWork], Sequence[PeerProgram]]
@@ -96,7 +97,7 @@ def bench_offline(
     loading: Callable[[], AbstractContextManager[Progress | None]],
     start_peers: StartPeers = lambda engine, work: (),
 ) -> Record:
-    """Load, measure and print a table. Returns the record.
+    """Load a model, measure prefill and decode, and print a table. Returns the record.
 
     loading: shows progress while it is open. start_peers: programs that are measured in turns with ours, and closed.
     """
@@ -185,7 +186,7 @@ def _cut_to_fit(name: str, opened: OpenedModel, routing: str) -> OpenedModel:
 
 
 def fitting_layers(plan: Plan) -> int:
-    """How many of the plan's layers, from the first on, fit into the machine with all that is no layer; at least 1.
+    """Return how many of the plan's first layers, at least 1, fit into the machine with all that is no layer.
 
     On the CPU there must be room for one more, which is made before it is repacked, and SPARE_BYTES.
     """
@@ -211,7 +212,7 @@ def fitting_layers(plan: Plan) -> int:
 
 
 def layer_of(key: str) -> int | None:
-    """The number of the layer that a module called `key` belongs to; None for what is in no layer."""
+    """Return the number of the layer that a module called `key` belongs to; None for what is in no layer."""
     found = _LAYER.search(key)
     return None if found is None else int(found[1])
 

@@ -35,7 +35,7 @@ LEARNING_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """steps: tokens of each sequence in one pass. prompt_len: tokens in each sequence's cache before."""
+    """A case of decoding. steps: tokens of each sequence in one pass. prompt_len: tokens in its cache before."""
 
     steps: int
     prompt_len: int
@@ -43,7 +43,7 @@ class DecodeCase:
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """What a step reads at least, in bytes.
+    """The weights that a step reads at least, in bytes.
 
     dense: everything but experts and embedding table. expert: one expert of every MoE layer together, num_layers of
     them, each with num_experts.
@@ -56,7 +56,7 @@ class StepWeights:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> StepWeights:
-        """By the plan's resident bytes, on whatever device."""
+        """Count the weights of a plan by their resident bytes, on whatever device."""
         tables = {entry.key for entry in plan.entries if entry.key.endswith("embed_tokens")} - set(plan.shared.values())
         experts = {key: op for key, op in plan.operators.items() if isinstance(op, KTransformersExperts)}
         dense = sum(entry.total_bytes for entry in plan.entries if entry.key not in tables | set(experts))
@@ -65,11 +65,11 @@ class StepWeights:
         return cls(dense, sum(sizes), len(sizes), max(counts, default=0))
 
     def touched(self, distinct: float) -> float:
-        """Bytes of a step whose MoE layers touch `distinct` experts in the mean."""
+        """Return the bytes of a step whose MoE layers touch `distinct` experts in the mean."""
         return self.dense + distinct * self.expert
 
     def even(self, top_k: float, num_tokens: int) -> float:
-        """Distinct experts expected of a layer when each token takes top_k of them, all equally likely."""
+        """Return the distinct experts expected of a layer when each token takes top_k of them, all equally likely."""
         if not self.num_experts:
             return 0.0
         return self.num_experts * (1.0 - (1.0 - top_k / self.num_experts) ** num_tokens)
@@ -77,7 +77,7 @@ class StepWeights:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measurement. tokens: of the prompt, or sequences per step. passes: how often it was measured.
+    """A figure of prefill or decode. tokens: of the prompt, or sequences per step. passes: how often it was measured.
 
     distinct_experts: per layer and step, the mean; even_experts: what even routing would touch. Both, and gb_s with
     them, are None when the engine did not count; without experts they are 0. hot_percent: of the experts that decode
@@ -138,14 +138,14 @@ def _row(
 
 
 def slots_needed(prefills: list[int], batches: list[int], case: DecodeCase, page_size: int) -> int:
-    """Slots of a cache in which every figure can be measured, one after the other."""
+    """Return the slots of a cache in which every figure can be measured, one after the other."""
     each = _pages(case.prompt_len + case.steps, page_size)
     pages = [_pages(count, page_size) for count in prefills] + [batch * each for batch in batches]
     return max(pages) * page_size
 
 
 class OfflineRuns:
-    """Measures one engine.
+    """Measures prefill and decode of one engine.
 
     seconds: passes of a figure are repeated until they took as long.
     """
@@ -160,7 +160,7 @@ class OfflineRuns:
         self._picks: list[bytes] = []  # of decode steps, see StepResult.expert_counts
 
     def quarter_share(self) -> float | None:
-        """Of all picks of decode steps so far, those of the most used quarter of each layer's experts; None: no picks.
+        """The share that the most used quarter of each layer's experts has of decode steps' picks; None: no picks.
 
         Steps of few tokens have a most used quarter by chance alone.
         """
@@ -172,7 +172,7 @@ class OfflineRuns:
         return most / total if total else None
 
     def prefill(self, num_tokens: int) -> Figure:
-        """A prompt of num_tokens in chunks of the engine's chunk_size, until its first token is sampled."""
+        """Measure a prompt of num_tokens in chunks of the engine's chunk_size, until its first token is sampled."""
 
         def one_pass() -> _Counts:
             run, counts = self._prompt(num_tokens, first_page=0)
@@ -183,7 +183,7 @@ class OfflineRuns:
         return self._measured("prefill", num_tokens, num_tokens, counted, one_pass)
 
     def decode(self, batch: int, case: DecodeCase) -> Figure:
-        """`batch` sequences of case.prompt_len tokens, case.steps tokens further."""
+        """Measure the decoding of `batch` sequences of case.prompt_len tokens, case.steps tokens further."""
         each = _pages(case.prompt_len + case.steps, self._engine.cache.page_size)
         runs = [self._prompt(case.prompt_len, first_page=i * each, index=i)[0] for i in range(batch)]
         tables = [list(range(i * each, (i + 1) * each)) for i in range(batch)]

@@ -1,4 +1,4 @@
-"""What a stream notices of a prompt that arrives: time between its tokens, alone and beside it.
+"""The effect of a prompt that arrives on a stream: time between its tokens, alone and beside it.
 
 The scheduler and the engine of balance_serve in this process, a step in flight and the next one planned, without the
 way to a client. Tokens are drawn by the model, at temperature 1: greedy ones would run in circles.
@@ -30,7 +30,10 @@ _LEARNING_ROUNDS, _ROUNDS = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class StreamWork:
-    """A stream that begins behind stream_len tokens, and a prompt of prompt_len. max_itl_ratio: see SchedulerConfig."""
+    """The stream to measure, which begins behind stream_len tokens, and a prompt of prompt_len beside it.
+
+    max_itl_ratio: see SchedulerConfig.
+    """
 
     prompt_len: int
     max_itl_ratio: float
@@ -38,16 +41,18 @@ class StreamWork:
 
     @property
     def most_tokens(self) -> int:
-        """Of the stream."""
+        """The most tokens that the stream can have, those that it begins behind included."""
         return self.stream_len + _ALONE + self.prompt_len // FEWEST_ROWS + 16
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFigure:
-    """Milliseconds between tokens of the stream: the median alone, the mean while a prompt of prompt_len tokens is
-    computed (short steps follow long ones), and the worst of each; ratio: of mean to median, worst_ratio: of the worst
-    beside it to the median alone. first_token_ms: of the prompt beside the stream. chunk: rows of the prompt in a step
-    that has any, the median."""
+    """The milliseconds between tokens of a stream, alone and while a prompt of prompt_len tokens is computed.
+
+    Alone it is the median, beside the prompt the mean (short steps follow long ones), and the worst of each. ratio: of
+    mean to median, worst_ratio: of the worst beside it to the median alone. first_token_ms: of the prompt beside the
+    stream. chunk: rows of the prompt in a step that has any, the median.
+    """
 
     prompt_len: int
     max_itl_ratio: float
@@ -62,7 +67,7 @@ class StreamFigure:
 
 
 def slots_of_stream(work: StreamWork, page_size: int) -> int:
-    """Slots of a cache that holds both."""
+    """Return the slots of a cache that holds the stream and the prompt."""
     return sum(-(-count // page_size) * page_size for count in (work.most_tokens, work.prompt_len + 1))
 
 
@@ -107,7 +112,7 @@ class _Loop:
             self.step()
 
     def round(self, work: StreamWork, times: _Times) -> None:
-        """One stream, and one prompt beside it."""
+        """Run one stream, and one prompt beside it."""
         self.add("stream", work.stream_len, work.most_tokens)
         while "stream" not in self.step()[0]:
             pass
@@ -131,7 +136,10 @@ class _Loop:
 
 
 def stream_beside_prompt(engine: PagedEngine, work: StreamWork) -> StreamFigure:
-    """Measure; whatever else the engine has run is forgotten. It must be built for at least two sequences."""
+    """Measure a stream beside a prompt; whatever else the engine has run is forgotten.
+
+    It must be built for at least two sequences.
+    """
     engine.executor.reset()
     loop = _Loop(
         engine,

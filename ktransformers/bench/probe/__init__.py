@@ -1,1 +1,1 @@
-"""What predictions need of a machine, measured in seconds: `doctor` and `plan` use it."""
+"""Probes of a machine for predictions, which take seconds: `doctor` and `plan` use them."""

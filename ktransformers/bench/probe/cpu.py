@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ProbeSizes:
-    """How much is measured. read: bytes. E experts of [width, hidden], top_k of them for a token.
+    """The sizes of what is measured of a CPU. read: bytes. E experts of [width, hidden], top_k of them for a token.
 
     linear_rows: of the matrices [2 * hidden, hidden]. tokens: of a call of experts. context: positions attended to.
     types: of both; dense_types: of matrices only. has_steps: whether engines of small models are built. seconds: types
@@ -64,13 +64,13 @@ _SECONDS = 0.1  # of a figure; three times as long where that is not enough for 
 
 
 def thread_counts(cores: int) -> list[int]:
-    """1, 2, 4, ... and all."""
+    """Return the numbers of threads to measure: 1, 2, 4, ... and all cores."""
     powers = itertools.takewhile(lambda n: n < cores, (1 << i for i in itertools.count()))
     return [*powers, cores]
 
 
 def best_time(once: Callable[[int], object], warm_ups: int = 1) -> float:
-    """Seconds of a call, which are numbered: the shortest of a few."""
+    """Return the seconds of a call, the shortest of a few, which are numbered."""
     for i in range(warm_ups):
         once(i)
     times: list[float] = []
@@ -82,7 +82,7 @@ def best_time(once: Callable[[int], object], warm_ups: int = 1) -> float:
 
 
 def probe_read(cores: int, nbytes: int = FULL.read) -> tuple[dict[int, float], dict[int, float]]:
-    """Bytes a second by number of threads, and of the threads of each NUMA node alone where there are several.
+    """Measure the bytes a second by number of threads, and of each NUMA node's threads alone where there are several.
 
     A node's figure is that of its threads on memory that they touched first.
     """
@@ -109,7 +109,7 @@ def probe_cpu(
     say: Say = lambda text: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CpuSpeed:
-    """Everything of the CPU, or on a machine that is busy what sizes.seconds are enough for; the rest is logged.
+    """Measure everything of the CPU, or on a busy machine what sizes.seconds are enough for; the rest is logged.
 
     cores: worker threads, 0 for one per core. say: told what is measured now.
     """

@@ -1,4 +1,4 @@
-"""Measures what predictions need of a GPU: its memory, its products, PCIe both ways, launches, handing over to the CPU.
+"""Measures what predictions need of a GPU: memory, products, PCIe both ways, launches, enqueueing work of the CPU.
 
 Products are the kernels' own, replayed from a graph over weights larger than the L2 cache, in the shapes of an
 attention projection and of a layer of experts. What a launch takes is not counted, nor attention to a few positions:
@@ -47,7 +47,10 @@ _PCIE_BYTES = 256 << 20
 
 
 def probe_gpu(name: str, threads: int, say: Callable[[str], None] = lambda text: None) -> GpuSpeed:
-    """Everything of the GPU "cuda:N". threads: of the CPU, which experts are handed over to. say: told what is next."""
+    """Measure everything of the GPU "cuda:N". threads: of the CPU, which experts are handed over to.
+
+    say: told what is next.
+    """
     with torch.cuda.device(name), torch.inference_mode():
         gpu = Gpu()
         say(f"memory of {name}, PCIe")
@@ -86,7 +89,7 @@ def probe_gpu(name: str, threads: int, say: Callable[[str], None] = lambda text:
 
 
 def probe_pcie(name: str, nbytes: int = _PCIE_BYTES) -> tuple[float, float]:
-    """Bytes a second to the GPU and from it, out of pinned memory; the best of a few copies."""
+    """Measure the bytes a second to the GPU and from it, out of pinned memory; the best of a few copies."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(nbytes, dtype=torch.uint8, device=name)
 

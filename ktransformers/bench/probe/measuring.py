@@ -1,4 +1,4 @@
-"""The measurement of a machine: the file's, or made now and kept there."""
+"""The measurement of a machine: read from its file, or made now and kept there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Say = Callable[[str], None]
 
 
 def measure_machine(say: Say = lambda text: None, sizes: ProbeSizes = FULL) -> MachineSpeed:
-    """Everything, in some seconds. A GPU that cannot be measured is missing, with one logged line."""
+    """Measure the CPU and all GPUs of this machine, in some seconds.
+
+    A GPU that cannot be measured is missing, with one logged line.
+    """
     began, at = time.perf_counter(), time.time()
     cpu = probe_cpu(sizes=sizes, say=say)
     gpus = {}
@@ -46,7 +49,7 @@ def _gpu(name: str, say: Say) -> GpuSpeed | None:
 
 
 def known_or_measured(file: SpeedFile, *, is_anew: bool = False, say: Say = lambda text: None) -> MachineSpeed:
-    """What the file holds, unless `is_anew`; else measured, and kept."""
+    """Return the measurement that the file holds, unless `is_anew`; else measure, and keep it there."""
     known = None if is_anew else file.read()
     if known is None:
         known = measure_machine(say)

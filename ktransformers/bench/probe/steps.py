@@ -1,4 +1,4 @@
-"""What a step costs when its weights weigh nothing: engines of small models, with few layers and with more.
+"""The time of a step without its weights: engines of small models, with few layers and with more.
 
 A model's layers differ in what they launch and hand over, not only in what they read. So the three arrangements that
 published models have are measured as they run: the difference of two models over the difference of their layers is
@@ -38,7 +38,7 @@ _GPU_ROUNDS = 24  # steps are shorter there, and differ more
 
 @dataclass(frozen=True, slots=True)
 class GpuStepCosts:
-    """By kind of layer: of decode steps, of prompts' steps that are replayed, and of those that are launched."""
+    """The costs of steps on a GPU by kind of layer: decode steps, replayed steps of prompts, and launched ones."""
 
     decode: dict[str, StepCost]
     replayed: dict[str, StepCost]
@@ -48,7 +48,10 @@ class GpuStepCosts:
 def step_costs(
     threads: int, config: EngineConfig | None = None, families: dict[str, str] = FAMILIES
 ) -> dict[str, StepCost]:
-    """By kind of layer. config: where the small models run; on the CPU alone when None."""
+    """Measure the costs of a decode step by kind of layer.
+
+    config: where the small models run; on the CPU alone when None.
+    """
     config = config or EngineConfig(use_cuda=False)
     return {kind: found[0] for kind, found in _measured(threads, config, families, ()).items()}
 
@@ -56,7 +59,10 @@ def step_costs(
 def gpu_step_costs(
     threads: int, config: EngineConfig, families: dict[str, str] = FAMILIES, launched: Sequence[int] = _LAUNCHED
 ) -> GpuStepCosts:
-    """Of a GPU, or of what stands in for one. launched: rows of prompts' steps beyond those that are replayed."""
+    """Measure the costs of steps on a GPU, or on what stands in for one.
+
+    launched: rows of prompts' steps beyond those that are replayed.
+    """
     found = _measured(threads, config, families, (_REPLAYED, launched))
     return GpuStepCosts(*({kind: costs[i] for kind, costs in found.items()} for i in range(3)))
 

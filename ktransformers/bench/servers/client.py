@@ -1,4 +1,4 @@
-"""A client of a running server that times what comes: the standard library only, one connection a request."""
+"""A client of a running server that times its answers: the standard library only, one connection a request."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Client:
         self._timeout = timeout
 
     def text(self, method: str, path: str, body: Any = None) -> str:
-        """The whole answer. Raises RequestError."""
+        """Send a request and return the whole answer. Raises RequestError."""
         with self._answer(method, path, body) as response:
             return response.read().decode()
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The whole answer as JSON. Raises RequestError."""
+        """Send a request and return the whole answer as parsed JSON. Raises RequestError."""
         try:
             return json.loads(self.text(method, path, body))
         except ValueError as error:
             raise RequestError(f"{method} {path}: {error}") from error
 
     def events(self, path: str, body: Any) -> Generator[dict[str, Any]]:
-        """The objects of a streamed answer as they come. Closing the iterator leaves. Raises RequestError."""
+        """Yield the objects of a streamed answer as they come. Closing the iterator leaves. Raises RequestError."""
         with self._answer("POST", path, body) as response:
             for line in response:
                 if line.startswith(b"data: {"):

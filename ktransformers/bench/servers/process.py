@@ -46,7 +46,7 @@ class ServerProcess:
                 pass
 
     def metrics(self) -> dict[str, float]:
-        """The figures of /metrics by name; of those with labels, the last."""
+        """Return the figures of /metrics by name; of those with labels, the last."""
         lines = self.client.text("GET", "/metrics").splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name.partition("{")[0]: float(value) for name, value in pairs}

@@ -43,7 +43,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ServingWork:
-    """`rounds` of N streams for each N of `concurrency`: prompts of prompt_len tokens, answers of max_tokens.
+    """The load: `rounds` of N streams for each N of `concurrency`, prompts of prompt_len tokens, answers of max_tokens.
 
     more: flags of the server.
     """
@@ -58,7 +58,7 @@ class ServingWork:
     more: Sequence[str] = ()
 
     def flags(self) -> list[str]:
-        """Of the server."""
+        """The flags with which the server is started."""
         flags = [str(self.gguf_path), "--backend_type", self.backend_type, "--cpu_infer", str(self.cpu_infer)]
         flags += self.more
         if self.backend_type == "balance_serve":
@@ -81,7 +81,7 @@ class _Stream:
 
 
 def bench_serving(work: ServingWork) -> Record:
-    """Print a table, a line per number of streams."""
+    """Start a server and measure it; print a table, a line per number of streams."""
     weights, machine = weights_of(open_gguf(work.gguf_path)), measured_machine(work.cpu_infer)
     print(f"{shown_machine(machine)}; {work.gguf_path.name}\n{shown_weights(weights)}")
     server = ServerProcess(work.flags())

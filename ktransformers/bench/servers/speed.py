@@ -57,7 +57,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class SpeedWork:
-    """What is sent: `concurrent` requests at once for each of prompt_lens, or the turns of one conversation.
+    """The requests to send: `concurrent` at once for each of prompt_lens, or the turns of one conversation.
 
     model: a name that the server knows; None: the first that it names. seed: of the prompts.
     """
@@ -74,7 +74,7 @@ class SpeedWork:
 
 @dataclass(slots=True)
 class SpeedAnswer:
-    """What one request gave. Times in seconds."""
+    """The figures of the answer to one request. Times in seconds."""
 
     prompt_len: int = 0
     cached_len: int = 0
@@ -98,7 +98,7 @@ class _Server:
     """The routes that this needs."""
 
     def __init__(self, work: SpeedWork) -> None:
-        """Raises RequestError when the server names no model."""
+        """Find the model to ask for. Raises RequestError when the server names no model."""
         self._client, self._work = work.client, work
         try:
             self.model = work.model or str(self._client.json("GET", "/v1/models")["data"][0]["id"])
@@ -106,7 +106,7 @@ class _Server:
             raise RequestError(f"the server names no model: {error!r}; pass --model_name") from error
 
     def version(self) -> Any:
-        """What the server says of itself; other makers' need not have the route."""
+        """Return the server's own version; other makers' servers need not have the route."""
         try:
             return self._client.json("GET", "/version")
         except RequestError:
@@ -236,8 +236,9 @@ def _shown(title: str, answers: list[SpeedAnswer], seconds: float) -> Record:
 
 
 def bench_speed(work: SpeedWork) -> Record:
-    """Print a table per length of prompts, a line per request. The record's is_failed: one failed.
+    """Measure a running server; print a table per length of prompts, a line per request.
 
+    The record's is_failed: one failed.
     Raises RequestError when the server gives no usable answer, or cannot be asked for prompts of such a length.
     """
     server = _Server(work)

@@ -12,7 +12,7 @@ __all__ = ["Weights", "shown_weights", "weights_of"]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes in the file: of what every step reads, and of one expert of one layer."""
+    """The bytes of a file's weights: of what every step reads, and of one expert of one layer."""
 
     dense: int
     expert: int
@@ -20,12 +20,15 @@ class Weights:
     vocab_size: int
 
     def per_step(self, touched: float) -> float:
-        """Bytes that a step reads whose layers touch as many experts in the mean."""
+        """Return the bytes that a step reads whose layers touch as many experts in the mean."""
         return self.dense + self.expert_layers * touched * self.expert
 
 
 def weights_of(model: GGUFModel) -> Weights:
-    """From the headers. The embedding table is read row by row and does not count, unless it is the output's too."""
+    """Count the bytes of weights by a file's headers.
+
+    The embedding table is read row by row and does not count, unless it is the output's too.
+    """
     dense = expert = 0
     layers = set()
     for name, tensor in model.tensors.items():
@@ -41,7 +44,7 @@ def weights_of(model: GGUFModel) -> Weights:
 
 
 def shown_weights(weights: Weights) -> str:
-    """What a decode step reads, for people."""
+    """Return the bytes that a decode step reads as a line for people."""
     text = f"a step reads {weights.dense / 1e6:.1f} MB of dense weights"
     if weights.expert_layers:
         text += f" and {weights.expert / 1e6:.3f} MB per touched expert in {weights.expert_layers} layers"

@@ -56,7 +56,7 @@ _TAKEN = ("host", "port", "api_key", "api_key_file", "ssl_keyfile", "ssl_certfil
 
 
 def add_agents(kinds: Kinds) -> None:
-    """Register the command."""
+    """Register `bench agents` among the `kinds` of `bench`."""
     text = (
         "Sends what agents send: long prompts with a common beginning, many at once, beside streams. Prints times to "
     )

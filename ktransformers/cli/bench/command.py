@@ -48,7 +48,7 @@ OPERATIONS = ("linear", "attention", "delta_scan", "rms_norm")
 
 
 def add_parser(subparsers: Kinds) -> None:
-    """Register the command."""
+    """Register `bench` among the subcommands."""
     parser = subparsers.add_parser(
         "bench", has_settings=False, help="measure this machine", description="Measure this machine."
     )

@@ -1,4 +1,4 @@
-"""Measurements that were commands of `bench` and are benchmarks of the repository: what an old command line is told."""
+"""Hints for old command lines: measurements that were commands of `bench` and are benchmarks of the repository now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BENCHMARKS = {
 
 
 def benchmark_hint(module: str) -> str:
-    """How to run a benchmark of the repository."""
+    """Return how to run a benchmark of the repository, for a message."""
     return f"`python -m benchmarks.{module}` in a clone of the repository (docs/bench.md)"
 
 

@@ -33,7 +33,7 @@ TEXT = (
 
 
 def add_offline(kinds: Kinds) -> None:
-    """Register the command."""
+    """Register `bench offline` among the `kinds` of `bench`."""
     parser, group = kind(kinds, "offline", "a model, or random weights in its shape", TEXT, _offline)
     group.add_argument("--peer", help=argparse.SUPPRESS)  # former commands have it
     add_offline_flags(parser, group)
@@ -60,7 +60,7 @@ def add_offline_flags(parser: argparse.ArgumentParser, group: argparse._ActionsC
 
 
 def offline_work(args: argparse.Namespace) -> OfflineWork:
-    """The work that the flags describe. Raises ConfigError for values that make no sense."""
+    """Return the work that the flags of `bench offline` describe. Raises ConfigError for values that make no sense."""
     prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
     check_range("prompt_len", args.prompt_len, 1, 1 << 24)
     check_range("seconds", args.seconds, 0, 3600)

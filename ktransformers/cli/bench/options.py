@@ -1,4 +1,4 @@
-"""What the command lines of `bench` share: the parser of one, the flags of several, checks of values."""
+"""Shared parts of the command lines of `bench`: the parser of one, the flags of several, checks of values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Kinds: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"
 def kind(
     kinds: Kinds, name: str, help: str, text: str, run: Callable[[argparse.Namespace], int]
 ) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
-    """The parser of `bench NAME`, and the group of its own flags."""
+    """Add `bench NAME`; return its parser and the group of its own flags."""
     parser = kinds.add_parser(name, help=help, description=text)
     return parser, measuring_group(parser, run)
 
@@ -51,7 +51,7 @@ def kind(
 def measuring_group(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
 ) -> argparse._ArgumentGroup:
-    """The group of a measurement's own flags in `parser`, which is made to call `run`."""
+    """Add the group of a measurement's own flags to `parser`, which is made to call `run`."""
     parser.set_defaults(run=run)
     group = parser.add_argument_group("measuring")
     text = "only the JSON record on standard output; the table on standard error"
@@ -60,20 +60,20 @@ def measuring_group(
 
 
 def add_threads(group: argparse._ActionsContainer, default: int = 0) -> None:
-    """Add --threads."""
+    """Add the flag --threads to a group."""
     text = "worker threads; 0: one per core" + (" (%(default)s)" if default else "")
     group.add_argument("--threads", type=int, default=default, help=text)
 
 
 def add_gguf_path(parser: argparse.ArgumentParser, group: argparse._ActionsContainer) -> None:
-    """Add MODEL and --gguf_path."""
+    """Add the argument MODEL and the flag --gguf_path."""
     add_model_argument(parser)
     text = "a GGUF file; without it and MODEL, the bundled model"
     group.add_argument("--gguf_path", type=user_path, help=text)
 
 
 def check_range(flag: str, value: float, least: float, most: float) -> None:
-    """Raises ConfigError that names the flag."""
+    """Raise ConfigError, which names the flag, unless `value` is from `least` to `most`."""
     if not value >= least:  # nor is NaN
         raise ConfigError(f"--{flag} must be at least {least}, got {value}")
     if value > most:
@@ -81,20 +81,20 @@ def check_range(flag: str, value: float, least: float, most: float) -> None:
 
 
 def check_between(args: argparse.Namespace, **most: int) -> None:
-    """Each flag must be at least 1 and at most what is given: beyond, a measurement would never end."""
+    """Raise ConfigError unless each flag is from 1 to the limit given for it: beyond, a measurement would never end."""
     for flag, limit in most.items():
         check_range(flag, getattr(args, flag), 1, limit)
 
 
 def numbers(text: str, flag: str, most: int = 1 << 20) -> list[int]:
-    """Those in "1,4,16", at least 1 each. Raises ConfigError that names `flag`."""
+    """Return the numbers in "1,4,16", at least 1 each and at most `most`. Raises ConfigError that names `flag`."""
     found = positive_numbers(text, flag)
     check_range(flag, max(found), 1, most)
     return found
 
 
 def check_threads(args: argparse.Namespace) -> None:
-    """Raises ConfigError for far too many --threads; more than there are cores is one logged line."""
+    """Raise ConfigError for far too many --threads; log one line where they are more than there are cores."""
     check_number_of_threads("threads", args.threads)
     crowded = why_crowded(args.threads)
     if crowded is not None:
@@ -102,7 +102,7 @@ def check_threads(args: argparse.Namespace) -> None:
 
 
 def chosen(text: str, flag: str, names: Sequence[str]) -> list[str]:
-    """Those of `names` in "a,b". Raises ConfigError that names `flag`."""
+    """Split "a,b" into its words, each of which must be one of `names`. Raises ConfigError that names `flag`."""
     found = text.split(",")
     unknown = [name for name in found if name not in names]
     if unknown:
@@ -111,14 +111,17 @@ def chosen(text: str, flag: str, names: Sequence[str]) -> list[str]:
 
 
 def gguf_file(config: EngineConfig) -> Path:
-    """The file that the flags name. Raises ConfigError when they name none, or a folder."""
+    """Return the one GGUF file that the flags name. Raises ConfigError when they name none, or a folder."""
     if config.gguf_path is None or not config.gguf_path.is_file():
         raise ConfigError("this measures one GGUF file: name it as MODEL or with --gguf_path")
     return config.gguf_path
 
 
 def model_or_shape(args: argparse.Namespace) -> EngineConfig:
-    """What the flags ask for. Raises ConfigError when they contradict each other."""
+    """Return the configuration of the model, or of the --synthetic shape, that the flags ask for.
+
+    Raises ConfigError when they contradict each other.
+    """
     config = engine_config(args)
     if args.synthetic is None:
         if args.layers is not None:

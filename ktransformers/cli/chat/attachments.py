@@ -22,14 +22,14 @@ _ENDS_A_PATH = re.compile(r"""[,;)\]}>'"`]|[^\x00-\x7f]""")  # of these, what a 
 
 
 def fenced(text: str, language: str = "") -> str:
-    """`text` in a fenced block that nothing in it can close."""
+    """Return `text` in a fenced block that nothing in it can close."""
     longest = max((len(found) for found in _BACKTICKS.findall(text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
 def with_document(prompt: str, document: str) -> str:
-    """A prompt and the document that it is about."""
+    """Return a prompt and, in a fenced block below it, the document that it is about."""
     return f"{prompt}\n\n{fenced(document)}" if document else prompt
 
 
@@ -54,7 +54,7 @@ def _size(text: str) -> str:
 
 
 def attach_files(text: str, note: Callable[[str], None]) -> str:
-    """`text`, and below it the text of each file that it names with `@path`. note is told of each.
+    """Return `text`, and below it the text of each file that it names with `@path`; `note` gets a line for each.
 
     `@name` stays text when there is no such file. Raises ConfigError for files that are no text or too large.
     """

@@ -53,7 +53,7 @@ BuildEngine = Callable[["EngineConfig", "Callable[[int, int, str], None] | None"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
+    """Register `chat` among the subcommands."""
     parser = subparsers.add_parser(
         "chat", aliases=["run"], help="chat with a model in the terminal", description=_DESCRIPTION
     )
@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def local_chat_parser() -> ArgumentParser:
-    """The parser of local_chat.py: the flags of `chat` without a command in front, and a pipe is read line by line."""
+    """Build the parser of local_chat.py: the flags of `chat` without a command in front; pipes are read by line."""
     parser = ArgumentParser(prog="local_chat.py", description=_DESCRIPTION)
     parser.set_defaults(model=None, prompt_text=None)
     _add_flags(parser, reads_lines=True)

@@ -37,7 +37,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """help: usages with a line each, for /help; run gets what stands after the command's name.
+    """A command of the chat. help: usages with a line each, for /help; run gets what stands after the command's name.
 
     words: what its first argument can be, and for each what can follow it; takes_path: it is a path. For completion.
     """
@@ -251,7 +251,10 @@ COMMANDS: dict[str, Command] = {name: command for command in _ALL for name in co
 
 
 def find_command(text: str) -> tuple[Command, str] | None:
-    """The command in `text` and its argument, None when it is a prompt. Raises ConfigError for an unknown command."""
+    """Return the command in `text` and its argument, None when it is a prompt.
+
+    Raises ConfigError for an unknown command.
+    """
     name, _, argument = text.partition(" ")
     if name in COMMANDS:
         return COMMANDS[name], argument.strip()
@@ -264,7 +267,7 @@ def find_command(text: str) -> tuple[Command, str] | None:
 
 
 def bound_command(text: str) -> Callable[[ChatLoop], None] | None:
-    """`find_command` with its argument: what a ChatLoop runs."""
+    """Return the command in `text` bound to its argument, as a ChatLoop runs it; None when it is a prompt."""
     found = find_command(text)
     if found is None:
         return None

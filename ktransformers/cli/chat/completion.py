@@ -1,4 +1,4 @@
-"""What Tab completes in the chat's prompt: commands, their arguments, and paths. Knows no model."""
+"""Completion by Tab in the chat's prompt: commands, their arguments, and paths. Knows no model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LIKE_A_PATH = re.compile(r"(~|\.{1,2})?/")
 
 
 class ChatCompleter(Completer):
-    """Completes the text before the cursor."""
+    """Completes commands, arguments and paths of a chat from the text before the cursor."""
 
     def __init__(self) -> None:
         self._files = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        """See Completer."""
+        """Yield the completions of the text before the cursor, as prompt_toolkit's Completer asks for them."""
         text = document.text_before_cursor
         mention = _MENTION.search(text)
         if mention is not None:

@@ -35,7 +35,7 @@ def _grouped(names: list[str]) -> str:
 
 
 def describe_machine(use_cuda: bool | None) -> str:
-    """What a model can run on here, in one line: "No GPU found, 2 cores, AVX-512". use_cuda: EngineConfig's."""
+    """Return in one line what a model can run on here: "No GPU found, 2 cores, AVX-512". use_cuda: EngineConfig's."""
     from ktransformers.kernels import cpu
 
     gpus = _gpus()
@@ -47,7 +47,7 @@ def describe_machine(use_cuda: bool | None) -> str:
 
 
 def describe_model(engine: Engine) -> str:
-    """What was loaded, in one line: its file, its family, its cache."""
+    """Return the loaded model in one line: its file, its family, its cache."""
     path = engine.config.gguf_path or engine.config.model_path
     name = engine.description if path is None else f"{path.name or path} ({engine.facts.model_type})"
     return f"{name}, {engine.runner.max_len:,} tokens of context"

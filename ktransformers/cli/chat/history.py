@@ -20,7 +20,7 @@ _MAX_BYTES = 64 * 2**20
 
 
 class ChatHistory:
-    """system: the system prompt, or None. turns: messages as chat templates take them, without the system prompt."""
+    """A chat's conversation. system: its prompt, or None. turns: messages as chat templates take them, without it."""
 
     def __init__(self, system: str | None = None):
         self.system = system
@@ -28,26 +28,26 @@ class ChatHistory:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """What a chat template is given."""
+        """The system prompt, if there is one, and all turns, as a chat template takes them."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*head, *self.turns]
 
     def add_user(self, text: str) -> None:
-        """Append a question."""
+        """Append a question of the user."""
         self.turns.append({"role": "user", "content": text})
 
     def add_assistant(self, content: str, reasoning: str = "") -> None:
-        """Append an answer. reasoning: as templates want it back, left out when there is none."""
+        """Append an answer of the model. reasoning: as templates want it back, left out when there is none."""
         turn = {"role": "assistant", "content": content}
         self.turns.append(turn | {"reasoning_content": reasoning} if reasoning else turn)
 
     @property
     def last_question(self) -> str | None:
-        """The user's last turn, None when there is none."""
+        """The text of the user's last turn, None when there is none."""
         return next((turn["content"] for turn in reversed(self.turns) if turn["role"] == "user"), None)
 
     def drop_question(self) -> None:
-        """Take back the user's last turn and all that followed it."""
+        """Remove the user's last turn and all that followed it."""
         while self.turns and self.turns.pop()["role"] != "user":
             pass
 

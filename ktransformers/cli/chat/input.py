@@ -1,4 +1,4 @@
-"""Where the user's turns come from when it is no terminal: one document, or the lines of a pipe.
+"""Sources of the user's turns other than a terminal: one document, or the lines of a pipe.
 
 Puts `\"\"\"` blocks together. Does not know commands or models. Terminals are in terminal.py.
 """
@@ -44,7 +44,7 @@ ReadLine = Callable[[bool], str | None]
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """What the user said.
+    """An input of the user: a prompt, a command or a path.
 
     is_literal: a block or several lines, which are never a command or a path.
     has_attachments: whether `@path` in it attaches that file; a text that comes from elsewhere is left as it is.
@@ -58,40 +58,40 @@ class UserTurn:
 
 
 class TurnSource(ABC):
-    """Where turns come from. has_commands: whether more turns, and commands among them, can follow an answer."""
+    """A source of the user's turns. has_commands: whether more turns, and commands among them, can follow an answer."""
 
     has_commands = True
 
     @abstractmethod
     def read_turn(self) -> UserTurn | None:
-        """The next turn; None at the end. Raises KeyboardInterrupt, and ConfigError for input that is no turn."""
+        """Return the next turn, None at the end. Raises KeyboardInterrupt, and ConfigError for no valid turn."""
 
     def prefill(self, text: str) -> None:
         """Begin the next turn with `text`, for editing. Raises ConfigError where nobody can edit."""
         raise ConfigError("/edit needs a terminal")
 
     def confirm(self, question: str) -> bool:
-        """Whether the user says yes. Nobody does where nobody sits."""
+        """Whether the user says yes to `question`. False where no user can be asked."""
         return False
 
     def record_history(self, is_on: bool) -> None:
-        """Whether prompts are written to the history from now on. Raises ConfigError where there is none."""
+        """Set whether prompts are written to the history from now on. Raises ConfigError where there is none."""
         raise ConfigError("only prompts that are typed at a terminal are written to a history")
 
 
 class LineSource(TurnSource):
-    """One turn a line; `\"\"\"` blocks have several."""
+    """A source that reads each line as one turn; `\"\"\"` blocks have several lines."""
 
     def __init__(self, stream: TextIO):
         self._read_line = lines_of(stream)
 
     def read_turn(self) -> UserTurn | None:
-        """See Source."""
+        """Return the next line or `\"\"\"` block; None at the end."""
         return read_turn(self._read_line)
 
 
 class DocumentSource(TurnSource):
-    """A whole stream as one turn. Nothing in it is a command, a path or an attachment.
+    """A source whose only turn is a whole stream. Nothing in it is a command, a path or an attachment.
 
     is_needed: whether an empty one deserves a line, because then there is no prompt at all.
     """
@@ -103,7 +103,7 @@ class DocumentSource(TurnSource):
         self._is_needed = is_needed
 
     def read_turn(self) -> UserTurn | None:
-        """See Source."""
+        """Return the whole stream as a turn the first time, then None; also None when it is empty."""
         if self._stream is None:
             return None
         text, self._stream = read_document(self._stream), None
@@ -113,17 +113,17 @@ class DocumentSource(TurnSource):
 
 
 class NoSource(TurnSource):
-    """Nothing follows the first turns."""
+    """A source without turns, for a chat in which nothing follows the first turns."""
 
     has_commands = False
 
     def read_turn(self) -> UserTurn | None:
-        """See Source."""
+        """Return None: there are no turns."""
         return None
 
 
 def read_document(stream: TextIO) -> str:
-    """All of a pipe, without empty lines around it. Raises ConfigError when it is too much for a prompt."""
+    """Return all of a pipe, without empty lines around it. Raises ConfigError when it is too much for a prompt."""
     text = stream.read(_MAX_FILE_BYTES + 1)
     if len(text) > _MAX_FILE_BYTES:
         raise CapacityError(f"standard input has more than {_MAX_FILE_BYTES // 2**20} MiB, too much for a prompt")
@@ -137,12 +137,15 @@ def is_open_block(text: str) -> bool:
 
 
 def quoted(text: str) -> str:
-    """`text` as a block, so that it is no command and no path."""
+    """Return `text` as a `\"\"\"` block, so that it is no command and no path."""
     return f"{_QUOTES}{text}{_QUOTES}"
 
 
 def read_turn(read_line: ReadLine) -> UserTurn | None:
-    """The next turn, or None at the end. A block opens with `\"\"\"`, ends with `\"\"\"` or with the input."""
+    """Return the next turn, or None at the end of the lines.
+
+    A block opens with `\"\"\"`, ends with `\"\"\"` or with the input.
+    """
     text = read_line(False)
     if text is None:
         return None
@@ -157,7 +160,7 @@ def read_turn(read_line: ReadLine) -> UserTurn | None:
 
 
 def lines_of(stream: TextIO) -> ReadLine:
-    """Lines of a pipe or a file."""
+    """Return a function that reads the next line of a pipe or a file."""
 
     def read_line(is_inside: bool) -> str | None:
         line = stream.readline()
@@ -167,7 +170,7 @@ def lines_of(stream: TextIO) -> ReadLine:
 
 
 def typed_path(text: str) -> Path | None:
-    """The existing file that `text` is the path of, or None."""
+    """Return the existing file that `text` is the path of, or None."""
     if not text or "\n" in text or "\0" in text or len(text) > 4096:
         return None
     path = Path(os.path.expanduser(text))
@@ -175,7 +178,10 @@ def typed_path(text: str) -> Path | None:
 
 
 def read_text_file(path: Path, purpose: str) -> str:
-    """The text of a file. purpose: what it is wanted for ("a prompt"). Raises ConfigError when it cannot be that."""
+    """Return the text of a file. purpose: what it is wanted for ("a prompt").
+
+    Raises ConfigError when it cannot be that.
+    """
     try:
         data = read_named(path, _MAX_FILE_BYTES + 1)  # not by its size: it may grow, and files in /proc have none
     except OSError as error:
@@ -194,5 +200,5 @@ def read_text_file(path: Path, purpose: str) -> str:
 
 
 def read_prompt_file(path: Path) -> str:
-    """The text of a file, as a prompt. Raises ConfigError when it cannot be one."""
+    """Return the text of a file, as a prompt. Raises ConfigError when it cannot be one."""
     return read_text_file(path, "a prompt").strip()

@@ -36,8 +36,9 @@ _NOT_EDITED = "the question stays as it was"
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """is_interactive: a person at a terminal, who can correct mistakes; otherwise a script, which sees exit codes.
+    """The ways in which a chat behaves.
 
+    is_interactive: a person at a terminal can correct mistakes; a script sees exit codes.
     find_command: what a turn's text asks the chat to do, None for a prompt. Raises ConfigError for an unknown command.
     reads_special_tokens: those that a turn spells are tokens, not text. drops_oldest: a conversation that is longer
     than the context loses its oldest turns; else its next one is refused.
@@ -68,7 +69,10 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 class ChatLoop:
-    """One chat with one model. Raises ConfigError when the model cannot chat as the options ask."""
+    """A chat with one model: reads turns, runs commands and streams answers.
+
+    Raises ConfigError when the model cannot chat as the options ask.
+    """
 
     def __init__(self, llm: LLM, view: View, source: TurnSource, options: ChatOptions):
         self.llm, self.view, self.source, self._options = llm, view, source, options
@@ -312,7 +316,7 @@ class ChatLoop:
                 self.view.note(f"the answer was cut after {stats.completion_len} tokens; --max_new_tokens allows more")
 
     def save_session(self, path: Path) -> None:
-        """Write the conversation and what the cache keeps of it. Raises KTransformersError."""
+        """Write the conversation and what the cache keeps of it to `path`. Raises KTransformersError."""
         session = self.llm.session
         self.view.note(f"saving {format_bytes(session.saved_nbytes)} to {path} ...")
         saved = session.save(path, self.conversation.messages)
@@ -332,7 +336,7 @@ class ChatLoop:
         )
 
     def describe_stats(self) -> str:
-        """The whole chat in a line per fact."""
+        """Return counts and rates of all answers of the chat, a line per fact."""
         answers = self._answers
         total = GenerationStats(
             prompt_len=sum(stats.prompt_len for stats in answers),
@@ -356,7 +360,7 @@ class ChatLoop:
         )
 
     def describe_model(self) -> str:
-        """What was loaded, a line per fact."""
+        """Return what is known of the loaded model, a line per fact."""
         engine, tokenizer, session = self.llm.engine, self.llm.tokenizer, self.llm.session
         thinking = "no" if tokenizer.reasoning_tags is None else " ".join(tokenizer.reasoning_tags)
         set_by = "the most that the model takes" if session.is_models_limit else "--cache_lens"
@@ -368,7 +372,7 @@ class ChatLoop:
         )
 
     def describe_template(self) -> str:
-        """The model's chat template. Raises ConfigError when it has none."""
+        """Return the model's chat template. Raises ConfigError when it has none."""
         if not self.llm.tokenizer.has_chat_template:
             raise ConfigError("this model has no chat template")
         template = self.llm.tokenizer.backend.chat_template

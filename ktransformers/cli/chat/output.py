@@ -1,4 +1,4 @@
-"""Where a chat shows things: what a view is, and the one for pipes. Does not know models or commands.
+"""The views that show a chat: what a view is, and the one for pipes. Does not know models or commands.
 
 terminal_view.py has those for terminals.
 """
@@ -18,7 +18,7 @@ __all__ = ["PlainView", "View", "format_stats", "short_stats"]
 
 
 def format_stats(stats: GenerationStats) -> str:
-    """Counts and rates of one answer, in one line."""
+    """Return counts and rates of one answer in one line."""
     computed = stats.prompt_len - stats.cached_len
     reused = f" ({stats.cached_len} of them reused)" if stats.cached_len else ""
     return (
@@ -29,7 +29,7 @@ def format_stats(stats: GenerationStats) -> str:
 
 
 def short_stats(stats: GenerationStats, width: int) -> str:
-    """The same, as much of it as `width` columns hold."""
+    """Return counts and rates of one answer, as much of them as `width` columns hold."""
     if not stats.completion_len:  # it was stopped before the prompt was read
         return f"0 tokens · {stats.prefill_seconds:.1f} s"[:width]
     answer = [f"{stats.completion_len:,} tokens" if stats.completion_len != 1 else "1 token"]
@@ -51,43 +51,43 @@ def _rate(rate: float) -> str:
 
 
 class View(ABC):
-    """Where answers and messages go. An answer is any number of reasoning and content, then end."""
+    """The place where answers and messages of a chat go. An answer is any number of reasoning and content, then end."""
 
     def answering(self) -> AbstractContextManager[None]:
-        """Entered before an answer is worked on, left when everything about it was shown."""
+        """Return a context to enter before an answer is worked on, and to leave when everything about it was shown."""
         return nullcontext()
 
     @abstractmethod
     def reading(self, done: int, total: int) -> None:
-        """`done` of the `total` tokens that have to be computed of a prompt are."""
+        """Show that `done` of the `total` tokens that have to be computed of a prompt are computed."""
 
     @abstractmethod
     def reasoning(self, text: str) -> None:
-        """A piece of the answer's reasoning."""
+        """Show a piece of the answer's reasoning."""
 
     @abstractmethod
     def content(self, text: str) -> None:
-        """A piece of the answer itself."""
+        """Show a piece of the answer itself."""
 
     @abstractmethod
     def end(self) -> None:
-        """The answer is complete, or was stopped."""
+        """Show that the answer is complete, or was stopped."""
 
     @abstractmethod
     def stats(self, stats: GenerationStats) -> None:
-        """Counts and rates of the answer that ended."""
+        """Show counts and rates of the answer that ended."""
 
     @abstractmethod
     def note(self, text: str) -> None:
-        """Something about the chat: what a command did, why an answer ended."""
+        """Show a message about the chat: what a command did, why an answer ended."""
 
     @abstractmethod
     def error(self, text: str) -> None:
-        """Something that went wrong."""
+        """Show a message about something that went wrong."""
 
 
 class PlainView(View):
-    """Answers on `out`, one per turn, as they are; everything else on `err`.
+    """A view that writes answers to `out`, one per turn, as they are, and everything else to `err`.
 
     Where one of them is a terminal after all, control characters become visible ones.
     """

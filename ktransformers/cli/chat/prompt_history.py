@@ -22,14 +22,17 @@ _START = b"\n# "  # how FileHistory begins an entry; no line of a prompt begins 
 
 
 class PromptHistory(FileHistory):
-    """FileHistory whose file nobody else can read, and whose recording can be switched off."""
+    """A prompt_toolkit FileHistory whose file nobody else can read, and whose recording can be switched off."""
 
     def __init__(self, path: Path):
         super().__init__(str(path))
         self._path, self.is_recording = path, True
 
     def store_string(self, string: str) -> None:
-        """See History. A file that cannot be written is said once; prompts are then recalled in this session only."""
+        """Append a prompt to the file.
+
+        Logs once when it cannot be written; prompts are then recalled in this session only.
+        """
         if not self.is_recording or len(string) > MAX_PROMPT:
             return
         try:
@@ -41,7 +44,7 @@ class PromptHistory(FileHistory):
 
 
 def open_history(path: Path) -> History:
-    """The history in `path`, which is made when it is missing. Where that fails, one line and a history in memory."""
+    """Open the history in `path`, making it when it is missing. Where that fails, one line and a history in memory."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.chmod(0o700)

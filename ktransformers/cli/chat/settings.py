@@ -1,4 +1,4 @@
-"""What /set changes in a running chat: sampling parameters and thinking. Knows no terminal."""
+"""The settings that /set changes in a running chat: sampling parameters and thinking. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _THINKING_VARIABLES = ("enable_thinking", "thinking")  # of chat templates
 
 
 class Settings:
-    """params: what the next answer is sampled with. force_think: whether answers begin with the thinking tag.
+    """The settings of a chat. params: for sampling the next answer. force_think: answers begin with the thinking tag.
 
     always_stop: strings that end an answer whatever the parameters say.
     """
@@ -63,11 +63,11 @@ class Settings:
 
     @property
     def params(self) -> SamplingParams:
-        """What the next answer is sampled with."""
+        """The sampling parameters of the next answer."""
         return replace(self._chosen, stop=(*self._chosen.stop, *self._always_stop))
 
     def set_parameter(self, name: str, value: str) -> str:
-        """Change one; a line that says what it is now. Raises ConfigError and changes nothing."""
+        """Change one sampling parameter; return a line with its new value. Raises ConfigError and changes nothing."""
         name = _SAME.get(name, name)
         if name not in PARAMETERS:
             raise ConfigError(_unknown_parameter(name))
@@ -101,7 +101,7 @@ class Settings:
         return "off" if value is None else str(value)
 
     def describe_parameters(self) -> str:
-        """A line per parameter; what was changed shows what it was."""
+        """Return a line per sampling parameter; one that was changed shows its former value too."""
         lines = []
         for name in PARAMETERS:
             line = f"{name:<20}{self._spelled(name)}"
@@ -122,7 +122,7 @@ class Settings:
         self.force_think = is_on and (self.force_think or variable is None)
 
     def describe_thinking(self) -> str:
-        """One word."""
+        """Return whether the model thinks before it answers: "on", "off" or "as the template says"."""
         if self.force_think or any(self.template_kwargs.values()):
             return "on"
         return "off" if self.template_kwargs else "as the template says"

@@ -25,8 +25,9 @@ _PLACEHOLDER = "Send a message (/help for commands)"
 
 
 class TerminalSource(TurnSource):
-    """Turns that are typed. Pasted lines come as one turn. history: what the arrow keys recall.
+    """A source of turns that are typed at a terminal. Pasted lines come as one turn.
 
+    history: what the arrow keys recall.
     Ctrl-Z stops the program as a shell's job; `fg` brings the prompt back as it was.
 
     Ctrl-C clears what was typed; KeyboardInterrupt is raised when there was nothing, or a prefilled text. Ctrl-D on an
@@ -34,7 +35,7 @@ class TerminalSource(TurnSource):
     """
 
     def __init__(self, history: History, keyboard: Input | None = None, screen: Output | None = None):
-        """keyboard, screen: for tests; None: the process's terminal."""
+        """Make the prompt session. keyboard, screen: for tests; None takes the process's terminal."""
         self._history, self._prefilled = history, ""
         self._input, self._output = keyboard, screen
         self._session: PromptSession[str] = PromptSession(
@@ -52,7 +53,7 @@ class TerminalSource(TurnSource):
         )
 
     def read_turn(self) -> UserTurn | None:
-        """See Source."""
+        """Return the next typed turn; None at the end. Raises KeyboardInterrupt."""
         try:
             return read_turn(self._read)
         finally:
@@ -65,11 +66,14 @@ class TerminalSource(TurnSource):
             return None
 
     def prefill(self, text: str) -> None:
-        """See Source."""
+        """Begin the next turn with `text`, for editing."""
         self._prefilled = text
 
     def confirm(self, question: str) -> bool:
-        """See Source. Keys that were pressed before the question was there are no answer to it."""
+        """Whether the user answers `question` with yes.
+
+        Keys that were pressed before the question was there are no answer to it.
+        """
         if self._input is None:
             drop_keys(sys.stdin.fileno())
         session: PromptSession[str] = PromptSession(input=self._input, output=self._output, enable_suspend=True)
@@ -79,7 +83,7 @@ class TerminalSource(TurnSource):
             return False
 
     def record_history(self, is_on: bool) -> None:
-        """See Source."""
+        """Set whether prompts are written to the history from now on. Raises ConfigError where there is none."""
         if isinstance(self._history, PromptHistory):
             self._history.is_recording = is_on
         elif is_on:

@@ -20,7 +20,7 @@ _LEAVING = (signal.SIGTSTP, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def muted_keys(fd: int) -> Iterator[None]:
-    """Echo is off inside; at the end the terminal is as it was, and what was typed meanwhile is there to be read.
+    """Turn echo off inside the block; then restore the terminal, and leave what was typed meanwhile to be read.
 
     Ctrl-C empties what was typed, as terminals do. The terminal is as it was also while the program is stopped (by
     Ctrl-Z),
@@ -57,6 +57,6 @@ def muted_keys(fd: int) -> Iterator[None]:
 
 
 def drop_keys(fd: int) -> None:
-    """Forget what was typed and not read yet: it cannot have been meant for a question that was not asked then."""
+    """Drop what was typed and not read yet: it cannot have been meant for a question that was not asked then."""
     if os.isatty(fd):
         termios.tcflush(fd, termios.TCIFLUSH)

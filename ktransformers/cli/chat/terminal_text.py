@@ -1,5 +1,6 @@
-"""What an answer becomes on a terminal: safe characters, colours for markdown, rows. Knows no terminal, only its width.
+"""The way of an answer's text to a terminal: safe characters, colours for markdown, rows.
 
+Knows no terminal, only its width.
 Text passes three stages, character by character, so that its cutting into tokens changes nothing:
 
     Sanitizer     control characters become visible ones
@@ -27,7 +28,7 @@ _FIRST_EMOJI = "\U0001f000"  # of those that others can be joined to; wide chara
 
 
 class Style(StrEnum):
-    """How characters look, whatever the palette makes of it."""
+    """The roles of characters on a terminal; a palette gives each its escape sequence."""
 
     PLAIN = "plain"
     REASONING = "reasoning"
@@ -43,7 +44,10 @@ Palette = dict[Style, str]
 
 
 class Cell(NamedTuple):
-    """One character. is_code: it stands in a block of code, whose lines are not broken at words."""
+    """A character of an answer with its style.
+
+    is_code: it stands in a block of code, whose lines are not broken at words.
+    """
 
     char: str
     style: Style = Style.PLAIN
@@ -65,7 +69,7 @@ def _visible(match: re.Match[str]) -> str:
 
 
 class Sanitizer:
-    """Of one answer. Replaces what a terminal would obey: ESC is shown as U+241B and so on, C1 controls as U+FFFD.
+    """Replaces what a terminal would obey in one answer: ESC is shown as U+241B and so on, C1 controls as U+FFFD.
 
     Line feeds, tabs and carriage returns right before a line feed stay. Lone surrogates become question marks.
     """
@@ -76,13 +80,13 @@ class Sanitizer:
         self._held = ""  # a carriage return of which it is not known what follows
 
     def feed(self, text: str) -> str:
-        """What is certain of the text so far."""
+        """Return what is certain of the sanitized text so far."""
         text = self._held + text
         self._held = "\r" if text.endswith("\r") else ""
         return self._UNSAFE.sub(_visible, text.removesuffix("\r"))
 
     def flush(self) -> str:
-        """The rest: the text is complete."""
+        """Return the rest of the sanitized text: the answer is complete."""
         held, self._held = self._held, ""
         return self._UNSAFE.sub(_visible, held)
 
@@ -99,8 +103,9 @@ class _Line(StrEnum):
 
 
 class Highlighter:
-    """Of one answer. Finds fences, headings and inline code as they are written. Nothing else of markdown is looked at.
+    """Finds fences, headings and inline code of one answer as they are written.
 
+    Nothing else of markdown is looked at.
     Holds back at most the few characters that begin a line and can become a fence or a heading.
     """
 
@@ -114,7 +119,7 @@ class Highlighter:
         self._has_info = False  # something follows the fence on its line
 
     def feed(self, text: str) -> Iterator[Cell]:
-        """The characters whose style is known."""
+        """Yield the characters whose style is known by now."""
         for char in text:
             if char == "\n":
                 yield from self._end_line()
@@ -124,7 +129,7 @@ class Highlighter:
                 yield self._inside(char)
 
     def flush(self) -> Iterator[Cell]:
-        """The rest: the text is complete."""
+        """Yield the rest of the characters: the answer is complete."""
         yield from self._decide(_Line.CODE if self._fence else _Line.PROSE)
 
     def _end_line(self) -> Iterator[Cell]:
@@ -219,8 +224,9 @@ def _is_skin_tone(char: str) -> bool:
 
 
 class TextLayout:
-    """Of one answer. Breaks prose into rows. width: asked for with each piece, so that a window can change its size.
+    """Breaks the prose of one answer into rows.
 
+    width: asked for with each piece, so that a window can change its size.
     A word is held back until it is complete: until a space, a wide character or the line's end follows, or until it is
     longer than a row. Such a word, and code, go on in the next row where the terminal breaks them. Each wide character
     of CJK is a word of its own, written at once, and so is an emoji, whatever it is made of. Spaces before a break stay
@@ -245,7 +251,7 @@ class TextLayout:
         return self._col > 0 or bool(self._word)
 
     def feed(self, cells: Iterable[Cell]) -> Iterator[Cell]:
-        """The cells to write, with line ends where rows are broken."""
+        """Yield the cells to write, with line ends where rows are broken."""
         width = self._current_width()
         for cell in cells:
             if cell.char in "\n\t " or cell.is_code:
@@ -270,7 +276,7 @@ class TextLayout:
             self._note(cell.char)
 
     def flush(self) -> Iterator[Cell]:
-        """The rest: the text is complete."""
+        """Yield the rest of the cells: the answer is complete."""
         yield from self._put_word(self._current_width())
 
     def _joins(self, char: str) -> bool:
@@ -339,7 +345,7 @@ class TextLayout:
 
 
 def render(cells: Iterable[Cell], palette: Palette) -> str:
-    """Characters with their escape sequences. Leaves no style behind, and none reaches over the end of a row."""
+    """Return characters with their escape sequences. Leaves no style behind, and none reaches over the end of a row."""
     parts, current = [], ""
     for char, style, _ in cells:
         wanted = "" if char in "\r\n" else current if char in " \t" else palette.get(style, "")

@@ -1,4 +1,4 @@
-"""How a chat looks on a terminal. Rows are written once and never again; only the line of a spinner is erased."""
+"""The views of a chat on a terminal. Rows are written once and never again; only the line of a spinner is erased."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _is_dumb(environ: Mapping[str, str]) -> bool:
 
 
 def palette_of(environ: Mapping[str, str]) -> Palette:
-    """What the environment allows: no escape sequences for TERM=dumb, no colours, but bold and dim, for NO_COLOR."""
+    """Return the escape sequences that the environment allows: none for TERM=dumb, bold and dim alone for NO_COLOR."""
     if _is_dumb(environ):
         return {}
     return _SHADES if environ.get("NO_COLOR") else _SHADES | _COLORS
 
 
 def columns_of(out: TextIO) -> Callable[[], int]:
-    """Tells how wide the window is now."""
+    """Return a function that tells how many columns the window of `out` has now."""
 
     def columns() -> int:
         try:
@@ -80,7 +80,7 @@ class _Writer:
 
 
 class TerminalView(View):
-    """Answers as they are, streamed once: prose is broken at words, nothing else is added or left out but for colour.
+    """A view that streams answers to a terminal: prose is broken at words, and only colour is added.
 
     in_fd: the terminal's keys. environ: TERM and NO_COLOR count. delay: seconds until a spinner is shown.
     """
@@ -97,7 +97,7 @@ class TerminalView(View):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Keys pressed inside are not echoed, and are there for the next prompt."""
+        """Return a context inside which pressed keys are not echoed; they are there for the next prompt."""
         with muted_keys(self._in_fd):
             try:
                 yield
@@ -169,7 +169,10 @@ class TerminalView(View):
 
 
 def split_blocks(text: str) -> tuple[list[str], str]:
-    """Complete blocks of markdown and the rest. A block ends at a blank line that is not inside of a code fence."""
+    """Split markdown into its complete blocks and the rest.
+
+    A block ends at a blank line that is not inside of a code fence.
+    """
     blocks, lines, fence = [], [], ""
     *whole, last = text.split("\n")
     for line in whole:
@@ -186,7 +189,7 @@ def split_blocks(text: str) -> tuple[list[str], str]:
 
 
 class MarkdownView(TerminalView):
-    """Answers as formatted markdown: a block appears when it is complete, until then a line says that it is written."""
+    """A view with answers as formatted markdown: until a block appears complete, a line says that it is written."""
 
     def __init__(
         self,

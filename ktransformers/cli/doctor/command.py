@@ -27,7 +27,7 @@ __all__ = ["add_parser", "all_checks", "report", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
+    """Register `doctor` among the subcommands."""
     parser = subparsers.add_parser(
         "doctor",
         help="show what is right and wrong with this machine and this installation",
@@ -41,14 +41,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def all_checks(*, is_quick: bool = False) -> Iterator[Check]:
-    """In the order of the report. GPUs are looked for when it is their turn. is_quick: nothing is measured."""
+    """Yield all checks of doctor in the order of the report. GPUs are looked for when it is their turn.
+
+    is_quick: nothing is measured.
+    """
     yield from software_checks()
     yield from machine_checks(has_bandwidth=not is_quick)
     yield from gpu_checks()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Raises ConfigError for flags that contradict each other."""
+    """Print the report of doctor; return the exit code. Raises ConfigError for flags that contradict each other."""
     if args.quick and args.measure:
         raise ConfigError("--quick measures nothing and --measure measures everything: leave one of them out")
     findings: list[Finding] = []
@@ -104,7 +107,7 @@ def has_problems(findings: Sequence[Finding]) -> bool:
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    """The last line."""
+    """Return the last line of the report: how many problems and warnings there are."""
     counts = Counter(finding.level for finding in findings)
     parts = [
         f"{counts[level]} {level.value}{'s' if counts[level] > 1 else ''}"
@@ -115,7 +118,7 @@ def conclusion(findings: Sequence[Finding]) -> str:
 
 
 def report(findings: Sequence[Finding], speed: MachineSpeed | None = None) -> dict[str, object]:
-    """The findings in JSON types, and the measurement: bytes, operations and seconds, see MachineSpeed."""
+    """Return the findings and the measurement in JSON types: bytes, operations and seconds, see MachineSpeed."""
     rows = [{**asdict(finding), "level": finding.level.value} for finding in findings]
     measured = None if speed is None else asdict(speed)
     return {"is_well": not has_problems(findings), "findings": rows, "machine": measured}

@@ -1,4 +1,4 @@
-"""What `ktransformers doctor` found, one line each: what is, and the command that mends it."""
+"""The findings of `ktransformers doctor`, one line each: what is, and the command that repairs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Check", "Finding", "Level", "examine", "ok", "problem", "shown", "wa
 
 
 class Level(Enum):
-    """problem: something does not work. warning: it works, but slower or not as meant."""
+    """The severity of a finding. problem: something does not work. warning: it works, but slower or not as meant."""
 
     OK = "ok"
     WARNING = "warning"
@@ -19,7 +19,7 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. remedy: what to type or do; empty for what is well."""
+    """A line of doctor's report. remedy: what to type or do; empty for what is well."""
 
     level: Level
     name: str
@@ -28,30 +28,33 @@ class Finding:
 
 
 def ok(name: str, text: str) -> Finding:
-    """Something that is as it should be."""
+    """Return a finding about something that is as it should be."""
     return Finding(Level.OK, name, text)
 
 
 def warning(name: str, text: str, remedy: str) -> Finding:
-    """Something that costs speed or memory, and what mends it."""
+    """Return a finding about something that costs speed or memory, with its remedy."""
     return Finding(Level.WARNING, name, text, remedy)
 
 
 def problem(name: str, text: str, remedy: str) -> Finding:
-    """Something that does not work, and what mends it."""
+    """Return a finding about something that does not work, with its remedy."""
     return Finding(Level.PROBLEM, name, text, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to look at. name is shown when looking itself fails."""
+    """A thing that doctor looks at. name is shown when looking itself fails."""
 
     name: str
     run: Callable[[], Iterable[Finding]]
 
 
 def examine(check: Check) -> list[Finding]:
-    """What a check finds. That it fails is a finding too: this is for machines on which anything may fail."""
+    """Run a check and return its findings.
+
+    That it fails is a finding too: this is for machines on which anything may fail.
+    """
     try:
         return list(check.run())
     except Exception as error:  # noqa: BLE001 - see above
@@ -60,6 +63,6 @@ def examine(check: Check) -> list[Finding]:
 
 
 def shown(finding: Finding) -> str:
-    """As a line of the report."""
+    """Return a finding as a line of the report."""
     remedy = f" -> {finding.remedy}" if finding.remedy else ""
     return f"{finding.level.value:<8} {finding.name:<17} {finding.text}{remedy}"

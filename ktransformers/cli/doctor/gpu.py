@@ -1,4 +1,4 @@
-"""Doctor's look at GPUs and at what runs on them."""
+"""The checks of doctor about GPUs and about what runs on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def names() -> list[str]:
-    """Of all CUDA devices; none where torch is missing."""
+    """Return the names of all CUDA devices, such as "cuda:0"; none where torch is missing."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError):
@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def gpu_checks() -> list[Check]:
-    """In the order of the report."""
+    """Return the checks of GPUs in the order of the report."""
     found = names()
     if not found:
         return [Check("gpu", lambda: [ok("gpu", "none that torch sees: everything runs on the CPU")])]
@@ -37,7 +37,7 @@ def gpu_checks() -> list[Check]:
 
 
 def gpu(name: str) -> Iterable[Finding]:
-    """Capability and memory."""
+    """Report a GPU's compute capability and memory."""
     import torch
 
     device = torch.device(name)
@@ -48,7 +48,7 @@ def gpu(name: str) -> Iterable[Finding]:
 
 
 def judge_gpu(name: str, shown: str, capability: tuple[int, int], free: int, total: int) -> Finding:
-    """free, total: bytes of its memory."""
+    """Judge a GPU by its compute capability and its memory. free, total: bytes."""
     numbers = ".".join(map(str, capability))
     text = f"{shown}, compute capability {numbers}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if capability < _LEAST_CAPABILITY:
@@ -61,7 +61,7 @@ def judge_gpu(name: str, shown: str, capability: tuple[int, int], free: int, tot
 
 
 def streams(name: str) -> Iterable[Finding]:
-    """How a GPU hands experts over to the CPU."""
+    """Report how a GPU's stream starts the CPU's experts: by stream memory operations or host functions."""
     from ktransformers.kernels.transfer.cuda import CudaDriver
 
     reason = CudaDriver(name).memory_operations()
@@ -70,7 +70,7 @@ def streams(name: str) -> Iterable[Finding]:
 
 
 def triton() -> Iterable[Finding]:
-    """Every kernel on a GPU is compiled by it."""
+    """Check that Triton is installed: every kernel on a GPU is compiled by it."""
     from ktransformers.kernels.triton.common import runtime
 
     if runtime.triton is None:
@@ -81,7 +81,7 @@ def triton() -> Iterable[Finding]:
 
 
 def flashinfer(found: list[str]) -> Iterable[Finding]:
-    """An option: attention of prefill steps."""
+    """Report whether FlashInfer, an optional backend for attention of prefill steps, can run on the GPUs `found`."""
     import torch
 
     from ktransformers.kernels import flashinfer as wrapped

@@ -1,4 +1,4 @@
-"""Doctor's look at the machine: cores, memory, limits of the container and the process, disks, the port.
+"""The checks of doctor about the machine: cores, memory, limits of the container and the process, disks, the port.
 
 Every check takes what it reads from as an argument; root is where /proc, /sys and /dev are.
 """
@@ -39,7 +39,10 @@ _SLOW = 8e9  # bytes a second: less than one channel of DDR4
 
 
 def machine_checks(*, has_bandwidth: bool = True) -> list[Check]:
-    """In the order of the report. has_bandwidth: whether to measure how fast memory is read."""
+    """Return the checks of the machine in the order of the report.
+
+    has_bandwidth: whether to measure how fast memory is read.
+    """
     measured = [Check("memory bandwidth", ram_bandwidth)] if has_bandwidth else []
     return [
         Check("cores", cores),
@@ -55,13 +58,16 @@ def machine_checks(*, has_bandwidth: bool = True) -> list[Check]:
 
 
 def cores(root: Path = ROOT) -> Iterable[Finding]:
-    """Those that may be used, against those that there are."""
+    """Compare the cores that the process may run on with those of the machine."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return [judge_cores(physical_cores(), allowed, os.cpu_count() or 1, cpu_quota(root), cpu_name())]
 
 
 def judge_cores(physical: int, allowed: int, logical: int, quota: float | None, name: str) -> Finding:
-    """physical: of those that the process may run on. allowed, logical: hyper-threads, by affinity and in all."""
+    """Judge the number of cores. physical: of those that the process may run on.
+
+    allowed, logical: hyper-threads, by affinity and in all.
+    """
     text = f"{physical} physical, {allowed} logical ({name})"
     if quota is not None and quota < physical:
         return warning("cores", f"{text}, but the control group's CPU quota is {quota:g} of them: "
@@ -74,7 +80,7 @@ def judge_cores(physical: int, allowed: int, logical: int, quota: float | None, 
 
 
 def meminfo(root: Path = ROOT) -> Mapping[str, int]:
-    """/proc/meminfo in bytes; empty where there is none."""
+    """Return /proc/meminfo in bytes by name; empty where there is none."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -84,7 +90,7 @@ def meminfo(root: Path = ROOT) -> Mapping[str, int]:
 
 
 def memory(root: Path = ROOT) -> Iterable[Finding]:
-    """What is free, by the container's limit where that is less."""
+    """Report how much memory is free, by the container's limit where that is less."""
     from ktransformers.optimize.machine import detect_machine
 
     found, total = detect_machine(root, gpus=dict), meminfo(root).get("MemTotal", 0)
@@ -97,7 +103,7 @@ def memory(root: Path = ROOT) -> Iterable[Finding]:
 
 
 def judge_swap(memory: Mapping[str, int]) -> list[Finding]:
-    """Swap that is in use: weights that are swapped out are read from disk in every step."""
+    """Judge the swap in use: weights that are swapped out are read from disk in every step."""
     total, free = memory.get("SwapTotal", 0), memory.get("SwapFree", 0)
     if not total:
         return [ok("swap", "none")]
@@ -108,7 +114,7 @@ def judge_swap(memory: Mapping[str, int]) -> list[Finding]:
 
 
 def ram_bandwidth(measure: Callable[[], Mapping[str, float]] | None = None) -> Iterable[Finding]:
-    """Measured now; the best of all times is kept, and `plan` predicts with it."""
+    """Measure how fast memory is read; the best of all times is kept, and `plan` predicts with it."""
     if measure is None:
         from ktransformers.bench.common.bandwidth import bandwidths
 
@@ -124,7 +130,7 @@ def ram_bandwidth(measure: Callable[[], Mapping[str, float]] | None = None) -> I
 
 
 def limits() -> Iterable[Finding]:
-    """Of the process, where the system has such."""
+    """Report the process's limits, where the system has such."""
     try:
         import resource
     except ImportError:
@@ -135,7 +141,7 @@ def limits() -> Iterable[Finding]:
 
 
 def judge_limits(locked: int | None, files: int | None) -> list[Finding]:
-    """Bytes of locked memory (ulimit -l) and open files (ulimit -n); None: no limit."""
+    """Judge the limits on bytes of locked memory (ulimit -l) and open files (ulimit -n); None: no limit."""
     found = [ok("locked memory", "unlimited" if locked is None else f"{locked / 2**20:.0f} MiB; CUDA's is not counted")]
     shown = "unlimited" if files is None else str(files)
     if files is not None and files < _LEAST_FILES:
@@ -144,7 +150,7 @@ def judge_limits(locked: int | None, files: int | None) -> list[Finding]:
 
 
 def shared_memory(root: Path = ROOT) -> Iterable[Finding]:
-    """Containers have little of it; NCCL and torch's workers want some."""
+    """Check the size of /dev/shm: containers have little of it; NCCL and torch's workers want some."""
     folder = root / "dev/shm"
     if not folder.is_dir():
         return [ok("/dev/shm", "this system has none")]
@@ -156,7 +162,7 @@ def shared_memory(root: Path = ROOT) -> Iterable[Finding]:
 
 
 def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where huggingface_hub keeps models."""
+    """Return the folder in which huggingface_hub keeps models."""
     if environ.get("HF_HUB_CACHE"):
         return Path(environ["HF_HUB_CACHE"]).expanduser()
     home = environ.get("HF_HOME") or str(Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
@@ -164,7 +170,7 @@ def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def disks(folders: Mapping[str, Path] | None = None) -> Iterable[Finding]:
-    """Room for models, and whether the caches can be written to."""
+    """Check the room for models, and whether the caches can be written to."""
     folders = folders or {"cache": user_cache_dir(), "models": hub_cache()}
     variables = {"cache": "XDG_CACHE_HOME", "models": "HF_HOME"}
     for name, folder in folders.items():

@@ -18,7 +18,10 @@ _UNKNOWN = (0, 0xFFFF)
 
 @dataclass(frozen=True, slots=True)
 class MemoryModule:
-    """A slot. nbytes: 0 for an empty one. rated, configured: MT/s, 0 where the firmware does not say."""
+    """A slot for memory as the firmware describes it. nbytes: 0 for an empty one.
+
+    rated, configured: MT/s, 0 where the firmware does not say.
+    """
 
     locator: str
     nbytes: int
@@ -27,7 +30,7 @@ class MemoryModule:
 
 
 def memory_modules(table: bytes) -> list[MemoryModule]:
-    """All slots in the table. One that is cut off is left out."""
+    """Return all slots in the table. One that is cut off is left out."""
     return [_module(data, strings) for kind, data, strings in _structures(table) if kind == _MEMORY_DEVICE]
 
 

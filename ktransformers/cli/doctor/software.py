@@ -1,4 +1,4 @@
-"""Doctor's look at what is installed: Python, torch, the native extension, packages, variables, the bundled model."""
+"""The checks of doctor about installed software: Python, torch, the extension, packages, variables, bundled model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MARK = "ktransformers/__init__.py"
 
 
 def software_checks() -> list[Check]:
-    """In the order of the report."""
+    """Return the checks of installed software in the order of the report."""
     return [
         Check("ktransformers", lambda: [ok("ktransformers", f"{version()}, in {PACKAGE}")]),
         Check("distributions", lambda: judge_owners(list(owners()), PACKAGE)),
@@ -58,7 +58,7 @@ class Owner:
 
 
 def owners() -> Iterator[Owner]:
-    """Those that are installed, by their lists of files."""
+    """Yield the installed distributions that bring a folder `ktransformers`, by their lists of files."""
     for one in importlib.metadata.distributions():
         record = one.read_text("RECORD") or ""
         if record.startswith(_MARK) or f"\n{_MARK}" in record:
@@ -67,7 +67,7 @@ def owners() -> Iterator[Owner]:
 
 
 def judge_owners(found: Sequence[Owner], package: Path) -> list[Finding]:
-    """Two distributions in one folder have mixed their files; one in another folder may be imported instead of ours."""
+    """Judge the package's owners: two distributions in one folder mix files; one elsewhere may be imported instead."""
     here = [owner for owner in found if owner.folder == package]
     names = " and ".join(f"{owner.name} {owner.version}" for owner in here)
     findings = []
@@ -84,7 +84,7 @@ def judge_owners(found: Sequence[Owner], package: Path) -> list[Finding]:
 
 
 def torch_build() -> Iterable[Finding]:
-    """torch, and whether it can see the GPU that the system has."""
+    """Check torch, and whether it can see the GPU that the system has."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
@@ -95,7 +95,7 @@ def torch_build() -> Iterable[Finding]:
 
 
 def judge_torch(number: str, cuda: str | None, is_available: bool, has_driver: bool) -> Finding:
-    """cuda: the version that torch was built for, None for a build without."""
+    """Judge torch's build. cuda: the version that torch was built for, None for a build without."""
     if cuda is None and has_driver:
         return warning("torch", f"{number} is built without CUDA, but there is an NVIDIA driver",
                        "pip install --force-reinstall torch, the build with CUDA")  # fmt: skip
@@ -107,7 +107,7 @@ def judge_torch(number: str, cuda: str | None, is_available: bool, has_driver: b
 
 
 def packages() -> Iterable[Finding]:
-    """The others that nothing works without."""
+    """Check the other packages without which nothing works: transformers, gguf, safetensors."""
     for name in ("transformers", "gguf", "safetensors"):
         try:
             importlib.import_module(name)
@@ -117,7 +117,7 @@ def packages() -> Iterable[Finding]:
 
 
 def native_extension(package: Path = PACKAGE) -> Iterable[Finding]:
-    """Whether it is there, and built for this interpreter."""
+    """Check whether the native extension is there, and built for this interpreter."""
     try:
         importlib.import_module("ktransformers._native")
     except ImportError as error:
@@ -130,7 +130,7 @@ def native_extension(package: Path = PACKAGE) -> Iterable[Finding]:
 
 
 def instruction_set(environ: Mapping[str, str] = os.environ) -> Iterable[Finding]:
-    """What kernels run on, and whether a variable keeps them from better."""
+    """Report which instruction set kernels use, and whether a variable keeps them from a better one."""
     from ktransformers.kernels import cpu
 
     known, forced = cpu.available_isas(), environ.get("KTRANSFORMERS_ISA", "")
@@ -157,7 +157,7 @@ def instruction_set(environ: Mapping[str, str] = os.environ) -> Iterable[Finding
 
 
 def variables(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> Iterable[Finding]:
-    """Those that slow things down."""
+    """Find environment variables that slow computing down."""
     cores, found = cores or usable_cores(), False
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = environ.get(name, "")
@@ -185,7 +185,7 @@ def variables(environ: Mapping[str, str] = os.environ, cores: int | None = None)
 
 
 def demo_model(folder: Path = DEMO_MODEL_PATH) -> Iterable[Finding]:
-    """Whether the bundled model is there, all of it."""
+    """Check whether the bundled model is there, all of it."""
     files = sorted(folder.glob("*.gguf"))
     if not files:
         yield problem("demo model", f"missing: no *.gguf in {folder}", REINSTALL)

@@ -1,4 +1,4 @@
-"""Doctor's look at what the machine does at best, as measured: memory, registers, experts, GPUs. Measures nothing."""
+"""The findings of doctor about measured speed at best: memory, registers, experts, GPUs. Measures nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLOW_PCIE = 10e9  # bytes a second: less than 16 lanes of PCIe 3
 
 
 def speed_findings(speed: MachineSpeed, path: Path | None = None) -> Iterator[Finding]:
-    """In the order of the report. path: where the measurement is kept."""
+    """Yield the measured speed of the machine in the order of the report. path: where the measurement is kept."""
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(speed.measured_at))
     kept = "" if path is None else f", kept in {path}"
     yield ok("measured", f"on {at}, in {speed.took:.0f} s{kept}; --measure does it again")

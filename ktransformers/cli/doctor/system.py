@@ -1,4 +1,4 @@
-"""Doctor's look at how the system is set up: huge pages, clocks, NUMA, memory modules, hyper-threads, mitigations.
+"""The checks of doctor about system settings: huge pages, clocks, NUMA, memory modules, hyper-threads, mitigations.
 
 Reads files below `root` alone, so that tests make up machines. What a file does not say is said to be unknown.
 """
@@ -30,7 +30,7 @@ _FAR = 2.5  # times the distance to the own node: memory there is read at less t
 
 
 def system_checks(root: Path = ROOT) -> list[Check]:
-    """In the order of the report."""
+    """Return the checks of the system's settings in the order of the report."""
     named = {
         "huge pages": huge_pages,
         "governor": governor,
@@ -44,7 +44,7 @@ def system_checks(root: Path = ROOT) -> list[Check]:
 
 
 def text_of(file: Path) -> str | None:
-    """Without white space around it; None where the file is missing or may not be read."""
+    """Return a file's text without white space around it; None where the file is missing or may not be read."""
     try:
         return file.read_text(errors="replace").strip()
     except OSError:
@@ -52,13 +52,13 @@ def text_of(file: Path) -> str | None:
 
 
 def number_of(file: Path) -> int | None:
-    """None also for what is no number."""
+    """Return the whole number in a file; None where there is no file, or no number in it."""
     text = text_of(file)
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
 def huge_pages(root: Path = ROOT) -> Iterable[Finding]:
-    """Large matrices are read through fewer entries of the TLB with transparent huge pages; reserved ones lie idle."""
+    """Check huge pages: transparent ones spare large matrices entries of the TLB; reserved ones lie idle."""
     modes = text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")
     reserved = _reserved_bytes(root)
     if modes is None:
@@ -85,7 +85,7 @@ def _reserved_bytes(root: Path) -> int:
 
 
 def governor(root: Path = ROOT) -> Iterable[Finding]:
-    """What chooses the clock."""
+    """Check the governor that chooses the CPU's clock."""
     found = {text_of(file) for file in (root / CPU).glob("cpu[0-9]*/cpufreq/scaling_governor")} - {None}
     if not found:
         return [ok("governor", "this system does not say (virtual machines do not)")]
@@ -97,7 +97,7 @@ def governor(root: Path = ROOT) -> Iterable[Finding]:
 
 
 def turbo(root: Path = ROOT) -> Iterable[Finding]:
-    """Whether clocks may rise above the base; Intel says it the other way round."""
+    """Check whether clocks may rise above the base; Intel's file says it the other way round."""
     intel, other = f"{CPU}/intel_pstate/no_turbo", f"{CPU}/cpufreq/boost"
     for name, off in ((intel, 1), (other, 0)):
         value = number_of(root / name)
@@ -109,7 +109,7 @@ def turbo(root: Path = ROOT) -> Iterable[Finding]:
 
 
 def smt(root: Path = ROOT) -> Iterable[Finding]:
-    """Hyper-threads cost nothing when they are left alone, as they are."""
+    """Report whether hyper-threads are on; they cost nothing when they are left alone, as they are."""
     active = number_of(root / CPU / "smt/active")
     if active is None:
         return [ok("smt", "this system does not say")]
@@ -117,7 +117,7 @@ def smt(root: Path = ROOT) -> Iterable[Finding]:
 
 
 def numa(root: Path = ROOT) -> Iterable[Finding]:
-    """Nodes, how far they are from each other, and whether the system moves pages between them."""
+    """Report the NUMA nodes, how far they are from each other, and whether the system moves pages between them."""
     folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
     if len(folders) < 2:
         yield ok("numa", "one node")
@@ -147,7 +147,7 @@ def _is_without_memory(folder: Path) -> bool:
 
 
 def memory_channels(root: Path = ROOT) -> Iterable[Finding]:
-    """Modules by the firmware's tables, or by the memory controllers' driver; both may be closed to a user."""
+    """Count memory modules by the firmware's tables or the memory controllers' driver; both may be closed to a user."""
     table = root / "sys/firmware/dmi/tables/DMI"
     try:
         return judge_modules(memory_modules(table.read_bytes()))
@@ -166,7 +166,7 @@ def memory_channels(root: Path = ROOT) -> Iterable[Finding]:
 
 
 def judge_modules(modules: list[MemoryModule]) -> list[Finding]:
-    """Slots, and the modules in them."""
+    """Judge the memory modules by how many of the slots they fill and how fast they run."""
     held = [one for one in modules if one.nbytes]
     if not held:
         return [ok("memory channels", "this system does not say (virtual machines do not)")]
@@ -189,7 +189,7 @@ def judge_modules(modules: list[MemoryModule]) -> list[Finding]:
 
 
 def mitigations(root: Path = ROOT) -> Iterable[Finding]:
-    """Most cost at system calls, of which a step has few. One slows the gathers of AVX."""
+    """Check mitigations: most cost at system calls, of which a step has few; one slows the gathers of AVX."""
     folder = root / CPU / "vulnerabilities"
     states = {file.name: text_of(file) or "" for file in sorted(folder.glob("*"))}
     if not states:

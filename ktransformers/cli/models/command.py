@@ -1,4 +1,4 @@
-"""`ktransformers list` and `ktransformers rm`: what is in the hub's cache that can run here, and taking it away.
+"""`ktransformers list` and `ktransformers rm`: show and delete models in the hub's cache that can run here.
 
 Neither needs the network, nor torch.
 """
@@ -32,7 +32,10 @@ __all__ = ["add_parser", "list_command", "remove_command"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register both commands. `run` is set to the function that takes the arguments and returns an exit code."""
+    """Register `list` and `rm` among the subcommands.
+
+    `run` is set to the function that takes the arguments and returns an exit code.
+    """
     parser = subparsers.add_parser(
         "list",
         aliases=["ls"],
@@ -63,7 +66,7 @@ def _cache_errors() -> Iterator[None]:
 
 @_cache_errors()
 def list_command(args: argparse.Namespace) -> int:
-    """Print a table of models, or JSON. An empty cache is no error."""
+    """Print a table of the models in the hub's cache, or JSON. An empty cache is no error."""
     models = [m for repo in cached_repos() for m in cached_models(repo) if m.variant.is_gguf or is_causal(m)]
     if args.json:
         print(json.dumps([_document(model) for model in models], indent=2))
@@ -108,7 +111,10 @@ def _document(model: CachedModel) -> dict[str, object]:
 
 @_cache_errors()
 def remove_command(args: argparse.Namespace) -> int:
-    """Delete models, each after a question. 1 when somebody said no. Raises ConfigError before anything is deleted."""
+    """Delete models of the hub's cache, each after a question. Returns 1 when one of them was declined.
+
+    Raises ConfigError before anything is deleted.
+    """
     found = [_find(text) for text in args.models]
     is_done = True
     for text, (repo_id, model) in zip(args.models, found, strict=True):

@@ -20,7 +20,10 @@ __all__ = ["add_parser", "imatrix_command"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command. `run` is set to the function that takes the parsed arguments and returns an exit code."""
+    """Register `imatrix` among the subcommands.
+
+    `run` is set to the function that takes the parsed arguments and returns an exit code.
+    """
     parser = subparsers.add_parser(
         "imatrix",
         help="collect activation statistics of a model over a text, for `quantize --imatrix`",
@@ -41,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def imatrix_command(args: argparse.Namespace) -> int:
-    """Write the file; 130 when Ctrl-C ended it early. Raises KTransformersError."""
+    """Write the file of activation statistics; return 130 when Ctrl-C ended it early. Raises KTransformersError."""
     set_up_logging(args.log_level)
     out: Path = args.out
     if not args.text.is_file():

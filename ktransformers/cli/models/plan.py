@@ -35,7 +35,10 @@ __all__ = ["add_parser", "expect", "open_planned", "plan_command", "plan_config"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command. `run` is set to the function that takes the parsed arguments and returns an exit code."""
+    """Register `plan` among the subcommands.
+
+    `run` is set to the function that takes the parsed arguments and returns an exit code.
+    """
     parser = subparsers.add_parser(
         "plan",
         help="show whether a model fits, how fast it can be and what would run where, without loading it",
@@ -67,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def plan_config(args: argparse.Namespace) -> EngineConfig:
-    """The configuration that the arguments ask for; the bundled model's when they name none. Raises ConfigError."""
+    """Return the configuration that the arguments ask for, the bundled model's by default. Raises ConfigError."""
     config = engine_config(args)
     if args.synthetic is None:
         return with_default_model(config)
@@ -77,7 +80,7 @@ def plan_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def plan_command(args: argparse.Namespace) -> int:
-    """Print the plan; 0 when the model fits, 1 when it does not. Raises KTransformersError for everything else."""
+    """Print the plan; return 0 when the model fits, else 1. Raises KTransformersError for everything else."""
     set_up_logging(args.log_level)
     config = plan_config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     _check_case(args)
@@ -104,7 +107,7 @@ def _check_case(args: argparse.Namespace) -> None:
 
 
 def expect(preview: DryRun, speed: MachineSpeed | None, batch: int, context: int) -> Expected:
-    """What a machine of this speed will do with the plan, or why that cannot be said."""
+    """Predict what a machine of this speed will do with the plan, or say why that cannot be predicted."""
     from ktransformers.optimize.predict import Expected, predict_decode, predict_prefill
 
     load, chunk_size = preview.summary.load, preview.summary.chunk_size
@@ -120,7 +123,7 @@ def expect(preview: DryRun, speed: MachineSpeed | None, batch: int, context: int
 
 
 def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
-    """The model of the files, or of a published shape's name."""
+    """Open the model of the configuration's files, or the published shape called `synthetic`."""
     from ktransformers.engine.model.opened import open_model, open_synthetic
 
     if synthetic is None:

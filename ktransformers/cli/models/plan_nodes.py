@@ -16,7 +16,10 @@ __all__ = ["nodes_command"]
 
 
 def nodes_command(config: EngineConfig, synthetic: str | None, text: str, *, as_json: bool) -> int:
-    """Print where the layers go; 0. Raises CapacityError when they fit nowhere, ConfigError for what is no node."""
+    """Print on which nodes the layers go; return 0.
+
+    Raises CapacityError when they fit nowhere, ConfigError for what is no node.
+    """
     from ktransformers.cli.models.plan import open_planned
     from ktransformers.engine.parallel.pipeline.node_plans import plan_nodes
     from ktransformers.engine.parallel.pipeline.nodes import parse_nodes

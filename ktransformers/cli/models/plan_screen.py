@@ -23,7 +23,7 @@ _LEAST_BITS = 2.0  # below it no published quantization is
 
 
 def screen(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected | None = None) -> list[str]:
-    """Lines of at most 80 columns. bandwidth: bytes a second by device, as far as they are known.
+    """Return a plan as lines of at most 80 columns. bandwidth: bytes a second by device, as far as they are known.
 
     expected: what to say of the speed beside the bound.
     """
@@ -40,12 +40,12 @@ def screen(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected |
 
 
 def shown_size(nbytes: int) -> str:
-    """With one decimal: GiB from a tenth of one on, else MiB."""
+    """Return a size with one decimal: GiB from a tenth of one on, else MiB."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 0.1 * 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def shown_devices(devices: Iterable[str]) -> str:
-    """ "cuda:0, cuda:1, cuda:2" -> "cuda:0-2"; the CPU's memory is RAM."""
+    """Shorten a list of devices: "cuda:0, cuda:1, cuda:2" -> "cuda:0-2"; the CPU's memory is RAM."""
     names = ["RAM" if name == "cpu" else name for name in devices]
     numbers = [int(name.partition(":")[2]) for name in names if name.startswith("cuda:")]
     if len(numbers) == len(names) > 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
@@ -54,7 +54,7 @@ def shown_devices(devices: Iterable[str]) -> str:
 
 
 def verdict(preview: DryRun) -> str:
-    """One line: whether it fits, and by how much."""
+    """Return in one line whether the plan fits, and by how much."""
     plan, short = preview.plan, shortfall(preview.plan)
     total = plan.total_bytes
     if not short:
@@ -231,7 +231,7 @@ def _types(types: Iterable[str], width: int = WIDTH - 44) -> str:
 
 
 def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected | None = None) -> dict[str, Any]:
-    """The screen's numbers as JSON types: bytes, bytes a second, tokens a second."""
+    """Return the screen's numbers as JSON types: bytes, bytes a second, tokens a second."""
     summary, suggestions = preview.summary, preview.fit_suggestions
     reads, full = summary.reads, min(summary.cache_tokens, summary.context_len or summary.cache_tokens)
     return {

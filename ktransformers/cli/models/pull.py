@@ -32,7 +32,10 @@ _REFUSALS = (UnsupportedError, WeightError, CapacityError)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command. `run` is set to the function that takes the parsed arguments and returns an exit code."""
+    """Register `pull` among the subcommands.
+
+    `run` is set to the function that takes the parsed arguments and returns an exit code.
+    """
     parser = subparsers.add_parser(
         "pull",
         help="download a model from the Hugging Face hub, by itself the quantization that fits",
@@ -50,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def pull_command(args: argparse.Namespace) -> int:
-    """Bring the model. Raises KTransformersError."""
+    """Download the model that the arguments name into the hub's cache. Raises KTransformersError."""
     set_up_logging(args.log_level)
     name = parse_name(args.model)
     from ktransformers.hub.remote import list_repository
@@ -93,7 +96,7 @@ class _Fitting:
 
     @property
     def hardware(self) -> Hardware:
-        """This machine, measured once."""
+        """Devices and memory of this machine, measured once."""
         if self._hardware is None:
             from ktransformers.engine.plan.planning import Hardware
 

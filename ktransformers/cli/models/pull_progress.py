@@ -1,4 +1,4 @@
-"""How far a download is: a bar on a terminal, a line for every tenth elsewhere. Both go to standard error."""
+"""Progress of a download: a bar on a terminal, a line for every tenth elsewhere. Both go to standard error."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["LineProgress", "Progress", "make_progress"]
 
 
 class Progress(Protocol):
-    """A context that shows bytes. advance: so many more are here (fewer, when negative)."""
+    """A context that shows the progress of a download."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def advance(self, nbytes: int) -> None:
-        """So many bytes came."""
+        """Count `nbytes` more as downloaded (fewer, when negative)."""
         ...
 
 
 def make_progress(name: str, total: int, here: int) -> Progress:
-    """For a download of `total` bytes of which `here` are on the disk."""
+    """Return what shows the progress of a download of `total` bytes of which `here` are on the disk."""
     return _BarProgress(name, total, here) if sys.stderr.isatty() else LineProgress(total, here)
 
 
@@ -57,13 +57,13 @@ class _BarProgress:
         self._bar.stop()
 
     def advance(self, nbytes: int) -> None:
-        """See Progress."""
+        """Count `nbytes` more as downloaded, and move the bar."""
         speed = self._bar.tasks[0].speed
         self._bar.update(self._task, advance=nbytes, rate=f"{format_bytes(int(speed))}/s" if speed else "")
 
 
 class LineProgress:
-    """One line when a tenth of the bytes has come, with the rate since the beginning."""
+    """Progress as a line when another tenth of the bytes has come, with the rate since the beginning."""
 
     def __init__(self, total: int, here: int, clock: Callable[[], float] = time.monotonic):
         self.total, self.done = total, here
@@ -79,7 +79,7 @@ class LineProgress:
         pass
 
     def advance(self, nbytes: int) -> None:
-        """See Progress."""
+        """Count `nbytes` more as downloaded, and print a line when a tenth is full."""
         self.done += nbytes
         self._came += nbytes
         tenth = 10 * self.done // self.total

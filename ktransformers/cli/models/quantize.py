@@ -29,7 +29,10 @@ TYPES = (
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command. `run` is set to the function that takes the parsed arguments and returns an exit code."""
+    """Register `quantize` among the subcommands.
+
+    `run` is set to the function that takes the parsed arguments and returns an exit code.
+    """
     parser = subparsers.add_parser(
         "quantize",
         help="write a model as a GGUF of fewer bits",
@@ -51,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def quantize_command(args: argparse.Namespace) -> int:
-    """Write the file. Raises KTransformersError."""
+    """Write the model's weights as a GGUF of fewer bits. Raises KTransformersError."""
     set_up_logging(args.log_level)
     if args.threads < 0:
         raise ConfigError(f"--threads must be at least 0, got {args.threads}")

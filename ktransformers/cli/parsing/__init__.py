@@ -1,1 +1,1 @@
-"""What a command line means, and what its end says."""
+"""Parsing of command lines, the settings behind them, and the exit codes of commands."""

@@ -22,7 +22,7 @@ or try it in this shell: source <(ktransformers completion bash)"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser], whole: ArgumentParser) -> None:
-    """Register the command. whole: the parser that the script completes."""
+    """Register `completion` among the subcommands. whole: the parser that the script completes."""
     parser = subparsers.add_parser(
         "completion", has_settings=False, help="print a shell's completion script", description=_DESCRIPTION
     )
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser], whole: Ar
 
 
 def completion_script(parser: ArgumentParser, shell: str) -> str:
-    """The script by which one of SHELLS completes what `parser` takes."""
+    """Return the script by which one of SHELLS completes what `parser` takes."""
     import shtab
 
     for leaf in leaves(parser):

@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 
 def exit_code(error: KTransformersError) -> int:
-    """The code that a command ends with when it raises `error`.
+    """Return the code that a command ends with when it raises `error`.
 
     A conversation that a template refuses and a field of a request are errors of what was said, not of the command.
     """

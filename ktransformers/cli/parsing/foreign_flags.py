@@ -20,7 +20,7 @@ ANY, NOTHING = "*", ""
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
-    """names: the spellings, with underscores. flag: ours that it leads to, with dashes, or MODEL.
+    """A flag of another program. names: spellings, with underscores. flag: ours, with dashes, or MODEL.
 
     becomes: our word by the value that was given ({} stands for it); an empty word means that nothing is to be done.
     is_list: it takes all words up to the next flag, as values with commas between.
@@ -38,13 +38,13 @@ class ForeignFlag:
     is_plain: tuple[str, ...] = ()
 
     def takes_value(self, following: str | None) -> bool:
-        """Whether the word that follows on the command line is its value."""
+        """Whether the word that follows the flag on the command line is its value."""
         if not self.becomes or set(self.becomes) == {NOTHING}:
             return False
         return NOTHING not in self.becomes or (following is not None and following.lower() in _SWITCH_WORDS)
 
     def word(self, value: str | None) -> str | None:
-        """What stands for it on our command line, "" for nothing; None when this cannot be had."""
+        """Return what stands for the flag on our command line, "" for nothing; None when this cannot be had."""
         key = NOTHING if value is None else value.lower()
         if key in self.becomes:
             return self.becomes[key]

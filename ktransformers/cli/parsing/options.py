@@ -1,4 +1,4 @@
-"""What the commands share: the flags of a model and of sampling, the model that they name, logging.
+"""Shared parts of the commands: the flags of a model and of sampling, the model that they name, logging.
 
 The parser is in parser.py. Imports nothing heavy.
 """
@@ -56,18 +56,18 @@ _log = logging.getLogger(__name__)
 
 
 def version() -> str:
-    """This program's own version; whatever distribution of a like name is installed beside it does not matter."""
+    """Return this program's version; another distribution of a like name that is installed does not matter."""
     return __version__
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """MODEL, which the parser knows by -m and --model too; see engine_config."""
+    """Add MODEL, which the parser knows by -m and --model too; see engine_config."""
     text = "a GGUF file, a folder of them, or a model's folder; also -m, --model"
     parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = False) -> None:
-    """The flags behind EngineConfig. bounds_requests: --max_new_tokens, where it is given, holds for all requests."""
+    """Add EngineConfig's flags. bounds_requests: --max_new_tokens, where it is given, holds for all requests."""
     group = parser.add_argument_group("model")
     config = EngineConfig()
     add_plan_flags(group)
@@ -157,7 +157,7 @@ def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig)
 
 
 def add_tier_flags(group: argparse._ActionsContainer) -> None:
-    """Where pages of balance_serve's cache go besides."""
+    """Add the flags for where else pages of balance_serve's cache go: host memory and disk."""
     group.add_argument(
         "--cpu_memory_size_GB",
         type=float,
@@ -173,7 +173,7 @@ def add_tier_flags(group: argparse._ActionsContainer) -> None:
 
 
 def add_plan_flags(group: argparse._ActionsContainer) -> None:
-    """Those of them that decide which module goes where, and what fits."""
+    """Add the flags of EngineConfig that decide which module goes where, and what fits."""
     config = EngineConfig()
     group.add_argument("--model_path", type=user_path, help="folder with config.json and tokenizer (and safetensors)")
     group.add_argument("--gguf_path", type=user_path, help="a GGUF file, a folder of them, or a folder of safetensors")
@@ -227,7 +227,7 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
 
 
 def add_template_flags(group: argparse._ActionsContainer) -> None:
-    """How a conversation becomes a prompt, and where the reasoning of an answer ends."""
+    """Add the flags for how a conversation becomes a prompt, and where the reasoning of an answer ends."""
     group.add_argument(
         "--chat_template",
         metavar="FILE",
@@ -242,8 +242,9 @@ def add_template_flags(group: argparse._ActionsContainer) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The configuration that MODEL and the flags ask for, not resolved yet. Flags that a command lacks are defaults.
+    """Return the configuration that MODEL and the flags ask for, not resolved yet.
 
+    Flags that a command lacks are defaults.
     Raises ConfigError when they contradict each other, and for a MODEL that there is not.
     """
     names = [one.name for one in fields(EngineConfig) if hasattr(args, one.name)]
@@ -255,7 +256,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def model_files(args: argparse.Namespace) -> tuple[Path | None, Path | None]:
-    """model_path and gguf_path of EngineConfig from MODEL, --model_path and --gguf_path. Raises ConfigError.
+    """Return model_path and gguf_path of EngineConfig from MODEL, --model_path and --gguf_path. Raises ConfigError.
 
     Beside one of the flags, MODEL is what the other one would name.
     """
@@ -293,7 +294,7 @@ def _check_architecture(named: str | None, model_path: Path | None) -> None:
 
 
 def positive_numbers(text: str, flag: str) -> list[int]:
-    """The numbers in "1,4,16". Raises ConfigError that names `flag`."""
+    """Return the numbers in "1,4,16". Raises ConfigError that names `flag`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -304,7 +305,7 @@ def positive_numbers(text: str, flag: str) -> list[int]:
 
 
 def with_default_model(config: EngineConfig) -> EngineConfig:
-    """`config`, or the bundled model when it names none."""
+    """Return `config`, or the bundled model's when it names none."""
     if config.model_path is not None or config.gguf_path is not None:
         return config
     return replace(config, gguf_path=bundled_model("pass --model_path (a folder) or --gguf_path (a file or folder)"))
@@ -321,7 +322,7 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, has_seed: bool = True) -> None:
-    """The flags behind SamplingParams."""
+    """Add the flags behind SamplingParams."""
     group = parser.add_argument_group("sampling (defaults: the model's generation config, else greedy)")
     for name, kind, text in _SAMPLING:
         if has_seed or name != "seed":
@@ -329,12 +330,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, has_seed: bool = True
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """What add_sampling_flags' flags say, by the names of SamplingParams' fields."""
+    """Return the values of the given sampling flags, by the names of SamplingParams' fields."""
     return {name: getattr(args, name) for name, _, _ in _SAMPLING if getattr(args, name, None) is not None}
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
-    """`defaults` with what add_sampling_flags' flags say. Raises ConfigError for values out of range."""
+    """Return `defaults` with the values of the given sampling flags. Raises ConfigError for values out of range."""
     given = given_sampling(args)
     params = replace(defaults, **given)
     idle = [f"--{name}" for name in ("top_p", "top_k", "min_p", "seed") if name in given]
@@ -344,7 +345,7 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
 
 
 def add_overflow_flag(parser: argparse._ActionsContainer, *, default: str) -> None:
-    """Register --context_overflow."""
+    """Add the flag --context_overflow."""
     parser.add_argument(
         "--context_overflow",
         choices=CONTEXT_OVERFLOWS,
@@ -354,7 +355,7 @@ def add_overflow_flag(parser: argparse._ActionsContainer, *, default: str) -> No
 
 
 def add_profile_flags(parser: argparse._ActionsContainer) -> None:
-    """Register --profile and --profile_max_bytes."""
+    """Add the flags --profile and --profile_max_bytes."""
     parser.add_argument(
         "--profile", type=user_path, metavar="DIR", help="record where the time of every step and token goes in DIR"
     )
@@ -368,7 +369,7 @@ def add_profile_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_logging_flag(parser: argparse._ActionsContainer) -> None:
-    """Register --log_level."""
+    """Add the flag --log_level."""
     levels = ("debug", "info", "warning", "error")
     parser.add_argument(
         "--log_level", type=str.lower, choices=levels, default="info", help="what is logged to standard error"

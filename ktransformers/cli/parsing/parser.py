@@ -30,7 +30,7 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Usage in one line whatever the number of flags; a toggle as --[no_]flag; short names of values."""
+    """Formats help: usage in one line whatever the number of flags; toggles as --[no_]flag; short names of values."""
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         if usage is None:
@@ -88,17 +88,17 @@ class _PrintConfig(argparse._StoreTrueAction):
 
 
 def add_toggle(parser: argparse._ActionsContainer, name: str, *, default: bool | None, help: str) -> None:
-    """Add --name and --no_name."""
+    """Add the flags --name and --no_name."""
     parser.add_argument(f"--{name}", dest=name, action=_Toggle, default=default, help=help)
 
 
 def user_path(text: str) -> Path:
-    """A path as users write it, ~ included."""
+    """Return the path that a user wrote, ~ expanded."""
     return Path(text).expanduser()
 
 
 def check_place(path: Path) -> None:
-    """Whether a file can be written there, before the long work of which it is made. Raises ConfigError."""
+    """Raise ConfigError unless a file can be written at `path`: asked before the long work of which it is made."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name the file to write")
     if not path.parent.is_dir():
@@ -138,7 +138,10 @@ class ArgumentParser(argparse.ArgumentParser):
             self.add_argument("--print_config", action=_PrintConfig, help=text)
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """See argparse. Flags that nobody knows are an error here already, while their neighbours are at hand."""
+        """Parse as argparse does.
+
+        Flags that nobody knows are an error here already, while their neighbours are at hand.
+        """
         words = sys.argv[1:] if args is None else list(args)
         namespace = argparse.Namespace() if namespace is None else namespace
         actions = self.settings() if self._has_settings else {}
@@ -155,7 +158,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def with_settings(
         self, args: argparse.Namespace, *layers: Sequence[Setting], without: Container[str] = ()
     ) -> argparse.Namespace:
-        """What was given of `args`, then these settings where nothing was, the first layer that says it, then defaults.
+        """Return `args` as given, completed by the first layer of settings that says a value, then by defaults.
 
         without: dests that are as if they were not given. Ends with an error for settings that are wrong.
         """
@@ -171,7 +174,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return made
 
     def settings(self) -> dict[str, argparse.Action]:
-        """Actions by the name that the environment and files use: the first long name, a positional's dest."""
+        """Return actions by the name that the environment and files use: the first long name, a positional's dest."""
         found = {}
         for action in self._actions:
             names = [name for name in action.option_strings if name.startswith("--")]
@@ -182,7 +185,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def option_names(self) -> Iterator[str]:
-        """Every name without its dashes."""
+        """Yield the name of every long flag without its dashes."""
         for name in self._option_string_actions:
             if name.startswith("--"):
                 yield name[2:]
@@ -191,7 +194,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return isinstance(self._option_string_actions.get(name), argparse._AppendAction)
 
     def has_option(self, name: str) -> bool:
-        """Whether `name`, dashes included, is one of this command's own."""
+        """Whether `name`, dashes included, is one of this command's own flags."""
         return name in self._option_string_actions
 
     # Where values come from
@@ -434,7 +437,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def with_underscores(words: Sequence[str]) -> list[str]:
-    """The names of long flags with underscores, up to a bare --."""
+    """Return the words with the names of long flags in underscores, up to a bare --."""
     done: list[str] = []
     for index, word in enumerate(words):
         if word == "--":
@@ -446,7 +449,7 @@ def with_underscores(words: Sequence[str]) -> list[str]:
 
 
 def leaves(parser: argparse.ArgumentParser) -> Iterator[ArgumentParser]:
-    """The parsers of all commands below `parser`, each once."""
+    """Yield the parsers of all commands below `parser`, each once."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not below and isinstance(parser, ArgumentParser):
         yield parser

@@ -1,4 +1,4 @@
-"""What the operating system lets this process have, asked before the large imports, which die of too little."""
+"""Limits of the operating system on this process, checked before the large imports, which die of too little."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_ADDRESS_SPACE = 4 << 30
 
 
 def check_process_limits() -> None:
-    """Raises CapacityError when the limits on open files or on the address space let no server start."""
+    """Raise CapacityError when the limits on open files or on the address space let no server start."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files != resource.RLIM_INFINITY and num_files < MIN_FILES:
         raise CapacityError(f"this process may open {num_files} files; a server needs {MIN_FILES}: raise `ulimit -n`")

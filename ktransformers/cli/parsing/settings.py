@@ -1,4 +1,4 @@
-"""Values of flags that do not stand on the command line: environment variables and the file of --config.
+"""Values of flags that are not on the command line: environment variables and the file of --config.
 
 Values are texts here, as on a command line; the parser of the command checks both alike.
 """
@@ -42,7 +42,7 @@ SECRETS = frozenset({"api_key", "token", "hf_token"})
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A flag's name with underscores and without dashes, its values, and where they stand."""
+    """The value of a flag: its name with underscores and without dashes, its texts, and where they stand."""
 
     name: str
     texts: tuple[str, ...]
@@ -51,12 +51,12 @@ class Setting:
 
 
 def variable(name: str) -> str:
-    """The variable of a flag."""
+    """Return the name of a flag's environment variable."""
     return PREFIX + name.upper()
 
 
 def from_environment(environ: Mapping[str, str], names: Iterable[str]) -> list[Setting]:
-    """Those of `names` whose variables are set and not empty; commas separate the values of a list."""
+    """Return settings of those `names` whose variables are set and not empty; commas separate the values of a list."""
     found = []
     for name in names:
         text = environ.get(variable(name), "")
@@ -67,7 +67,7 @@ def from_environment(environ: Mapping[str, str], names: Iterable[str]) -> list[S
 
 
 def unknown_variables(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
-    """One line about the variables with our prefix that mean nothing, with the nearest of those that do."""
+    """Return a line about variables with our prefix that mean nothing, and the nearest that do; None: all are known."""
     known = [variable(name).removeprefix(PREFIX) for name in names]
     known += [name.removeprefix(PREFIX) for name in OTHER_VARIABLES]
     given = (
@@ -84,7 +84,7 @@ def unknown_variables(environ: Mapping[str, str], names: Iterable[str]) -> str |
 
 
 def from_file(path: Path) -> list[Setting]:
-    """The settings of a YAML file, in its order.
+    """Return the settings of a YAML file, in its order.
 
     Raises ConfigError, without the file's name, for what cannot be read or is no mapping of flags to values.
     """
@@ -98,7 +98,7 @@ def from_file(path: Path) -> list[Setting]:
 
 
 def read_yaml(path: Path) -> Any:
-    """The root node of a YAML file, which knows its lines; None of an empty one. Raises ConfigError."""
+    """Return the root node of a YAML file, which knows its lines; None of an empty one. Raises ConfigError."""
     import yaml
 
     try:
@@ -113,7 +113,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def settings_of(node: Any, path: Path, apart: Container[str] = ()) -> list[Setting]:
-    """The settings of a mapping of flags to values, without those of the names in `apart`. Raises ConfigError."""
+    """Return the settings in a mapping of flags to values, without those named in `apart`. Raises ConfigError."""
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
@@ -146,7 +146,10 @@ def _texts(node: Any) -> tuple[str, ...] | None:
 
 
 def as_yaml(command: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """`values` as a file for --config, the origin of each as a comment. Secrets and open values are comments."""
+    """Return `values` as the text of a file for --config, the origin of each as a comment.
+
+    Secrets and open values are comments.
+    """
     lines = [f"# {command}: effective values"]
     for name, value in values.items():
         origin = origins.get(name, "default")

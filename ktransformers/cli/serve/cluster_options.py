@@ -25,7 +25,7 @@ _COUNT = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    """Register them."""
+    """Add --cluster and the flags of its replicas to the parser of `serve`."""
     group = parser.add_argument_group("several replicas of the model behind one address (pip install ray[serve])")
     group.add_argument(
         "--cluster",
@@ -63,7 +63,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_cluster_flags(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that do nothing together, UnsupportedError for what a cluster cannot honour."""
+    """Raise ConfigError for flags that do nothing together, UnsupportedError for what a cluster cannot honour."""
     if args.cluster is None:
         for flag in _REPLICA_FLAGS:
             if getattr(args, flag) is not None:
@@ -79,7 +79,7 @@ def check_cluster_flags(args: argparse.Namespace) -> None:
 
 
 def cluster_args(args: argparse.Namespace, engine: EngineConfig, server: ServerConfig) -> ClusterArgs:
-    """What `serve --cluster` is told. Raises ConfigError."""
+    """Return the configuration of a cluster from the flags of `serve --cluster`. Raises ConfigError."""
     from ktransformers.cluster.config import BatchArgs, ClusterArgs, ReplicaArgs
 
     least, most = _count(args.replicas or "1")

@@ -54,13 +54,13 @@ _DESCRIPTION = "Serve a model over HTTP (OpenAI's API); without a model, the sma
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
+    """Register `serve` among the subcommands."""
     parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=_DESCRIPTION)
     _add_flags(parser)
 
 
 def server_parser() -> ArgumentParser:
-    """The parser of server/main.py: the flags of `serve` without a command in front."""
+    """Build the parser of server/main.py: the flags of `serve` without a command in front."""
     parser = ArgumentParser(prog="main.py", description=_DESCRIPTION)
     _add_flags(parser)
     return parser

@@ -1,4 +1,4 @@
-"""`ktransformers serve FILE.yaml`: from the file of models_file.py to models that are planned, and their service.
+"""`ktransformers serve FILE.yaml`: plans the models that the file lists, and serves them.
 
 What is wrong with any model is found here, before the port is taken: flags, paths, headers, and whether it fits.
 """
@@ -56,7 +56,7 @@ _REASONS = {"backend_type": "the transformers backend plans no memory; use balan
 
 
 def models_file(args: argparse.Namespace) -> Path | None:
-    """The file that --models or MODEL name; None: one model is to be served. Raises ConfigError for both."""
+    """Return the file that --models or MODEL name; None: one model is to be served. Raises ConfigError for both."""
     given: Path | None = args.models
     model = None if args.model is None else user_path(args.model)
     if given is not None and args.model is not None:
@@ -67,7 +67,7 @@ def models_file(args: argparse.Namespace) -> Path | None:
 
 
 def check_pool_flags(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that mean nothing for one model."""
+    """Raise ConfigError for flags that mean nothing for one model."""
     for flag in _POOL_FLAGS:
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag} is about several models: give a YAML file that lists them as MODEL")
@@ -84,7 +84,7 @@ class _Asked:
 
 
 def run_models(args: argparse.Namespace, path: Path, parser: ArgumentParser) -> int:
-    """Serve until a signal comes. parser: of `serve`, for what the file says. Returns the exit code."""
+    """Serve the models of a file until a signal comes; return the exit code. parser: of `serve`, for the file."""
     parser.prog = "ktransformers serve"
     file = read_models_file(path)
     given = argparse.Namespace(**vars(args))

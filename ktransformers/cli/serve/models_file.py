@@ -30,7 +30,10 @@ _BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True,
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One model. origin: file and line. names: one at least. is_first: loaded at the start. is_kept: never stopped."""
+    """An entry of a models file: a model with its flags. origin: file and line. names: one at least.
+
+    is_first: loaded at the start. is_kept: never stopped.
+    """
 
     origin: str
     names: tuple[str, ...]
@@ -41,7 +44,7 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModelsFile:
-    """settings: what stands beside `models`."""
+    """The content of a models file: its models, and in `settings` what stands beside `models`."""
 
     path: Path
     settings: tuple[Setting, ...]
@@ -49,7 +52,7 @@ class ModelsFile:
 
 
 def read_models_file(path: Path) -> ModelsFile:
-    """Raises ConfigError with the file and the line of what is wrong."""
+    """Read a models file. Raises ConfigError with the file and the line of what is wrong."""
     try:
         root = read_yaml(path)
         settings = () if root is None else tuple(settings_of(root, path, apart=("models",)))

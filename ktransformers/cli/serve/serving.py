@@ -1,4 +1,4 @@
-"""What `serve` makes of its flags: the configuration of the service, and what makes its backend."""
+"""The configuration of the service from the flags of `serve`, and the function that makes its backend."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ENGINE_TIMEOUT = 300.0
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that contradict each other; says which have no effect with this backend."""
+    """Raise ConfigError for flags that contradict each other; log those that have no effect with this backend."""
     if args.backend_type not in BACKENDS:
         raise UnsupportedError(f"--backend_type {args.backend_type} is not one of {', '.join(BACKENDS)}")
     if args.backend_type != "balance_serve":
@@ -62,7 +62,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def listed_names(args: argparse.Namespace) -> tuple[str, ...]:
-    """--model_name."""
+    """Return the names that --model_name gives, split at commas, each once. Raises ConfigError for an empty one."""
     names = [name.strip() for text in args.model_name for name in text.split(",")]
     if not all(names):
         raise ConfigError("--model_name must not be empty")
@@ -70,14 +70,14 @@ def listed_names(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
-    """--model_name, then what the paths are called."""
+    """Return the names that a model is served by: those of --model_name, then what its paths are called."""
     names = list(listed_names(args))
     names += [title_of(path) for path in (config.model_path, config.gguf_path) if path is not None]
     return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
 
 
 def server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfig:
-    """The service's configuration, of a model that is resolved. Raises ConfigError."""
+    """Return the service's configuration for a model whose configuration is resolved. Raises ConfigError."""
     from ktransformers.server.config import ServerConfig
     from ktransformers.server.http.keys import read_api_keys
 
@@ -132,7 +132,7 @@ def _profile_config(args: argparse.Namespace) -> ProfileConfig:
 
 
 def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[], BackendInterfaceBase]:
-    """Return what makes the backend. Imports it here, before the port is taken. Raises ConfigError."""
+    """Return a function that makes the backend. Imports it here, before the port is taken. Raises ConfigError."""
     profile = _profile_config(args)
     interface_class(args.backend_type)
     balance = _balance_config(args, config) if args.backend_type == "balance_serve" else None

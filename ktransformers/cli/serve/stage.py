@@ -17,7 +17,10 @@ KEY_HINT = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command. `run` is set to the function that takes the parsed arguments and returns an exit code."""
+    """Register `stage` among the subcommands.
+
+    `run` is set to the function that takes the parsed arguments and returns an exit code.
+    """
     parser = subparsers.add_parser(
         "stage",
         help="run a stage of a model for a server on another machine",
@@ -38,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def stage_command(args: argparse.Namespace) -> int:
-    """Until SIGINT or SIGTERM. Raises ConfigError."""
+    """Run a stage of a model until SIGINT or SIGTERM; return the exit code. Raises ConfigError."""
     set_up_logging(args.log_level)
     if args.stage_key_file is None:
         raise ConfigError(f"ktransformers stage needs --stage_key_file FILE, the secret of its drivers; {KEY_HINT}")

@@ -14,7 +14,7 @@ __all__ = ["write_comparison"]
 
 
 def write_comparison(a: Profile, b: Profile, found: Comparison, path: Path) -> None:
-    """Write the page. Raises ConfigError when plotly is missing."""
+    """Write the page that compares two profiles. Raises ConfigError when plotly is missing."""
     plotly = script_of_plotly()
     known = [*(("differs", clean(text)) for text in found.differences)]
     known += [(f"{name}: {what}", value) for name, one in (("A", a), ("B", b)) for what, value in facts(one.meta)]
@@ -60,5 +60,5 @@ def _verdict(row: ComparedFigure) -> str:
 
 
 def interval(row: ComparedFigure) -> str:
-    """As people write it; a dash where there is none."""
+    """Format a figure's interval as people write it; a dash where there is none."""
     return "–" if math.isnan(row.low) else f"{number(row.low)} to {number(row.high)}"

@@ -23,7 +23,7 @@ _POLICIES = {
 
 
 def heat_map(use: ExpertUse) -> Picture:
-    """Rows of each expert of each layer over what even use would give."""
+    """Draw the rows of each expert of each layer over what even use would give."""
     title = "Use of experts"
     per_layer = use.rows.sum(axis=1)
     layers = np.flatnonzero(per_layer)
@@ -60,7 +60,7 @@ def heat_map(use: ExpertUse) -> Picture:
 
 
 def cache(rates: HitRates | None, meta: Meta) -> Picture:
-    """Hit rate against memory for experts, and a value for --gpu_memory."""
+    """Draw the hit rate against memory for experts, and a value for --gpu_memory."""
     title = "What memory for experts on a GPU would bring"
     if rates is None:
         text = "No decode step was recorded with the experts of its tokens, or the size of experts is not known."
@@ -96,7 +96,7 @@ def cache(rates: HitRates | None, meta: Meta) -> Picture:
 
 
 def advice(rates: HitRates, meta: Meta) -> str:
-    """Which --gpu_memory to give, in words."""
+    """Say which --gpu_memory to give."""
     gib, total = rates.budgets / _GIB, float(rates.budgets[-1]) / _GIB
     resident = sum(
         count * size for count, size in zip(meta.experts_on_gpu, meta.model.expert_bytes, strict=False) if count

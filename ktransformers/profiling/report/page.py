@@ -1,4 +1,4 @@
-"""The page: collects the pictures, checks them with plotly, writes one HTML file that loads nothing.
+"""The page of a profile: collects the pictures, checks them with plotly, writes one HTML file that loads nothing.
 
 A policy in the page's head lets its two scripts run by their hashes and forbids everything else, so that no name in a
 profile can become code, and nothing can be asked of a network. All text comes through jinja2, which escapes it.
@@ -32,7 +32,7 @@ _LONGEST = 200
 
 
 def write_report(profile: Profile, path: Path) -> None:
-    """Write the page. Raises ConfigError when plotly is missing, before anything is read."""
+    """Write the page of a profile. Raises ConfigError when plotly is missing, before anything is read."""
     plotly = script_of_plotly()
     sums, use, found = step_sums(profile), expert_use(profile), latencies(profile)
     pictures = [
@@ -53,7 +53,7 @@ def write_report(profile: Profile, path: Path) -> None:
 
 
 def script_of_plotly() -> str:
-    """plotly.js. Raises ConfigError when it is not installed."""
+    """Return the text of plotly.js. Raises ConfigError when it is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -69,7 +69,7 @@ def render(
     pictures: Sequence[Picture],
     plotly: str,
 ) -> str:
-    """The page's HTML."""
+    """Return the page's HTML."""
     script = (_FOLDER / "page.js").read_text("utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
@@ -110,14 +110,14 @@ def _policy(*scripts: str) -> str:
 
 
 def clean(text: str) -> str:
-    """What a profile names: one line of bounded length, without characters that nobody sees."""
+    """Return a text of a profile as one line of bounded length, without characters that nobody sees."""
     shown = "".join(letter if unicodedata.category(letter)[0] != "C" else " " for letter in text[: 4 * _LONGEST])
     shown = " ".join(shown.split())
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
 
 
 def facts(meta: Meta) -> list[tuple[str, str]]:
-    """What ran where, as rows of names and values."""
+    """Return what ran where, as rows of names and values."""
     model, machine = meta.model, meta.machine
     gpus = ", ".join(gpu.name or "unnamed" for gpu in machine.gpus) or "none"
     layers = f"{model.num_layers} layers, {model.num_experts} experts, {model.top_k} per token"

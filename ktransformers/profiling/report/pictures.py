@@ -1,4 +1,4 @@
-"""What a section of the page is: a picture as plotly's JSON has it, what it shows in words, its numbers as a table.
+"""A section of the page: a picture as plotly's JSON has it, what it shows in words, its numbers as a table.
 
 Colours that depend on the theme are set by page.js; those here can be seen on white and on black.
 """
@@ -39,7 +39,10 @@ PART_COLORS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A section. text: one or two sentences, which are also what a screen reader says instead of the picture."""
+    """A section of the page.
+
+    text: one or two sentences, which are also what a screen reader says instead of the picture.
+    """
 
     name: str
     title: str
@@ -56,7 +59,7 @@ class Picture:
 
 
 def number(value: float, unit: str = "") -> str:
-    """Three significant digits; a dash for NaN. Many ms are said as seconds."""
+    """Format a number with three significant digits; a dash for NaN. Many ms are said as seconds."""
     if math.isnan(value):
         return "–"
     if unit == "ms" and abs(value) >= 10_000:
@@ -66,7 +69,7 @@ def number(value: float, unit: str = "") -> str:
 
 
 def numbers(values: npt.ArrayLike) -> list[Any]:
-    """For plotly: five significant digits, None for NaN. Nested as the array is."""
+    """Return values as plotly takes them: five significant digits, None for NaN. Nested as the array is."""
     array = np.asarray(values, np.float64)
     if array.ndim > 1:
         return [numbers(row) for row in array]
@@ -74,30 +77,30 @@ def numbers(values: npt.ArrayLike) -> list[Any]:
 
 
 def part_name(part: str) -> str:
-    """As people say it."""
+    """Return the name of a part of a step as people say it: "wait for CPU" for "wait_cpu"."""
     return {"wait_cpu": "wait for CPU", "lm_head": "LM head", "gpu": "GPU, not timed by part"}.get(
         part, part.replace("_", " ")
     )
 
 
 def axis(title: str, **options: Any) -> dict[str, Any]:
-    """One axis of a layout."""
+    """Return one axis of plotly's layout."""
     return {"title": {"text": title}, "automargin": True, **options}
 
 
 def bars(name: str, x: Iterable[Any], y: Iterable[Any], color: str, **options: Any) -> dict[str, Any]:
-    """A trace of bars."""
+    """Return a plotly trace of bars."""
     return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": color}, **options}
 
 
 def line(name: str, x: Iterable[Any], y: Iterable[Any], color: str, **options: Any) -> dict[str, Any]:
-    """A trace of a line."""
+    """Return a plotly trace of a line."""
     style = {"color": color, "width": 2, **options.pop("line", {})}
     return {"type": "scatter", "mode": "lines", "name": name, "x": list(x), "y": list(y), "line": style, **options}
 
 
 def seconds_bins(t: npt.NDArray[np.float64], most: int = 300) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Edges of at most `most` equal spans of time that cover `t`, and the span of each value. t is not empty."""
+    """Return edges of at most `most` equal spans of time that cover `t`, and the span of each value. t is not empty."""
     count = max(1, min(most, len(t)))
     begin, end = float(t.min()), float(t.max())
     edges = np.linspace(begin, end if end > begin else begin + 1e-6, count + 1)

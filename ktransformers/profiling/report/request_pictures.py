@@ -17,7 +17,7 @@ _BINS = 60
 
 
 def distribution(name: str, values: npt.NDArray[np.float64]) -> Picture:
-    """A histogram of "ttft" or "itl", in milliseconds, with its quantiles."""
+    """Draw a histogram of "ttft" or "itl", in milliseconds, with its quantiles."""
     title = _TITLES[name]
     known = values[~np.isnan(values)]
     if not len(known):

@@ -26,7 +26,7 @@ _TITLES = {"decode": "Decode steps", "prefill": "Steps with rows of prompts"}
 
 
 def parts(sums: StepSums) -> Picture:
-    """The mean step of either kind, told apart by part."""
+    """Draw the mean step of either kind, divided by part."""
     means = {kind: _mean(sums, kind) for kind in _KINDS if sums.of_kind(kind).any()}
     shown = [index for index in range(len(PARTS)) if any(mean[index] > 0 for mean in means.values())]
     data = [
@@ -75,7 +75,7 @@ def _mean(sums: StepSums, kind: str) -> np.ndarray[tuple[int], np.dtype[np.float
 
 
 def layers(sums: StepSums, kind: str) -> Picture:
-    """The mean time of each layer of "decode" or "prefill" steps."""
+    """Draw the mean time of each layer of "decode" or "prefill" steps."""
     by_layer = sums.layers_us[kind]
     shown = [index for index in range(len(PARTS)) if by_layer[index].any()]
     total = by_layer.sum(axis=0)
@@ -108,7 +108,7 @@ def layers(sums: StepSums, kind: str) -> Picture:
 
 
 def bandwidth(sums: StepSums, meta: Meta) -> Picture:
-    """GB/s of each part beside what the machine's memory gave when it was measured."""
+    """Draw GB/s of each part beside what the machine's memory gave when it was measured."""
     rates = {kind: sums.gbps(kind) for kind in _KINDS}
     shown = [i for i in range(len(PARTS)) if any(not np.isnan(rate[i]) for rate in rates.values())]
     title = "Bytes per second of each part"
@@ -145,7 +145,7 @@ def bandwidth(sums: StepSums, meta: Meta) -> Picture:
 
 
 def batches(sums: StepSums) -> Picture:
-    """Sequences and rows of steps, and requests that wait, over time."""
+    """Draw sequences and rows of steps, and requests that wait, over time."""
     title = "Batch and queue over time"
     if not len(sums.t):
         return Picture("batches", title, "No step was recorded.")
@@ -181,7 +181,7 @@ def batches(sums: StepSums) -> Picture:
 
 
 def slowest(sums: StepSums, slow: list[SlowStep]) -> Picture:
-    """Steps over time, and which of them took longest beyond the usual."""
+    """Draw steps over time, and list which of them took longest beyond the usual."""
     title = "Slowest steps, and why"
     if not len(sums.t):
         return Picture("slowest", title, "No step was recorded.")

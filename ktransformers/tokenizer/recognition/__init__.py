@@ -1,4 +1,4 @@
-"""What a chat template tells of its model's answers: how calls are written, what stands around reasoning and text.
+"""Recognizes the form of a model's answers by its chat template: how calls are written, what marks reasoning and text.
 
 Found by rendering: a past call, past reasoning and a past answer made of words that occur nowhere else go through the
 template, and what stands around these words are the marks. Tags in the template's source and tokens come second.

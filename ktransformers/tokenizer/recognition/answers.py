@@ -1,4 +1,4 @@
-"""How a model's answers are read: by what was asked for, by what its template writes, by its tags and tokens.
+"""The form of a model's answers: as asked for, as its template writes it, by its tags and tokens.
 
 Each is asked only where the one before has no answer. Does not decode anything.
 """
@@ -54,7 +54,10 @@ _TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is known of a model's files. token_id: of exactly this token, or None. probe: None without a template."""
+    """The facts about a model's files from which the form of its answers is found.
+
+    token_id: of exactly this token, or None. probe: None without a template.
+    """
 
     template: str
     knows_tools: bool
@@ -62,15 +65,16 @@ class Source:
     probe: Probe | None
 
     def has_tags(self, tags: tuple[str, ...]) -> bool:
-        """Whether all are tokens of their own."""
+        """Whether all of `tags` are tokens of their own."""
         return bool(tags) and all(self.token_id(tag) is not None for tag in tags)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """tools: how calls are written, None without a chat template or with --tool_format none. marks: around reasoning
-    and text.
+    """The form of a model's answers.
 
+    tools: how calls are written, None without a chat template or with --tool_format none. marks: around reasoning and
+    text.
     The reasoning's marks are those of `marks`, which may be known otherwise than by rendering.
     """
 
@@ -79,12 +83,12 @@ class AnswerFormat:
 
     @property
     def wrapper(self) -> tuple[str, str] | None:
-        """Marks that may stand around an answer's text."""
+        """The marks that may stand around an answer's text."""
         return self.marks.wrapper or (None if self.tools is None else self.tools.wrapper)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Marks that parsers look for: what of them are special tokens has to be seen in decoded text."""
+        """The marks that parsers look for: those of them that are special tokens have to be seen in decoded text."""
         marks = [*(self.marks.reasoning or ()), *(self.wrapper or ())]
         if self.tools is not None:
             marks += [*self.tools.tokens, *(self.tools.shape.texts if self.tools.shape else ())]
@@ -92,13 +96,16 @@ class AnswerFormat:
 
 
 def check_reasoning_format(name: str) -> None:
-    """Raises ConfigError, with all names, for a name of --reasoning_format that there is not."""
+    """Raise ConfigError, with all names, for a name of --reasoning_format that there is not."""
     if _ALIASES.get(name, name) != AUTO and name not in REASONING_FORMATS:
         raise ConfigError(f"--reasoning_format {name[:100]!r} is not one of {', '.join((AUTO, *REASONING_FORMATS))}")
 
 
 def recognize(source: Source, tools: str = AUTO, reasoning: str = AUTO) -> AnswerFormat:
-    """How answers are read. tools, reasoning: names of formats, or "auto". Raises ConfigError for unknown names."""
+    """Find out how a model's answers are read. tools, reasoning: names of formats, or "auto".
+
+    Raises ConfigError for unknown names.
+    """
     check_reasoning_format(reasoning)
     marks = recognize_turns(source.probe) if source.probe is not None else TurnMarks()
     form = _told_format(source) if tools == AUTO else tool_format_named(tools)

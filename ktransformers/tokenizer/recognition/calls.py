@@ -49,7 +49,7 @@ class _Region:
 
 
 def recognize_calls(probe: Probe, formats: Sequence[ToolFormat]) -> ToolFormat | None:
-    """The first of `formats` that reads what the template writes of past calls, else the shape of that as a format.
+    """Return the first of `formats` that reads the past calls of the template, else their shape as a format.
 
     None where the template writes no calls, or writes them in a way that is nothing of this.
     """

@@ -37,7 +37,7 @@ TOOLS = [
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a past turn."""
+    """A made-up call of a past turn."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -47,7 +47,10 @@ _CALL = Call("qzfirst", {"qzkeya": "qzvaluea", "qzkeyb": "qzvalueb"})
 
 
 class Probe:
-    """Renders through `render`. tokens: the tokenizer's added tokens. What a template refuses is None."""
+    """Renders small conversations through `render`. tokens: the tokenizer's added tokens.
+
+    What a template refuses is None.
+    """
 
     def __init__(self, render: Render, tokens: Sequence[str]):
         self._render = render
@@ -72,15 +75,15 @@ class Probe:
         return after if found else None
 
     def opening(self, *, has_tools: bool = False) -> str | None:
-        """The prompt behind the question, up to where an answer begins."""
+        """Return the prompt behind the question, up to where an answer begins."""
         return self._text([], has_tools=has_tools, opens=True)
 
     def answer(self, content: str, *, has_tools: bool = False) -> str | None:
-        """A past answer."""
+        """Return a past answer as the template writes it."""
         return self._text([{"role": "assistant", "content": content}], has_tools=has_tools)
 
     def thoughtful_answers(self) -> list[tuple[str, str]]:
-        """A past answer with reasoning, in the ways in which templates take it, as far as they write the reasoning.
+        """Return a past answer with reasoning, in the ways that templates take, as far as they write the reasoning.
 
         Each with the word that follows the reasoning: the text, or the name of a call, beside which alone some
         templates keep reasoning.
@@ -100,7 +103,7 @@ class Probe:
         return [(text, word) for text, word in texts if text and 0 <= text.find(THOUGHTS) < text.rfind(word)]
 
     def calls(self, calls: Sequence[Call], content: str = "") -> list[str]:
-        """A past turn with these calls, in the ways in which templates take it, as far as they write all names."""
+        """Return a past turn with these calls, in the ways that templates take, as far as they write all names."""
         texts = list[str]()
         for way in range(4):
             turn = _turn(calls, content, as_text=way == 1, has_names=way == 2)

@@ -1,4 +1,4 @@
-"""Texts as segments, tags and single characters, and what two texts share at their ends.
+"""Texts cut into segments (tags and single characters), and what two texts share at their ends.
 
 Comparing characters would cut tags in two: `</a><c>` and `<b><c>` share `><c>`, and that is no tag of anything.
 """
@@ -21,16 +21,16 @@ class Splitter:
         self._pattern = re.compile("|".join([*map(re.escape, known), _TAG, "."]), re.DOTALL)
 
     def split(self, text: str) -> list[str]:
-        """The segments, which together are the text."""
+        """Return the segments of a text, which together are the text."""
         return self._pattern.findall(text)
 
     def tags(self, text: str) -> list[str]:
-        """The segments that are tags."""
+        """Return the segments of a text that are tags."""
         return [part for part in self.split(text) if len(part) > 1]
 
 
 def shared_start(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many segments both begin with."""
+    """Return how many segments both texts begin with."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:
@@ -40,5 +40,5 @@ def shared_start(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def shared_end(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many segments both end with."""
+    """Return how many segments both texts end with."""
     return shared_start(first[::-1], second[::-1])

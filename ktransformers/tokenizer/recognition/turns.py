@@ -19,9 +19,10 @@ _DUMPED = re.compile(r"""["']type["']""")
 
 @dataclass(frozen=True, slots=True)
 class TurnMarks:
-    """reasoning: opening and closing mark; the template, or the model, writes the opening one. wrapper: marks around
-    the text of an answer. end: what a turn ends with. opening: the end of a prompt, behind the question; before: the
-    beginning of one.
+    """The marks of a turn. reasoning: opening and closing mark; the template, or the model, writes the opening one.
+
+    wrapper: marks around the text of an answer. end: what a turn ends with. opening: the end of a prompt, behind the
+    question; before: the beginning of one.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -32,7 +33,7 @@ class TurnMarks:
 
 
 def turn_frame(marks: TurnMarks) -> str:
-    """What stands around a question, the marks of the reasoning left out."""
+    """Return the texts around a question, the marks of the reasoning left out."""
     frame = marks.opening
     opens, closes = marks.reasoning or ("", "")
     # A closing mark of several tokens is the beginning of the next message.
@@ -43,7 +44,7 @@ def turn_frame(marks: TurnMarks) -> str:
 
 
 def recognize_turns(probe: Probe) -> TurnMarks:
-    """What the template tells; nothing where it refuses or drops everything."""
+    """Find the marks that the template writes; nothing where it refuses or drops everything."""
     opening, question = probe.opening() or "", probe.before
     plain = probe.answer(CONTENT)
     splitter = probe.splitter

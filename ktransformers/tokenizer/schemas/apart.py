@@ -1,4 +1,4 @@
-"""Whether no value fits two nodes, so that exactly one of them is as good as any of them."""
+"""Tests whether no value fits two nodes, so that exactly one of them is as good as any of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_DEPTH = 4
 def are_nodes_apart(
     nodes: Sequence[SchemaNode], has: Sequence[bool], one: int, other: int, depth: int = _MAX_DEPTH
 ) -> bool:
-    """True only where it is certain. has: which nodes have values."""
+    """Whether no value fits both nodes; True only where that is certain. has: which nodes have values."""
     if not has[one] or not has[other]:
         return True
     if one == other or not depth:

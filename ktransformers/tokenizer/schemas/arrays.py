@@ -1,4 +1,4 @@
-"""What parts that hold at once say of an array: for each place all that its item has to fit."""
+"""Merges the parts of a schema that hold at once for an array: for each place all that its item has to fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class _Items(NamedTuple):
 def merged_array(
     parts: Sequence[SubSchema], report: WideningReport, child: Callable[[Sequence[SubSchema]], int]
 ) -> ArrayLeaf | tuple[str, str]:
-    """The leaf; or what keyword, and where, leaves none. child: the node of all these parts."""
+    """Return the leaf of all parts; or the keyword, and its place, that leaves none.
+
+    child: the node of all these parts.
+    """
     said = [_items(part) for part in parts]
     said += [one for part in parts for one in _unevaluated(part, parts, report)]
     length = max((len(one.prefix) for one in said), default=0)

@@ -1,4 +1,4 @@
-"""From any JSON Schema to a core schema (see the package)."""
+"""Converts any JSON Schema to a core schema (see the package)."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ _OF_KIND = {
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A core schema, as text, and where it takes more than was asked."""
+    """A core schema, as text, and the places where it takes more than was asked."""
 
     text: str
     widened: tuple[Widened, ...]
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The core schema, read anew."""
+        """The core schema, parsed anew each time."""
         made = json.loads(self.text)
         assert isinstance(made, dict)
         return made
 
 
 def core_schema(schema: object, *, is_object: bool = False) -> Core:
-    """The same schema in core keywords. is_object: its values are objects whether it says so or not.
+    """Return the same schema in core keywords. is_object: its values are objects whether it says so or not.
 
     Takes milliseconds for what programs write, and is kept for when the same is asked again. Raises SchemaError, with
     the place and the keyword, for a schema that is wrong, that nothing fits, or that no grammar could follow.

@@ -1,4 +1,4 @@
-"""Nodes written as a core schema. What several parts use, or what lies deep, is among its `$defs`."""
+"""Writes nodes as a core schema. What several parts use, or what lies deep, is among its `$defs`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_DEPTH = 12
 
 
 def reachable(nodes: Sequence[SchemaNode], root: int) -> Counter[int]:
-    """How often each node is used by those that the root leads to."""
+    """Count how often each node is used by those that the root leads to."""
     used, waiting = Counter({root: 1}), [root]
     while waiting:
         for option in nodes[waiting.pop()].options:
@@ -141,5 +141,5 @@ def _is_among(value: Any, values: Sequence[Any]) -> bool:
 
 
 def written(nodes: Sequence[SchemaNode], has: Sequence[bool], root: int) -> Mapping[str, Any]:
-    """The core schema of a node that has values."""
+    """Return the core schema of a node that has values."""
     return _Writer(nodes, has, root).write()

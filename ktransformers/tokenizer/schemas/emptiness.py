@@ -1,4 +1,4 @@
-"""Which nodes nothing fits, and which have no end."""
+"""Finds the nodes that no value fits, and those that have no finite value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_DEPTH = 200
 
 
 def needed(leaf: Leaf) -> Iterator[int]:
-    """Nodes of which every value of a leaf has one."""
+    """Yield the nodes of which every value of a leaf has one."""
     if isinstance(leaf, ArrayLeaf):
         yield from leaf.prefix[: leaf.least]
         if leaf.least > len(leaf.prefix):
@@ -24,7 +24,7 @@ def needed(leaf: Leaf) -> Iterator[int]:
 
 
 def children(leaf: Leaf) -> Iterator[int]:
-    """All nodes that a leaf's values may have."""
+    """Yield all nodes that a leaf's values may have."""
     if isinstance(leaf, ArrayLeaf):
         yield from leaf.prefix
         yield leaf.items
@@ -61,7 +61,7 @@ def _has(option: Leaf | int, found: Sequence[bool]) -> bool:
 
 
 def pruned(nodes: Sequence[SchemaNode]) -> list[bool]:
-    """Which nodes have values; options without any are taken out of the others."""
+    """Return which nodes have values; options without any are taken out of the others."""
     has = _fixpoint(nodes, True)
     for node in nodes:
         needs = [one for option in node.options for one in ((option,) if isinstance(option, int) else needed(option))]
@@ -84,7 +84,7 @@ def _shorten(leaf: ArrayLeaf, has: Sequence[bool]) -> None:
 
 
 def check_ends(nodes: Sequence[SchemaNode], has: Sequence[bool], root: int, named: Callable[[int], str]) -> None:
-    """Raises SchemaError for a node that has values and each of them another of the same: there is no finite one."""
+    """Raise SchemaError for a node each of whose values has another of the same in it: there is no finite one."""
     for cycle in _in_place_cycles(nodes):
         refuse(named(cycle), "$ref", "it leads back to itself")
     ends = _fixpoint(nodes, False)
@@ -101,7 +101,7 @@ def check_ends(nodes: Sequence[SchemaNode], has: Sequence[bool], root: int, name
 
 
 def check_depth(nodes: Sequence[SchemaNode], root: int) -> None:
-    """Raises SchemaError for nodes that lie too deep within each other for a reader that goes down on its stack."""
+    """Raise SchemaError for nodes that lie too deep within each other for a reader that goes down on its stack."""
     seen, path = {root}, [iter(_all_children(nodes[root]))]
     while path:
         other = next((one for one in path[-1] if one not in seen), None)

@@ -1,4 +1,4 @@
-"""Schemas that hold at the same place, as alternatives of parts that all hold, in which no keyword leads elsewhere.
+"""Expands schemas that hold at the same place to alternatives of parts that all hold, where no keyword leads elsewhere.
 
 `$ref`, `allOf`, `anyOf`, `oneOf` are followed; so are `if`, `not` and dependencies where what they mean can be said
 without them, else they are widened.
@@ -45,7 +45,10 @@ def is_free(schema: Any) -> bool:
 
 
 def parts_of(part: SubSchema, keyword: str, *, is_option: bool = False) -> list[SubSchema]:
-    """The schemas in a list for the same value. Raises SchemaError for what is no list of them."""
+    """Return the schemas in a keyword's list, which are for the same value.
+
+    Raises SchemaError for what is no list of them.
+    """
     options = part.get(keyword)
     if not isinstance(options, list) or not options:
         refuse(part.at, keyword, "it must be a list of schemas")
@@ -53,7 +56,7 @@ def parts_of(part: SubSchema, keyword: str, *, is_option: bool = False) -> list[
 
 
 def types_of(part: SubSchema, report: WideningReport) -> frozenset[str] | None:
-    """The types that a part allows; None: any. Words of other programs are widened."""
+    """Return the types that a part allows; None: any. Words of other programs are widened."""
     given = part.get("type")
     if given is None:
         return None
@@ -70,13 +73,13 @@ def types_of(part: SubSchema, report: WideningReport) -> frozenset[str] | None:
 
 
 class Expander:
-    """Over one document."""
+    """Expands the schemas of one document to alternatives."""
 
     def __init__(self, document: Document, report: WideningReport):
         self._document, self._report = document, report
 
     def followed(self, part: SubSchema) -> SubSchema:
-        """Where a schema that is nothing but a reference leads in the end."""
+        """Return the schema to which a schema that is nothing but a reference leads in the end."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(part.schema, dict):
                 return part
@@ -90,7 +93,7 @@ class Expander:
         return refuse(part.at, "$ref", "it leads too far")
 
     def expand(self, part: SubSchema, depth: int = 0) -> Alternatives:
-        """One list for each way that a value may be; none where nothing fits."""
+        """Return one list of parts for each way that a value may be; none where nothing fits."""
         if isinstance(part.schema, bool):
             return [[]] if part.schema else []
         if not isinstance(part.schema, dict):
@@ -104,7 +107,7 @@ class Expander:
         return made
 
     def expand_all(self, parts: Sequence[SubSchema]) -> Alternatives:
-        """The same of several schemas that hold at once."""
+        """Return the alternatives of several schemas that hold at once, as `expand` does of one."""
         made: Alternatives = [[]]
         for part in parts:
             made = self._both(made, self.expand(part), part.at, "anyOf")
@@ -212,5 +215,5 @@ def _is_never(schema: Any) -> bool:
 
 
 def in_order(parts: Sequence[SubSchema]) -> list[SubSchema]:
-    """Each schema once."""
+    """Return each schema once, in order."""
     return list({id(part.schema): part for part in reversed(parts)}.values())[::-1]

@@ -27,12 +27,12 @@ TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 
 @dataclass(slots=True)
 class AnyLeaf:
-    """Anything."""
+    """A leaf that any value fits."""
 
 
 @dataclass(slots=True)
 class ScalarLeaf:
-    """A string, a number, a truth value or null. bounds: its keywords, as of a core schema."""
+    """A leaf for a string, a number, a truth value or null. bounds: its keywords, as of a core schema."""
 
     kind: str
     bounds: dict[str, Any] = field(default_factory=dict)
@@ -40,14 +40,17 @@ class ScalarLeaf:
 
 @dataclass(slots=True)
 class ValuesLeaf:
-    """One of these."""
+    """A leaf for one of some given values."""
 
     values: list[Any]
 
 
 @dataclass(slots=True)
 class ArrayLeaf:
-    """items: of what stands behind the prefix. most: None: no limit. is_unique_at: where it says that items differ."""
+    """A leaf for an array. items: behind the prefix. most: None: no limit.
+
+    is_unique_at: where it says that items differ.
+    """
 
     prefix: list[int]
     items: int
@@ -58,7 +61,7 @@ class ArrayLeaf:
 
 @dataclass(slots=True)
 class ObjectLeaf:
-    """others: of names that no other part is about. most: None: no limit.
+    """A leaf for an object. others: of names that no other part is about. most: None: no limit.
 
     at, at_least, at_most: where its properties are said, and their numbers.
     """
@@ -79,7 +82,7 @@ Leaf = AnyLeaf | ScalarLeaf | ValuesLeaf | ArrayLeaf | ObjectLeaf
 
 @dataclass(slots=True)
 class SchemaNode:
-    """options: what a value may be: leaves, and numbers of nodes that say the same of it.
+    """A set of alternatives. options: what a value may be: leaves, and numbers of nodes that say the same of it.
 
     at: where it is said. why: what keyword left no options, if one did, and where. cause: a node without values that
     left this one without.
@@ -92,7 +95,7 @@ class SchemaNode:
 
 
 def leaves(nodes: Sequence[SchemaNode], number: int) -> Iterator[Leaf]:
-    """All of a node, those of nodes that it stands for included. No node stands for itself."""
+    """Yield all leaves of a node, those of nodes that it stands for included. No node stands for itself."""
     for option in nodes[number].options:
         if isinstance(option, int):
             yield from leaves(nodes, option)
@@ -101,7 +104,7 @@ def leaves(nodes: Sequence[SchemaNode], number: int) -> Iterator[Leaf]:
 
 
 def type_of(value: Any) -> str:
-    """JSON Schema's name of a value's type, "integer" for whole numbers."""
+    """Return JSON Schema's name of a value's type, "integer" for whole numbers."""
     if value is None:
         return "null"
     if isinstance(value, float):

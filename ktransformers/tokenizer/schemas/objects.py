@@ -1,4 +1,4 @@
-"""What parts that hold at once say of an object: for each name all that its value has to fit."""
+"""Merges the parts of a schema that hold at once for an object: for each name all that its value has to fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def _object(part: SubSchema, keyword: str) -> Mapping[str, Any]:
 def merged_object(
     parts: Sequence[SubSchema], expander: Expander, report: WideningReport, child: Callable[[Sequence[SubSchema]], int]
 ) -> ObjectLeaf | tuple[str, str]:
-    """The leaf; or what keyword, and where, leaves none. child: the node of all these parts."""
+    """Return the leaf of all parts; or the keyword, and its place, that leaves none.
+
+    child: the node of all these parts.
+    """
     return _Merger(parts, expander, report, child).leaf()
 
 

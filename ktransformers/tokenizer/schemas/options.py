@@ -1,4 +1,4 @@
-"""How JSON is written where a grammar says it."""
+"""Options of JSON in grammars: the ways in which it is written where a grammar says it."""
 
 from __future__ import annotations
 

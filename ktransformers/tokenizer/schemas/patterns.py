@@ -47,7 +47,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def are_apart(patterns: list[str]) -> bool:
-    """Whether no name fits two of them."""
+    """Whether no name fits two of the patterns."""
     return followed({"type": "object", "patternProperties": {pattern: {} for pattern in patterns}}) is True
 
 
@@ -56,7 +56,7 @@ def _tokens(pattern: str) -> Iterator[str]:
 
 
 def without_assertions(pattern: str) -> str:
-    r"""The same without look-around, \b and \B: what it matches, and perhaps more."""
+    r"""Return a pattern without look-around, \b and \B: what it matches, and perhaps more."""
     kept, depth, skipped, at = list[str](), 0, 0, 0
     while at < len(pattern):
         found = _TOKEN.match(pattern, at)
@@ -77,5 +77,5 @@ def without_assertions(pattern: str) -> str:
 
 
 def is_plain(pattern: str) -> bool:
-    """Whether it asserts nothing about what stands beside a match."""
+    """Whether a pattern asserts nothing about what stands beside a match."""
     return not any(_LOOK.fullmatch(token) or token in (r"\b", r"\B") for token in _tokens(pattern))

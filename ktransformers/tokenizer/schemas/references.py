@@ -35,26 +35,26 @@ class SubSchema:
     is_option: bool = False
 
     def get(self, keyword: str) -> Any:
-        """The keyword's value; None where there is none, and for null, which says nothing."""
+        """Return the keyword's value; None where there is none, and for null, which says nothing."""
         return self.schema.get(keyword) if isinstance(self.schema, dict) else None
 
     @property
     def has_conditions(self) -> bool:
-        """Whether more schemas may hold at its place than those that its alternatives name."""
+        """Whether more schemas may hold at the schema's place than those that its alternatives name."""
         return any(self.get(key) is not None for key in ("if", "dependentSchemas", "dependencies", "$dynamicRef"))
 
     def below(self, schema: Any, *names: str | int) -> SubSchema:
-        """A schema for a value within this one's."""
+        """Return a schema for a value within this one's."""
         return SubSchema(schema, "/".join((self.at, *(step(str(name)) for name in names))))
 
     def beside(self, schema: Any, *names: str | int, is_option: bool = False) -> SubSchema:
-        """A schema for the same value."""
+        """Return a schema for the same value."""
         at = "/".join((self.at, *(step(str(name)) for name in names)))
         return SubSchema(schema, at, (*self.chain, id(self.schema)), self.is_option or is_option)
 
 
 class Document:
-    """root: plain JSON, in which no object is the same as another."""
+    """A schema document. root: plain JSON, in which no object is the same as another."""
 
     def __init__(self, root: Any):
         self.root = root
@@ -101,7 +101,10 @@ class Document:
         return base
 
     def follow(self, part: SubSchema, keyword: str) -> SubSchema:
-        """What this reference leads to. Raises SchemaError for one that leads nowhere, or out of the document."""
+        """Return the schema that a part's reference leads to.
+
+        Raises SchemaError for one that leads nowhere, or out of the document.
+        """
         name = part.schema[keyword]
         if not isinstance(name, str):
             refuse(part.at, keyword, "it must be text")

@@ -1,4 +1,4 @@
-"""What is said of a schema: where it was widened, and why it is refused."""
+"""Reports about a schema: where it was widened, and why it is refused."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class SchemaError(ConfigError):
 
 @dataclass(slots=True)
 class WideningReport:
-    """What was widened so far, in order, each once."""
+    """The places where a schema was widened so far, in order, each once."""
 
     _found: dict[Widened, None] = field(default_factory=dict)
 
     def widen(self, at: str, keyword: str) -> None:
-        """Answers are not held to this."""
+        """Note that answers are not held to this keyword."""
         if len(self._found) < _MAX_NAMED:
             self._found[Widened(at, keyword)] = None
 
     @property
     def widened(self) -> tuple[Widened, ...]:
-        """All of them, up to a hundred."""
+        """All places where the schema was widened, up to a hundred."""
         return tuple(self._found)
 
 
 def refuse(at: str, keyword: str, reason: str) -> NoReturn:
-    """Raises SchemaError."""
+    """Raise SchemaError for a keyword and its place."""
     raise SchemaError(at, keyword, reason)
 
 
 def step(name: str) -> str:
-    """A name as a part of a JSON pointer."""
+    """Return a name as a part of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")

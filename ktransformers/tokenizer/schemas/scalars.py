@@ -1,4 +1,4 @@
-"""What parts that hold at once say of strings, numbers and single values; what no grammar follows of it is widened."""
+"""Merges parts that hold at once for strings, numbers and single values; what no grammar follows of it is widened."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ _MAX_MULTIPLE = 5000
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one, and finite."""
+    """Whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def count_of(part: SubSchema, keyword: str) -> int | None:
-    """A number of characters, items or properties. Raises SchemaError for what is none."""
+    """Return a keyword's number of characters, items or properties; None where there is none.
+
+    Raises SchemaError for what is none.
+    """
     value = part.get(keyword)
     if value is None:
         return None
@@ -44,7 +47,7 @@ def count_of(part: SubSchema, keyword: str) -> int | None:
 
 
 def string_bounds(parts: Sequence[SubSchema], report: WideningReport) -> dict[str, Any] | tuple[str, str]:
-    """Keywords of a string; or what keyword, and where, leaves none."""
+    """Return the keywords of a string; or the keyword, and its place, that leaves no value."""
     bounds: dict[str, Any] = {}
     where: dict[str, str] = {}
     patterns: dict[str, str] = {}
@@ -130,7 +133,7 @@ def _joined(said: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
 
 
 def number_bounds(kind: str, parts: Sequence[SubSchema], report: WideningReport) -> dict[str, Any] | tuple[str, str]:
-    """Keywords of a number; or what keyword, and where, leaves none."""
+    """Return the keywords of a number; or the keyword, and its place, that leaves no value."""
     bounds: dict[str, Any] = {}
     where: dict[str, str] = {}
 
@@ -184,7 +187,7 @@ def _limits(part: SubSchema) -> list[tuple[str, Any]]:
 
 
 def values_of(parts: Sequence[SubSchema], report: WideningReport) -> list[Any] | None:
-    """The values that all parts allow, by enum and const, as far as they fit the rest; None: any."""
+    """Return the values that all parts allow, by enum and const, as far as they fit the rest; None: any."""
     found: list[Any] | None = None
     for part in parts:
         for keyword in ("enum", "const"):

@@ -1,4 +1,4 @@
-"""Conversations as chat templates keep them.
+"""Rendering of conversations as chat templates keep them.
 
 rendering.py   a template's text, within limits     probe.py    made-up conversations, to see what is kept
 traits.py      what a template does with turns      fold.py     conversations as it keeps them

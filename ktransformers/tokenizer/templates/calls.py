@@ -19,7 +19,7 @@ _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def name_of(call: Mapping[str, Any]) -> str:
-    """The name of the function that a call calls, "" when it has none."""
+    """Return the name of the function that a call calls, "" when it has none."""
     function = call.get("function")
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 
@@ -95,8 +95,9 @@ class _Ids:
 def with_ids(
     messages: Sequence[dict[str, Any]], form: str, *, needs_ids: bool, needs_names: bool
 ) -> list[dict[str, Any]]:
-    """The messages with ids of the form that CallForm names; the same for the same calls, whatever clients call them.
+    """Return the messages with ids of the form that CallForm names.
 
+    They are the same for the same calls, whatever clients call them.
     Ids that have the form already stay. needs_ids: calls without one get one. needs_names: results get the name of
     their call where they have none.
     """
@@ -114,7 +115,7 @@ def with_ids(
 
 
 def with_arguments(call: Mapping[str, Any], *, as_text: bool, takes_text: bool) -> dict[str, Any]:
-    """The call with its arguments as JSON text, or as a mapping.
+    """Return the call with its arguments as JSON text, or as a mapping.
 
     takes_text: text is written as it is even where a mapping is wanted. Text that is no JSON object is then an argument
     itself: the model has said it.
@@ -141,7 +142,7 @@ def _mapping(arguments: Any) -> Mapping[str, Any]:
 
 
 def spelled(calls: Sequence[Mapping[str, Any]], shape: CallShape | None) -> str:
-    """The calls as text, in the shape that the model writes them; as JSON objects where that is not known."""
+    """Return the calls as text, in the shape that the model writes them; as JSON objects where that is not known."""
     if shape is None:
         return "\n".join(
             json.dumps({"name": name_of(call), "arguments": _arguments(call)}, ensure_ascii=False) for call in calls

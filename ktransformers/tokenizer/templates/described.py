@@ -32,7 +32,7 @@ without a call."""
 
 
 def described_tools(tools: Sequence[Mapping[str, Any]], spell: SpellCalls) -> str:
-    """What tools there are and how to call them. spell: writes calls as the model does."""
+    """Return a text that says what tools there are and how to call them. spell: writes calls as the model does."""
     shown = (json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     return _TEXT.format(tools="\n".join(shown), example=spell([_EXAMPLE]))
 
@@ -40,7 +40,7 @@ def described_tools(tools: Sequence[Mapping[str, Any]], spell: SpellCalls) -> st
 def with_described_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], spell: SpellCalls
 ) -> list[Message]:
-    """The conversation with the tools' description behind its instructions, or in a system turn of its own."""
+    """Return the conversation with the tools' description behind its instructions, or in a system turn of its own."""
     text, first = described_tools(tools, spell), messages[0]
     content = first.get("content")
     if first.get("role") not in ("system", "developer") or not isinstance(content, str | list):

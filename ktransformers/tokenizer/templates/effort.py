@@ -1,4 +1,4 @@
-"""The word for the effort of reasoning that a chat template takes, nearest to the one that a request has."""
+"""Chooses the word for the effort of reasoning that a chat template takes, nearest to the one that a request has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCALE = (("none", "no_think", "off"), ("minimal",), ("low",), ("medium",), ("hi
 
 
 def nearest_effort(word: str, is_taken: Callable[[str], bool]) -> str:
-    """`word` if it is taken, else the nearest one that is, of two the one that thinks more; `word` if none is.
+    """Return `word` if it is taken, else the nearest one that is, of two the one that thinks more; `word` if none is.
 
     Nothing but reasoning turned off is as near as "none" to a word for no reasoning, so that a word for some reasoning
     never turns it off unless nothing else is taken.

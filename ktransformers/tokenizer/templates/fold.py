@@ -37,14 +37,14 @@ WHY: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """messages: for the template. changes: what was done to them, of the names in WHY."""
+    """A folded conversation. messages: for the template. changes: what was done to them, of the names in WHY."""
 
     messages: list[_Turn]
     changes: tuple[str, ...] = ()
 
 
 def fold(messages: Sequence[Mapping[str, Any]], traits: Traits, spell: SpellCalls, *, continues: bool) -> Folded:
-    """The conversation as this template keeps it.
+    """Fold the conversation into the turns that this template keeps.
 
     spell: writes calls as text. continues: the last turn is the beginning of the answer, and stays the last.
     """

@@ -48,7 +48,7 @@ ROLES = {"S": "system", "D": "developer", "U": "user", "V": "user", "A": "assist
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How past calls and their results are given to a template.
+    """The form in which past calls and their results are given to a template.
 
     arguments: "mapping", or "text" for JSON as text. ids: "given" as clients made them, "nine" letters and digits, or
     functions.NAME:INDEX, which counts the calls of the conversation ("functions") or of the turn ("functions_turn").
@@ -83,7 +83,10 @@ def _sample_id(form: CallForm, name: str, count: int) -> str:
 
 
 def sample(word: str, form: CallForm = CallForm(), parts: frozenset[str] = frozenset(), empty: str = "") -> Sample:
-    """The conversation that `word` stands for. parts: roles whose content is a list. empty: the content of V and E."""
+    """Return the conversation that `word` stands for. parts: roles whose content is a list.
+
+    empty: the content of V and E.
+    """
     made = Sample([], [], [])
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     for turn, letter in enumerate(word):
@@ -125,7 +128,7 @@ def _calls(turn: int, count: int, form: CallForm, before: int) -> list[dict[str,
 
 
 def is_kept(text: str, wanted: Iterable[str], *, in_order: bool = True) -> bool:
-    """Whether a rendered text holds all of these; in_order: one behind the other."""
+    """Whether a rendered text holds all of the `wanted` texts; in_order: one behind the other."""
     at = 0
     for one in wanted:
         found = text.find(one, at if in_order else 0)
@@ -144,13 +147,13 @@ class Prober:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the time is used up, so that nothing more is known about the template."""
+        """Whether the time for rendering is used up, so that nothing more is known about the template."""
         return self._seconds <= 0
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> str | None:
-        """The text of a conversation, ended by the header of an answer unless options say otherwise.
+        """Return the text of a conversation, ended by the header of an answer unless options say otherwise.
 
         None when the template refuses it, or when the time is used up.
         """

@@ -20,7 +20,7 @@ Render = Callable[..., str]
 def rendered(
     backend: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
 ) -> str:
-    """The text that the template of a Hugging Face tokenizer makes of a conversation.
+    """Return the text that the template of a Hugging Face tokenizer makes of a conversation.
 
     options: variables of the template, `add_generation_prompt` and `continue_final_message`. Raises ConversationError
     when the template refuses the conversation or exceeds its limits.

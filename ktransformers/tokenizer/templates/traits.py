@@ -1,4 +1,4 @@
-"""What a chat template does with turns of each role and place: keeps them, drops them, moves them or refuses them.
+"""The traits of a chat template: which turns of each role and place it keeps, drops, moves or refuses.
 
 Found by rendering sample conversations (probe.py), each when it is first needed, a fifth of a millisecond each.
 """
@@ -44,7 +44,7 @@ _REMEDIES: Mapping[tuple[str, str], tuple[str, ...]] = {
 
 
 class Traits:
-    """What one template does, with or without tools. Questions are answered by rendering, each once."""
+    """The traits of one template, with or without tools. Questions are answered by rendering, each once."""
 
     def __init__(self, prober: Prober, tools: Sequence[Mapping[str, Any]] | None = None):
         self._prober, self._tools = prober, tools
@@ -76,7 +76,7 @@ class Traits:
 
     @cached_property
     def is_understood(self) -> bool:
-        """Whether it writes at least a plain conversation. If not, nothing is known, and nothing is changed."""
+        """Whether the template writes a plain conversation at least. If not, nothing is known or changed."""
         return not self._prober.is_exhausted and self._keeps("UAU", CallForm(), self._plain_parts)
 
     @cached_property
@@ -88,7 +88,7 @@ class Traits:
 
     @cached_property
     def parts(self) -> frozenset[str]:
-        """Roles whose text the template wants as a list of parts."""
+        """The roles whose text the template wants as a list of parts."""
         found = self._plain_parts
         if found and not self._keeps("SU", CallForm(), found, in_order=False):
             found |= {"system"} if self._keeps("SU", CallForm(), found | {"system"}, in_order=False) else set()
@@ -97,7 +97,7 @@ class Traits:
         return found
 
     def takes_parts(self, role: str) -> bool:
-        """Whether it writes the text of this role when it comes as a list of parts."""
+        """Whether the template writes the text of this role when it comes as a list of parts."""
         word = {"system": "SU", "user": "U", "assistant": "UA", "tool": "UCT"}.get(role, "U")
         return self._keeps(word, self.call_form or CallForm(), self.parts | {role}, in_order=False)
 
@@ -110,7 +110,7 @@ class Traits:
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """How it wants past calls; None when it drops or refuses them in every form."""
+        """The form in which the template wants past calls; None when it drops or refuses them in every form."""
         choices = product(("mapping", "text"), ("given", "nine", "functions"), ("", None), (False, True))
         for arguments, ids, content, has_names in choices:
             form = CallForm(arguments, ids, content, has_names=has_names)
@@ -145,7 +145,7 @@ class Traits:
 
     @cached_property
     def takes_text_arguments(self) -> bool:
-        """Whether arguments that are text already are written as they are."""
+        """Whether the template writes arguments that are text already as they are."""
         form = replace(self.call_form or CallForm(), arguments="text")
         made = sample("UCT", form)
         text = self._prober.render(made.messages, self._tools) or ""
@@ -153,7 +153,7 @@ class Traits:
 
     @cached_property
     def takes_missing_ids(self) -> bool:
-        """Whether calls and results without ids are kept."""
+        """Whether the template keeps calls and results without ids."""
         made = sample("UCT", self.call_form or CallForm(), self.parts)
         for message in made.messages:
             message.pop("tool_call_id", None)
@@ -164,7 +164,7 @@ class Traits:
 
     @cached_property
     def two_calls(self) -> str:
-        """Two calls in one turn: "keep", "split" into two turns, or "text"."""
+        """The template's way with two calls in one turn: "keep", "split" into two turns, or "text"."""
         if all(map(self.keeps, ("UBTT", "UBTTAU"))):
             return "keep"
         return "split" if all(map(self.keeps, ("UCTCT", "UCTCTAU"))) else "text"
@@ -193,7 +193,7 @@ class Traits:
 
     @cached_property
     def knows_developer(self) -> bool:
-        """Whether it does anything with the word but write it: those that write any role's name know no developer."""
+        """Whether the template does more with a developer's role than write its name, as it would any role's."""
         made, other = sample("DU", parts=self.parts).messages, "moderator"
         text = self._prober.render(made, self._tools)
         other_text = self._prober.render([{**made[0], "role": other}, *made[1:]], self._tools)
@@ -237,7 +237,10 @@ class Traits:
     # Neighbours.
 
     def remedy(self, before: str, after: str, *, has_system: bool = False) -> str:
-        """What to do between two turns; "" for nothing. before: "0" at the beginning. has_system: after its turn."""
+        """Return what to do between two turns; "" for nothing. before: "0" at the beginning.
+
+        has_system: after its turn.
+        """
         if (before, after) in _USUAL or before not in _PATHS or after not in _PATHS:
             return ""
         key = (before, after, has_system)
@@ -274,7 +277,7 @@ class Traits:
 
 
 class PlainTraits(Traits):
-    """As if the template kept nothing but one system turn and turns of user and assistant that alternate."""
+    """Traits of a template that keeps nothing but one system turn and turns of user and assistant that alternate."""
 
     def __init__(self, like: Traits):
         super().__init__(like._prober, like._tools)
@@ -283,11 +286,11 @@ class PlainTraits(Traits):
         self.__dict__["system_first"] = like.keeps_first("S", has_calls=True, has_answer=True)
 
     def keeps(self, word: str, *, in_order: bool = True) -> bool:
-        """Nothing."""
+        """Return False: the template is taken to keep no other conversation."""
         return False
 
     def keeps_first(self, letter: str, *, has_calls: bool, has_answer: bool) -> bool:
-        """The system's."""
+        """Whether the first turn is kept: only one of the system (S) can be."""
         return letter == "S" and self.system_first
 
     def _helps(self, remedy: str, before: str, after: str, has_system: bool) -> bool:

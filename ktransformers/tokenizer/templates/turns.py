@@ -1,4 +1,4 @@
-"""One chat template and what it makes of conversations: the place through which all prompts go.
+"""The turns of conversations through one chat template: the place through which all prompts go.
 
 messages ── tools in words, where it knows none ──> fold ──> what the template keeps ── guard, render ──> text
 """
@@ -34,7 +34,7 @@ _WHY = {
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a prompt ends: with the header of an answer (opens), or inside the last message (continues).
+    """The way a prompt ends: with the header of an answer (opens), or inside the last message (continues).
 
     behind: what the answer has thought so far; the prompt goes on there. tags: around the model's reasoning. is_apart:
     the last message is not shown to the template, but written behind the header of an answer.
@@ -54,7 +54,7 @@ def _no_guard(_: Any) -> Guard | None:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What a prompt is rendered from.
+    """The request for a prompt: a conversation and all that it is rendered with.
 
     messages: the conversation, one turn at least. tools: in the form of chat completions, or None. variables: of the
     template. ending: how the prompt ends. guard_of: what keeps texts of a JSON-like value from being read as tokens.
@@ -69,7 +69,10 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """text: of a conversation. guard: whose marks are in it. changes: names of what was folded, see fold.WHY."""
+    """A rendered conversation. text: of the conversation. guard: whose marks are in it.
+
+    changes: names of what was folded, see fold.WHY.
+    """
 
     text: str
     guard: Guard | None = None
@@ -77,7 +80,10 @@ class Rendered:
 
 
 class TemplateTurns:
-    """render: through the template as it is. spell: writes calls as the model does, for templates that drop them."""
+    """Renders conversations through one chat template. render: through the template as it is.
+
+    spell: writes calls as the model does, for templates that drop them.
+    """
 
     def __init__(self, render: Render, spell: SpellCalls):
         self.prober = Prober(render)
@@ -88,11 +94,11 @@ class TemplateTurns:
         self._keeps_beginnings: bool | None = None
 
     def traits(self, has_tools: bool) -> Traits:
-        """What the template does with turns when it is given tools, or none."""
+        """Return what the template does with turns when it is given tools, or none."""
         return self._traits[has_tools]
 
     def rendered(self, asked: Rendering) -> Rendered:
-        """The text of a conversation. Tools that the template would not write are described in a system turn.
+        """Return the text of a conversation. Tools that the template would not write are described in a system turn.
 
         Raises ConversationError when the template refuses it, folded or in the plainest form that there is.
         """

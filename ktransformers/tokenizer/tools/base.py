@@ -1,4 +1,4 @@
-"""What all parsers of tool calls share. A family's module says what it looks for; here is how it tells what it found.
+"""The base of all parsers of tool calls. A family's module says what it looks for; here is how it tells what it found.
 
 A call is announced as soon as its name is certain and it can hardly be anything else; its arguments follow as they
 come. Until then nothing is announced, and what turns out to be no call is text, tags included. From then on nothing can
@@ -30,8 +30,9 @@ NAME_LEN = 256
 
 
 class ToolParser(ABC):
-    """One answer. Feed it pieces of text and `flush` it; both return events, in order, none of them empty.
+    """A parser of one answer for tool calls.
 
+    Feed it pieces of text and `flush` it; both return events, in order, none of them empty.
     Over any cut of the same text the events are the same, but for where pieces of text and arguments are cut. Time and
     memory are in proportion to the text. tools: see ToolSchemas.
     """
@@ -47,21 +48,21 @@ class ToolParser(ABC):
         self._running = self._run()
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """What this piece makes certain."""
+        """Return the events that this piece of the answer makes certain."""
         if text:
             self.cursor.add(text)
             next(self._running, None)
         return self._taken()
 
     def expect_calls(self) -> None:
-        """The answer has to be calls (`tool_choice: required`). To be called before the first piece.
+        """Require that the answer is calls (`tool_choice: required`). To be called before the first piece.
 
         Whatever it had begun where it was cut is then the beginning of a call, and no text, tag or not.
         """
         self._is_forced = True
 
     def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
-        """The end of the answer. Call once. is_cut: the model was stopped before it was done.
+        """Return the events at the end of the answer. Call once. is_cut: the model was stopped before it was done.
 
         A call that it had begun is not whole then, whatever it has written of it; one without a name is not told.
         """
@@ -96,7 +97,7 @@ class ToolParser(ABC):
     # --- what was found
 
     def say(self, text: str) -> None:
-        """Text for the reader. Blanks right after a call are dropped when nothing or another call follows."""
+        """Emit text for the reader. Blanks right after a call are dropped when nothing or another call follows."""
         if self._blank is not None:
             self._blank.append(text)
             if not text.strip():
@@ -106,39 +107,39 @@ class ToolParser(ABC):
             self._events.append(TextPiece(text))
 
     def think(self, text: str) -> None:
-        """Text of the reasoning."""
+        """Emit text of the reasoning."""
         if text:
             self._events.append(ReasoningPiece(text))
 
     def start_call(self, name: str) -> None:
-        """From here on there is no way back."""
+        """Emit the start of a call; from here on it cannot be taken back."""
         self.cursor.kept = None
         self._blank = None
         self._num_calls += 1
         self._events.append(CallStarted(name))
 
     def argue(self, text: str) -> None:
-        """More of the arguments."""
+        """Emit more of the call's arguments."""
         if text:
             self._events.append(ArgumentsPiece(text))
 
     def end_call(self, is_whole: bool) -> None:
-        """There is no more of the last call. is_whole: see CallEnded."""
+        """Emit the end of the last call. is_whole: see CallEnded."""
         self._events.append(CallEnded(is_whole))
         self._blank = []
 
     def keep(self, tag: str) -> None:
-        """What is read from here on becomes text, unless a call starts. tag: what was read already."""
+        """Keep what is read from here on as text, unless a call starts. tag: what was read already."""
         self.cursor.kept = [tag]
 
     def give_back(self) -> None:
-        """No call started: what was read is text, unless the model was stopped while it began one."""
+        """Emit what was kept as text, since no call started, unless the model was stopped while it began one."""
         kept, self.cursor.kept = self.cursor.kept, None
         if kept and not ((self._hides_begun or self._is_forced) and self.cursor.is_cut_here):
             self.say("".join(kept))
 
     def num_hidden(self, begun_len: int) -> int:
-        """From how many characters on the beginning of a tag, where an answer was cut, is no text; 0: none is."""
+        """Return from how many characters on the beginning of a tag is no text, where an answer was cut; 0: none is."""
         return 1 if self._is_forced else begun_len
 
 
@@ -149,7 +150,7 @@ def _close_run(events: list[ParsedEvent], run: list[str]) -> None:
 
 
 class TaggedParser(ToolParser):
-    """Text in which tags open calls. `opening`: those tags."""
+    """A parser of text in which tags open calls. `opening`: those tags."""
 
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
@@ -187,7 +188,7 @@ class TaggedParser(ToolParser):
 
     @abstractmethod
     def calls(self, tag: str) -> Steps[None]:
-        """Reads the calls that `tag` opens, as far as they are calls."""
+        """Read the calls that `tag` opens, as far as they are calls."""
 
 
 @dataclass(slots=True)
@@ -201,7 +202,7 @@ class _Found:
 
 
 class JsonCalls:
-    """Calls spelled `{"name": ..., "arguments": {...}}`, in any order of members, "parameters" for "arguments".
+    """A reader of calls spelled `{"name": ..., "arguments": {...}}`, in any order, "parameters" for "arguments".
 
     needs_arguments: without them it is no call. is_known: only tools of the request can be called; for forms without a
     tag, which look like any JSON. keys: what a format says for "name" and "arguments". A call may stand in an object
@@ -221,7 +222,7 @@ class JsonCalls:
         self._json = JsonReader(parser.cursor)
 
     def call(self) -> Steps[bool]:
-        """The object that follows. False: it is not a whole call; if it has started, it has ended."""
+        """Read the object that follows. False: it is not a whole call; if it has started, it has ended."""
         found = _Found()
         is_whole = (yield from self._members(found)) and self._is_call(found)
         if found.has_started:
@@ -229,7 +230,7 @@ class JsonCalls:
         return is_whole
 
     def array(self) -> Steps[bool]:
-        """Any number of them, in brackets, or a single one without."""
+        """Read any number of calls in brackets, or a single one without."""
         if (yield from self._parser.cursor.blanks()) != "[":
             return (yield from self.call())
         self._parser.cursor.skip()

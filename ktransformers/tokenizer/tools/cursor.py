@@ -1,4 +1,4 @@
-"""Reading text that is still being written: steps that wait where the text so far does not decide.
+"""Reads text that is still being written: steps that wait where the text so far does not decide.
 
 A step is a generator. It yields when it needs more text and goes on when there is more, or when the text has ended; so
 what it returns depends on the text alone, however that was cut into pieces. Does not know any format.
@@ -37,20 +37,20 @@ class Cursor:
         self.kept: list[str] | None = None
 
     def add(self, text: str) -> None:
-        """More of the text."""
+        """Add more of the text."""
         self._text, self._at = self._text[self._at :] + text, 0
 
     def end(self, is_cut: bool = False) -> None:
-        """There will be no more. is_cut: because the writer was stopped, not because it was done."""
+        """End the text. is_cut: because the writer was stopped, not because it was done."""
         self._is_end, self.is_cut = True, is_cut
 
     @property
     def is_cut_here(self) -> bool:
-        """Whether all is read, of a text whose writer was stopped: what seems to be missing was not left out."""
+        """Whether all is read of a text whose writer was stopped: what seems to be missing was not left out."""
         return self.is_cut and self._at == len(self._text)
 
     def put_back(self, text: str) -> None:
-        """Undo what was read last. Not while what is read is kept."""
+        """Put back the text that was read last. Not while what is read is kept."""
         if not text:
             return
         if self._at >= len(text):
@@ -65,7 +65,7 @@ class Cursor:
         return taken
 
     def peek(self) -> Steps[str]:
-        """The next character, which stays; empty at the end."""
+        """Return the next character, which stays; empty at the end."""
         while self._at == len(self._text):
             if self._is_end:
                 return ""
@@ -73,7 +73,7 @@ class Cursor:
         return self._text[self._at]
 
     def skip(self) -> str:
-        """Takes the character that was seen by `peek`."""
+        """Take the character that was seen by `peek`."""
         return self._take_to(self._at + 1)
 
     def match(self, literal: str) -> Steps[bool]:
@@ -93,7 +93,7 @@ class Cursor:
         return True
 
     def run_of(self, pattern: re.Pattern[str], sink: Sink, most: int | None = None) -> Steps[int]:
-        """Takes what `pattern`, one class of characters any number of times, matches. Returns how many it took.
+        """Take what `pattern`, one class of characters any number of times, matches. Returns how many it took.
 
         most: after so many it stops.
         """
@@ -109,12 +109,12 @@ class Cursor:
             yield
 
     def blanks(self, sink: Sink | None = None) -> Steps[str]:
-        """Takes blanks; the character after them, which stays."""
+        """Take blanks; return the character after them, which stays."""
         yield from self.run_of(_BLANK, sink or _forget)
         return (yield from self.peek())
 
     def find(self, tags: tuple[str, ...], sink: Sink, *, drops_begun: int = 0) -> Steps[str | None]:
-        """Takes the text up to the first of `tags` and that tag, which it returns; None when the text ends before.
+        """Take the text up to the first of `tags` and that tag, which is returned; None when the text ends before.
 
         No tag may have another one inside. drops_begun: what there is of one where the text was cut is not handed on,
         if it has at least so many characters; 0: it is.
@@ -139,7 +139,7 @@ class Cursor:
             yield
 
     def word(self, pattern: re.Pattern[str], most: int) -> Steps[str]:
-        """Takes what `pattern` (one class of characters) matches, if that is at most `most` characters; else ""."""
+        """Take what `pattern` (one class of characters) matches, if that is at most `most` characters; else ""."""
         parts: list[str] = []
         taken = yield from self.run_of(pattern, parts.append, most + 1)
         return "".join(parts) if taken <= most else ""

@@ -1,4 +1,4 @@
-"""What a parser of answers makes of their text. Knows nothing of ids or dialects."""
+"""The events into which parsers turn an answer's text. Knows nothing of ids or dialects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text for the reader."""
+    """A piece of text for the reader."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """Text of the reasoning."""
+    """A piece of text of the reasoning."""
 
     text: str
 
@@ -35,14 +35,14 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsPiece:
-    """More of the call's arguments: together they are a JSON object, unless the model broke off or wrote nonsense."""
+    """A piece of a call's arguments: together they are a JSON object, unless the model broke off or wrote nonsense."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """There are no more arguments. is_whole: they are an object that the model closed; else it broke off inside."""
+    """The end of a call's arguments. is_whole: they are an object that the model closed; else it broke off inside."""
 
     is_whole: bool = True
 

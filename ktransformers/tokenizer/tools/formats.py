@@ -49,7 +49,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """name: for --tool_format. parser: of one answer, from the request's tools.
+    """A format of tool calls. name: for --tool_format. parser: of one answer, from the request's tools.
 
     markers: texts that show that a template writes this format, all of one group. tokens: tags of it that some
     tokenizers call special; they have to be seen in the text. wrapper: tags that may stand around the answer's text.
@@ -194,7 +194,10 @@ TOOL_FORMATS: dict[str, ToolFormat] = {one.name: one for one in _FORMATS}
 
 
 def tool_format_named(name: str) -> ToolFormat | None:
-    """The format of this name, None for "none". Raises ConfigError, with all names, for a name that there is not."""
+    """Return the format of this name, None for "none".
+
+    Raises ConfigError, with all names, for a name that there is not.
+    """
     found = TOOL_FORMATS.get(name)
     if found is None and name != NONE:
         raise ConfigError(f"--tool_format {name[:100]!r} is not one of {', '.join((AUTO, NONE, *TOOL_FORMATS))}")
@@ -202,10 +205,10 @@ def tool_format_named(name: str) -> ToolFormat | None:
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """The format whose tags a chat template's source holds, or None when it holds none that are known here."""
+    """Return the format whose tags a chat template's source holds, or None when it holds none that are known here."""
     return next(iter(marked_formats(template)), None)
 
 
 def marked_formats(template: str) -> list[ToolFormat]:
-    """All formats whose tags a chat template's source holds, the likeliest first."""
+    """Return all formats whose tags a chat template's source holds, the likeliest first."""
     return [one for one in _FORMATS if any(all(marker in template for marker in group) for group in one.markers)]

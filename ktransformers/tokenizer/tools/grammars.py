@@ -1,4 +1,4 @@
-"""Grammars of tool calls: what a model must write so that nothing but calls of these tools comes out.
+"""Grammars of tool calls: the texts that a model may write so that only calls of these tools come out.
 
 A grammar is about the answer's text from its first character on, after the reasoning. Schemas are made into core
 schemas (tokenizer/schemas) first. Where arguments are JSON, those go into the grammar as they are; other spellings have
@@ -43,7 +43,7 @@ def tool_grammar(
     max_thoughts: int | None = None,
     widened: WidenedOf | None = None,
 ) -> str:
-    """Lark text for one call of `tools`, or, if parallel, one or more. tags: those of the format.
+    """Return a grammar as Lark text for one call of `tools`, or, if parallel, one or more. tags: those of the format.
 
     For a choice of one tool let it be the only one of `tools`. max_thoughts: tokens of the reasoning, where the shape
     has it. widened: gets, by the tool's name, where calls are not held to its schema. Raises ConfigError, with the

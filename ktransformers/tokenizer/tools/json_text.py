@@ -1,4 +1,4 @@
-"""JSON as it is being written, and two spellings that are nearly JSON. Nothing is recursive: depth costs a byte.
+"""Reads JSON as it is being written, and two spellings that are nearly JSON. Nothing is recursive: depth costs a byte.
 
 Source: RFC 8259. Does not know tools.
 """
@@ -23,7 +23,7 @@ _MAX_SCALAR = 4096
 
 
 def escaped(text: str) -> str:
-    """`text` inside of a JSON string."""
+    """Return `text` escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -53,7 +53,7 @@ class JsonReader:
         self._cursor = cursor
 
     def value(self, sink: Sink) -> Steps[bool]:
-        """One value, blanks in front of it left out. False: it is not JSON, or the text ends inside of it."""
+        """Read a value, blanks in front of it left out. False: it is not JSON, or the text ends inside of it."""
         stack = bytearray()  # the brackets that have to close
         wants = "value"  # or "first value", "key", "first key", "next"
         while True:
@@ -103,7 +103,7 @@ class JsonReader:
         return char == '"' and (yield from self.string(sink))
 
     def scalar(self, sink: Sink) -> Steps[bool]:
-        """A string, number, true, false or null."""
+        """Read a string, number, true, false or null."""
         if (yield from self._cursor.peek()) == '"':
             return (yield from self.string(sink))
         return (yield from self._word(sink))
@@ -119,7 +119,7 @@ class JsonReader:
         return word
 
     def string(self, sink: Sink) -> Steps[bool]:
-        """A string, quotes included."""
+        """Read a string, quotes included."""
         sink(self._cursor.skip())
         while True:
             yield from self._cursor.run_of(_PLAIN, sink)
@@ -146,7 +146,7 @@ class JsonReader:
         return True
 
     def text(self) -> Steps[str | None]:
-        """The string that follows, decoded; None when it is none."""
+        """Return the string that follows, decoded; None when it is none."""
         parts: list[str] = []
         if (yield from self._cursor.peek()) != '"' or not (yield from self.string(parts.append)):
             return None
@@ -155,7 +155,7 @@ class JsonReader:
 
 
 class PythonReader(JsonReader):
-    """Literals of Python: None, True and False, strings in either quotes. Handed on as JSON."""
+    """A reader of Python's literals: None, True and False, strings in either quotes. Handed on as JSON."""
 
     words = ("true", "false", "null", "True", "False", "None")
     _keeps_blanks = False
@@ -219,7 +219,7 @@ class PythonReader(JsonReader):
 
 
 class GemmaReader(JsonReader):
-    """Gemma 4's spelling: bare keys, strings between `<|"|>`. Handed on as JSON."""
+    """A reader of Gemma 4's spelling: bare keys, strings between `<|"|>`. Handed on as JSON."""
 
     words = ("true", "false", "null", "True", "False", "None")
     _keeps_blanks = False

@@ -63,7 +63,10 @@ class _ValueReader(PythonReader):
 
 
 def read_keywords(parser: ToolParser) -> Steps[bool]:
-    """Tells the arguments up to the closing bracket, as a JSON object. False: they are none, or the text ends."""
+    """Read the arguments up to the closing bracket, and emit them as a JSON object.
+
+    False: they are none, or the text ends.
+    """
     cursor, before = parser.cursor, ""
     parser.argue("{")
     while (yield from cursor.blanks()) != ")":

@@ -1,4 +1,4 @@
-"""Rules of a grammar in llguidance's Lark, while they are collected; and texts up to the tag behind them.
+"""Collects the rules of a grammar in llguidance's Lark; and texts up to the tag behind them.
 
 Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md: `%json` is a JSON schema, `<[id]>` a special
 token, which no text can match; names of terminals, which are regular expressions, are upper case.
@@ -23,36 +23,36 @@ _MAX_RULES = 20_000
 
 
 def literal(text: str) -> str:
-    """`text` as it is."""
+    """Return `text` as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def regex(text: str) -> str:
-    """`text` inside of a regular expression between slashes."""
+    """Return `text` escaped for a regular expression between slashes."""
     return re.sub(r"[\\/.*+?()\[\]{}|^$#&~-]", lambda found: "\\" + found[0], text).replace("\n", "\\n")
 
 
 class LarkRules:
-    """The rules so far. ids: of the tags that are special tokens; other tags are text."""
+    """The rules of a grammar so far. ids: of the tags that are special tokens; other tags are text."""
 
     def __init__(self, ids: Mapping[str, int]):
         self.ids, self.lines = ids, list[str]()
 
     def add(self, name: str, *parts: str, option: str = "") -> str:
-        """One more rule, of what is not empty of these parts. Its name."""
+        """Add a rule of those parts that are not empty. Returns its name."""
         if len(self.lines) >= _MAX_RULES:
             raise ConfigError("the tools have too many parameters to force a call of one")
         self.lines.append(f"{name}{option}: {' '.join(filter(None, parts)) or literal('')}")
         return name
 
     def json(self, name: str, schema: Any, root: Any) -> str:
-        """A rule for a value of this part of the core schema `root`, written as JSON."""
+        """Add a rule for a value of this part of the core schema `root`, written as JSON. Returns its name."""
         shared = _shared(schema, root)
         whole = {**(schema if isinstance(schema, Mapping) else {}), **({"$defs": shared} if shared else {})}
         return self.add(name, f"%json {json.dumps({**whole, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}")
 
     def spelled(self, text: str) -> str:
-        """A fixed text, which may hold tags."""
+        """Return an expression for a fixed text, which may hold tags."""
         return " ".join(f"<[{self.ids[part]}]>" if part in self.ids else literal(part) for part in self._parts(text))
 
     def _parts(self, text: str) -> list[str]:
@@ -63,7 +63,7 @@ class LarkRules:
         return [part for part in re.split(f"({marks})", text) if part]
 
     def text(self, name: str, terminal: str, content: str, *, before: str = "", stop: str) -> str:
-        """A rule for a text that `content` (an expression of terminals) matches, `before`, and the tag `stop`.
+        """Add a rule for a text that `content` (an expression of terminals) matches, `before`, and the tag `stop`.
 
         The tag does not come earlier, spelled out neither, because parsers would take it for the end.
         """
@@ -97,7 +97,7 @@ def _shared(schema: Any, root: Any) -> dict[str, Any]:
 
 
 def text_of(leaf: Leaf, widen: Callable[[str], None]) -> str:
-    """An expression of terminals for a leaf's strings. widen: told of a keyword that cannot be followed."""
+    """Return an expression of terminals for a leaf's strings. widen: told of a keyword that cannot be followed."""
     if leaf.values is not None:
         return f"/({'|'.join(regex(str(value)) for value in leaf.values)})/"
     schema, terms = leaf.schema, list[str]()
@@ -162,5 +162,5 @@ _GROUP = re.compile(r"\((?:\?:|\?<\w+>|(?!\?))")
 
 
 def union(expressions: Sequence[str]) -> str:
-    """An expression for what any of these matches."""
+    """Return an expression for what any of these expressions matches."""
     return " | ".join(f"({one})" for one in expressions)

@@ -1,4 +1,4 @@
-"""Writing parameters that stand between tags as members of a JSON object, and finding where their values end.
+"""Writes parameters that stand between tags as members of a JSON object, and finds where their values end.
 
 A value ends at its own closing tag. Models forget that one, or write it twice, so a value also ends
 
@@ -30,8 +30,9 @@ _BRACKETS = {"object": "{", "array": "["}
 
 @dataclass(frozen=True, slots=True)
 class ValueTags:
-    """close: ends a value. parameter: begins the next one. after: end the call. calls: begin another call.
+    """The tags at which a value ends. close: its own. parameter: begins the next one. after: end the call.
 
+    calls: begin another.
     Of formats that nothing is known of but their shape there is `close` alone.
     """
 
@@ -42,7 +43,7 @@ class ValueTags:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Each of them."""
+        """All of the tags at which a value ends."""
         return tuple(filter(None, (self.close, self.parameter, *self.after, *self.calls)))
 
 
@@ -51,7 +52,7 @@ class ParameterParser(TaggedParser):
 
     @abstractmethod
     def next_key(self, tag: str) -> Steps[str]:
-        """The name of the parameter whose opening tag was read; "" when there is none."""
+        """Return the name of the parameter whose opening tag was read; "" when there is none."""
 
     @abstractmethod
     def begins_call(self, tag: str) -> Steps[bool]:
@@ -69,8 +70,9 @@ class ParameterWriter:
         self._known = properties if isinstance(properties, Mapping) else None
 
     def read(self, key: str, tags: ValueTags, *, trims: bool = False, is_string: bool | None = None) -> Steps[bool]:
-        """The value up to its end. is_string: None when the schema has to say it. False: the answer was cut inside.
+        """Read the value up to its end. is_string: None when the schema has to say it.
 
+        False: the answer was cut inside.
         trims: one line break at its beginning and one at its end do not belong to it.
         """
         parser = self._parser
@@ -97,7 +99,7 @@ class ParameterWriter:
         return has_end
 
     def close(self, is_whole: bool) -> None:
-        """There are no more. An object that the model did not end stays open."""
+        """Close the object: there are no more parameters. An object that the model did not end stays open."""
         if is_whole:
             self._parser.argue("}" if self._keys else "{}")
         elif not self._keys:

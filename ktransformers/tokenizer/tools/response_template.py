@@ -1,4 +1,4 @@
-"""Answers of a checkpoint that brings its own `response_template`, which transformers reads.
+"""Parses answers of a checkpoint that brings its own `response_template`, which transformers reads.
 
 The regions of such a template are told as they come; a tool call is known when its region has closed. Where the
 template cannot make anything of a region, the region's text is the answer's text, and so is all that follows.
@@ -33,7 +33,7 @@ _ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 def why_not_usable(template: Mapping[str, Any]) -> str | None:
-    """What is wrong with a checkpoint's template, or None."""
+    """Return what is wrong with a checkpoint's response template, or None."""
     try:
         ResponseParser(template, prefix="")
     except _ERRORS as error:
@@ -42,7 +42,10 @@ def why_not_usable(template: Mapping[str, Any]) -> str | None:
 
 
 class ResponseTemplateParser:
-    """One answer. prompt: its text, because templates write the beginning of answers. tools: None to find no calls."""
+    """A parser of one answer by a response template.
+
+    prompt: its text, because templates write the beginning of answers. tools: None to find no calls.
+    """
 
     def __init__(self, template: Mapping[str, Any], prompt: str, tools: ToolSchemas | None):
         shown = [{"function": {"name": name, "parameters": schema}} for name, schema in (tools or {}).items()]
@@ -52,7 +55,7 @@ class ResponseTemplateParser:
         self._is_broken = False
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """What this piece makes certain."""
+        """Return the events that this piece of the answer makes certain."""
         told: list[ParsedEvent] = []
         for at, character in enumerate(text):  # one at a time, so that an error costs no event before it
             if self._is_broken:
@@ -64,7 +67,10 @@ class ResponseTemplateParser:
         return told
 
     def flush(self, is_cut: bool = False) -> list[ParsedEvent]:
-        """The end of the answer. Call once. is_cut: the model was stopped, and a call that it had begun is not told."""
+        """Return the events at the end of the answer. Call once.
+
+        is_cut: the model was stopped, and a call that it had begun is not told.
+        """
         if self._is_broken or (is_cut and self._region):
             return []
         try:

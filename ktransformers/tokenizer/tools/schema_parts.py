@@ -39,7 +39,7 @@ _OF_TYPE: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One way that a value may be. kind: JSON schema's name of its type; "" when anything goes.
+    """An alternative of a value. kind: JSON schema's name of its type; "" when anything goes.
 
     values: the only ones, of this kind; None: any that fits the schema.
     """
@@ -50,13 +50,13 @@ class Leaf:
 
     @property
     def has_bounds(self) -> bool:
-        """Whether the schema says more than the type."""
+        """Whether the leaf's schema says more than its type."""
         return any(key in self.schema for key in _OF_TYPE.get(self.kind, ()))
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One property of an object."""
+    """A property of an object by its name, with its schema."""
 
     key: str
     schema: Any
@@ -77,7 +77,7 @@ def _pointed(root: Any, target: str) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Schema:
-    """The same without a reference and without an allOf of one. Raises ConfigError."""
+    """Return the schema without a reference and without an allOf of one. Raises ConfigError."""
     for _ in range(_MAX_DEPTH):
         if schema is True:
             return {}
@@ -107,7 +107,7 @@ def _joined(inner: Any, rest: dict[str, Any]) -> Any:
 
 
 def alternatives(schema: Any, root: Any) -> list[Leaf]:
-    """Every way that a value of this part of the core schema `root` may be. Raises ConfigError for too many."""
+    """Return every way that a value of this part of the core schema `root` may be. Raises ConfigError for too many."""
     leaves, waiting, seen = list[Leaf](), [schema], set[int]()
     while waiting:
         one = waiting.pop(0)
@@ -136,6 +136,6 @@ def _leaves(schema: Schema) -> list[Leaf]:
 
 
 def members(schema: Schema) -> list[Member]:
-    """The properties that a core schema of objects names, in its order."""
+    """Return the properties that a core schema of objects names, in its order."""
     required = set(schema.get("required", ()))
     return [Member(key, one, key in required) for key, one in schema.get("properties", {}).items() if one is not False]

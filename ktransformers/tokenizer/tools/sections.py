@@ -1,4 +1,4 @@
-"""Calls of JSON arguments between tags, several in a section: what DeepSeek V3, R1, V3.1 and Kimi K2 share."""
+"""Parses calls of JSON arguments between tags, several in a section: what DeepSeek V3, R1, V3.1 and Kimi K2 share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ NAME = re.compile(r"[^\s<>{}\"|｜]*")
 
 
 class SectionParser(TaggedParser):
-    """opening: the tags of a section and of a call, for a call without its section counts as well.
+    """A parser of calls in sections.
 
+    opening: the tags of a section and of a call, which counts without its section as well.
     call_open, call_close: around each call.
     """
 
@@ -48,9 +49,9 @@ class SectionParser(TaggedParser):
 
     @abstractmethod
     def head(self) -> Steps[str]:
-        """Reads up to the arguments; the call's name, or ""."""
+        """Read up to the arguments; return the call's name, or ""."""
 
     def foot(self) -> Steps[bool]:
-        """Reads what follows the arguments."""
+        """Read what follows the arguments."""
         yield from self.cursor.blanks()
         return (yield from self.cursor.match(self.call_close))

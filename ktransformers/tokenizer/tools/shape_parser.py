@@ -37,7 +37,7 @@ class _Tags:
 
 
 def tags_of(shape: CallShape) -> tuple[str, ...]:
-    """The tags that show that calls begin; none for a shape whose calls begin with a bracket or with a tool's name."""
+    """Return the tags that show that calls begin; none for a shape whose calls begin with a bracket or a name."""
     tags = _tags(shape)
     return tuple(dict.fromkeys(tag for tag in (tags.section, tags.call) if tag))
 
@@ -52,7 +52,7 @@ def _tags(shape: CallShape) -> _Tags:
 
 
 class ShapeParser(ParameterParser):
-    """Reads one answer whose calls have this shape. tools: see ToolSchemas."""
+    """A parser of one answer whose calls have this shape. tools: see ToolSchemas."""
 
     def __init__(self, shape: CallShape, tools: ToolSchemas | None = None):
         self._shape, self._tags = shape, _tags(shape)

@@ -1,5 +1,6 @@
-"""How each format spells its calls: for the grammars that force them (grammars.py), and for the parser of formats that
-are nothing but a shape (shape_parser.py). Sources: the parsers' modules, and the chat templates of the families.
+"""The shapes in which formats spell their calls, for grammars.py, which forces calls, and for shape_parser.py.
+
+Sources: the parsers' modules, and the chat templates of the families.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _JSON_HEAD = re.compile(r'\{(?:[^{}]*\{)?[^{}]*"(\w+)"\s*:\s*"NAME"\s*,\s*"(\w+)
 
 
 class Spelling(Enum):
-    """How a call's arguments are written."""
+    """The ways in which a call's arguments are written."""
 
     JSON = auto()
     TAGS = auto()  # one by one, each between tags of its own
@@ -27,7 +28,7 @@ class Spelling(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """How a format spells calls: first open, then calls parted by sep, then close.
+    """The shape in which a format spells calls: first open, then calls parted by sep, then close.
 
     A call is head, its arguments, foot. In head NAME stands for the tool's name, # for a number or an id that `number`
     matches. `parameter`, of arguments between tags: the text before a value, with KEY for its name and KIND for its
@@ -57,7 +58,7 @@ class CallShape:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All fixed texts, in which tags stand."""
+        """All fixed texts of the shape, in which tags stand."""
         return (self.open, self.head, *self.parameter, self.foot, self.sep or "", self.close, *(self.around or ()))
 
 
@@ -254,7 +255,7 @@ _ENDS_MARKED = re.compile(r"""add_generation_prompt(?:(?!endif).)*>>>['"]""", re
 
 
 def shape_of(format_name: str, template: str) -> CallShape:
-    """The shape of a format's calls, as this chat template writes them where the format has two."""
+    """Return the shape of a format's calls, as this chat template writes them where the format has two."""
     if format_name == "mistral" and "[ARGS]" not in template:
         return SHAPES["mistral_list"]
     if format_name == "glm45" and "<arg_key>" in template and "n<arg_key>" not in template:

@@ -36,7 +36,10 @@ def _listed(rules: LarkRules, rule: str, items: Sequence[tuple[str, bool]], sep:
 
 
 def python_arguments(rules: LarkRules, rule: str, schema: Mapping[str, Any], root: Any, widen: Widen) -> str:
-    """The rule of what stands between the parentheses. Values are literals that are JSON, but for Python's words."""
+    """Add the rule of what stands between the parentheses of a Python call; return its name.
+
+    Values are literals that are JSON, but for Python's words.
+    """
     items = []
     for number, member in enumerate(members(schema)):
         if not _KEYWORD.fullmatch(member.key):
@@ -74,7 +77,7 @@ class GemmaValues:
         self._count = 0
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
-        """What stands for the whole object, of one of the root's alternatives."""
+        """Return an expression for the whole object of arguments, of one of the root's alternatives."""
         return self._properties(self._named(), schema)
 
     def _named(self) -> str:

@@ -44,7 +44,7 @@ _PARTS = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
 
 
 class TaggedValues:
-    """Writes the rules of parameters, as the shape spells them."""
+    """Writes the rules of parameters between tags, as the shape spells them."""
 
     def __init__(self, rules: LarkRules, tools: ToolSchemas, shape: CallShape, widen: Widen):
         self._rules, self._tools, self._kinds, self._widen = rules, tools, shape.kinds, widen
@@ -59,7 +59,7 @@ class TaggedValues:
         self._before, self._stop, self._rest = found.groups()
 
     def write(self, rule: str, tool: str, member: Member, root: Any) -> str:
-        """The rule of one parameter, head and closing tag included. Raises ConfigError."""
+        """Add the rule of one parameter, head and closing tag included; return its name. Raises ConfigError."""
         if not _KEY.fullmatch(member.key):
             raise ConfigError(f"the parameter {member.key[:64]!r} of {tool[:64]!r} has a name that tags cannot hold")
         self._set_key(member.key)

@@ -1,4 +1,4 @@
-"""What kind of value a parameter has, by its tool's schema: formats without quotes do not say it themselves."""
+"""Kinds of value that a parameter can have, by its tool's schema: formats without quotes do not say it themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_DEPTH = 8
 
 
 def kinds_of(tools: ToolSchemas, name: str, parameter: str) -> frozenset[str]:
-    """JSON schema's names of the types that a tool's parameter can have; empty when nobody says."""
+    """Return JSON schema's names of the types that a tool's parameter can have; empty when nobody says."""
     schema = tools.get(name)
     found = [_kinds(one, schema, _MAX_DEPTH, set()) for one in _described(schema, schema, parameter, _MAX_DEPTH)]
     return frozenset().union(*found) if all(found) else frozenset()
@@ -50,7 +50,7 @@ def _described(unresolved: Any, root: Any, parameter: str, depth: int) -> list[A
 
 
 def kinds_in(schema: Any, root: Any) -> frozenset[str]:
-    """The same for a part of a tool's schema, which is `root`."""
+    """Return JSON schema's names of the types that a part of a tool's schema `root` can have."""
     return _kinds(schema, root, _MAX_DEPTH, set())
 
 
@@ -87,7 +87,7 @@ def _kind_of(value: object) -> str:
 
 
 def as_json(text: str, kinds: frozenset[str]) -> str:
-    """`text` as a JSON value: of one of `kinds`, where it can be read as one, else a string.
+    """Return `text` as a JSON value: of one of `kinds`, where it can be read as one, else a string.
 
     Without kinds whatever JSON it is. Numbers stay as they are written. Lists and objects may be written as Python
     prints them, which templates do that have no `tojson` there.

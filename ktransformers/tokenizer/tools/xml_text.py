@@ -1,4 +1,4 @@
-"""Calls whose parameters stand between tags of their own: what Qwen3-Coder, MiniMax-M2 and DeepSeek's DSML share."""
+"""Parses calls whose parameters stand between own tags: what Qwen3-Coder, MiniMax-M2 and DeepSeek's DSML share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IS_STRING = re.compile(r"""\sstring\s*=\s*["']?(true|false)""")
 
 @dataclass(frozen=True, slots=True)
 class XmlForm:
-    """Tags: of the section, of each call, of each parameter; the latter's opening ones without what names them.
+    """The tags of a section, of each call and of each parameter; the latter's opening ones without what names them.
 
     They end in "=" where the name follows as it is (`<function=f>`), else it is an attribute (`<invoke name="f">`).
     trims: one line break after a value's opening tag and one before its closing tag belong to the tags.
@@ -34,13 +34,13 @@ class XmlForm:
 
     @property
     def value_tags(self) -> ValueTags:
-        """By which values end."""
+        """The tags at which values end."""
         calls = tuple(dict.fromkeys((*self.opening, self.call[0])))
         return ValueTags(self.parameter[1], self.parameter[0], (self.call[1], *self.closing), calls)
 
 
 class XmlParser(ParameterParser):
-    """forms: of one family's versions; they differ in the tags that open them."""
+    """A parser of XML calls. forms: of one family's versions; they differ in the tags that open them."""
 
     forms: tuple[XmlForm, ...]
 

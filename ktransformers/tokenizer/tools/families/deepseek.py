@@ -21,7 +21,7 @@ _FENCE = "```"
 
 
 class DeepSeekV31Parser(SectionParser):
-    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`."""
+    """A parser of `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`."""
 
     call_open, call_close = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     opening = (_BEGIN, call_open)
@@ -35,7 +35,7 @@ class DeepSeekV31Parser(SectionParser):
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then the arguments fenced as json on lines of their own."""
+    """A parser of `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then the arguments fenced as json on own lines."""
 
     @override
     def head(self) -> Steps[str]:
@@ -69,6 +69,6 @@ DSML_V32, DSML_V4 = _dsml("function_calls"), _dsml("tool_calls")
 
 
 class DsmlParser(XmlParser):
-    """`<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">`: the model itself says what is a string."""
+    """A parser of `<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">`, which marks strings."""
 
     forms = (DSML_V32, DSML_V4)

@@ -22,7 +22,7 @@ _RECIPIENT = re.compile(r"[\w.\-]*")
 
 
 class FunctionaryParser(ToolParser):
-    """Reads all messages, also of requests without tools: the head of those to the user is no text."""
+    """A parser of Functionary's messages, also of requests without tools: the head of those to the user is no text."""
 
     def _run(self) -> Steps[None]:
         self.keep("")

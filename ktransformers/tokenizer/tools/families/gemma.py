@@ -19,7 +19,7 @@ _NAME = re.compile(r"[^\s<>{}\"]*")
 
 
 class GemmaParser(TaggedParser):
-    """Nearly JSON: keys are bare, strings stand between special tokens."""
+    """A parser of Gemma 4's calls in nearly JSON: keys are bare, strings stand between special tokens."""
 
     opening = ("<|tool_call>",)
     closing = ("<tool_call|>",)

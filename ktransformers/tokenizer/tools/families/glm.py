@@ -24,7 +24,7 @@ _TAGS = ValueTags(_VALUE_END, _KEY_TAG, (_CALL_END,), (_CALL,))
 
 
 class GlmParser(ParameterParser):
-    """Strings stand there as they are, other values as JSON; the schema tells which is which."""
+    """A parser of GLM's calls: strings stand as they are, other values as JSON; the schema tells which is which."""
 
     opening = (_CALL,)
     closing = (_CALL_END,)

@@ -31,7 +31,10 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 class HarmonyParser(ToolParser):
-    """Reads reasoning, text and calls. has_tools: without them calls are text. starts_inside: of the reasoning."""
+    """A parser of reasoning, text and calls in harmony's channels. has_tools: without them calls are text.
+
+    starts_inside: of the reasoning.
+    """
 
     def __init__(self, tools: ToolSchemas | None = None, *, has_tools: bool = True, starts_inside: bool = False):
         super().__init__(tools)

@@ -14,7 +14,10 @@ __all__ = ["HermesParser"]
 
 
 class HermesParser(TaggedParser):
-    """One call between the tags; several are read too. A last call needs no closing tag when its JSON is complete."""
+    """A parser of calls of Hermes and its kin, one between the tags; several are read too.
+
+    A last call needs no closing tag when its JSON is complete.
+    """
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)

@@ -14,7 +14,7 @@ __all__ = ["HunyuanParser"]
 
 
 class HunyuanParser(TaggedParser):
-    """A list of calls between the tags."""
+    """A parser of Hunyuan A13B's calls, a list between the tags."""
 
     opening = ("<tool_calls>",)
     closing = ("</tool_calls>",)

@@ -15,7 +15,10 @@ __all__ = ["KimiParser"]
 
 
 class KimiParser(SectionParser):
-    """The call's id holds its name: `functions.` in front of it and a number behind it are left out."""
+    """A parser of Kimi K2's calls.
+
+    A call's id holds its name: `functions.` in front of it and a number behind it are left out.
+    """
 
     call_open, call_close = "<|tool_call_begin|>", "<|tool_call_end|>"
     opening = ("<|tool_calls_section_begin|>", call_open)

@@ -17,8 +17,9 @@ __all__ = ["LlamaJsonParser", "LlamaPythonicParser", "UntaggedParser"]
 
 
 class UntaggedParser(ToolParser):
-    """opening: what may stand in front of the calls, where they begin the answer or not. brackets: how they begin.
+    """A parser of calls that need no tag.
 
+    opening: what may stand in front of the calls, where they begin the answer or not. brackets: how they begin.
     doubtful: those of `opening` that stand in front of other texts, too.
     """
 
@@ -38,12 +39,12 @@ class UntaggedParser(ToolParser):
             tag = yield from self.cursor.find(self.opening, self.say, drops_begun=self.num_hidden(0))
 
     def calls(self, tag: str) -> Steps[None]:
-        """Reads the calls that begin here, as far as they are calls."""
+        """Read the calls that begin here, as far as they are calls."""
         raise NotImplementedError
 
 
 class LlamaJsonParser(UntaggedParser):
-    """`{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or not; several are parted by semicolons."""
+    """A parser of `{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or not; semicolons part several."""
 
     opening = ("<|python_tag|>",)
     brackets = "{"
@@ -62,7 +63,7 @@ class LlamaJsonParser(UntaggedParser):
 
 
 class LlamaPythonicParser(UntaggedParser):
-    """`[f(a=1, b="x"), g()]`, between `<|python_start|>` and `<|python_end|>` or not."""
+    """A parser of `[f(a=1, b="x"), g()]`, between `<|python_start|>` and `<|python_end|>` or not."""
 
     opening = ("<|python_start|>",)
     brackets = "["

@@ -11,7 +11,7 @@ __all__ = ["MiniMaxParser"]
 
 
 class MiniMaxParser(XmlParser):
-    """Values stand right between their tags."""
+    """A parser of MiniMax-M2's calls, whose values stand right between their tags."""
 
     forms = (
         XmlForm(

@@ -46,7 +46,7 @@ class _Node:
 
 
 class MiniMaxM3Parser(TaggedParser):
-    """Strings are told as they come; whatever else a parameter may be, when it is complete."""
+    """A parser of MiniMax-M3's calls: strings are passed on as they come, other values when they are complete."""
 
     opening = (f"{_MARK}{_SECTION}", f"{_MARK}{_CALL}")
     closing = (f"{_MARK}{_SECTION_END}",)

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w.\-/:]*")
 
 
 class MistralParser(TaggedParser):
-    """Both forms; what follows the tag says which it is."""
+    """A parser of both of Mistral's forms; what follows the tag says which it is."""
 
     opening = ("[TOOL_CALLS]",)
 

@@ -25,7 +25,7 @@ _NEXT = "<|eom|><|start|>assistant"
 
 
 class MuseGlimmerParser(ShapeParser):
-    """A call may follow a message of text, whose end and the head that follows then belong to the call."""
+    """A parser of Muse Glimmer's calls, which may follow a text message, whose end and the next head belong to them."""
 
     begun_len = 4  # " to" is a word, too
 

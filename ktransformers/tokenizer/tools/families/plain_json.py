@@ -25,7 +25,7 @@ _CLOSING = {
 
 
 class PlainJsonParser(UntaggedParser):
-    """At the beginning of an answer, or behind one of these tags."""
+    """A parser of calls as plain JSON, at the beginning of an answer or behind one of the tags of other families."""
 
     opening = tuple(_CLOSING)
     doubtful = ("```json",)

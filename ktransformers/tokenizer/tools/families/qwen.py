@@ -11,7 +11,7 @@ __all__ = ["QwenXmlParser"]
 
 
 class QwenXmlParser(XmlParser):
-    """A value has a line of its own, or several."""
+    """A parser of Qwen3-Coder's calls, whose values have a line of their own, or several."""
 
     forms = (
         XmlForm(
