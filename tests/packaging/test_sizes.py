@@ -30,11 +30,6 @@ LONG_FILES = {
 }
 """Most lines of each. All are tests: to be parted when they are next worked on."""
 
-LARGE_FOLDERS = {
-    "web/src": 32,  # the chat page: a file for each part of the view
-}
-"""Most files of code of each."""
-
 ANY = {
     "bench": 35,
     "benchmarks": 24,
@@ -88,10 +83,8 @@ def test_no_file_is_longer_than_a_reader_reads() -> None:
 
 def test_no_folder_has_more_files_than_a_reader_sees() -> None:
     counts = Counter(str(path.parent) for path in tracked_files() if path.suffix in CODE)
-    too_many = {name: count for name, count in counts.items() if count > LARGE_FOLDERS.get(name, MAX_FILES)}
+    too_many = {name: count for name, count in counts.items() if count > MAX_FILES}
     assert not too_many, f"give what is in these folders rooms; at most {MAX_FILES} files of code: {too_many}"
-    stale = {name for name in LARGE_FOLDERS if counts[name] <= MAX_FILES}
-    assert not stale, f"these are small enough now, take them off the list: {stale}"
 
 
 def test_no_package_says_any_more_often_than_it_did() -> None:

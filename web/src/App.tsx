@@ -1,14 +1,14 @@
 // The frame: sidebar, view, dialogs, and keys that work everywhere.
 import { useEffect } from "preact/hooks";
-import { stopAnswers } from "./answer";
+import { stopAnswers } from "./chat/answer";
 import { isComposing } from "./composer/keys";
-import { ChatView } from "./ChatView";
-import { KeyDialog, Preferences } from "./Dialogs";
+import { ChatView } from "./chat/ChatView";
+import { KeyDialog, Preferences } from "./dialogs/Dialogs";
 import { t } from "./i18n";
-import { SettingsDialog } from "./SettingsDialog";
+import { SettingsDialog } from "./dialogs/SettingsDialog";
 import { Sidebar } from "./Sidebar";
-import { chat, isSidebarOpen, notice, open, openSidebar, shownDialog, view } from "./state";
-import { StatusView } from "./StatusView";
+import { chat, isSidebarOpen, notice, open, openSidebar, shownDialog, view } from "./state/state";
+import { StatusView } from "./status/StatusView";
 
 
 function onKey(event: KeyboardEvent): void {

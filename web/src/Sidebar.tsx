@@ -1,13 +1,13 @@
 // The list of chats, search in them, and the way to the other views.
 import { useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
-import { live } from "./answer";
+import { live } from "./chat/answer";
 import { isComposing } from "./composer/keys";
 import { t } from "./i18n";
 import { Icon, Logo } from "./icons";
 import { endSearch, jump } from "./search/jump";
-import { chats, isSidebarOpen, open, shownDialog, view } from "./state";
-import { search, type Match } from "./store";
+import { chats, isSidebarOpen, open, shownDialog, view } from "./state/state";
+import { search, type Match } from "./state/store";
 import type { Chat } from "./types";
 
 function groupOf(time: number): "today" | "yesterday" | "earlier" {

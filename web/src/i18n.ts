@@ -1,6 +1,6 @@
 // The page's words in English and Chinese.
 import { signal } from "@preact/signals";
-import { inBrowser } from "./remembered";
+import { inBrowser } from "./state/remembered";
 
 const en = {
   newChat: "New chat",

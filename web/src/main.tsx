@@ -4,7 +4,7 @@ import "./style/layout.css";
 import "./style/message.css";
 import "./style/status.css";
 import { App } from "./App";
-import { start } from "./state";
+import { start } from "./state/state";
 
 render(<App />, document.getElementById("app")!);
 void start();

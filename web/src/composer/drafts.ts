@@ -1,6 +1,6 @@
 // What is written and not sent yet, for each chat; kept over a reload. "" stands for the chat that is not there yet.
 import { signal, type Signal } from "@preact/signals";
-import { inBrowser } from "../remembered";
+import { inBrowser } from "../state/remembered";
 import type { TextFile } from "../types";
 
 export interface Draft {

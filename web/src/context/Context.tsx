@@ -1,8 +1,8 @@
 // A context that is full, or nearly: the warning, the way on without the oldest messages, and the line that says so.
-import { canDropOldest, goOnWithoutOldest, live } from "../answer";
+import { canDropOldest, goOnWithoutOldest, live } from "../chat/answer";
 import { n, t } from "../i18n";
 import { Icon } from "../icons";
-import { changeSettings, chat, model, path, settings } from "../state";
+import { changeSettings, chat, model, path, settings } from "../state/state";
 import type { Message } from "../types";
 
 const WARN_AT = 0.8; // of the context

@@ -1,7 +1,7 @@
 // From a match in the list of chats to the place where it stands: its branch, its message, its words.
 import { signal } from "@preact/signals";
-import { changeChat, chat, messages, path } from "../state";
-import { pathTo } from "../tree";
+import { changeChat, chat, messages, path } from "../state/state";
+import { pathTo } from "../state/tree";
 import type { Message } from "../types";
 
 export interface Jump {

@@ -1,7 +1,7 @@
 // A question before something is lost.
 import { signal } from "@preact/signals";
 import { Dialog } from "./Dialog";
-import { t } from "./i18n";
+import { t } from "../i18n";
 
 interface Question {
   title: string;

@@ -2,17 +2,17 @@
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { liveHere, stopAnswers } from "./answer";
-import { Composer } from "./Composer";
-import { ask } from "./Confirm";
-import { enterHint, isComposing } from "./composer/keys";
-import { ContextWarning } from "./context/Context";
-import { n, t } from "./i18n";
-import { Icon, Logo } from "./icons";
+import { Composer } from "../composer/Composer";
+import { ask } from "../dialogs/Confirm";
+import { enterHint, isComposing } from "../composer/keys";
+import { ContextWarning } from "../context/Context";
+import { n, t } from "../i18n";
+import { Icon, Logo } from "../icons";
 import { Announcer } from "./Announcer";
 import { MessageView } from "./MessageView";
-import { jump, showMatch, type Jump } from "./search/jump";
-import { changeChat, chat, isSidebarOpen, model, obstacle, openSidebar, path, removeChat, shownDialog } from "./state";
-import { download, exportChats } from "./transfer";
+import { jump, showMatch, type Jump } from "../search/jump";
+import { changeChat, chat, isSidebarOpen, model, obstacle, openSidebar, path, removeChat, shownDialog } from "../state/state";
+import { download, exportChats } from "../state/transfer";
 
 export function MenuButton() {
   return (

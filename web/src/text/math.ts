@@ -1,7 +1,7 @@
 // Formulas, loaded when the first one is shown. KaTeX builds DOM nodes, so the page's policy on inline styles holds.
 import katex from "katex";
 import "katex/dist/katex.min.css";
-import { t } from "./i18n";
+import { t } from "../i18n";
 
 const MAX_TEX = 20_000;
 

@@ -2,16 +2,16 @@
 import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { canGoOn, goOn, live, retry, send, sendResults, type LiveAnswer } from "./answer";
-import { copyText } from "./clipboard";
-import { enterHint, isComposing, sends } from "./composer/keys";
-import { isTooLong, LeftOut, TooLong } from "./context/Context";
-import { n, t } from "./i18n";
-import { Icon, type IconName } from "./icons";
-import { Markdown } from "./Markdown";
-import { liveElsewhere } from "./others";
-import { messages, model, notice, path, select } from "./state";
-import { childrenOf } from "./tree";
-import type { Message, TextFile, ToolCall } from "./types";
+import { copyText } from "../clipboard";
+import { enterHint, isComposing, sends } from "../composer/keys";
+import { isTooLong, LeftOut, TooLong } from "../context/Context";
+import { n, t } from "../i18n";
+import { Icon, type IconName } from "../icons";
+import { Markdown } from "../text/Markdown";
+import { liveElsewhere } from "../state/others";
+import { messages, model, notice, path, select } from "../state/state";
+import { childrenOf } from "../state/tree";
+import type { Message, TextFile, ToolCall } from "../types";
 
 function Action({ name, label, onClick, isOff }: { name: IconName; label: string; onClick: () => void; isOff?: boolean }) {
   return (

@@ -1,7 +1,7 @@
 // A block of code: its language, a button that copies, colours when the highlighter has been loaded.
-import { t } from "./i18n";
-import { icon } from "./icons";
-import { copyText } from "./clipboard";
+import { t } from "../i18n";
+import { icon } from "../icons";
+import { copyText } from "../clipboard";
 
 const MAX_HIGHLIGHTED = 40_000;
 

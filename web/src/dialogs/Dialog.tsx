@@ -1,8 +1,8 @@
 // The browser's own modal dialog: it keeps the focus inside, and Escape closes it.
 import type { ComponentChildren } from "preact";
 import { useEffect, useId, useRef } from "preact/hooks";
-import { t } from "./i18n";
-import { Icon } from "./icons";
+import { t } from "../i18n";
+import { Icon } from "../icons";
 
 interface Props {
   title: string;

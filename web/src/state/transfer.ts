@@ -2,8 +2,8 @@
 import * as store from "./store";
 import { tellOthers } from "./others";
 import { reloadChats } from "./state";
-import { t } from "./i18n";
-import type { Chat, Message, Settings, TextFile, ToolCall } from "./types";
+import { t } from "../i18n";
+import type { Chat, Message, Settings, TextFile, ToolCall } from "../types";
 
 const FORMAT = "ktransformers-chats";
 

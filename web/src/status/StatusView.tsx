@@ -2,12 +2,12 @@
 import { useSignal, type Signal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
 import type { ComponentChildren } from "preact";
-import { ApiError, getStatus } from "./api";
-import { MenuButton } from "./ChatView";
+import { ApiError, getStatus } from "../api";
+import { MenuButton } from "../chat/ChatView";
 import { figuresOf, type Figures } from "./figures";
 import { HeatMap } from "./HeatMap";
-import { n, t } from "./i18n";
-import { explain, obstacle } from "./state";
+import { n, t } from "../i18n";
+import { explain, obstacle } from "../state/state";
 
 const EVERY = 1000; // ms
 const MAX_SAMPLES = 120;

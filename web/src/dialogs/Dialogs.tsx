@@ -1,14 +1,14 @@
 // Preferences of this browser, and the question for the API key.
 import { useSignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
-import { stopAnswers } from "./answer";
-import { apiKey } from "./api";
+import { stopAnswers } from "../chat/answer";
+import { apiKey } from "../api";
 import { ask, Confirm } from "./Confirm";
 import { Dialog } from "./Dialog";
-import { language, t, type Key, type Language } from "./i18n";
-import { Icon } from "./icons";
-import { chats, connect, isKeyWanted, notice, removeAll, setLanguage, shownDialog, theme, type Theme } from "./state";
-import { download, exportChats, importChats } from "./transfer";
+import { language, t, type Key, type Language } from "../i18n";
+import { Icon } from "../icons";
+import { chats, connect, isKeyWanted, notice, removeAll, setLanguage, shownDialog, theme, type Theme } from "../state/state";
+import { download, exportChats, importChats } from "../state/transfer";
 
 const KEYS: [string, Key][] = [
   ["Enter", "keySend"],

@@ -5,7 +5,7 @@
 import DOMPurify, { type Config } from "dompurify";
 import MarkdownIt, { type Token } from "markdown-it";
 import { codeBlock } from "./code";
-import { t } from "./i18n";
+import { t } from "../i18n";
 import { addBreaks } from "./marks/breaks";
 import { addCjkEmphasis } from "./marks/cjk";
 import { addTasks, showTasks } from "./marks/tasks";

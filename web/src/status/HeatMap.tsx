@@ -2,8 +2,8 @@
 import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Figures } from "./figures";
-import { n, t } from "./i18n";
-import { theme } from "./state";
+import { n, t } from "../i18n";
+import { theme } from "../state/state";
 
 type Experts = NonNullable<Figures["experts"]>;
 type Place = { row: number; expert: number };

@@ -1,7 +1,7 @@
 // Reads an answer to screen readers: each block once it is whole, not each token.
 import { useEffect, useRef } from "preact/hooks";
 import type { LiveAnswer } from "./answer";
-import { t } from "./i18n";
+import { t } from "../i18n";
 
 const MAX_SPOKEN = 2000;
 

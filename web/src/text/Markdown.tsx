@@ -1,7 +1,7 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { language } from "./i18n";
+import { language } from "../i18n";
 import { show } from "./markdown";
-import { enqueue } from "./marks/queue";
+import { enqueue } from "./queue";
 
 export function Markdown({ text }: { text: string }) {
   const box = useRef<HTMLDivElement>(null);
