@@ -27,10 +27,6 @@ OTHERS = {
 """Flags of other programs that commands in docs use, without those that command lines here read as ours."""
 
 
-UNLISTED = {"KActivation"}
-"""Operators for which docs/rules.md still wants a row."""
-
-
 def named(text: str) -> set[str]:
     return {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", text)}
 
@@ -140,5 +136,5 @@ def test_operators_are_those_of_the_rules() -> None:
     written = {f"ktransformers.operators.{name}" for cell in first for name in re.findall(r"`([\w.]+)`", cell)}
     assert len(written) > 20
     assert {name for name in written if name not in OPERATOR_ALIASES} == set()
-    targets = {OPERATOR_ALIASES[name].rpartition(".")[2] for name in written} | UNLISTED
+    targets = {OPERATOR_ALIASES[name].rpartition(".")[2] for name in written}
     assert {target.rpartition(".")[2] for target in OPERATOR_ALIASES.values()} - targets == set()
