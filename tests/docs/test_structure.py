@@ -33,6 +33,11 @@ def test_every_package_is_named_once() -> None:
     assert sorted(named) == sorted("ktransformers" if package == "." else package for package in PACKAGES)
 
 
+def test_every_room_of_the_chat_page_is_named_once() -> None:
+    named = re.findall(r"(?m)^\| `(\w+)/` \|", section("The chat page"))
+    assert sorted(named) == sorted(path.name for path in (ROOT / "web" / "src").iterdir() if path.is_dir())
+
+
 def test_a_row_of_a_table_is_no_paragraph() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("|")]
     assert [row for row in rows if len(row) > 160] == []

@@ -1,7 +1,7 @@
 // The frame: sidebar, view, dialogs, and keys that work everywhere.
 import { useEffect } from "preact/hooks";
-import { stopAnswers } from "./chat/answer";
-import { isComposing } from "./composer/keys";
+import { stopAnswers } from "./state/answer";
+import { isComposing } from "./keys";
 import { ChatView } from "./chat/ChatView";
 import { KeyDialog, Preferences } from "./dialogs/Dialogs";
 import { t } from "./i18n";

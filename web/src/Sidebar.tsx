@@ -1,14 +1,14 @@
 // The list of chats, search in them, and the way to the other views.
 import { useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
-import { live } from "./chat/answer";
-import { isComposing } from "./composer/keys";
+import { live } from "./state/answer";
+import { isComposing } from "./keys";
 import { t } from "./i18n";
 import { Icon, Logo } from "./icons";
-import { endSearch, jump } from "./search/jump";
+import { endSearch, jump } from "./chat/jump";
 import { chats, isSidebarOpen, open, shownDialog, view } from "./state/state";
-import { search, type Match } from "./state/store";
-import type { Chat } from "./types";
+import { search, type Match } from "./storage/store";
+import type { Chat } from "./storage/types";
 
 function groupOf(time: number): "today" | "yesterday" | "earlier" {
   const midnight = new Date().setHours(0, 0, 0, 0);

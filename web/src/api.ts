@@ -1,6 +1,6 @@
 // The HTTP API of this server: models, readiness, figures, and answers as streams.
 import { EventSourceParserStream } from "eventsource-parser/stream";
-import { inBrowser, inTab } from "./state/remembered";
+import { inBrowser, inTab } from "./storage/remembered";
 
 const KEY = "ktransformers.key";
 

@@ -1,6 +1,6 @@
 // The page's words in English and Chinese.
 import { signal } from "@preact/signals";
-import { inBrowser } from "./state/remembered";
+import { inBrowser } from "./storage/remembered";
 
 const en = {
   newChat: "New chat",

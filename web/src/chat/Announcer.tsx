@@ -1,6 +1,6 @@
 // Reads an answer to screen readers: each block once it is whole, not each token.
 import { useEffect, useRef } from "preact/hooks";
-import type { LiveAnswer } from "./answer";
+import type { LiveAnswer } from "../state/answer";
 import { t } from "../i18n";
 
 const MAX_SPOKEN = 2000;

@@ -1,16 +1,16 @@
 // One chat: its messages in the shown branch, and the field to write in.
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
-import { liveHere, stopAnswers } from "./answer";
-import { Composer } from "../composer/Composer";
+import { liveHere, stopAnswers } from "../state/answer";
+import { Composer } from "./Composer";
 import { ask } from "../dialogs/Confirm";
-import { enterHint, isComposing } from "../composer/keys";
-import { ContextWarning } from "../context/Context";
+import { enterHint, isComposing } from "../keys";
+import { ContextWarning } from "./Context";
 import { n, t } from "../i18n";
 import { Icon, Logo } from "../icons";
 import { Announcer } from "./Announcer";
 import { MessageView } from "./MessageView";
-import { jump, showMatch, type Jump } from "../search/jump";
+import { jump, showMatch, type Jump } from "./jump";
 import { changeChat, chat, isSidebarOpen, model, obstacle, openSidebar, path, removeChat, shownDialog } from "../state/state";
 import { download, exportChats } from "../state/transfer";
 

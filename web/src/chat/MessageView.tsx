@@ -1,17 +1,17 @@
 // One message: text, files, reasoning, tool calls, and what can be done with it.
 import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { canGoOn, goOn, live, retry, send, sendResults, type LiveAnswer } from "./answer";
+import { canGoOn, goOn, live, retry, send, sendResults, type LiveAnswer } from "../state/answer";
 import { copyText } from "../clipboard";
-import { enterHint, isComposing, sends } from "../composer/keys";
-import { isTooLong, LeftOut, TooLong } from "../context/Context";
+import { enterHint, isComposing, sends } from "../keys";
+import { isTooLong, LeftOut, TooLong } from "./Context";
 import { n, t } from "../i18n";
 import { Icon, type IconName } from "../icons";
-import { Markdown } from "../text/Markdown";
+import { Markdown } from "../markdown/Markdown";
 import { liveElsewhere } from "../state/others";
 import { messages, model, notice, path, select } from "../state/state";
-import { childrenOf } from "../state/tree";
-import type { Message, TextFile, ToolCall } from "../types";
+import { childrenOf } from "../storage/tree";
+import type { Message, TextFile, ToolCall } from "../storage/types";
 
 function Action({ name, label, onClick, isOff }: { name: IconName; label: string; onClick: () => void; isOff?: boolean }) {
   return (

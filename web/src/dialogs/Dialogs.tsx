@@ -1,7 +1,7 @@
 // Preferences of this browser, and the question for the API key.
 import { useSignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
-import { stopAnswers } from "../chat/answer";
+import { stopAnswers } from "../state/answer";
 import { apiKey } from "../api";
 import { ask, Confirm } from "./Confirm";
 import { Dialog } from "./Dialog";

@@ -1,12 +1,12 @@
 // Sampling, prompt and tools of one chat. Changes hold from the next answer on.
 import { useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
-import { wrongTools } from "../chat/answer";
+import { wrongTools } from "../state/answer";
 import { getDefaults } from "../api";
 import { Dialog } from "./Dialog";
 import { n, t, type Key } from "../i18n";
 import { changeSettings, keepDefaults, model, models, notice, settings, shownDialog } from "../state/state";
-import type { Settings } from "../types";
+import type { Settings } from "../storage/types";
 
 type NumberName =
   | "temperature" | "top_p" | "top_k" | "min_p" | "repetition_penalty" | "presence_penalty" | "frequency_penalty"

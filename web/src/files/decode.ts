@@ -1,5 +1,5 @@
 // Bytes of a text file to text, for the encodings that people have such files in.
-import type { TextFile } from "../types";
+import type { TextFile } from "../storage/types";
 
 type Read = Pick<TextFile, "text" | "encoding">;
 

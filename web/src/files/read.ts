@@ -1,6 +1,6 @@
 // Files that are dropped, pasted or picked: the texts they hold, or why not.
 import { t, type Key } from "../i18n";
-import type { TextFile } from "../types";
+import type { TextFile } from "../storage/types";
 import { decode } from "./decode";
 
 const MAX_TEXT = 1 << 20; // bytes of a text file, characters of a PDF's text

@@ -1,6 +1,6 @@
 // Other tabs of this browser: they show the same chats, and which answers they are reading is known here.
 import { computed, signal } from "@preact/signals";
-import { newId } from "./store";
+import { newId } from "../storage/store";
 
 interface News {
   tab: string;

@@ -1,13 +1,13 @@
 // What the page shows, as signals, and what changes it. Answers on their way are in answer.ts.
 import { batch, computed, effect, signal } from "@preact/signals";
-import * as store from "./store";
+import * as store from "../storage/store";
 import { ApiError, getModels, getReady, type Model } from "../api";
-import { forgetDraft, forgetDrafts } from "../composer/drafts";
+import { forgetDraft, forgetDrafts } from "../storage/drafts";
 import { language, t, type Language } from "../i18n";
 import { listen, tellOthers } from "./others";
-import { inBrowser } from "./remembered";
-import { shownPath, type Messages } from "./tree";
-import type { Chat, Message, Settings } from "../types";
+import { inBrowser } from "../storage/remembered";
+import { shownPath, type Messages } from "../storage/tree";
+import type { Chat, Message, Settings } from "../storage/types";
 
 export type View = { name: "chat"; id: string } | { name: "new" } | { name: "status" };
 export type Theme = "auto" | "light" | "dark";

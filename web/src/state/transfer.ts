@@ -1,9 +1,9 @@
 // Chats as a JSON file, and back. A file may come from anybody: only what is understood is taken over.
-import * as store from "./store";
+import * as store from "../storage/store";
 import { tellOthers } from "./others";
 import { reloadChats } from "./state";
 import { t } from "../i18n";
-import type { Chat, Message, Settings, TextFile, ToolCall } from "../types";
+import type { Chat, Message, Settings, TextFile, ToolCall } from "../storage/types";
 
 const FORMAT = "ktransformers-chats";
 

@@ -1,9 +1,9 @@
 // A context that is full, or nearly: the warning, the way on without the oldest messages, and the line that says so.
-import { canDropOldest, goOnWithoutOldest, live } from "../chat/answer";
+import { canDropOldest, goOnWithoutOldest, live } from "../state/answer";
 import { n, t } from "../i18n";
 import { Icon } from "../icons";
 import { changeSettings, chat, model, path, settings } from "../state/state";
-import type { Message } from "../types";
+import type { Message } from "../storage/types";
 
 const WARN_AT = 0.8; // of the context
 

@@ -1,7 +1,7 @@
 // What is written and not sent yet, for each chat; kept over a reload. "" stands for the chat that is not there yet.
 import { signal, type Signal } from "@preact/signals";
-import { inBrowser } from "../state/remembered";
-import type { TextFile } from "../types";
+import { inBrowser } from "./remembered";
+import type { TextFile } from "./types";
 
 export interface Draft {
   readonly chat: string;

@@ -1,5 +1,5 @@
 // A chat is a tree of messages: edits and retries are siblings. Pure functions over it.
-import type { Chat, Message } from "../types";
+import type { Chat, Message } from "./types";
 
 export type Messages = ReadonlyMap<string, Message>;
 

@@ -2,7 +2,7 @@
 // Transactions run in the order in which these functions are called: nobody has to wait for a write before the next one.
 import { openDB, type DBSchema, type IDBPDatabase } from "idb";
 import { inBrowser } from "./remembered";
-import type { Chat, Message } from "../types";
+import type { Chat, Message } from "./types";
 
 interface Schema extends DBSchema {
   chats: { key: string; value: Chat };

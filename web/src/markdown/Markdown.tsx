@@ -1,6 +1,6 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { language } from "../i18n";
-import { show } from "./markdown";
+import { show } from "./render";
 import { enqueue } from "./queue";
 
 export function Markdown({ text }: { text: string }) {

@@ -1,15 +1,15 @@
 // The field to write in. Files come by drop, by paste or by the button.
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
-import { liveHere, send, stopAnswers } from "../chat/answer";
-import { draftOf, setFiles, setText, type Draft } from "./drafts";
-import { enterHint, isComposing, sends } from "./keys";
+import { liveHere, send, stopAnswers } from "../state/answer";
+import { draftOf, setFiles, setText, type Draft } from "../storage/drafts";
+import { enterHint, isComposing, sends } from "../keys";
 import { readFiles, refusalText } from "../files/read";
 import { t } from "../i18n";
 import { Icon } from "../icons";
-import { FileChips } from "../chat/MessageView";
+import { FileChips } from "./MessageView";
 import { liveElsewhere } from "../state/others";
-import { jump } from "../search/jump";
+import { jump } from "./jump";
 import { chat, isKeyWanted, notice, obstacle, path, view } from "../state/state";
 
 /** Reads files into a draft, and names those that cannot be read. */

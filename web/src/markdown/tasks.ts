@@ -1,6 +1,6 @@
 // Lists of tasks: `- [ ] open`, `- [x] done`. The boxes are shown, not clicked.
 import type { MarkdownIt, StateCore } from "markdown-it";
-import { t } from "../../i18n";
+import { t } from "../i18n";
 
 const TASK = /^\[([ xX])\]\s+(?=\S)/;
 

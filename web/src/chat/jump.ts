@@ -1,8 +1,8 @@
 // From a match in the list of chats to the place where it stands: its branch, its message, its words.
 import { signal } from "@preact/signals";
 import { changeChat, chat, messages, path } from "../state/state";
-import { pathTo } from "../state/tree";
-import type { Message } from "../types";
+import { pathTo } from "../storage/tree";
+import type { Message } from "../storage/types";
 
 export interface Jump {
   chat: string;

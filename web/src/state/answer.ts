@@ -2,11 +2,11 @@
 import { batch, computed, effect, signal, type Signal } from "@preact/signals";
 import { ApiError, streamChat, type CallDelta, type Chunk } from "../api";
 import { t } from "../i18n";
-import { liveElsewhere, tellLive, tellOthers } from "../state/others";
-import { changeChat, changeSettings, chat, chats, ensureChat, explain, messages, model, path, putMessage, settings } from "../state/state";
-import { leave, newId } from "../state/store";
-import { pathTo } from "../state/tree";
-import type { Message, Settings, TextFile, ToolCall, Usage } from "../types";
+import { liveElsewhere, tellLive, tellOthers } from "./others";
+import { changeChat, changeSettings, chat, chats, ensureChat, explain, messages, model, path, putMessage, settings } from "./state";
+import { leave, newId } from "../storage/store";
+import { pathTo } from "../storage/tree";
+import type { Message, Settings, TextFile, ToolCall, Usage } from "../storage/types";
 
 export interface LiveAnswer {
   message: Signal<Message>;

@@ -6,9 +6,9 @@ import DOMPurify, { type Config } from "dompurify";
 import MarkdownIt, { type Token } from "markdown-it";
 import { codeBlock } from "./code";
 import { t } from "../i18n";
-import { addBreaks } from "./marks/breaks";
-import { addCjkEmphasis } from "./marks/cjk";
-import { addTasks, showTasks } from "./marks/tasks";
+import { addBreaks } from "./breaks";
+import { addCjkEmphasis } from "./cjk";
+import { addTasks, showTasks } from "./tasks";
 import { addMath } from "./mathRules";
 
 const ALLOWED_URI = /^(?:https?:\/\/|mailto:)/i;
