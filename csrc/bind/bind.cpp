@@ -23,7 +23,7 @@
 #include "runtime/allocations.h"
 #include "runtime/files.h"
 #include "runtime/pages.h"
-#include "tiers/grouped.h"
+#include "runtime/format_info.h"
 #include "tiers/isa.h"
 
 namespace nb = nanobind;
@@ -340,18 +340,20 @@ NB_MODULE(_native, m) {
     return names;
   });
   m.def("has_bf16", [](const std::string& isa) { return kt::tier_by_name(isa).bf16_tiles != nullptr; }, nb::arg("isa"));
-  // name -> (ggml type number, elements in a block, bytes in a block) of ggml's types
-  m.def("quant_types", [] {
-    nb::dict types;
-    for (const kt::QTypeInfo& info : kt::qtype_infos())
-      if (info.type != kt::QType::F8_E4M3)
-        types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
-    return types;
+  // The table of runtime/formats.h: number, name, elements and bytes of a block, kernels, and of a packed tile columns
+  // and bytes of a part of its head and bytes of a block.
+  m.def("formats", [] {
+    nb::list formats;
+    for (const kt::FormatInfo& info : kt::kFormats)
+      formats.append(nb::make_tuple(static_cast<int>(info.type), info.name, info.block, info.bytes,
+                                    static_cast<int>(info.kernels), info.head_cols, info.head_bytes,
+                                    info.packed_bytes));
+    return formats;
   });
-  // The same of weights in groups, which ggml does not have.
+  // name -> (type number, elements in a block, bytes in a block) of weights in groups, which ggml does not have
   m.def("group_types", [] {
     nb::dict types;
-    for (const kt::QTypeInfo& info : kt::grouped_infos())
+    for (const kt::FormatInfo& info : kt::grouped_formats())
       types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
     return types;
   });

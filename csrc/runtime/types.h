@@ -1,4 +1,4 @@
-// Plain types shared by every translation unit: block formats, activation forms, argument structs.
+// Plain types shared by every translation unit: argument structs, a tier's table of kernels.
 // No code lives here: this header is included by files that are compiled for different instruction sets, and an
 // inline function compiled with AVX-512 must never be the copy that the linker keeps for the others.
 #pragma once
@@ -6,43 +6,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "runtime/formats.h"
 #include "runtime/grids.h"
 #include "runtime/recurrent.h"
 
 namespace kt {
-
-// ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp. F8_E4M3, which ggml does not have, lies
-// outside their range; it exists in re-laid form only (fp8.inl).
-enum class QType : int32_t {
-  F32 = 0,
-  F16 = 1,
-  Q4_0 = 2,
-  Q4_1 = 3,
-  Q5_0 = 6,
-  Q5_1 = 7,
-  Q8_0 = 8,
-  Q2_K = 10,
-  Q3_K = 11,
-  Q4_K = 12,
-  Q5_K = 13,
-  Q6_K = 14,
-  IQ2_XXS = 16,
-  IQ2_XS = 17,
-  IQ3_XXS = 18,
-  IQ1_S = 19,
-  IQ4_NL = 20,
-  IQ3_S = 21,
-  IQ2_S = 22,
-  IQ4_XS = 23,
-  IQ1_M = 29,
-  BF16 = 30,
-  TQ1_0 = 34,
-  TQ2_0 = 35,
-  MXFP4 = 39,
-  NVFP4 = 40,
-  Q1_0 = 41,
-  F8_E4M3 = 1000
-};
 
 enum class ActKind : int32_t {
   Silu = 0,
@@ -55,30 +23,13 @@ enum class ActKind : int32_t {
   SwigluClamped = 7
 };
 
-// What a weight type wants its activations to be.
-//   Float: fp32 as given.
-//   Q32:   int8 with one fp32 scale per 32 values, and two int16: the sum of the 32, and that of the first 16.
-//   Q256:  int8 with one fp32 scale per 256 values, and as int16: 16 sums of 16 values, 8 sums of 32 values, and for
-//          every 16 values a pair: -32 times the sums of those whose index mod 4 is 0 or 1, and 2 or 3 (tiers that sum
-//          in int16).
-enum class ActForm : int32_t { Float = 0, Q32 = 1, Q256 = 2 };
-
 constexpr int kTileRows = 16;    // outputs that one tile computes side by side, one per lane
 constexpr int kTileCols = 256;   // columns of weights that are staged at a time
 constexpr int kFloatCols = 512;  // the same for unquantized weights, 8 rows at a time
-constexpr int kFp8Block = 128;   // rows and columns of FP8 weights that share a scale
 constexpr int kBf16Cols = 32;    // columns of a tile of bf16
 constexpr int kPairSums = 24;    // 16 + 8 sums come before the pairs, see ActForm::Q256
 constexpr int kSumsPerSuper = kPairSums + 32;
 constexpr int kSumsPerBlock = 2;  // of 32 values
-
-struct QTypeInfo {
-  QType type;
-  const char* name;
-  int block;     // elements in a block
-  int bytes;     // bytes in a block
-  ActForm form;  // what linear() does to the activations
-};
 
 // Rows of activations in every form that the weights of one call need; strides in elements.
 struct ActRows {

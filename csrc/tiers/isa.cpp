@@ -3,9 +3,6 @@
 
 #include <stdexcept>
 
-#include "runtime/grouped.h"
-#include "tiers/grouped.h"
-
 #if defined(KT_X86)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -126,33 +123,6 @@ const KernelTable& tier_by_name(const std::string& name) {
     if (name == missing)
       throw std::invalid_argument("instruction-set tier '" + name + "' is not in this build, which has: " + known);
   throw std::invalid_argument("instruction-set tier '" + name + "' cannot run on this machine; it has: " + known);
-}
-
-const std::vector<QTypeInfo>& qtype_infos() {
-  static const std::vector<QTypeInfo> infos = {
-      {QType::F32, "F32", 1, 4, ActForm::Float},           {QType::F16, "F16", 1, 2, ActForm::Float},
-      {QType::BF16, "BF16", 1, 2, ActForm::Float},         {QType::Q4_0, "Q4_0", 32, 18, ActForm::Q32},
-      {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32},         {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256},
-      {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256},      {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256},
-      {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256},  {QType::MXFP4, "MXFP4", 32, 17, ActForm::Q32},
-      {QType::IQ2_XXS, "IQ2_XXS", 256, 66, ActForm::Q256}, {QType::IQ2_XS, "IQ2_XS", 256, 74, ActForm::Q256},
-      {QType::IQ2_S, "IQ2_S", 256, 82, ActForm::Q256},     {QType::IQ3_XXS, "IQ3_XXS", 256, 98, ActForm::Q256},
-      {QType::IQ3_S, "IQ3_S", 256, 110, ActForm::Q256},    {QType::IQ1_S, "IQ1_S", 256, 50, ActForm::Q256},
-      {QType::IQ1_M, "IQ1_M", 256, 56, ActForm::Q256},     {QType::Q4_1, "Q4_1", 32, 20, ActForm::Q32},
-      {QType::Q5_0, "Q5_0", 32, 22, ActForm::Q32},         {QType::Q5_1, "Q5_1", 32, 24, ActForm::Q32},
-      {QType::Q2_K, "Q2_K", 256, 84, ActForm::Q256},       {QType::Q3_K, "Q3_K", 256, 110, ActForm::Q256},
-      {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32},     {QType::TQ1_0, "TQ1_0", 256, 54, ActForm::Q256},
-      {QType::TQ2_0, "TQ2_0", 256, 66, ActForm::Q256},     {QType::NVFP4, "NVFP4", 64, 36, ActForm::Q32},
-      {QType::Q1_0, "Q1_0", 128, 18, ActForm::Q32},        {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float},
-  };
-  return infos;
-}
-
-const QTypeInfo& qtype_info(QType type) {
-  if (is_grouped(type)) return grouped_info(type);
-  for (const QTypeInfo& info : qtype_infos())
-    if (info.type == type) return info;
-  throw std::invalid_argument("no kernel for ggml type " + std::to_string(static_cast<int>(type)));
 }
 
 }  // namespace kt

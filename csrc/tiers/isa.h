@@ -40,8 +40,4 @@ const std::vector<std::string>& missing_tiers();
 // The tier called `name`; throws std::invalid_argument that lists what there is.
 const KernelTable& tier_by_name(const std::string& name);
 
-// Sizes and activation form of a type; throws std::invalid_argument for one without a kernel.
-const QTypeInfo& qtype_info(QType type);
-const std::vector<QTypeInfo>& qtype_infos();
-
 }  // namespace kt

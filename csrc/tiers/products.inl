@@ -4,6 +4,7 @@
 #include "kernels/parts.h"
 
 #include "kernels/common/math.inl"
+#include "kernels/formats/kernel.inl"
 #include "kernels/formats/grids.inl"
 #include "kernels/formats/quant.inl"
 #include "kernels/formats/low.inl"

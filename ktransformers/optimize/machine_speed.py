@@ -19,6 +19,7 @@ import msgspec
 
 from ktransformers import __version__
 from ktransformers.config import cpu_name, user_cache_dir
+from ktransformers.kernels.formats import FORMATS
 from ktransformers.system.cores import cpu_quota
 
 __all__ = [
@@ -39,10 +40,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 3
 """Of the file. A file of another format is stale."""
 
-_BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "Q8_0": 8.5, "F8_E4M3": 8.0, "Q6_K": 6.56, "Q5_K": 5.5, "Q4_K": 4.5,
-         "Q4_0": 4.5, "MXFP4": 4.25, "IQ4_XS": 4.25, "Q5_1": 6.0, "Q5_0": 5.5, "Q4_1": 5.0, "IQ4_NL": 4.5, "NVFP4": 4.5,
-         "Q3_K": 3.56, "IQ3_S": 3.44, "IQ3_XXS": 3.06, "Q2_K": 2.62, "IQ2_S": 2.56, "IQ2_XS": 2.31, "IQ2_XXS": 2.06,
-         "TQ2_0": 2.06, "IQ1_M": 1.81, "TQ1_0": 1.69, "IQ1_S": 1.56, "Q1_0": 1.12}  # fmt: skip
+_BITS = {record.name: 8 * record.nbytes / record.block for record in FORMATS.values()}
 _GROUP_BITS = {"I4": 4.5, "I8": 8.5, "F8": 8.25, "MXFP8": 8.25, "NVFP4": 4.5}
 """Of weights in groups, by what their names begin with."""
 

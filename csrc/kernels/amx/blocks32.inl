@@ -128,26 +128,16 @@ void amx_packed_tiles(const TileArgs* a, int count) {
   for (int i = 0; i < count; ++i)
     for (int t = 0; t < a->num_tokens; ++t) store(a[i].acc + t * 16, zero());
   if (is_grouped(a->type)) return amx_grouped_tiles(a, count);
-  switch (a->type) {
-    case QType::Q4_K: return amx256_tiles<PackedQ4K>(a, count);
-    case QType::Q5_K: return amx256_tiles<PackedQ5K>(a, count);
-    case QType::Q6_K: return amx256_tiles<PackedQ6K>(a, count);
-    case QType::IQ4_XS: return amx256_tiles<PackedIQ4XS>(a, count);
-    case QType::Q8_0: return amx32_tiles<PackedQ8_0>(a, count);
-    case QType::Q4_0: return amx32_tiles<PackedQ4_0>(a, count);
-    case QType::MXFP4: return amx32_tiles<PackedMXFP4>(a, count);
-    case QType::Q4_1: return amx32_tiles<PackedQ4_1>(a, count);
-    case QType::Q5_0: return amx32_tiles<PackedQ5_0>(a, count);
-    case QType::Q5_1: return amx32_tiles<PackedQ5_1>(a, count);
-    case QType::IQ4_NL: return amx32_tiles<PackedIQ4NL>(a, count);
-    case QType::NVFP4: return amx32_tiles<PackedNVFP4>(a, count);
-    case QType::Q1_0: return amx32_tiles<PackedQ1_0>(a, count);
-    case QType::Q2_K: return amx256_tiles<PackedQ2K>(a, count);
-    case QType::Q3_K: return amx256_tiles<PackedQ3K>(a, count);
-    case QType::TQ1_0: return amx256_tiles<PackedTQ1>(a, count);
-    case QType::TQ2_0: return amx256_tiles<PackedTQ2>(a, count);
-    default: return with_grid(a->type, [&](auto form) { amx256_tiles<decltype(form)>(a, count); });
-  }
+  with_format(a->type, [&](auto format) {
+    constexpr const FormatInfo& info = decltype(format)::info;
+    if constexpr (info.kernels != Kernels::Plain && info.kernels != Kernels::Fp8) {
+      using P = typename Kernel<info.type>::Packed;
+      if constexpr (info.form == ActForm::Q32)
+        amx32_tiles<P>(a, count);
+      else
+        amx256_tiles<P>(a, count);
+    }
+  });
 }
 
 // See KernelTable.

@@ -245,30 +245,14 @@ struct Following {
   }
 };
 
+template <> struct Kernel<QType::BF16> { using Steps = StepsBf16; };
+template <> struct Kernel<QType::F8_E4M3> { using Steps = StepsFp8; };
+
 // Calls task(S{}) for the source of steps that `type` has.
 template <class Task> inline void with_steps(QType type, const Task& task) {
-  switch (type) {
-    case QType::BF16: return task(StepsBf16{});
-    case QType::Q4_K: return task(Steps256<PackedQ4K>{});
-    case QType::Q5_K: return task(Steps256<PackedQ5K>{});
-    case QType::Q6_K: return task(Steps256<PackedQ6K>{});
-    case QType::IQ4_XS: return task(Steps256<PackedIQ4XS>{});
-    case QType::Q8_0: return task(Steps32<PackedQ8_0>{});
-    case QType::Q4_0: return task(Steps32<PackedQ4_0>{});
-    case QType::MXFP4: return task(Steps32<PackedMXFP4>{});
-    case QType::F8_E4M3: return task(StepsFp8{});
-    case QType::Q4_1: return task(StepsSmall<PackedQ4_1>{});
-    case QType::Q5_0: return task(StepsSmall<PackedQ5_0>{});
-    case QType::Q5_1: return task(StepsSmall<PackedQ5_1>{});
-    case QType::IQ4_NL: return task(Steps32<PackedIQ4NL>{});
-    case QType::NVFP4: return task(StepsSmall<PackedNVFP4>{});
-    case QType::Q1_0: return task(StepsSmall<PackedQ1_0>{});
-    case QType::Q2_K: return task(Steps256<PackedQ2K>{});
-    case QType::Q3_K: return task(Steps256<PackedQ3K>{});
-    case QType::TQ1_0: return task(StepsTernary<PackedTQ1>{});
-    case QType::TQ2_0: return task(StepsTernary<PackedTQ2>{});
-    default: return with_grid(type, [&](auto form) { task(StepsGrid<decltype(form)>{}); });
-  }
+  with_format(type, [&](auto format) {
+    if constexpr (decltype(format)::info.packed_bytes != 0) task(typename Kernel<decltype(format)::type>::Steps{});
+  });
 }
 
 constexpr int kPanelSteps = 8;  // 256 columns are unpacked at a time

@@ -445,33 +445,31 @@ template <class F> void q256_tile(const TileArgs& a) {
   }
 }
 
+template <> struct RowKernel<QType::Q8_0> { using F = FormatQ8_0; };
+template <> struct RowKernel<QType::Q4_0> { using F = FormatQ4_0; };
+template <> struct RowKernel<QType::Q4_K> { using F = FormatQ4K; };
+template <> struct RowKernel<QType::Q5_K> { using F = FormatQ5K; };
+template <> struct RowKernel<QType::Q6_K> { using F = FormatQ6K; };
+
 void tile(const TileArgs& a) {
   for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
   if (is_grouped(a.type)) return parts::relaid_grouped(a);
-  switch (a.type) {
-    case QType::F32: return float_tile<QType::F32>(a);
-    case QType::F16: return float_tile<QType::F16>(a);
-    case QType::BF16: return float_tile<QType::BF16>(a);
-    case QType::Q8_0: return q32_tile<FormatQ8_0>(a);
-    case QType::Q4_0: return q32_tile<FormatQ4_0>(a);
-    case QType::Q4_K: return q256_tile<FormatQ4K>(a);
-    case QType::Q5_K: return q256_tile<FormatQ5K>(a);
-    case QType::Q6_K: return q256_tile<FormatQ6K>(a);
-    case QType::IQ4_XS:
-    case QType::MXFP4: return parts::relaid_tile(a);
-    case QType::Q4_1:
-    case QType::Q5_0:
-    case QType::Q5_1:
-    case QType::Q2_K:
-    case QType::Q3_K:
-    case QType::IQ4_NL:
-    case QType::TQ1_0:
-    case QType::TQ2_0:
-    case QType::NVFP4:
-    case QType::Q1_0: return parts::relaid_tile(a);
-    case QType::F8_E4M3: return;  // make_weight refuses it
-    default: return parts::grid_rows_tile(a);
-  }
+  with_format(a.type, [&](auto format) {
+    constexpr const FormatInfo& info = decltype(format)::info;
+    using F = typename RowKernel<info.type>::F;
+    if constexpr (info.kernels == Kernels::Plain)
+      float_tile<info.type>(a);
+    else if constexpr (info.kernels == Kernels::Grid)
+      parts::grid_rows_tile(a);
+    else if constexpr (info.kernels == Kernels::Fp8)
+      return;  // make_weight refuses it
+    else if constexpr (std::is_void_v<F>)
+      parts::relaid_tile(a);
+    else if constexpr (info.form == ActForm::Q32)
+      q32_tile<F>(a);
+    else
+      q256_tile<F>(a);
+  });
 }
 
 }  // namespace

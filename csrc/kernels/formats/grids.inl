@@ -12,8 +12,6 @@
 
 namespace {
 
-using namespace kt;
-
 // A block of 256, each field in a number of its own.
 struct GridBlock {
   uint8_t d[2];
@@ -164,28 +162,15 @@ template <class F> void dequantize_grid_row(const uint8_t* row, int64_t k, float
   }
 }
 
-// Calls task(F{}) for the format of a type with a grid; does nothing for other types.
-template <class Task> inline void with_grid_format(QType type, const Task& task) {
-  switch (type) {
-    case QType::IQ2_XXS: return task(FormatIQ2XXS{});
-    case QType::IQ2_XS: return task(FormatIQ2XS{});
-    case QType::IQ2_S: return task(FormatIQ2S{});
-    case QType::IQ3_XXS: return task(FormatIQ3XXS{});
-    case QType::IQ3_S: return task(FormatIQ3S{});
-    case QType::IQ1_S: return task(FormatIQ1S{});
-    case QType::IQ1_M: return task(FormatIQ1M{});
-    default: return;
-  }
-}
-
-// Whether `type` has a grid; then its row is dequantized.
-inline bool dequantize_grid(QType type, const uint8_t* row, int64_t k, float* out) {
-  bool is_grid = false;
-  with_grid_format(type, [&](auto format) {
-    dequantize_grid_row<decltype(format)>(row, k, out);
-    is_grid = true;
-  });
-  return is_grid;
-}
+template <class F> struct GridDequantizer {
+  static void row(const uint8_t* row, int64_t k, float* out) { dequantize_grid_row<F>(row, k, out); }
+};
+template <> struct Dequantizer<QType::IQ2_XXS> : GridDequantizer<FormatIQ2XXS> {};
+template <> struct Dequantizer<QType::IQ2_XS> : GridDequantizer<FormatIQ2XS> {};
+template <> struct Dequantizer<QType::IQ2_S> : GridDequantizer<FormatIQ2S> {};
+template <> struct Dequantizer<QType::IQ3_XXS> : GridDequantizer<FormatIQ3XXS> {};
+template <> struct Dequantizer<QType::IQ3_S> : GridDequantizer<FormatIQ3S> {};
+template <> struct Dequantizer<QType::IQ1_S> : GridDequantizer<FormatIQ1S> {};
+template <> struct Dequantizer<QType::IQ1_M> : GridDequantizer<FormatIQ1M> {};
 
 }  // namespace

@@ -92,83 +92,99 @@ inline float half_of_ue4m3(uint8_t code) {
 inline uint8_t nvfp4_scale(uint8_t stored) { return stored == 127 ? 0 : stored & 127; }
 
 // The following ones follow the sequence of operations of gguf.quants, so that results are equal bit for bit.
-inline void dequantize_block32(QType type, const uint8_t* p, float* out) {
-  const bool has_min = type == QType::Q4_1 || type == QType::Q5_1,
-             has_fifth = type == QType::Q5_0 || type == QType::Q5_1;
-  uint8_t q[32];
-  nibble_codes(p + 2 + 2 * has_min + 4 * has_fifth, q);
-  if (has_fifth) add_fifth_bits(p + 2 + 2 * has_min, q);
-  const float d = half_to_float(p), m = has_min ? half_to_float(p + 2) : 0.0f;
-  for (int i = 0; i < 32; ++i) {
-    const int value = type == QType::IQ4_NL ? kIq4Values[q[i]] : type == QType::Q5_0 ? q[i] - 16 : q[i];
-    const float product = d * static_cast<float>(value);
-    out[i] = has_min ? product + m : product;
-  }
-}
-
-inline void dequantize_nvfp4(const uint8_t* p, float* out) {
-  for (int h = 0; h < 2; ++h) {
+template <bool MIN, bool FIFTH> struct AffineDequantizer {
+  static void block(const uint8_t* p, float* out) {
     uint8_t q[32];
-    nvfp4_codes(p, h, q);
-    for (int i = 0; i < 32; ++i)
-      out[32 * h + i] = half_of_ue4m3(nvfp4_scale(p[2 * h + i / 16])) * static_cast<float>(kMxfp4Values[q[i]]);
+    nibble_codes(p + 2 + 2 * MIN + 4 * FIFTH, q);
+    if (FIFTH) add_fifth_bits(p + 2 + 2 * MIN, q);
+    const float d = half_to_float(p), m = MIN ? half_to_float(p + 2) : 0.0f;
+    for (int i = 0; i < 32; ++i) {
+      const float product = d * static_cast<float>(MIN ? q[i] : q[i] - 16);
+      out[i] = MIN ? product + m : product;
+    }
   }
-}
+};
+template <> struct Dequantizer<QType::Q4_1> : AffineDequantizer<true, false> {};
+template <> struct Dequantizer<QType::Q5_0> : AffineDequantizer<false, true> {};
+template <> struct Dequantizer<QType::Q5_1> : AffineDequantizer<true, true> {};
 
-inline void dequantize_q2k(const uint8_t* p, float* out) {
-  uint8_t q[256];
-  unpack256<FormatQ2K>(p, q);
-  const float d = half_to_float(p + 80), dmin = half_to_float(p + 82);
-  for (int s = 0; s < 16; ++s) {
-    const float ds = d * static_cast<float>(p[s] & 15), dm = dmin * static_cast<float>(p[s] >> 4);
-    for (int i = 0; i < 16; ++i) out[16 * s + i] = ds * static_cast<float>(q[16 * s + i]) - dm;
+template <> struct Dequantizer<QType::IQ4_NL> {
+  static void block(const uint8_t* p, float* out) {
+    uint8_t q[32];
+    nibble_codes(p + 2, q);
+    const float d = half_to_float(p);
+    for (int i = 0; i < 32; ++i) out[i] = d * static_cast<float>(kIq4Values[q[i]]);
   }
-}
+};
 
-inline void dequantize_q3k(const uint8_t* p, float* out) {
-  uint8_t q[256];
-  int8_t scales[16];
-  unpack256<FormatQ3K>(p, q);
-  unpack_q3_scales(p + 96, scales);
-  const float d = half_to_float(p + 108);
-  for (int s = 0; s < 16; ++s) {
-    const float ds = d * static_cast<float>(scales[s]);
-    for (int i = 0; i < 16; ++i) out[16 * s + i] = ds * static_cast<float>(static_cast<int>(q[16 * s + i]) - 4);
+template <> struct Dequantizer<QType::NVFP4> {
+  static void block(const uint8_t* p, float* out) {
+    for (int h = 0; h < 2; ++h) {
+      uint8_t q[32];
+      nvfp4_codes(p, h, q);
+      for (int i = 0; i < 32; ++i)
+        out[32 * h + i] = half_of_ue4m3(nvfp4_scale(p[2 * h + i / 16])) * static_cast<float>(kMxfp4Values[q[i]]);
+    }
   }
-}
+};
 
-template <class F> inline void dequantize_ternary(const uint8_t* p, float* out) {
-  uint8_t q[256];
-  F::codes(p, q);
-  const float d = half_to_float(p + F::d_at);
-  for (int i = 0; i < 256; ++i) out[i] = d * static_cast<float>(static_cast<int>(q[i]) - 1);
-}
-
-inline void dequantize_q1(const uint8_t* p, float* out) {
-  const float d = half_to_float(p);
-  for (int i = 0; i < 128; ++i) out[i] = (p[2 + i / 8] >> (i % 8) & 1) != 0 ? d : -d;
-}
-
-template <int COLS, int BYTES, class Block>
-inline void dequantize_blocks(const uint8_t* row, int64_t k, float* out, const Block& block) {
-  for (int64_t b = 0; b < k / COLS; ++b) block(row + BYTES * b, out + COLS * b);
-}
-
-void dequantize_low(QType type, const uint8_t* row, int64_t k, float* out) {
-  const auto small = [type](const uint8_t* p, float* to) { dequantize_block32(type, p, to); };
-  switch (type) {
-    case QType::Q4_1: return dequantize_blocks<32, 20>(row, k, out, small);
-    case QType::Q5_0: return dequantize_blocks<32, 22>(row, k, out, small);
-    case QType::Q5_1: return dequantize_blocks<32, 24>(row, k, out, small);
-    case QType::IQ4_NL: return dequantize_blocks<32, 18>(row, k, out, small);
-    case QType::NVFP4: return dequantize_blocks<64, 36>(row, k, out, dequantize_nvfp4);
-    case QType::Q2_K: return dequantize_blocks<256, 84>(row, k, out, dequantize_q2k);
-    case QType::Q3_K: return dequantize_blocks<256, 110>(row, k, out, dequantize_q3k);
-    case QType::TQ1_0: return dequantize_blocks<256, 54>(row, k, out, dequantize_ternary<FormatTQ1>);
-    case QType::TQ2_0: return dequantize_blocks<256, 66>(row, k, out, dequantize_ternary<FormatTQ2>);
-    case QType::Q1_0: return dequantize_blocks<128, 18>(row, k, out, dequantize_q1);
-    default: return;
+template <> struct Dequantizer<QType::Q2_K> {
+  static void block(const uint8_t* p, float* out) {
+    uint8_t q[256];
+    unpack256<FormatQ2K>(p, q);
+    const float d = half_to_float(p + 80), dmin = half_to_float(p + 82);
+    for (int s = 0; s < 16; ++s) {
+      const float ds = d * static_cast<float>(p[s] & 15), dm = dmin * static_cast<float>(p[s] >> 4);
+      for (int i = 0; i < 16; ++i) out[16 * s + i] = ds * static_cast<float>(q[16 * s + i]) - dm;
+    }
   }
+};
+
+template <> struct Dequantizer<QType::Q3_K> {
+  static void block(const uint8_t* p, float* out) {
+    uint8_t q[256];
+    int8_t scales[16];
+    unpack256<FormatQ3K>(p, q);
+    unpack_q3_scales(p + 96, scales);
+    const float d = half_to_float(p + 108);
+    for (int s = 0; s < 16; ++s) {
+      const float ds = d * static_cast<float>(scales[s]);
+      for (int i = 0; i < 16; ++i) out[16 * s + i] = ds * static_cast<float>(static_cast<int>(q[16 * s + i]) - 4);
+    }
+  }
+};
+
+template <class F> struct TernaryDequantizer {
+  static void block(const uint8_t* p, float* out) {
+    uint8_t q[256];
+    F::codes(p, q);
+    const float d = half_to_float(p + F::d_at);
+    for (int i = 0; i < 256; ++i) out[i] = d * static_cast<float>(static_cast<int>(q[i]) - 1);
+  }
+};
+template <> struct Dequantizer<QType::TQ1_0> : TernaryDequantizer<FormatTQ1> {};
+template <> struct Dequantizer<QType::TQ2_0> : TernaryDequantizer<FormatTQ2> {};
+
+template <> struct Dequantizer<QType::Q1_0> {
+  static void block(const uint8_t* p, float* out) {
+    const float d = half_to_float(p);
+    for (int i = 0; i < 128; ++i) out[i] = (p[2 + i / 8] >> (i % 8) & 1) != 0 ? d : -d;
+  }
+};
+
+// A row of any type; FP8 has none.
+void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
+  if (is_grouped(type)) return parts::dequantize_grouped(type, row, k, out);
+  with_format(type, [&](auto format) {
+    constexpr const FormatInfo& info = decltype(format)::info;
+    if constexpr (info.kernels == Kernels::Plain)
+      dequantize_float<info.type>(row, k, out);
+    else if constexpr (info.kernels == Kernels::Grid)
+      Dequantizer<info.type>::row(row, k, out);
+    else if constexpr (info.kernels != Kernels::Fp8)
+      for (int64_t b = 0; b < k / info.block; ++b)
+        Dequantizer<info.type>::block(row + info.bytes * b, out + info.block * b);
+  });
 }
 
 }  // namespace

@@ -9,8 +9,6 @@
 //  MXFP4  17 B / 32:  e8m0 exponent e; nibbles qs[16] as in Q4_0                    w = 2^(e - 128) table[q]
 // Blocks are read at any alignment and never past their end. Weights in groups: packed/groups.inl.
 
-#include "runtime/grouped.h"
-
 namespace {
 
 struct KScales { uint8_t sc[8], m[8]; };
@@ -97,21 +95,22 @@ template <class F> inline void unpack256(const uint8_t* p, uint8_t* q) {
 }
 
 // Sequence of operations of gguf.quants.dequantize, so that results are equal bit for bit.
-inline void dequantize_k(QType type, const uint8_t* p, float* out) {
-  uint8_t q[256];
-  if (type == QType::Q6_K) {
+template <> struct Dequantizer<QType::Q6_K> {
+  static void block(const uint8_t* p, float* out) {
+    uint8_t q[256];
     unpack256<FormatQ6K>(p, q);
     const float d = half_to_float(p + 208);
     for (int s = 0; s < 16; ++s) {
       const float ds = d * static_cast<float>(static_cast<int8_t>(p[192 + s]));
       for (int i = 0; i < 16; ++i) out[16 * s + i] = ds * static_cast<float>(static_cast<int>(q[16 * s + i]) - 32);
     }
-    return;
   }
-  if (type == QType::Q4_K)
-    unpack256<FormatQ4K>(p, q);
-  else
-    unpack256<FormatQ5K>(p, q);
+};
+
+// Q4_K and Q5_K.
+template <class F> inline void dequantize_minimum(const uint8_t* p, float* out) {
+  uint8_t q[256];
+  unpack256<F>(p, q);
   const float d = half_to_float(p), dmin = half_to_float(p + 2);
   const KScales ks = unpack_scales(p + 4);
   for (int s = 0; s < 8; ++s) {
@@ -142,65 +141,44 @@ template <QType TYPE> void dequantize_float(const uint8_t* row, int64_t k, float
   if (rest > 0) store_n(out + i, load_weights_n<TYPE>(row + i * bytes, rest), rest);
 }
 
-void dequantize_low(QType type, const uint8_t* row, int64_t k, float* out);  // formats/low.inl
-
-void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
-  if (dequantize_grid(type, row, k, out)) return;
-  if (is_grouped(type)) return parts::dequantize_grouped(type, row, k, out);
-  switch (type) {
-    case QType::F32: return dequantize_float<QType::F32>(row, k, out);
-    case QType::F16: return dequantize_float<QType::F16>(row, k, out);
-    case QType::BF16: return dequantize_float<QType::BF16>(row, k, out);
-    case QType::Q8_0:
-      for (int64_t b = 0; b < k / 32; ++b) {
-        const float d = half_to_float(row + 34 * b);
-        for (int i = 0; i < 32; ++i) out[32 * b + i] = static_cast<float>(static_cast<int8_t>(row[34 * b + 2 + i])) * d;
-      }
-      return;
-    case QType::IQ4_XS:
-      for (int64_t b = 0; b < k / 256; ++b) {
-        const uint8_t* p = row + 136 * b;
-        uint8_t q[256];
-        int8_t scales[8];
-        unpack256<FormatIQ4XS>(p, q);
-        unpack_iq4_scales(p, scales);
-        for (int i = 0; i < 256; ++i)
-          out[256 * b + i] =
-              half_to_float(p) * static_cast<float>(scales[i / 32]) * static_cast<float>(kIq4Values[q[i]]);
-      }
-      return;
-    case QType::MXFP4:
-      for (int64_t b = 0; b < k / 32; ++b) {
-        uint8_t q[32];
-        storeb(q, nibbles16(row + 17 * b + 1));
-        const float d = half_of_e8m0(row[17 * b]);
-        for (int i = 0; i < 32; ++i) out[32 * b + i] = d * static_cast<float>(kMxfp4Values[q[i]]);
-      }
-      return;
-    case QType::Q4_0:
-      for (int64_t b = 0; b < k / 32; ++b) {
-        uint8_t q[32];
-        storeb(q, nibbles16(row + 18 * b + 2));
-        const float d = half_to_float(row + 18 * b);
-        for (int i = 0; i < 32; ++i) out[32 * b + i] = d * static_cast<float>(static_cast<int>(q[i]) - 8);
-      }
-      return;
-    case QType::Q4_1:
-    case QType::Q5_0:
-    case QType::Q5_1:
-    case QType::Q2_K:
-    case QType::Q3_K:
-    case QType::IQ4_NL:
-    case QType::TQ1_0:
-    case QType::TQ2_0:
-    case QType::NVFP4:
-    case QType::Q1_0: return dequantize_low(type, row, k, out);
-    default: {
-      const int64_t bytes = type == QType::Q4_K ? 144 : type == QType::Q5_K ? 176 : 210;
-      for (int64_t b = 0; b < k / 256; ++b) dequantize_k(type, row + bytes * b, out + 256 * b);
-    }
+template <> struct Dequantizer<QType::Q8_0> {
+  static void block(const uint8_t* p, float* out) {
+    const float d = half_to_float(p);
+    for (int i = 0; i < 32; ++i) out[i] = static_cast<float>(static_cast<int8_t>(p[2 + i])) * d;
   }
-}
+};
+template <> struct Dequantizer<QType::Q4_0> {
+  static void block(const uint8_t* p, float* out) {
+    uint8_t q[32];
+    storeb(q, nibbles16(p + 2));
+    const float d = half_to_float(p);
+    for (int i = 0; i < 32; ++i) out[i] = d * static_cast<float>(static_cast<int>(q[i]) - 8);
+  }
+};
+template <> struct Dequantizer<QType::MXFP4> {
+  static void block(const uint8_t* p, float* out) {
+    uint8_t q[32];
+    storeb(q, nibbles16(p + 1));
+    const float d = half_of_e8m0(p[0]);
+    for (int i = 0; i < 32; ++i) out[i] = d * static_cast<float>(kMxfp4Values[q[i]]);
+  }
+};
+template <> struct Dequantizer<QType::IQ4_XS> {
+  static void block(const uint8_t* p, float* out) {
+    uint8_t q[256];
+    int8_t scales[8];
+    unpack256<FormatIQ4XS>(p, q);
+    unpack_iq4_scales(p, scales);
+    for (int i = 0; i < 256; ++i)
+      out[i] = half_to_float(p) * static_cast<float>(scales[i / 32]) * static_cast<float>(kIq4Values[q[i]]);
+  }
+};
+template <> struct Dequantizer<QType::Q4_K> {
+  static void block(const uint8_t* p, float* out) { dequantize_minimum<FormatQ4K>(p, out); }
+};
+template <> struct Dequantizer<QType::Q5_K> {
+  static void block(const uint8_t* p, float* out) { dequantize_minimum<FormatQ5K>(p, out); }
+};
 
 // One block of activations: d = max|x| / 127, q = round_half_even(x * (127 / max|x|)).
 //   max|x| below 1e-30 (zeros included): d = 0 and q = 0, for 127 / max|x| would overflow.

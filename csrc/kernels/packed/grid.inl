@@ -51,18 +51,30 @@ using PackedIQ3S = PackedGrid<FormatIQ3S, GridUpper::One, GridScales::Bytes>;
 using PackedIQ1S = PackedGrid<FormatIQ1S, GridUpper::Nibble, GridScales::Nibble>;
 using PackedIQ1M = PackedGrid<FormatIQ1M, GridUpper::Nibble, GridScales::Bytes>;
 
+template <class P> void pack_grid_tile(const uint8_t* const* rows, int64_t k, uint8_t* out);
+
+template <class P> struct KernelGrid {
+  using Packed = P;
+  using Steps = StepsGrid<P>;
+  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) { pack_grid_tile<P>(rows, k, out); }
+};
+template <> struct Kernel<QType::IQ2_XXS> : KernelGrid<PackedIQ2XXS> {};
+template <> struct Kernel<QType::IQ2_XS> : KernelGrid<PackedIQ2XS> {};
+template <> struct Kernel<QType::IQ2_S> : KernelGrid<PackedIQ2S> {};
+template <> struct Kernel<QType::IQ3_XXS> : KernelGrid<PackedIQ3XXS> {};
+template <> struct Kernel<QType::IQ3_S> : KernelGrid<PackedIQ3S> {};
+template <> struct Kernel<QType::IQ1_S> : KernelGrid<PackedIQ1S> {};
+template <> struct Kernel<QType::IQ1_M> : KernelGrid<PackedIQ1M> {};
+
 // Calls task(P{}) for the re-laid form of a type with a grid; does nothing for other types.
 template <class Task> inline void with_grid(QType type, const Task& task) {
-  switch (type) {
-    case QType::IQ2_XXS: return task(PackedIQ2XXS{});
-    case QType::IQ2_XS: return task(PackedIQ2XS{});
-    case QType::IQ2_S: return task(PackedIQ2S{});
-    case QType::IQ3_XXS: return task(PackedIQ3XXS{});
-    case QType::IQ3_S: return task(PackedIQ3S{});
-    case QType::IQ1_S: return task(PackedIQ1S{});
-    case QType::IQ1_M: return task(PackedIQ1M{});
-    default: return;
-  }
+  with_format(type, [&](auto format) {
+    using F = decltype(format);
+    if constexpr (F::info.kernels == Kernels::Grid) {
+      static_assert(kIsPackedAsSaid<F>);
+      task(typename Kernel<F::type>::Packed{});
+    }
+  });
 }
 
 template <class P> constexpr bool kHasGrid = false;

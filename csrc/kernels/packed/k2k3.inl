@@ -77,4 +77,10 @@ template <class P> void pack_tile_k2k3(const uint8_t* const* rows, int64_t k, ui
   }
 }
 
+template <class P> struct KernelK2K3 : Kernel256<P> {
+  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) { pack_tile_k2k3<P>(rows, k, out); }
+};
+template <> struct Kernel<QType::Q2_K> : KernelK2K3<PackedQ2K> {};
+template <> struct Kernel<QType::Q3_K> : KernelK2K3<PackedQ3K> {};
+
 }  // namespace

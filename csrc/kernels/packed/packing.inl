@@ -104,6 +104,28 @@ template <class P> void pack_tile32(const uint8_t* const* rows, int64_t k, uint8
   }
 }
 
+template <class P> struct Kernel256 {
+  using Packed = P;
+  using Steps = Steps256<P>;
+  static void tile(const TileArgs& a) { packed256_tile<P>(a); }
+  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) { pack_tile256<P>(rows, k, out); }
+};
+template <> struct Kernel<QType::Q4_K> : Kernel256<PackedQ4K> {};
+template <> struct Kernel<QType::Q5_K> : Kernel256<PackedQ5K> {};
+template <> struct Kernel<QType::Q6_K> : Kernel256<PackedQ6K> {};
+template <> struct Kernel<QType::IQ4_XS> : Kernel256<PackedIQ4XS> {
+  static void tile(const TileArgs& a) { in_few_parts<FewSigned>(a); }
+};
+
+template <class P> struct Kernel32 {
+  using Packed = P;
+  using Steps = Steps32<P>;
+  static void tile(const TileArgs& a) { packed32_tile<P>(a); }
+  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) { pack_tile32<P>(rows, k, out); }
+};
+template <> struct Kernel<QType::Q8_0> : Kernel32<PackedQ8_0> {};
+template <> struct Kernel<QType::Q4_0> : Kernel32<PackedQ4_0> {};
+
 // Two columns of every row side by side, see bf16.inl.
 void pack_bf16(const uint8_t* const* rows, int64_t k, uint8_t* out) {
   for (int64_t column = 0; column < k; column += 32) {

@@ -308,40 +308,41 @@ void pack_tile_q1(const uint8_t* const* rows, int64_t k, uint8_t* out) {
     }
 }
 
-// ---- the types of formats/low.inl ----
+template <class P> struct KernelSmall {
+  using Packed = P;
+  using Steps = StepsSmall<P>;
+  static void tile(const TileArgs& a) { small_tile<P>(a); }
+  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) { pack_tile_small<P>(rows, k, out); }
+};
+template <> struct Kernel<QType::Q4_1> : KernelSmall<PackedQ4_1> {};
+template <> struct Kernel<QType::Q5_0> : KernelSmall<PackedQ5_0> {};
+template <> struct Kernel<QType::Q5_1> : KernelSmall<PackedQ5_1> {};
+template <> struct Kernel<QType::NVFP4> : KernelSmall<PackedNVFP4> {};
+template <> struct Kernel<QType::Q1_0> : KernelSmall<PackedQ1_0> {
+  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) { pack_tile_q1(rows, k, out); }
+};
+template <> struct Kernel<QType::IQ4_NL> : Kernel32<PackedIQ4NL> {};
+template <> struct Kernel<QType::MXFP4> : Kernel32<PackedMXFP4> {
+  static void tile(const TileArgs& a) { small_tile<PackedMXFP4>(a); }
+};
+
+// ---- all types whose record says Kernels::Low ----
 
 // Adds to a.acc, as packed_tile.
 void low_tile(const TileArgs& a) {
-  switch (a.type) {
-    case QType::Q4_1: return small_tile<PackedQ4_1>(a);
-    case QType::Q5_0: return small_tile<PackedQ5_0>(a);
-    case QType::Q5_1: return small_tile<PackedQ5_1>(a);
-    case QType::IQ4_NL: return packed32_tile<PackedIQ4NL>(a);
-    case QType::MXFP4: return small_tile<PackedMXFP4>(a);
-    case QType::NVFP4: return small_tile<PackedNVFP4>(a);
-    case QType::Q1_0: return small_tile<PackedQ1_0>(a);
-    case QType::Q2_K: return packed256_tile<PackedQ2K>(a);
-    case QType::Q3_K: return packed256_tile<PackedQ3K>(a);
-    case QType::TQ1_0: return ternary_tile<PackedTQ1>(a);
-    case QType::TQ2_0: return ternary_tile<PackedTQ2>(a);
-    default: return;  // packed_tile has the others
-  }
+  with_format(a.type, [&](auto format) {
+    using F = decltype(format);
+    if constexpr (F::info.kernels == Kernels::Low) {
+      static_assert(kIsPackedAsSaid<F>);
+      Kernel<F::type>::tile(a);
+    }
+  });
 }
 
 void pack_low_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
-  switch (type) {
-    case QType::Q4_1: return pack_tile_small<PackedQ4_1>(rows, k, out);
-    case QType::Q5_0: return pack_tile_small<PackedQ5_0>(rows, k, out);
-    case QType::Q5_1: return pack_tile_small<PackedQ5_1>(rows, k, out);
-    case QType::IQ4_NL: return pack_tile32<PackedIQ4NL>(rows, k, out);
-    case QType::NVFP4: return pack_tile_small<PackedNVFP4>(rows, k, out);
-    case QType::Q1_0: return pack_tile_q1(rows, k, out);
-    case QType::Q2_K: return pack_tile_k2k3<PackedQ2K>(rows, k, out);
-    case QType::Q3_K: return pack_tile_k2k3<PackedQ3K>(rows, k, out);
-    case QType::TQ1_0: return pack_tile_ternary<PackedTQ1>(rows, k, out);
-    case QType::TQ2_0: return pack_tile_ternary<PackedTQ2>(rows, k, out);
-    default: return;
-  }
+  with_format(type, [&](auto format) {
+    if constexpr (decltype(format)::info.kernels == Kernels::Low) Kernel<decltype(format)::type>::pack(rows, k, out);
+  });
 }
 
 }  // namespace

@@ -207,4 +207,13 @@ template <class P> void pack_tile_ternary(const uint8_t* const* rows, int64_t k,
   }
 }
 
+template <class P> struct KernelTernary {
+  using Packed = P;
+  using Steps = StepsTernary<P>;
+  static void tile(const TileArgs& a) { ternary_tile<P>(a); }
+  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) { pack_tile_ternary<P>(rows, k, out); }
+};
+template <> struct Kernel<QType::TQ1_0> : KernelTernary<PackedTQ1> {};
+template <> struct Kernel<QType::TQ2_0> : KernelTernary<PackedTQ2> {};
+
 }  // namespace

@@ -14,7 +14,7 @@
 
 #include "ops/linear/activations.h"
 #include "ops/linear/tiles.h"
-#include "tiers/isa.h"
+#include "runtime/format_info.h"
 
 namespace kt {
 namespace {
@@ -138,7 +138,7 @@ const float* bias_at(const ExpertProjection& p, int64_t expert, int64_t row) {
 }
 
 // Whether activations are quantized for weights of `type`.
-bool is_quantized(QType type) { return qtype_info(type).form != ActForm::Float; }
+bool is_quantized(QType type) { return format_info(type).form != ActForm::Float; }
 
 constexpr int64_t kFusedTiles = 16;                  // 256 columns of the intermediate rows: a block of any type
 constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs of this size do not stay in caches

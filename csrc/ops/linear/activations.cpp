@@ -5,14 +5,14 @@
 #include <cstring>
 
 #include "ops/linear/rows.h"
-#include "tiers/isa.h"
+#include "runtime/format_info.h"
 
 namespace kt {
 namespace {
 
 constexpr int64_t kPiece = 256;  // columns
 
-ActForm form_for(QType type) { return qtype_info(type).form; }
+ActForm form_for(QType type) { return format_info(type).form; }
 
 }  // namespace
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "tiers/isa.h"
+#include "runtime/format_info.h"
 
 namespace kt {
 namespace {
@@ -11,7 +11,7 @@ namespace {
 // Tiles that one call of a kernel may take together have the same.
 int kind_of(const TileArgs& args) {
   if (args.packed == nullptr) return 0;
-  return args.blocks != nullptr && args.blocks->bf16 != nullptr ? 1 : 2 + static_cast<int>(qtype_info(args.type).form);
+  return args.blocks != nullptr && args.blocks->bf16 != nullptr ? 1 : 2 + static_cast<int>(format_info(args.type).form);
 }
 
 }  // namespace

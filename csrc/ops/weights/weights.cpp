@@ -10,14 +10,14 @@
 
 #include "ops/linear/tiles.h"
 #include "runtime/files.h"
+#include "runtime/format_info.h"
 #include "runtime/grouped.h"
-#include "tiers/isa.h"
 
 namespace kt {
 namespace {
 
-const QTypeInfo& checked_info(QType type, int64_t rows, int64_t cols) {
-  const QTypeInfo& info = qtype_info(type);
+const FormatInfo& checked_info(QType type, int64_t rows, int64_t cols) {
+  const FormatInfo& info = format_info(type);
   if (rows < 0 || cols < 0 || cols % info.block != 0)
     throw std::invalid_argument("weight of " + std::to_string(rows) + " rows and " + std::to_string(cols) +
                                 " columns cannot be " + info.name);
@@ -27,7 +27,7 @@ const QTypeInfo& checked_info(QType type, int64_t rows, int64_t cols) {
 }  // namespace
 
 WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
-  const QTypeInfo& info = checked_info(type, rows, cols);
+  const FormatInfo& info = checked_info(type, rows, cols);
   if (type == QType::F8_E4M3) throw std::invalid_argument("FP8 weights are computed with in re-laid form only");
   return {type, data, rows, cols, cols / info.block * info.bytes};
 }
@@ -38,45 +38,17 @@ void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
 }
 
 int64_t packed_tile_bytes(QType type, int64_t cols) {
-  const QTypeInfo& info = qtype_info(type);
+  const FormatInfo& info = format_info(type);
   if (is_grouped(type)) return GroupForm(type).tile_bytes(cols);
-  const int64_t blocks = cols / info.block, head = (blocks * 32 + 63) / 64 * 64;
-  switch (type) {
-    case QType::Q4_1: return blocks * 320;
-    case QType::Q5_0: return head + blocks * 320;
-    case QType::Q5_1: return blocks * 384;
-    case QType::Q2_K: return blocks * 1344;
-    case QType::Q3_K: return head + blocks * 1792;
-    case QType::IQ4_NL: return head + blocks * 256;
-    case QType::TQ1_0: return head + blocks * 832;
-    case QType::TQ2_0: return head + blocks * 1024;
-    case QType::NVFP4: return blocks * 576;
-    case QType::Q1_0: return head + blocks * 256;
-    case QType::Q8_0: return head + blocks * 512;
-    case QType::Q4_0: return head + blocks * 256;
-    case QType::Q4_K: return blocks * 2368;
-    case QType::Q5_K: return blocks * 2880;
-    case QType::Q6_K: return head + blocks * 3328;
-    case QType::IQ4_XS: return head + blocks * 2176;
-    case QType::MXFP4: return (blocks * 16 + 63) / 64 * 64 + blocks * 256;
-    case QType::IQ2_XXS: return head + blocks * 1024;
-    case QType::IQ2_XS: return head + blocks * 1152;
-    case QType::IQ2_S: return head + blocks * 1280;
-    case QType::IQ3_XXS: return head + blocks * 1536;
-    case QType::IQ3_S: return head + blocks * 1728;
-    case QType::IQ1_S: return head + blocks * 768;
-    case QType::IQ1_M: return head + blocks * 896;
-    case QType::BF16:
-      if (cols % kBf16Cols != 0)
-        throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");
-      return cols * 2 * kTileRows;
-    case QType::F8_E4M3: return ((cols + kFp8Block - 1) / kFp8Block * 4 + 63) / 64 * 64 + cols * 16;
-    default: throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
-  }
+  if (info.packed_bytes == 0) throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
+  if (type == QType::BF16 && cols % kBf16Cols != 0)
+    throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");
+  const int64_t head = (cols + info.head_cols - 1) / info.head_cols * info.head_bytes;
+  return (head + 63) / 64 * 64 + cols / info.block * info.packed_bytes;
 }
 
 WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
-  const QTypeInfo& info = checked_info(type, rows, cols);
+  const FormatInfo& info = checked_info(type, rows, cols);
   return {type, data, rows, cols, cols / info.block * info.bytes, packed_tile_bytes(type, cols)};
 }
 

@@ -16,6 +16,7 @@ from ktransformers.errors import ConfigError, KernelError
 from ktransformers.kernels.cpu.grids import register_grids
 from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.formats import FORMATS, Kernels
 from ktransformers.kernels.types import GroupType, OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
 
 __all__ = [
@@ -44,11 +45,13 @@ REBUILD = "pip install -C cmake.define.KTRANSFORMERS_TIERS=all ."
 
 def _native_types() -> frozenset[QuantType]:
     types = set()
-    for name, (number, block, size) in extension.quant_types().items():
+    for number, format in FORMATS.items():
+        if format.kernels is Kernels.FP8:  # no type of ggml
+            continue
         qtype = QuantType(number)
-        if qtype.name != name or block_size(qtype) != block or type_size(qtype) != size:
+        if (qtype.name, block_size(qtype), type_size(qtype)) != (format.name, format.block, format.nbytes):
             raise KernelError(
-                f"ktransformers._native and the gguf package disagree about {name}: reinstall ktransformers"
+                f"ktransformers._native and the gguf package disagree about {format.name}: reinstall ktransformers"
             )
         types.add(qtype)
     return frozenset(types)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ktransformers.kernels.cpu import pages
 from ktransformers.kernels.cpu.base import Isa, WorkerPool, check_tensor, check_weight, has_bf16
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.types import (
     Fp8Matrix,
     GroupType,
@@ -42,34 +43,7 @@ __all__ = [
 ]
 
 #: The block formats of ggml that `pack` packs; it packs every GroupType too.
-PACKED_TYPES = frozenset(
-    {
-        QuantType.Q4_0,
-        QuantType.Q4_1,
-        QuantType.Q5_0,
-        QuantType.Q5_1,
-        QuantType.Q8_0,
-        QuantType.Q2_K,
-        QuantType.Q3_K,
-        QuantType.Q4_K,
-        QuantType.Q5_K,
-        QuantType.Q6_K,
-        QuantType.IQ4_NL,
-        QuantType.IQ4_XS,
-        QuantType.IQ2_XXS,
-        QuantType.IQ2_XS,
-        QuantType.IQ2_S,
-        QuantType.IQ3_XXS,
-        QuantType.IQ3_S,
-        QuantType.IQ1_S,
-        QuantType.IQ1_M,
-        QuantType.TQ1_0,
-        QuantType.TQ2_0,
-        QuantType.MXFP4,
-        QuantType.NVFP4,
-        QuantType.Q1_0,
-    }
-)
+PACKED_TYPES = frozenset(QuantType(number) for number, format in FORMATS.items() if format.is_packed)
 
 TILE_ROWS: int = extension.TILE_ROWS
 

@@ -20,8 +20,8 @@ from ktransformers.kernels.triton.common.byte_ops import byte_signs, dot_signed,
 from ktransformers.kernels.triton.common.runtime import jit, static, tl
 from ktransformers.kernels.triton.linear.grid import later_words
 from ktransformers.kernels.triton.quant.block_int16 import byte_plane_word, load_block_int16
-from ktransformers.kernels.triton.quant.cpu_packed_bytes import line_words
-from ktransformers.kernels.triton.quant.cpu_packed_codes import IQ4_XS, block_bytes, code_scales, head_bytes, tile_bytes
+from ktransformers.kernels.triton.quant.cpu_packed_bytes import block_bytes, head_bytes, line_words, tile_bytes
+from ktransformers.kernels.triton.quant.cpu_packed_codes import IQ4_XS, code_scales
 from ktransformers.kernels.triton.quant.cpu_packed_grid import (
     IQ1_M,
     IQ1_S,

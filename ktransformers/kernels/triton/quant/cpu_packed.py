@@ -14,7 +14,6 @@ from ktransformers.kernels.triton.common.bits import (
     F8_E4M3,
     MXFP4,
     Q4_0,
-    Q4_K,
     Q5_K,
     Q6_K,
     Q8_0,
@@ -24,7 +23,14 @@ from ktransformers.kernels.triton.common.bits import (
     shifted,
 )
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.quant.cpu_packed_bytes import byte_pairs, halves, line_words
+from ktransformers.kernels.triton.quant.cpu_packed_bytes import (
+    block_bytes,
+    byte_pairs,
+    halves,
+    head_bytes,
+    line_words,
+    tile_bytes,
+)
 from ktransformers.kernels.triton.quant.cpu_packed_codes import code_tile, has_codes
 from ktransformers.kernels.triton.quant.cpu_packed_grid import grid_tile, has_grid
 
@@ -61,12 +67,10 @@ def tile_of_256(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTY
     """Load 64 columns of a K-quant: word i of a group has its columns 4 i + b in low nibbles, 32 + 4 i + b in high
     ones.
     """
-    HEAD: tl.constexpr = (K // 256 * 32 + 63) // 64 * 64 if TYPE == Q6_K else 0
-    BYTES: tl.constexpr = 2368 if TYPE == Q4_K else 2880 if TYPE == Q5_K else 3328
-    SIZE: tl.constexpr = HEAD + K // 256 * BYTES
+    SIZE: tl.constexpr = tile_bytes(TYPE, K)
     LINES: tl.constexpr = 256 if TYPE == Q6_K else 320
     g = k0 % 256 // 64
-    block = HEAD + k0 // 256 * BYTES
+    block = head_bytes(TYPE, K) + k0 // 256 * block_bytes(TYPE)
     i = tl.arange(0, 8)[:, None]
     word = line_words(base, block + LINES + 64 * (8 * g + i), n, mask, SIZE)
     upper, upper_high = word, word
@@ -97,9 +101,9 @@ def tile_of_256(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTY
 @jit
 def tile_of_32(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """Load 64 columns of a type with blocks of 32; those past K are zero."""
-    HEAD: tl.constexpr = (K // 32 * (16 if TYPE == MXFP4 else 32) + 63) // 64 * 64
-    WORDS: tl.constexpr = 8 if TYPE == Q8_0 else 4  # of a block
-    SIZE: tl.constexpr = HEAD + K // 32 * 64 * WORDS
+    HEAD: tl.constexpr = head_bytes(TYPE, K)
+    WORDS: tl.constexpr = block_bytes(TYPE) // 64
+    SIZE: tl.constexpr = tile_bytes(TYPE, K)
     at = tl.arange(0, 2 * WORDS)[:, None]
     block = k0 // 32 + at // WORDS
     mask = mask & (block < K // 32)

@@ -1,10 +1,62 @@
-"""Reads bytes of the CPU kernels' tiles of 16 rows: one number of each row, the rows side by side."""
+"""Reads bytes of the CPU kernels' tiles of 16 rows: one number of each row, the rows side by side.
+
+How large tiles are is the table's (kernels/formats.py); a block here has 32 columns, of types with blocks of 256 in the
+file 256. Those of weights in groups: cpu_packed_groups.py.
+"""
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.common.runtime import jit, tl
+from ktransformers.kernels.formats import FORMATS
+from ktransformers.kernels.triton.common.runtime import jit, static, tl
 
-__all__ = ["byte_pairs", "halves", "line_words", "row_bytes_at"]
+__all__ = ["block_bytes", "byte_pairs", "halves", "head_bytes", "is_super", "line_words", "row_bytes_at", "tile_bytes"]
+
+# What is static is Python's: of plain numbers.
+_SUPER = tuple(number for number, format in FORMATS.items() if format.is_packed and format.block == 256)
+_SIZES = tuple(
+    (
+        number,
+        format.head_cols,
+        format.head_bytes,
+        format.packed_bytes * (256 if number in _SUPER else 32) // format.block,
+    )
+    for number, format in FORMATS.items()
+    if format.is_packed
+)
+
+
+@static
+def is_super(type_number):
+    """Whether a type's blocks have 256 columns."""
+    return type_number in _SUPER
+
+
+@static
+def head_bytes(type_number, cols):
+    """Return the bytes in front of a tile's blocks."""
+    for number, head_cols, nbytes, _ in _SIZES:
+        if number == type_number:
+            return (cols // head_cols * nbytes + 63) // 64 * 64
+    raise ValueError(f"type {type_number} is not packed")
+
+
+@static
+def block_bytes(type_number):
+    """Return the bytes of a tile's block behind the head."""
+    for number, _, _, nbytes in _SIZES:
+        if number == type_number:
+            return nbytes
+    raise ValueError(f"type {type_number} is not packed")
+
+
+@static
+def tile_bytes(type_number, cols):
+    """Return the bytes of a tile of 16 rows."""
+    for number, head_cols, head, nbytes in _SIZES:
+        if number == type_number:
+            blocks = cols // (256 if number in _SUPER else 32)
+            return (cols // head_cols * head + 63) // 64 * 64 + blocks * nbytes
+    raise ValueError(f"type {type_number} is not packed")
 
 
 @jit

@@ -13,7 +13,15 @@ from __future__ import annotations
 from ktransformers.kernels.triton.common.bits import e2m1, e4m3, shifted
 from ktransformers.kernels.triton.common.byte_ops import permute_bytes
 from ktransformers.kernels.triton.common.runtime import constant, jit, static, tl
-from ktransformers.kernels.triton.quant.cpu_packed_bytes import byte_pairs, halves, line_words
+from ktransformers.kernels.triton.quant.cpu_packed_bytes import (
+    block_bytes,
+    byte_pairs,
+    halves,
+    head_bytes,
+    is_super,
+    line_words,
+    tile_bytes,
+)
 from ktransformers.kernels.triton.quant.cpu_packed_groups import (
     E2M1,
     F8,
@@ -25,7 +33,7 @@ from ktransformers.kernels.triton.quant.cpu_packed_groups import (
 )
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number", "plain_scales"]
+__all__ = ["CODE_TYPES", "code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number", "plain_scales"]
 
 Q2_K = constant(int(QuantType.Q2_K))
 Q3_K = constant(int(QuantType.Q3_K))
@@ -50,68 +58,24 @@ IQ4_8, IQ4_12 = constant(_bytes_of(129, 141, 153, 166)), constant(_bytes_of(181,
 
 
 # What is static is Python's: of plain numbers.
-_SUPER = frozenset(map(int, (QuantType.Q2_K, QuantType.Q3_K, QuantType.IQ4_XS, QuantType.TQ1_0, QuantType.TQ2_0)))
-_Q2_K, _Q1_0, _WITH_MINIMA = int(QuantType.Q2_K), int(QuantType.Q1_0), (int(QuantType.Q4_1), int(QuantType.Q5_1))
-_FIVES = (QuantType.Q5_0, QuantType.Q5_1)
-_SMALL = frozenset(map(int, (*_FIVES, QuantType.Q4_1, QuantType.IQ4_NL, QuantType.NVFP4, QuantType.Q1_0)))
-_TABLES = frozenset(map(int, (QuantType.IQ4_XS, QuantType.IQ4_NL, QuantType.NVFP4)))
-# Types, and bytes of their blocks behind the head; of others 256.
-_BLOCKS = (
-    (int(QuantType.Q2_K), 1344),
-    (int(QuantType.Q3_K), 1792),
-    (int(QuantType.IQ4_XS), 2176),
-    (int(QuantType.TQ1_0), 832),
-    (int(QuantType.TQ2_0), 1024),
-    (int(QuantType.Q5_0), 320),
-    (int(QuantType.Q5_1), 320),
-    (_Q1_0, 64),
+#: Numbers of the ggml types that the readers of this module know, beside those of weights in groups.
+CODE_TYPES = tuple(
+    int(QuantType[name])
+    for name in ("Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0")
 )
-
-
-@static
-def is_super(type_number):
-    """Whether a type's blocks have 256 columns."""
-    return type_number in _SUPER
+_TABLES = (int(QuantType.IQ4_XS), int(QuantType.IQ4_NL), int(QuantType.NVFP4))
 
 
 @static
 def has_codes(type_number):
     """Whether the readers of this module know a type."""
-    return type_number in _SUPER or type_number in _SMALL or is_grouped(type_number)
+    return type_number in CODE_TYPES or is_grouped(type_number)
 
 
 @static
 def has_offset(type_number):
     """Whether a type has an offset M that is not zero: f of integers is 1 + u / 256."""
     return type_number not in _TABLES and not (is_grouped(type_number) and has_float_codes(type_number))
-
-
-@static
-def head_bytes(type_number, cols):
-    """Return the bytes in front of a tile's blocks."""
-    if type_number == _Q2_K:
-        return 0
-    if type_number in _WITH_MINIMA:
-        return cols // 32 * 64
-    if type_number == _Q1_0:
-        return (cols // 128 * 32 + 63) // 64 * 64
-    return (cols // (256 if type_number in _SUPER else 32) * 32 + 63) // 64 * 64
-
-
-@static
-def block_bytes(type_number):
-    """Return the bytes of a tile's block behind the head."""
-    for known, nbytes in _BLOCKS:
-        if known == type_number:
-            return nbytes
-    return 256
-
-
-@static
-def tile_bytes(type_number, cols):
-    """Return the bytes of a tile of 16 rows."""
-    blocks = cols // (256 if type_number in _SUPER else 32)
-    return head_bytes(type_number, cols) + blocks * block_bytes(type_number)
 
 
 @jit

@@ -16,11 +16,14 @@ Knows bytes and numbers of these types; does not know products (linear/grid.py).
 
 from __future__ import annotations
 
+from ktransformers.kernels.formats import FORMATS, Kernels
 from ktransformers.kernels.triton.common.runtime import constant, jit, static, tl
+from ktransformers.kernels.triton.quant.cpu_packed_bytes import block_bytes, head_bytes, tile_bytes
 from ktransformers.kernels.triton.quant.tables import AT_IQ1, AT_IQ2_S, AT_IQ2_XS, AT_IQ2_XXS, AT_IQ3_S, AT_IQ3_XXS
 from ktransformers.kernels.types import QuantType
 
 __all__ = [
+    "GRID_TYPES",
     "delta_of",
     "field",
     "grid_tile",
@@ -42,13 +45,14 @@ IQ1_S = constant(int(QuantType.IQ1_S))
 IQ1_M = constant(int(QuantType.IQ1_M))
 
 
-_GRIDS = tuple(int(QuantType[name]) for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"))
+#: Numbers of the types whose codes are looked up in a grid.
+GRID_TYPES = tuple(number for number, format in FORMATS.items() if format.kernels is Kernels.GRID)
 
 
 @static
 def has_grid(type_number):
     """Whether codes of a type are looked up in a grid."""
-    return type_number in _GRIDS
+    return type_number in GRID_TYPES
 
 
 @jit
@@ -71,11 +75,9 @@ def part_words(base, part, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     PART: tl.constexpr = 192 if IS_IQ3 else 64 if IS_IQ1 else 128
     ABOVE: tl.constexpr = 128 if TYPE == IQ2_S or TYPE == IQ3_S else 256 if IS_IQ1 else 0
     SCALES: tl.constexpr = 64 if TYPE == IQ3_S else 128 if TYPE == IQ2_XS or TYPE == IQ2_S or TYPE == IQ1_M else 0
-    BYTES: tl.constexpr = 8 * PART + ABOVE + SCALES
-    HEAD: tl.constexpr = (K // 256 * 32 + 63) // 64 * 64
-    SIZE: tl.constexpr = HEAD + K // 256 * BYTES
+    SIZE: tl.constexpr = tile_bytes(TYPE, K)
     s = part % 8
-    block = HEAD + part // 8 * BYTES
+    block = head_bytes(TYPE, K) + part // 8 * block_bytes(TYPE)
     codes = row_words(base, block + PART * s, n, mask, SIZE)
     more, signs, above, scale = codes, codes, codes, codes
     if IS_IQ3:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.triton.common.bits import (
     BF16,
     F8_E4M3,
@@ -57,6 +58,8 @@ __all__ = [
 ROWS = constant(int(GpuLayout.ROWS))
 PLANES = constant(int(GpuLayout.PLANES))
 TILES = constant(int(GpuLayout.CPU_PACKED))
+
+_BLOCKS = tuple((number, format.block, format.nbytes) for number, format in FORMATS.items())
 
 
 @jit
@@ -348,16 +351,13 @@ def raw_value(row, k, mask, TYPE: tl.constexpr):
     return load_half(block4, mask) * (q4 - 8).to(tl.float32)
 
 
-@jit
-def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
+@static
+def raw_row_bytes(type_number, cols):
     """Return the bytes of a row in ggml's layout."""
-    if TYPE == Q4_K:
-        return K // 256 * 144
-    if TYPE == Q5_K:
-        return K // 256 * 176
-    if TYPE == Q6_K:
-        return K // 256 * 210
-    return K // 32 * (34 if TYPE == Q8_0 else 17 if TYPE == MXFP4 else 18)
+    for number, block, nbytes in _BLOCKS:
+        if number == type_number:
+            return cols // block * nbytes
+    raise ValueError(f"no type has the number {type_number}")
 
 
 @jit

@@ -37,6 +37,8 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.cpu import packed_nbytes
+from ktransformers.kernels.triton.quant.cpu_packed_codes import CODE_TYPES
+from ktransformers.kernels.triton.quant.cpu_packed_grid import GRID_TYPES
 from ktransformers.kernels.types import (
     FP8_BLOCK,
     Fp8Matrix,
@@ -70,26 +72,9 @@ __all__ = [
 GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4})
 
 #: The block formats that they read from the tiles of the CPU's kernels alone (cpu_packed_codes.py, cpu_packed_grid.py).
-CPU_PACKED_TYPES: frozenset[WeightType] = frozenset(GroupType) | {
-    QuantType.Q2_K,
-    QuantType.Q3_K,
-    QuantType.Q4_1,
-    QuantType.Q5_0,
-    QuantType.Q5_1,
-    QuantType.IQ4_NL,
-    QuantType.IQ4_XS,
-    QuantType.TQ1_0,
-    QuantType.TQ2_0,
-    QuantType.Q1_0,
-    QuantType.NVFP4,
-    QuantType.IQ2_XXS,
-    QuantType.IQ2_XS,
-    QuantType.IQ2_S,
-    QuantType.IQ3_XXS,
-    QuantType.IQ3_S,
-    QuantType.IQ1_S,
-    QuantType.IQ1_M,
-}
+CPU_PACKED_TYPES: frozenset[WeightType] = frozenset(GroupType) | frozenset(
+    QuantType(number) for number in (*CODE_TYPES, *GRID_TYPES)
+)
 
 #: All types of matrices that they read.
 READ_TYPES: frozenset[WeightType] = GPU_TYPES | CPU_PACKED_TYPES | {QuantType.BF16, QuantType.F16, OwnType.F8_E4M3}

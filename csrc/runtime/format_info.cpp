@@ -1,5 +1,6 @@
-// See grouped.h. Names: kind of code, columns of a group, kind of scale, and Z where there are zeros.
-#include "tiers/grouped.h"
+// See format_info.h. Names of weights in groups: kind of code, columns of a group, kind of scale, and Z where there are
+// zeros.
+#include "runtime/format_info.h"
 
 #include <deque>
 #include <stdexcept>
@@ -12,7 +13,7 @@ namespace {
 
 struct Grouped {
   std::deque<std::string> names;  // which stay where they are
-  std::vector<QTypeInfo> infos;
+  std::vector<FormatInfo> infos;
 
   void add(const std::string& name, const GroupForm& form) {
     names.push_back(name);
@@ -48,10 +49,12 @@ const Grouped& grouped() {
 
 }  // namespace
 
-const std::vector<QTypeInfo>& grouped_infos() { return grouped().infos; }
+const std::vector<FormatInfo>& grouped_formats() { return grouped().infos; }
 
-const QTypeInfo& grouped_info(QType type) {
-  for (const QTypeInfo& info : grouped_infos())
+const FormatInfo& format_info(QType type) {
+  for (const FormatInfo& info : kFormats)
+    if (info.type == type) return info;
+  for (const FormatInfo& info : grouped_formats())
     if (info.type == type) return info;
   throw std::invalid_argument("no kernel for weights of type " + std::to_string(static_cast<int>(type)));
 }

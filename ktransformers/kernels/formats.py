@@ -1,0 +1,55 @@
+"""The table of weight types, as the native extension has it (csrc/runtime/formats.h): sizes, and which kernels compute.
+
+Everything that is a set of types or a size of theirs in Python is derived from this table. Weights in groups have types
+of their own (`GroupType`), whose numbers say in bits what they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ktransformers.kernels.extension import extension
+
+__all__ = ["FORMATS", "Format", "Kernels"]
+
+
+class Kernels(IntEnum):
+    """Files of csrc/kernels that compute with a type. PLAIN: numbers in rows. GRID: codes that are looked up."""
+
+    PLAIN = 0
+    PACKED = 1
+    LOW = 2
+    GRID = 3
+    FP8 = 4
+
+
+@dataclass(frozen=True)
+class Format:
+    """Record of one weight type.
+
+    number: ggml's, or one outside of its range. block, nbytes: elements and bytes of a block in rows. A packed tile of
+    16 rows is `head_bytes` for every `head_cols` columns, padded to 64 bytes, then `packed_bytes` for every block; 0:
+    the type is not packed.
+    """
+
+    number: int
+    name: str
+    block: int
+    nbytes: int
+    kernels: Kernels
+    head_cols: int
+    head_bytes: int
+    packed_bytes: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `cpu.pack` packs the type for int8 activations, which every instruction set multiplies with."""
+        return self.kernels in (Kernels.PACKED, Kernels.LOW, Kernels.GRID)
+
+
+#: Records by number.
+FORMATS: dict[int, Format] = {
+    number: Format(number, name, block, nbytes, Kernels(kernels), *packed)
+    for number, name, block, nbytes, kernels, *packed in extension.formats()
+}
