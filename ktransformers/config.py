@@ -61,6 +61,31 @@ KV_TYPES = ("auto", "fp32", "bf16", "int8", "fp8")
 ATTENTION_PRODUCTS = ("bf16", "kv")
 """What `--attention_products` accepts, the default first: of the type of activations, or of what `--kv_type` keeps."""
 
+PRECISIONS: dict[str, dict[str, str]] = {
+    "exact": {
+        "cpu_prefill": "int8",
+        "cpu_activations": "int8",
+        "cpu_bf16": "bf16",
+        "kv_type": "auto",
+        "attention_products": "bf16",
+    },
+    "fast": {
+        "cpu_prefill": "int8",
+        "cpu_activations": "int8",
+        "cpu_bf16": "bf16",
+        "kv_type": "bf16",
+        "attention_products": "kv",
+    },
+    "close": {
+        "cpu_prefill": "int8",
+        "cpu_activations": "int16",
+        "cpu_bf16": "fp32",
+        "kv_type": "fp32",
+        "attention_products": "bf16",
+    },
+}
+"""What `--precision` accepts, the default first, and what each makes of the fields that were not given themselves."""
+
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 """What `--attention_backend` accepts."""
 

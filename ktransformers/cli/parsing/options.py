@@ -23,6 +23,7 @@ from ktransformers.config import (
     CPU_PREFILLS,
     CPU_QUANT_TYPES,
     KV_TYPES,
+    PRECISIONS,
     SPARSE_ATTENTIONS,
     EngineConfig,
     bundled_model,
@@ -185,6 +186,13 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         help="most prompt tokens of one step; 0: 512 on the CPU, up to 4096 on a GPU, as memory allows (%(default)s)",
     )
     group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
+    group.add_argument(
+        "--precision",
+        choices=tuple(PRECISIONS),
+        default=next(iter(PRECISIONS)),
+        help="stands for --cpu_activations, --cpu_bf16, --kv_type and --attention_products where they are not given: "
+        "exact; fast: attention in bf16 on the CPU; close: the least rounding, prefill at half the speed (%(default)s)",
+    )
     group.add_argument(
         "--kv_type",
         choices=KV_TYPES,

@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from ktransformers.server.api.openai.fields import CHAT_FIELDS, COMPLETION_FIELDS
+from ktransformers.server.api.openai.responses.fields import TABLE as RESPONSES
+from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.schemas import ChatBody, CompletionBody
 from ktransformers.server.http.fields import IGNORED_HEADER
 from tests.support.servers.server_process import ServerProcess
@@ -173,3 +175,19 @@ def test_the_tables_are_those_of_the_models() -> None:
     for body, table in ((ChatBody, CHAT_FIELDS), (CompletionBody, COMPLETION_FIELDS)):
         others = {name for name, rule in table.items() if rule.to or rule.nearest or rule.is_hint or rule.is_ignored}
         assert table.keys() - others == set(body.model_fields)
+    others = {name for name, rule in RESPONSES.items() if rule.to or rule.nearest or rule.is_hint or rule.is_ignored}
+    # Of the fields that it shares with chat completions one is called text.format here.
+    assert RESPONSES.keys() - others == set(ResponsesBody.model_fields) - {"response_format"}
+
+
+@pytest.mark.parametrize("field", [{"truncate_prompt_tokens": -1}, {"transforms": ["middle-out"]}, {"transforms": []}])
+def test_responses_may_be_cut_in_other_programs_words(http: httpx.Client, field: dict[str, Any]) -> None:
+    answer = http.post("/v1/responses", json={"input": "Hi", "temperature": 0, "max_output_tokens": 2} | field)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["truncation"] == ("disabled" if field == {"transforms": []} else "auto")
+
+
+def test_responses_are_not_cut_to_a_number(http: httpx.Client) -> None:
+    answer = http.post("/v1/responses", json={"input": "Hi", "truncate_prompt_tokens": 5})
+    assert answer.status_code == 400
+    assert 'truncation "auto"' in answer.json()["error"]["message"]

@@ -33,6 +33,18 @@ def _response_format(value: Any) -> Mapping[str, Any]:
     return {"text": {"format": value}}
 
 
+def _truncation(value: Any) -> Mapping[str, Any]:
+    """vLLM's number of tokens that a prompt is cut to; -1 is as many as fit."""
+    if value != -1:
+        raise FieldError('a conversation is cut to what fits alone: use -1, or truncation "auto"', "")
+    return {"truncation": "auto"}
+
+
+def _transforms(value: Any) -> Mapping[str, Any]:
+    """OpenRouter's list of what may be done to a conversation that is too long."""
+    return {"truncation": "auto"} if isinstance(value, list) and "middle-out" in value else {}
+
+
 _VALUES = ("value", "pattern", "grammar", "schema")
 
 _FORMAT: FieldTable = {
@@ -60,6 +72,8 @@ TABLE: FieldTable = {
     "max_tokens": mapped("max_output_tokens", -1, -2),
     "max_completion_tokens": mapped("max_output_tokens", -1, -2),
     "response_format": mapped(_response_format),
+    "truncate_prompt_tokens": mapped(_truncation),
+    "transforms": mapped(_transforms, []),
     "reasoning_effort": mapped(lambda value: {"reasoning": {"effort": value}}, ""),
     "extra_body": inside({}),
     **dict.fromkeys(
