@@ -27,7 +27,7 @@ __all__ = ["Compiled", "compiles", "is_warmup", "loading", "variant_of", "warmup
 logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 16
-_PACKAGE = __name__.rpartition(".")[0]
+_PACKAGE = "ktransformers.kernels.triton."  # all rooms of it
 
 Listener = Callable[[str, bool], None]
 """Told of a variant: the kernel with its constants, and whether it came from the disk."""

@@ -57,7 +57,6 @@ def test_kernels_compile_and_fit(arguments, kernels, tmp_path):
         assert kernel in done.stdout
 
 
-@pytest.mark.exhaustive
 def test_what_is_rehearsed_is_compiled_once(tmp_path):
     """Into Triton's folder, from which the next process reads it; what nobody rehearsed is named in the log."""
     for expected in ("rehearsed 6 compiled 3", "rehearsed 6 from disk 3"):
