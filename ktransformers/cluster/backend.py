@@ -29,14 +29,12 @@ from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.balance_stats import ClusterStats
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
+from ktransformers.system.restart_policy import MAX_STRIKES
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["MAX_LOSSES", "MAX_STRIKES", "ReplicaInterface", "ReplicaLostError", "Replicas"]
+__all__ = ["MAX_LOSSES", "ReplicaInterface", "ReplicaLostError", "Replicas"]
 
 logger = logging.getLogger("ktransformers.server")
-
-MAX_STRIKES = 3
-"""Replicas that a request may lose one after the other without a token of it in between: it may be what kills them."""
 
 MAX_LOSSES = 16
 """Replicas that it may lose at all."""

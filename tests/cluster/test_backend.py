@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from ktransformers.cluster.backend import MAX_STRIKES, ReplicaInterface
+from ktransformers.cluster.backend import ReplicaInterface
 from ktransformers.cluster.records import Ask
 from ktransformers.core import FinishReason, TokenEvent
 from ktransformers.errors import DeadlineError, EngineError, NotReadyError, SlowReaderError
 from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.system.restart_policy import MAX_STRIKES
 from tests.support.servers.balance_backend import backend, check, collect, request, run, until
 from tests.support.servers.balance_fakes import POISON
 from tests.support.servers.fake_replicas import FakeReplicas

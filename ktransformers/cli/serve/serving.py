@@ -12,6 +12,7 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
 from ktransformers.server.utils.create_interface import BACKENDS, create_interface, interface_class
+from ktransformers.system.restart_policy import MAX_DEATHS
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
@@ -41,7 +42,7 @@ _BALANCE_FLAGS = (
 )  # fmt: skip
 PAGE_SIZE = 64
 MAX_BATCH_SIZE = 16
-MAX_ENGINE_RESTARTS = 5
+MAX_ENGINE_RESTARTS = MAX_DEATHS
 ENGINE_TIMEOUT = 300.0
 
 

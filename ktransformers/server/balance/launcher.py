@@ -30,8 +30,9 @@ from ktransformers.server.balance.messages import (
     decode,
     encode,
 )
-from ktransformers.server.balance.restarts import Clock, ending
+from ktransformers.server.balance.restarts import Clock
 from ktransformers.system.child import PARENTS_SIGNALS, framed, spawn_code
+from ktransformers.system.restart_policy import ending
 
 __all__ = ["EngineDied", "EngineHung", "Launcher", "LoadLimit", "RunningEngine"]
 

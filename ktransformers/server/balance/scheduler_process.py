@@ -51,12 +51,12 @@ from ktransformers.server.balance.messages import (
 from ktransformers.server.balance.step_watch import StepWatch
 from ktransformers.system.child import become, follow_parent
 from ktransformers.system.logs import set_up_logging
+from ktransformers.system.restart_policy import MAX_STRIKES
 
 __all__ = ["EngineLink", "SchedulerProcess", "main"]
 
 logger = logging.getLogger("ktransformers.scheduler")
 
-MAX_STRIKES = 3
 ISOLATING_STRIKES = 2
 
 

@@ -39,18 +39,9 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.model_files import ModelFiles
-from ktransformers.server.balance.restarts import (
-    RESTART_SECONDS,
-    Clock,
-    DeathLimit,
-    SystemClock,
-    delays,
-    ending,
-    pinned,
-    shortfall,
-    was_killed,
-)
+from ktransformers.server.balance.restarts import Clock, SystemClock, pinned, shortfall
 from ktransformers.system.private_folder import PrivateFolder
+from ktransformers.system.restart_policy import RESTART_SECONDS, RestartPolicy, delays, ending, was_killed
 
 __all__ = ["BalanceConfig", "Supervisor"]
 
@@ -127,7 +118,7 @@ class Supervisor:
         limit = LoadLimit(config.engine_timeout, self._clock, self._say_hung)
         self._launcher = Launcher(self._bound(zmq.PULL, "status"), limit)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._deaths = DeathLimit(config.max_engine_restarts)
+        self._deaths = RestartPolicy(config.max_engine_restarts)
         self._engine: RunningEngine | None = None
         self._acknowledged: dict[
             int, asyncio.Future[None]

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
-from ktransformers.engine.parallel.ranks.worker_group import MOST_DEATHS, WorkerGroup
+from ktransformers.engine.parallel.ranks.worker_group import WorkerGroup
 from ktransformers.engine.parallel.ranks.worker_handles import OnDeath, WorkerHandle
 from ktransformers.errors import CapacityError, EngineError, StageLostError
+from ktransformers.system.restart_policy import MAX_DEATHS
 
 
 class Played(WorkerHandle):
@@ -109,7 +110,7 @@ def test_a_place_that_stays_empty_is_the_end() -> None:
 def test_deaths_that_nobody_mends() -> None:
     """While all meet, and one more than there may be."""
     stage = Stage()
-    for count in range(2, MOST_DEATHS + 1):
+    for count in range(2, MAX_DEATHS + 1):
         stage.last(1).dies("stage 1 has ended")
         stage.last(1, count).loaded.set()
         with stage.workers.recovered():

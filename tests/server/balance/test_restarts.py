@@ -27,7 +27,7 @@ from ktransformers.server.balance import model_engine
 from ktransformers.server.balance.launcher import Launcher
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
-from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
+from ktransformers.server.balance.restarts import pinned, shortfall
 from ktransformers.server.balance.supervisor import SPARE_BYTES, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.multi_model.model_manager import ModelManager
@@ -383,24 +383,6 @@ def test_children_leave_signals_to_their_parent() -> None:
     run(work)
 
 
-def test_deaths_are_counted_within_a_time() -> None:
-    limit = DeathLimit(2)
-    for epoch in range(2):
-        limit.count(epoch, float(epoch))
-    assert not limit.is_exceeded
-    limit.count(2, RESTART_SECONDS)  # the first one is too long ago
-    assert not limit.is_exceeded
-    limit.count(3, RESTART_SECONDS)
-    assert limit.is_exceeded
-    limit.excuse((2, 99))
-    assert not limit.is_exceeded
-
-
-def test_waits_grow_to_a_minute() -> None:
-    waits = delays()
-    assert [next(waits) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
-
-
 def test_restarts_are_pinned_to_what_there_was() -> None:
     config = pinned(EngineConfig(cache_lens=399), FACTS)
     assert (config.cache_lens, config.chunk_size, config.use_cuda) == (400, 64, True)
@@ -427,9 +409,3 @@ def test_an_engine_with_less_does_not_match(changes: dict[str, Any], message: st
 
 def test_an_engine_with_more_matches() -> None:
     assert shortfall(FACTS, msgspec.structs.replace(FACTS, num_pages=101, chunk_size=65)) is None
-
-
-def test_endings_name_their_cause() -> None:
-    assert ending(3) == "exit code 3"
-    assert ending(-9) == "signal 9"
-    assert "a model file was cut short" in ending(-signal.SIGBUS)

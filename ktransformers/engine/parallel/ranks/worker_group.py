@@ -16,13 +16,11 @@ from functools import partial
 
 from ktransformers.engine.parallel.ranks.worker_handles import OnDeath, WorkerHandle
 from ktransformers.errors import EngineError, KTransformersError, StageLostError
+from ktransformers.system.restart_policy import RestartPolicy
 
-__all__ = ["MOST_DEATHS", "WorkerGroup"]
+__all__ = ["WorkerGroup"]
 
 logger = logging.getLogger(__name__)
-
-MOST_DEATHS, DEATH_SECONDS = 5, 600.0
-"""More within this time are the end of all, of whose ends those who start the driver keep count."""
 
 _NOTICE_SECONDS = 10.0
 """How long to wait for the end of a process to be noticed, once its neighbour has noticed it."""
@@ -48,7 +46,8 @@ class WorkerGroup:
         self._missing: set[int] = set()
         self._coming: dict[int, WorkerHandle] = {}  # loaded
         self._loading: dict[int, WorkerHandle] = {}
-        self._deaths: list[float] = []
+        # More deaths than it allows are the end of all, whose ends those who start the driver count.
+        self._policy, self._num_deaths = RestartPolicy(), 0
         self._keeper: threading.Thread | None = None
         self._lost: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._failure: str | None = None  # why a place stays empty
@@ -91,9 +90,9 @@ class WorkerGroup:
         with self._changed:
             if self._is_closing:
                 return
-            now = time.monotonic()
-            self._deaths = [at for at in self._deaths if now - at < DEATH_SECONDS] + [now]
-            is_replaced = self.is_recoverable and len(self._deaths) <= MOST_DEATHS
+            self._num_deaths += 1
+            self._policy.count(self._num_deaths, time.monotonic())
+            is_replaced = self.is_recoverable and not self._policy.is_exceeded
             if is_replaced:
                 self._missing.add(rank)
                 self._changed.notify_all()

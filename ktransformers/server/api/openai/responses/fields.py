@@ -33,14 +33,14 @@ def _response_format(value: Any) -> Mapping[str, Any]:
     return {"text": {"format": value}}
 
 
-def _truncation(value: Any) -> Mapping[str, Any]:
+def _truncation(value: object) -> Mapping[str, str]:
     """vLLM's number of tokens that a prompt is cut to; -1 is as many as fit."""
     if value != -1:
         raise FieldError('a conversation is cut to what fits alone: use -1, or truncation "auto"', "")
     return {"truncation": "auto"}
 
 
-def _transforms(value: Any) -> Mapping[str, Any]:
+def _transforms(value: object) -> Mapping[str, str]:
     """OpenRouter's list of what may be done to a conversation that is too long."""
     return {"truncation": "auto"} if isinstance(value, list) and "middle-out" in value else {}
 
