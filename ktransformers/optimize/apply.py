@@ -83,7 +83,7 @@ def load_plan(
 def bind_plan(plan: Plan, max_len: int, services: Mapping[str, object] | None = None) -> None:
     """Give every operator its runtime. Call after `load_plan`.
 
-    max_len: most positions of a sequence. services: by the key of the operator that each works for, see Site.
+    max_len: most positions of a sequence. services: by the key of the operator that each works for (OperatorRuntime).
     """
     services = services or {}
     for key, operator in plan.operators.items():

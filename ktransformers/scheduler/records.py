@@ -158,7 +158,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: how long the step took. experts: (token, expert) pairs computed, layer calls, distinct experts of each
     call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of experts
     in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these. tiers: None
-    without any. mending: True of no step: the engine has lost its cache and all steps that it was sent, and computes
+    without any. recovering: True of no step: the engine has lost its cache and all steps that it was sent, and computes
     none until the same comes with False.
     """
 

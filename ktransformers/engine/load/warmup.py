@@ -173,8 +173,8 @@ def _is_called(forward: ForwardPass, cache: PagedCache, step: _Step) -> bool:
     try:
         forward.run(forward.inputs_of(ids, positions, context, keep))
     except _FAILURES as error:
-        logger.debug("a rehearsed step failed", exc_info=True)
+        logger.debug("a warm-up step failed", exc_info=True)
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        logger.warning("kernels may be compiled while serving: %s was not rehearsed (%s)", step, reason)
+        logger.warning("kernels may be compiled while serving: %s was not warmed up (%s)", step, reason)
         return False
     return True

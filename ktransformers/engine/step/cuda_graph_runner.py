@@ -187,7 +187,7 @@ class CudaGraphs(GraphBackend):
 class _Captured:
     """graph, logits: None for a step that is run anew. counts: pieces of each ReplayedWork that a replay sets off.
 
-    marks: what a replay of the graph that times its parts writes, see StepMarks.
+    marks: what a replay of the graph that times its parts writes, see StepTimers.
     """
 
     graph: Replayable | None

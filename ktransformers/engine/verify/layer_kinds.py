@@ -43,9 +43,7 @@ def layer_kinds(model: nn.Module, plan: Plan, shapes: Sequence[LayerShape]) -> l
     """
     layers = _layers(model)
     if not len(layers) == len(plan.layer_devices) == len(shapes):
-        logger.info(
-            "a rehearsal runs all layers: %d are in a list, %d in the plan", len(layers), len(plan.layer_devices)
-        )
+        logger.info("a warm-up runs all layers: %d are in a list, %d in the plan", len(layers), len(plan.layer_devices))
         return []
     known: dict[Any, int] = {}
     return [
@@ -128,7 +126,7 @@ def one_of_each(model: nn.Module, kinds: Sequence[int]) -> Iterator[list[int]]:
             if index >= chooser.done:  # others were found in a stack
                 layer.forward = chooser.stand_in(layer)
                 replaced.append(layer)
-        logger.debug("a rehearsal runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
+        logger.debug("a warm-up runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
         yield chooser.run
     finally:
         for layer in replaced:

@@ -444,7 +444,7 @@ def watch_step(
     """Watch a step that ends with position `last`: return the arguments of each layer of a model that is all on the
     CPU.
 
-    Errors as observe_step.
+    Errors as trace_step.
     """
     context = probe_context(shapes, pool, PROBE_ROWS)
     positions = torch.arange(PROBE_ROWS) + max(last - PROBE_ROWS + 1, 0)

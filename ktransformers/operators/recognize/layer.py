@@ -105,14 +105,14 @@ def keeps_keywords(layer: nn.Module) -> bool:
     children = {name: child for name, child in layer.named_children() if child is not None}
     if "self_attn" not in children:
         return False
-    attention, probe = _StandIn(1.3, in_tuple=True), object()
+    attention, marker = _StandIn(1.3, in_tuple=True), object()
     probe = probe_module(layer, modules={name: _StandIn(0.7) for name in children} | {"self_attn": attention})
-    x, given = ProbeInputs().normal(1, 3, 8), {"attention_mask": None, "position_embeddings": object(), "probe": probe}
+    x, given = ProbeInputs().normal(1, 3, 8), {"attention_mask": None, "position_embeddings": object(), "probe": marker}
     try:
         answer(lambda: probe(x, use_cache=False, position_ids=object(), **given, **named_cache(probe, None)))
     except NotRecognized:
         return False  # a layer of another make, which the first step shows
-    return bool(attention.seen) and attention.seen.get("probe") is not probe
+    return bool(attention.seen) and attention.seen.get("probe") is not marker
 
 
 def _asked(layer: nn.Module, spec: LayerSpec) -> LayerSpec:

@@ -3,8 +3,8 @@
 Names do not tell: families add 1 to a norm's weight, clamp an activation, scale what they add. So there are no family
 names here. Every recognizer is made of these parts:
 
-    module ── twin_of: made-up weights ── answer ──> its numbers ──┐
-    Draws, the same in every run                                   matching ──> spec, or None and one line in the log
+    module ── probe_module: made-up weights ── answer ──> its numbers ──┐
+    ProbeInputs, the same in every run                              matching ──> spec, or None and one line in the log
     specs ── compute: the formula in plain torch ─────────────────┘
 
 A module that raises is not what is looked for: any family's module may be asked, and may refuse in any way. Who asked

@@ -159,7 +159,7 @@ class ProfileOff(msgspec.Struct, frozen=True, tag=True):
 
 
 class Anew(msgspec.Struct, frozen=True, tag=True):
-    """Message that the scheduler knows that steps were lost (StepResult.mending): those after it are planned anew."""
+    """Message that the scheduler knows that steps were lost (StepResult.recovering): it plans later ones anew."""
 
 
 Command = Add | Finish | Suspend | Resume | EngineUp | EngineDown | ProfileOn | ProfileOff

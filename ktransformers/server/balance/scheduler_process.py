@@ -61,7 +61,7 @@ ISOLATING_STRIKES = 2
 
 
 class EngineLink:
-    """The sockets to the engine of one epoch. Closing them drops what a dead engine never read. is_mending: it takes
+    """The sockets to the engine of one epoch. Closing them drops what a dead engine never read. is_recovering: it takes
     no steps for now.
 
     A PUSH socket without a peer does not send: the engine has not connected yet, or it has died and nobody has said so
@@ -69,7 +69,7 @@ class EngineLink:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], up: EngineUp):
-        self.epoch, self.is_mending = up.epoch, False
+        self.epoch, self.is_recovering = up.epoch, False
         self.steps, self.results = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket, endpoint in ((self.steps, up.steps), (self.results, up.results)):
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -290,7 +290,7 @@ class SchedulerProcess:
             self._check()
 
     def _note_recovering(self, link: EngineLink, is_begun: bool) -> None:
-        link.is_mending = is_begun
+        link.is_recovering = is_begun
         if is_begun:
             self._lose_steps(link.epoch)
             self._check()
@@ -363,7 +363,7 @@ class SchedulerProcess:
             self.scheduler.max_admitted = limit
 
     def _plan(self) -> None:
-        if self._link is None or self._link.is_mending:
+        if self._link is None or self._link.is_recovering:
             return
         while (plan := self.scheduler.schedule()) is not None:
             now = self._clock()

@@ -90,7 +90,7 @@ def test_stages_plan_with_their_rooms(tmp_path: Path, monkeypatch: pytest.Monkey
     with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware)) as engine:
         assert engine.plan.capacity["cuda:0"] == GIB
     start = decode(read_frame(io.BytesIO(told[0])), Start)
-    assert start.budget == {"cpu": 2 * GIB, "cuda:0": GIB}
+    assert start.memory_budget == {"cpu": 2 * GIB, "cuda:0": GIB}
 
 
 def test_a_stage_keeps_to_its_room(tmp_path: Path) -> None:

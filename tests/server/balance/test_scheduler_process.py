@@ -100,7 +100,7 @@ class Around:
         self._engines[-1][1].send(encode(StepResult(step_id=-1, results=[], recovering=is_begun)))
         link = self.process._link
         assert link is not None
-        while link.is_mending is not is_begun:
+        while link.is_recovering is not is_begun:
             self.tell()
 
     def sent(self) -> list[EngineWork]:

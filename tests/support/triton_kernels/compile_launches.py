@@ -56,7 +56,7 @@ from ktransformers.kernels.triton.quant import dequant
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GpuLayout, can_repack, layout_nbytes
 from ktransformers.kernels.triton.recurrent import launch as recurrent
 from ktransformers.kernels.triton.recurrent import mixers as recurrent_mixers
-from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
+from ktransformers.kernels.types import Activation, ActivationSpec, GroupType, OwnType, QuantType, StateStep
 
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -444,6 +444,7 @@ def few():
     call_linear(QuantType.IQ1_M, 2048, 512, 20, layout=GpuLayout.CPU_PACKED)
     call_moe((QuantType.Q2_K, QuantType.IQ4_XS), 2048, 768, 1, layout=GpuLayout.CPU_PACKED)
     call_linear(QuantType.Q5_1, 2048, 512, 20, layout=GpuLayout.CPU_PACKED)
+    call_moe((GroupType.I4_128_F16, GroupType.NVFP4_F32), 2048, 768, 20, layout=GpuLayout.CPU_PACKED)
 
 
 def some():

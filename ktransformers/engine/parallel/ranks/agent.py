@@ -89,8 +89,8 @@ class _Handshake:
     deadline: of time.monotonic(), for all of it, however the bytes come.
     """
 
-    def __init__(self, connection: socket.socket, worker: str, secret: bytes, deadline: float) -> None:
-        self.connection, self.worker, self.deadline = connection, worker, deadline
+    def __init__(self, connection: socket.socket, peer: str, secret: bytes, deadline: float) -> None:
+        self.connection, self.peer, self.deadline = connection, peer, deadline
         self._secret, self._nonce, self._data = secret, secrets.token_bytes(_NONCE), b""
         connection.setblocking(False)
 
@@ -250,7 +250,7 @@ class StageAgent:
 
     def _accept(self) -> None:
         try:
-            connection, worker = self._listener.accept()
+            connection, peer = self._listener.accept()
         except BlockingIOError:  # it has left again
             return
         except OSError as error:
@@ -258,16 +258,16 @@ class StageAgent:
                 logger.warning("a connection was not taken: %s", reason_of(error))
                 self._deaf_until = time.monotonic() + _DEAF_SECONDS
             return
-        one = _Handshake(connection, str(worker[0]), self._secret, time.monotonic() + _SECONDS)
+        one = _Handshake(connection, str(peer[0]), self._secret, time.monotonic() + _SECONDS)
         self._pending.append(one)
         try:
             one.begin()
         except (OSError, EngineError) as error:
             self._drop(one, reason_of(error))
         if len(self._pending) > MOST_PENDING:
-            counts = Counter(other.worker for other in self._pending)
+            counts = Counter(other.peer for other in self._pending)
             crowd = max(counts.values())
-            oldest = next(other for other in self._pending if counts[other.worker] == crowd)
+            oldest = next(other for other in self._pending if counts[other.peer] == crowd)
             self._drop(oldest, f"{MOST_PENDING} others wait to prove who they are")
 
     def _go_on(self, one: _Handshake) -> None:
@@ -285,7 +285,7 @@ class StageAgent:
             return
         self._pending.remove(one)
         with one.connection:
-            logger.info("a stage for the driver at %s begins", one.worker)
+            logger.info("a stage for the driver at %s begins", one.peer)
             self._start(one.connection)
 
     def _drop_late(self, now: float) -> None:
@@ -296,12 +296,12 @@ class StageAgent:
         """The same of one address is logged once a minute: strangers must not fill the log."""
         self._pending.remove(one)
         one.connection.close()
-        now, what = time.monotonic(), (one.worker, reason)
+        now, what = time.monotonic(), (one.peer, reason)
         if now - self._refused.get(what, -_QUIET_SECONDS) >= _QUIET_SECONDS:
             if len(self._refused) >= _MOST_REFUSED:
                 self._refused.clear()
             self._refused[what] = now
-            logger.warning("%s was refused: %s", one.worker, reason)
+            logger.warning("%s was refused: %s", one.peer, reason)
 
     def _start(self, connection: socket.socket) -> None:
         self._end()

@@ -32,7 +32,7 @@ _PACKAGE = "ktransformers.kernels.triton."  # all rooms of it
 Listener = Callable[[str, bool], None]
 """Told of a variant: the kernel with its constants, and whether it came from the disk."""
 
-_warming_up: int | None = None  # the thread that rehearses
+_warming_up: int | None = None  # the thread that warms up
 
 
 def compiles() -> bool:
@@ -173,7 +173,7 @@ def warmup(progress: Callable[[int, int], None] | None = None) -> Iterator[Compi
     """
     global _warming_up
     if _warming_up is not None:
-        raise RuntimeError("kernels are rehearsed already")
+        raise RuntimeError("a warm-up runs already")
     found, began = Compiled(set()), time.perf_counter()
     report = progress or (lambda done, total: None)
     compilers = _Compilers(max(1, min(_MOST_THREADS, usable_cpus())))

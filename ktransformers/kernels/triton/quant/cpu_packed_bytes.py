@@ -1,7 +1,8 @@
 """Reads bytes of the CPU kernels' tiles of 16 rows: one number of each row, the rows side by side.
 
 How large tiles are is the table's (kernels/formats.py); a block here has 32 columns, of types with blocks of 256 in the
-file 256. Those of weights in groups: cpu_packed_groups.py.
+file 256. Those of weights in groups: cpu_packed_groups.py. Triton's cache on disk knows the sources of kernels, not
+the table: a size that changes needs a reader that changes, as it does where bytes move.
 """
 
 from __future__ import annotations

@@ -127,11 +127,14 @@ def small_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 @jit
 def code_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     """Return the codes of columns 4 i .. 4 i + 3 of a group of 64 columns, a byte each; of columns past K: anything."""
+    # One return: the compiler visits what follows the others, and a type has sizes in its own branch alone.
     if is_grouped(TYPE):
-        return group_word(base, group, i, n, mask, TYPE, K)
-    if is_super(TYPE):
-        return super_word(base, group, i, n, mask, TYPE, K)
-    return small_word(base, group, i, n, mask, TYPE, K)
+        word = group_word(base, group, i, n, mask, TYPE, K)
+    elif is_super(TYPE):
+        word = super_word(base, group, i, n, mask, TYPE, K)
+    else:
+        word = small_word(base, group, i, n, mask, TYPE, K)
+    return word
 
 
 @jit

@@ -68,3 +68,13 @@ def test_what_is_rehearsed_is_compiled_once(tmp_path):
         assert "WIDTH=32" in line
         kind = "compiled" if "compiled" in expected else "read from the disk"
         assert f"a kernel was {kind} while serving" in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [pytest.param([], id="few"), pytest.param(["--all"], id="all", marks=pytest.mark.exhaustive)]
+)
+def test_types_of_every_kind_pass_the_front_end(arguments, tmp_path):
+    """Of weights in groups too, whose sizes no table has: the compiler visits branches that the interpreter skips."""
+    done = run_script("front_end", *arguments, cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no error" in done.stdout
