@@ -235,8 +235,8 @@ def test_a_driver_blames_the_key_file_for_nothing_else(
         def answer() -> None:
             with other.accept()[0] as connection:
                 connection.sendall(data or b"")
-                connection.shutdown(socket.SHUT_WR)
-                with suppress(ConnectionResetError):
+                with suppress(OSError):  # a driver that has read enough is gone already
+                    connection.shutdown(socket.SHUT_WR)
                     while connection.recv(100):
                         pass
 
