@@ -250,6 +250,21 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
     return found
 
 
+def precision_fields(name: str, given: Mapping[str, object]) -> dict[str, str]:
+    """Return what `--precision` makes of the fields that are not `given`, without what excludes a given one.
+
+    Raises ConfigError for a name that PRECISIONS lacks.
+    """
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision {name!r} is not one of {', '.join(PRECISIONS)}")
+    found = {field: value for field, value in PRECISIONS[name].items() if field not in given}
+    if given.get("kv_type", "bf16") != "bf16" and found.get("attention_products") == "kv":
+        del found["attention_products"]
+    if given.get("cpu_prefill") == "bf16":
+        found.pop("cpu_activations", None)
+    return found
+
+
 def parse_layers(text: str) -> list[int]:
     """Parse "20,14,14" to numbers of layers. Raises ConfigError."""
     found = [each.strip() for each in text.split(",")]

@@ -21,7 +21,7 @@ from typing_extensions import override
 from ktransformers.cli.parsing import foreign_flags, settings
 from ktransformers.cli.parsing.foreign_flags import MODEL, ForeignFlag
 from ktransformers.cli.parsing.settings import Setting
-from ktransformers.config import PRECISIONS
+from ktransformers.config import precision_fields
 from ktransformers.errors import ConfigError
 
 __all__ = ["COMMAND_LINE", "ArgumentParser", "add_toggle", "check_place", "leaves", "user_path", "with_underscores"]
@@ -217,8 +217,8 @@ class ArgumentParser(argparse.ArgumentParser):
                 self.error(str(error))
             self._merge(namespace, sources, given)
         if (precision := getattr(namespace, "precision", None)) is not None:
-            fields = PRECISIONS[precision].items()
-            own = [Setting(name, (value,), f"--precision {precision}") for name, value in fields]
+            fields = precision_fields(precision, {dest: getattr(namespace, dest) for dest in sources})
+            own = [Setting(name, (value,), f"--precision {precision}") for name, value in fields.items()]
             self._merge(namespace, sources, [one for one in own if self.has_option(f"--{one.name}")])
         self._fill_in(namespace, sources, actions)
         if vars(namespace).pop("print_config", False):

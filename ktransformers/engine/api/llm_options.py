@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from ktransformers.config import PRECISIONS, EngineConfig, bundled_model
+from ktransformers.config import EngineConfig, bundled_model, precision_fields
 from ktransformers.engine.api.option_types import check_types
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import LocatedModel, locate_model
@@ -137,7 +137,8 @@ def llm_options(
             raise ConfigError(f"LLM has no keyword {name}" + (f"; did you mean {near[0]}?" if near else ""))
     check_types(options, get_type_hints(EngineKeywords))
     own = _translated(options)
-    own = precision_fields(own.pop("precision", None)) | own
+    if (precision := own.pop("precision", None)) is not None:
+        own |= precision_fields(precision, own)
     kept = {name: own.pop(name) for name in ("max_batch_size", "page_size", "seed") if name in own}
     target = _profile_target(own.pop("profile", None), own.pop("profile_max_bytes", MAX_BYTES))
     for name in ("optimize_config_path", "kv_disk_path"):
@@ -146,15 +147,6 @@ def llm_options(
     files = _files(model, gguf_path, model_path)
     config = EngineConfig(model_path=files.model_path, gguf_path=files.gguf_path, **own)
     return LLMOptions(config, profile=target, **kept)
-
-
-def precision_fields(name: str | None) -> dict[str, str]:
-    """Return what `precision` makes of EngineConfig's fields, see PRECISIONS. Raises ConfigError for an unknown one."""
-    if name is None:
-        return {}
-    if name not in PRECISIONS:
-        raise ConfigError(f"precision {name!r} is not one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
 
 
 def _profile_target(folder: PathLike | None, max_bytes: int) -> ProfileTarget | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from pathlib import Path
 
 import pytest
@@ -89,4 +88,17 @@ def test_llm() -> None:
     assert fields(config) == {**FAST, "attention_products": "bf16"}
     with pytest.raises(ConfigError, match="'best' is not one of exact, fast, close"):
         llm_options(None, None, None, {"precision": "best"})
-    assert "precision" in inspect.get_annotations(llm_options.__globals__["EngineKeywords"])
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        (("--precision", "fast", "--kv_type", "int8"), "attention_products"),
+        (("--precision", "fast", "--kv_type", "fp32"), "attention_products"),
+        (("--precision", "close", "--cpu_prefill", "bf16"), "cpu_activations"),
+    ],
+)
+def test_what_excludes_a_flag_that_is_given_is_left_out(words: tuple[str, ...], left_out: str) -> None:
+    config = engine_config(parse("chat", *words))
+    assert getattr(config, left_out) == getattr(DEFAULTS, left_out)
+    config._check_choices()

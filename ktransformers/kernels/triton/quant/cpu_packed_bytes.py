@@ -53,11 +53,8 @@ def block_bytes(type_number):
 @static
 def tile_bytes(type_number, cols):
     """Return the bytes of a tile of 16 rows."""
-    for number, head_cols, head, nbytes in _SIZES:
-        if number == type_number:
-            blocks = cols // (256 if number in _SUPER else 32)
-            return (cols // head_cols * head + 63) // 64 * 64 + blocks * nbytes
-    raise ValueError(f"type {type_number} is not packed")
+    blocks = cols // (256 if type_number in _SUPER else 32)
+    return head_bytes(type_number, cols) + blocks * block_bytes(type_number)
 
 
 @jit

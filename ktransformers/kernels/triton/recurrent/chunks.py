@@ -300,11 +300,8 @@ def chunks_kernel(
     SLICES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr,
     SSM: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of the scan chunk by chunk. Grid (blocks of V, value heads, sequences). w, pairs and unit are of
-    `prepare_kernel`; with DELTA v is u.
-
-    SSM: v is multiplied by dt [T, HEADS], and skip (D) times v is added.
-    """
+    """Kernel of the scan by chunks. Grid (blocks of V, value heads, sequences). w, pairs, unit: of `prepare_kernel`.
+    DELTA: v is u. SSM: v is multiplied by dt [T, HEADS], and skip (D) times v is added."""
     head, seq = tl.program_id(1), tl.program_id(2)
     first, last, begin, count = _chunk_of(first_rows_ptr, lens_ptr, seq, LIMIT)
     nth, values = tl.arange(0, _CHUNK), tl.program_id(0) * BV + tl.arange(0, BV)
