@@ -41,7 +41,7 @@ from ktransformers.cli.parsing.options import engine_config, set_up_logging, wit
 from ktransformers.cli.parsing.parser import user_path
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan
 from ktransformers.system.cores import usable_cores
@@ -96,7 +96,7 @@ def best_of(rounds: Sequence[Figure]) -> Figure:
 class _Ours:
     """Steps of a paged engine. Sequence i owns the i-th share of the pages."""
 
-    def __init__(self, engine: PagedEngine, vocab_size: int):
+    def __init__(self, engine: Engine, vocab_size: int):
         self._engine, self._vocab_size = engine, vocab_size
         self._rng = random.Random(0)
         self._step_ids, self._run_ids = itertools.count(), itertools.count(1)
@@ -184,7 +184,7 @@ def _start_peers(names: list[str], path: Path, threads: int, weights: Weights, w
 def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Record:
     """Print a table, a line per figure. Returns the record. config names a GGUF.
 
-    peers: of llama.cpp; one that is not installed is said and left out. Errors are those of `build_paged_engine`.
+    peers: of llama.cpp; one that is not installed is said and left out. Errors are those of `build_engine`.
     """
     config = replace(config, cache_lens=_num_slots(work), use_cuda=False).resolved()
     assert config.gguf_path is not None
@@ -194,7 +194,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Reco
         children = _start_peers(peers, gguf.files[0].path, threads, weights, work)
         for child in children:
             stack.callback(child.close)
-        engine = build_paged_engine(config, page_size=PAGE_SIZE, max_batch_size=max(work.batches))
+        engine = build_engine(config, page_size=PAGE_SIZE, max_batch_size=max(work.batches))
         stack.callback(engine.close)
         machine = machine_facts(engine.pool)
         print(f"{shown_machine(machine)}\n{engine.model.description}\n{shown_weights(weights)}")

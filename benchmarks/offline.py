@@ -23,7 +23,7 @@ from ktransformers.cli import run_command
 from ktransformers.cli.bench.offline import TEXT, add_offline_flags, offline_work
 from ktransformers.cli.loading import loading_bar
 from ktransformers.cli.parsing.options import set_up_logging
-from ktransformers.engine.load.builder import PagedEngine
+from ktransformers.engine.load.builder import Engine
 from ktransformers.errors import ConfigError
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
@@ -44,7 +44,7 @@ def cpu_expert_layers(plan: Plan) -> list[int] | None:
     return sorted(layer for entry in in_ram if (layer := layer_of(entry.key)) is not None)
 
 
-def start_llama_cpp(engine: PagedEngine, work: OfflineWork) -> list[PeerProcess]:
+def start_llama_cpp(engine: Engine, work: OfflineWork) -> list[PeerProcess]:
     """llama.cpp on the engine's GGUF file; nothing, and one printed line, where it is not installed."""
     path = engine.config.gguf_path
     assert path is not None, "checked before loading"

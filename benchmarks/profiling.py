@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from benchmarks.command import benchmark_parser
+from benchmarks.sequence import SequenceRunner
 from ktransformers.bench.common.machine import machine_facts, shown_machine
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.cli import run_command
@@ -100,11 +101,11 @@ def bench_profiling(work: ProfilingWork, loading: Callable[[], AbstractContextMa
 
 def _measure(engine: Engine, work: ProfilingWork) -> Row:
     """Seconds of both ways, in turns that change their order, so that a drift of the machine hits both."""
-    runner, vocab = engine.runner, engine.model.vocab_size
+    runner, vocab = SequenceRunner.of(engine), engine.model.vocab_size
     has_gpu = any(entry.placement.generate_device != "cpu" for entry in engine.plan.entries)
     ids = torch.randint(0, vocab, (work.prompt_len + 1,), generator=torch.Generator().manual_seed(0)).tolist()
     runner.forward(ids[:-1], 0, [0])
-    runtime = StepRuntime(runner)
+    runtime = StepRuntime(runner.steps)
     took: dict[bool, list[float]] = {False: [], True: []}
     num_bytes, is_equal, want = 0, True, runner.forward(ids[-1:], work.prompt_len, [0]).clone()
     at_once = _AT_ONCE if has_gpu else 1  # there a start captures graphs

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.sequence import SequenceRunner
 from ktransformers.bench.common.machine import describe_machine
 from ktransformers.bench.common.report import Column, FigureTable, Record
 from ktransformers.cache.paged import PagedCache
@@ -16,8 +17,7 @@ from ktransformers.config import ATTENTION_PRODUCTS, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.sequence.generate import SequenceRunner
-from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
 from ktransformers.models.synthetic_shapes import find_shape
 
 __all__ = ["FidelityWork", "bench_fidelity", "divergences", "logits_of", "own_text"]
@@ -66,8 +66,8 @@ def bench_fidelity(work: FidelityWork) -> Record:
     engine = _built(work, exact)
     try:
         text = own_text(engine, work.num_tokens)
-        want = logits_of(engine.runner, text)
-        report: Record = {"machine": describe_machine(engine.runner.pool), "model": engine.description}
+        want = logits_of(engine, text)
+        report: Record = {"machine": describe_machine(engine.pool), "model": engine.description}
     finally:
         engine.close()
     table = FigureTable(_COLUMNS)
@@ -77,8 +77,8 @@ def bench_fidelity(work: FidelityWork) -> Record:
         name = kv_type if products == ATTENTION_PRODUCTS[0] else f"{kv_type} products"
         engine = _built(work, replace(config, kv_type=kv_type, attention_products=products))
         try:
-            got = logits_of(engine.runner, text)
-            nbytes = PagedCache.size(engine.runner.cache.shapes, 1)
+            got = logits_of(engine, text)
+            nbytes = PagedCache.size(engine.cache.shapes, 1)
         finally:
             engine.close()
         off = divergences(want, got)
@@ -99,15 +99,25 @@ def _built(work: FidelityWork, config: EngineConfig) -> Engine:
 
 def own_text(engine: Engine, num_tokens: int, seed: int = 1) -> list[int]:
     """Tokens that the model draws by its probabilities, behind a few random ones."""
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randint(0, engine.runner.vocab_size, (_FIRST_TOKENS,), generator=generator).tolist()
+    generator, vocab_size = torch.Generator().manual_seed(seed), engine.model.vocab_size
+    text: list[int] = torch.randint(0, vocab_size, (_FIRST_TOKENS,), generator=generator).tolist()
     params = SamplingParams(temperature=1.0, seed=seed, max_tokens=num_tokens - _FIRST_TOKENS, ignore_eos=True)
-    return first + [event.token_id for event in Session(engine.runner, chunk_size=_CHUNK).generate(first, params)]
+    runner, sampler = SequenceRunner.of(engine), RequestSampler(params, text, vocab_size)
+    sampler.begin()
+    logits = runner.forward(text, 0, [len(text) - 1])
+    while len(text) < num_tokens:
+        (sampled,) = sample_batch(logits, [sampler], [len(text)])
+        sampler.commit(sampled.token_id)
+        sampler.begin()
+        text.append(sampled.token_id)
+        if len(text) < num_tokens:
+            logits = runner.forward(text[-1:], len(text) - 1, [0])
+    return text
 
 
-def logits_of(runner: SequenceRunner, text: Sequence[int]) -> torch.Tensor:
+def logits_of(engine: Engine, text: Sequence[int]) -> torch.Tensor:
     """What follows each token of a text, fp32 [T, V]."""
-    found = []
+    found, runner = [], SequenceRunner.of(engine)
     for start in range(0, len(text), _CHUNK):
         chunk = text[start : start + _CHUNK]
         found.append(runner.forward(chunk, start, range(len(chunk))).cpu())

@@ -87,7 +87,7 @@ def bench_weight_fidelity(work: WeightWork) -> Record:
     engine = build_engine(config)
     try:
         texts = _texts(engine, work)
-        report: Record = {"machine": describe_machine(engine.runner.pool), "model": engine.description}
+        report: Record = {"machine": describe_machine(engine.pool), "model": engine.description}
     finally:
         engine.close()
     peer = (Column("peer_kl_median", 10, ".2e", "llama.cpp"), Column("ratio", 7, ".2f", "ours, x")) if has_peer else ()
@@ -113,7 +113,7 @@ def _texts(engine: Engine, work: WeightWork) -> list[list[int]]:
     if work.has_own_texts:
         return [own_text(engine, work.num_tokens, seed) for seed in range(1, work.num_texts + 1)]
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(0, engine.runner.vocab_size, (work.num_texts, work.num_tokens), generator=generator)
+    drawn = torch.randint(0, engine.model.vocab_size, (work.num_texts, work.num_tokens), generator=generator)
     return [row.tolist() for row in drawn]
 
 
@@ -121,7 +121,7 @@ def _row(config: EngineConfig, texts: Sequence[Sequence[int]], has_peer: bool) -
     wanted = _wanted(config, texts)
     engine = build_engine(config)
     try:
-        got = [logits_of(engine.runner, text) for text in texts]
+        got = [logits_of(engine, text) for text in texts]
     finally:
         engine.close()
     row: Row = summary([divergences(*pair) for pair in zip(wanted, got, strict=True)])
@@ -144,7 +144,10 @@ def _wanted(config: EngineConfig, texts: Sequence[Sequence[int]]) -> list[torch.
     threads = torch.get_num_threads()
     try:
         reference = build_reference_engine(replace(config, cpu_activations=CPU_ACTIVATIONS[0]))  # it has none
-        return [logits_of(reference.runner, text) for text in texts]
+        try:
+            return [reference.logits(text) for text in texts]
+        finally:
+            reference.close()
     finally:
         torch.set_num_threads(threads)  # the reference takes all
 

@@ -17,7 +17,7 @@ from ktransformers.bench.common.machine import describe_machine
 from ktransformers.bench.common.report import Column, FigureTable, Record
 from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_needed
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.engine.plan.dry_run import DryRun, dry_run
 from ktransformers.models.synthetic_shapes import find_shape
@@ -106,9 +106,7 @@ class _Run:
         shape, config = find_shape(name), replace(work.config, cache_lens=slots)
         opened = open_synthetic(config, shape.config(min(work.layers, shape.num_layers)))
         self.preview = dry_run(opened, name=name)
-        self._engine = build_paged_engine(
-            opened.config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), opened=opened
-        )
+        self._engine = build_engine(opened.config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), opened=opened)
         self.chunk_size = self._engine.config.chunk_size
         self._runs, self._work = OfflineRuns(self._engine, 0.0), work
 

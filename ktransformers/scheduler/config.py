@@ -128,7 +128,9 @@ class SchedulerConfig:
     @property
     def limits(self) -> Limits:
         """The limits of a request, as far as ids and counts go."""
-        return Limits(max_len=self.max_len, vocab_size=self.vocab_size, is_models_limit=self.max_len < self.total_len)
+        return Limits(
+            max_len=self.max_len, vocab_size=self.vocab_size, is_models_limit=self.max_len == self.max_model_len
+        )
 
     @property
     def max_running(self) -> int:

@@ -21,8 +21,8 @@ from ktransformers.cli.chat.output import PlainView
 from ktransformers.config import EngineConfig
 from ktransformers.core import GenerationStats, SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sequence.session_file import open_session
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.demo import DEMO_GGUF
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=60)
@@ -30,8 +30,8 @@ QUESTIONS = ("What is 17 + 25?", "And minus 3?", "Who are you?")
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    made = build_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=1024))
+def engine() -> Iterator[StaticEngine]:
+    made = static_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=1024))
     yield made
     made.close()
 
@@ -58,14 +58,14 @@ class Chat:
         return self.err.getvalue().splitlines()
 
 
-def chat_on(engine: Engine) -> Chat:
+def chat_on(engine: StaticEngine) -> Chat:
     """With nothing in the cache."""
     llm, out, err = LLM.from_engine(engine), io.StringIO(), io.StringIO()
     options = ChatOptions(PARAMS, "Be brief.", find_command=bound_command)
     return Chat(ChatLoop(llm, PlainView(out, err), NoSource(), options), out, err)
 
 
-def test_the_next_turn_computes_only_what_is_new(engine: Engine, tmp_path: Path) -> None:
+def test_the_next_turn_computes_only_what_is_new(engine: StaticEngine, tmp_path: Path) -> None:
     path, whole = tmp_path / "chat.safetensors", chat_on(engine)
     whole.say(*QUESTIONS[:2])
     saved_ids = whole.loop.llm.session.cached_ids
@@ -87,7 +87,7 @@ def test_the_next_turn_computes_only_what_is_new(engine: Engine, tmp_path: Path)
     assert again.loop.conversation.messages == whole.loop.conversation.messages
 
 
-def test_load_finds_out_what_a_file_is(engine: Engine, tmp_path: Path) -> None:
+def test_load_finds_out_what_a_file_is(engine: StaticEngine, tmp_path: Path) -> None:
     chat = chat_on(engine)
     chat.say(QUESTIONS[0], f"/save {tmp_path / 'a.safetensors'}", f"/save {tmp_path / 'a.json'}")
     messages = chat.loop.conversation.messages
@@ -100,7 +100,7 @@ def test_load_finds_out_what_a_file_is(engine: Engine, tmp_path: Path) -> None:
     assert open_session(tmp_path / "session").header.messages == messages
 
 
-def test_what_cannot_be_loaded_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_changes_nothing(engine: StaticEngine, tmp_path: Path) -> None:
     path, whole = tmp_path / "s.safetensors", chat_on(engine)
     want = [whole.say(question) for question in QUESTIONS[:2]]
     chat = chat_on(engine)
@@ -122,7 +122,7 @@ def test_what_cannot_be_loaded_changes_nothing(engine: Engine, tmp_path: Path) -
     assert chat.last.cached_len == len(cached)
 
 
-def test_a_session_without_a_conversation(engine: Engine, tmp_path: Path) -> None:
+def test_a_session_without_a_conversation(engine: StaticEngine, tmp_path: Path) -> None:
     chat = chat_on(engine)
     llm = chat.loop.llm
     llm.save_session(tmp_path / "s.safetensors", llm.generate([1, 2, 3], replace(PARAMS, max_tokens=2))[0])
@@ -131,7 +131,7 @@ def test_a_session_without_a_conversation(engine: Engine, tmp_path: Path) -> Non
     assert chat.loop.conversation.turns == []
 
 
-def test_another_process_goes_on(engine: Engine, tmp_path: Path) -> None:
+def test_another_process_goes_on(engine: StaticEngine, tmp_path: Path) -> None:
     path, whole = tmp_path / "chat.safetensors", chat_on(engine)
     whole.say(*QUESTIONS[:2], f"/save {path}")
     want = whole.say(QUESTIONS[2])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ktransformers.cluster.records import ReplicaReport
 from ktransformers.cluster.stats import SILENT_SECONDS, ClusterFigures
+from ktransformers.scheduler.commands import EngineTotals
 from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.server.backend.balance_stats import BalanceStats
-from ktransformers.server.balance.messages import EngineTotals
 
 
 def report(name: str, number: int) -> ReplicaReport:

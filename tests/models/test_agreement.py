@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.engine.load.builder import Engine
+from tests.support.engines.one_sequence import StaticEngine
 from tests.support.models.agreement import TOLERANCE, TYPES, engine_of, prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 ANSWER_LEN = 16
 
 
-def greedy(engine: Engine, ids: list[int], steps: int) -> list[int]:
+def greedy(engine: StaticEngine, ids: list[int], steps: int) -> list[int]:
     logits = engine.runner.forward(ids, 0, [len(ids) - 1])
     tokens = [int(logits[0].argmax())]
     for i in range(steps - 1):

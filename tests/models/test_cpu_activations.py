@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.errors import ConfigError, UnsupportedError
+from tests.support.engines.one_sequence import static_engine
 
 GGUF = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))), DEMO_MODEL_PATH / "missing.gguf")
 PROMPT = [7 * i % 1000 + 5 for i in range(40)]
@@ -19,7 +19,7 @@ PROMPT = [7 * i % 1000 + 5 for i in range(40)]
 def logits_of(cpu_activations: str, chunks: int = 1) -> torch.Tensor:
     """Of the prompt, in so many steps, and of one more token."""
     config = EngineConfig(gguf_path=GGUF, cpu_infer=2, cache_lens=64, cpu_activations=cpu_activations)
-    with closing(build_engine(config)) as engine:
+    with closing(static_engine(config)) as engine:
         size, found = len(PROMPT) // chunks, []
         for first in range(0, len(PROMPT), size):
             part = PROMPT[first : first + size]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, base
 from ktransformers.kernels.types import PackedTensor, QuantType, RawTensor
 from ktransformers.operators.linear.linear import KTransformersLinear
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 PROMPT = [7 * i % 150 + 5 for i in range(40)]
@@ -27,7 +27,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits_of(model_path: Path, cpu_bf16: str) -> tuple[torch.Tensor, set[str]]:
     """And the names of the linear layers and experts that are repacked."""
-    engine = build_engine(EngineConfig(model_path=model_path, cpu_infer=2, cache_lens=64, cpu_bf16=cpu_bf16))
+    engine = static_engine(EngineConfig(model_path=model_path, cpu_infer=2, cache_lens=64, cpu_bf16=cpu_bf16))
     try:
         repack_on_device = {key.rpartition(".")[2] for key, one in engine.plan.operators.items() if is_relaid(one)}
         return engine.runner.forward(PROMPT, 0, range(len(PROMPT))), repack_on_device

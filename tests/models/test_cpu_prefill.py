@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, base
+from tests.support.engines.one_sequence import static_engine
 
 GGUF = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))), DEMO_MODEL_PATH / "missing.gguf")
 PROMPT = [7 * i % 1000 + 5 for i in range(40)]
@@ -19,7 +19,7 @@ PROMPT = [7 * i % 1000 + 5 for i in range(40)]
 
 def logits_of(cpu_prefill: str, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the prompt in one step, and of one more token."""
-    engine = build_engine(EngineConfig(gguf_path=GGUF, cpu_infer=2, cache_lens=64, cpu_prefill=cpu_prefill))
+    engine = static_engine(EngineConfig(gguf_path=GGUF, cpu_infer=2, cache_lens=64, cpu_prefill=cpu_prefill))
     try:
         whole = engine.runner.forward(prompt, 0, range(len(prompt)))
         return whole, engine.runner.forward([11], len(prompt), [0])

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.agreement import TOLERANCE, logits_of, prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -38,7 +38,7 @@ def want(model: PreTrainedModel) -> torch.Tensor:
 
 def forward(folder: Path, num_threads: int) -> torch.Tensor:
     config = EngineConfig(model_path=folder, cache_lens=LENGTH, cpu_infer=num_threads)
-    engine = build_engine(config)
+    engine = static_engine(config)
     try:
         return engine.runner.forward(prompt(engine.runner.vocab_size, LENGTH), 0, range(LENGTH))
     finally:

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.engine.load.builder import Engine
 from ktransformers.kernels import cpu
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear
+from tests.support.engines.one_sequence import StaticEngine
 from tests.support.models.agreement import TOLERANCE, engine_of, prompt
 from tests.support.models.fp8_models import write_both
 
 
-def check_planned_bytes(engine: Engine) -> None:
+def check_planned_bytes(engine: StaticEngine) -> None:
     """What the plan says of every module in FP8 is what the module holds, at most a byte and 3 % per weight."""
     entries = {entry.key: entry for entry in engine.plan.entries if "F8_E4M3" in entry.quant_types}
     assert entries

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.skeleton import load_hf_config
 from ktransformers.errors import ConfigError
 from ktransformers.models.facts import ModelFacts
@@ -19,6 +18,7 @@ from ktransformers.models.registry import default_optimize_rules
 from ktransformers.system.shipped_rules import shipped_path
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.weights.gguf.file import open_gguf
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.presets import deepseek_v3
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -68,7 +68,7 @@ def test_published_config_runs_as_deepseek_v3(tmp_path: Path) -> None:
     published = {name: value for name, value in written.items() if name not in dropped} | PUBLISHED
     (tmp_path / "config.json").write_text(json.dumps(published))
 
-    engine = build_engine(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1))
+    engine = static_engine(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1))
     try:
         assert Path(engine.plan.rule_file) == shipped_path("DeepSeek-V3-Chat.yaml")
         ids = list(range(3, 40))

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ktransformers.engine.load.builder import Engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear
+from tests.support.engines.one_sequence import StaticEngine
 from tests.support.models import few_bits
 from tests.support.models.agreement import INT8_TOLERANCE, engine_of, prompt
 
 
-def check_planned_bytes(engine: Engine, names: set[str]) -> None:
+def check_planned_bytes(engine: StaticEngine, names: set[str]) -> None:
     """What the plan says of a module in one of these types is what the module holds."""
     entries = {entry.key: entry for entry in engine.plan.entries if names & set(entry.quant_types)}
     assert {kind for entry in entries.values() for kind in entry.quant_types} == names
@@ -31,7 +31,7 @@ def check_planned_bytes(engine: Engine, names: set[str]) -> None:
         assert entry.nbytes == {"cpu": sum(tensor.nbytes for tensor in held)}
 
 
-def check_logits(few: Path, wide: Path, vocab_size: int, tolerance: float) -> Engine:
+def check_logits(few: Path, wide: Path, vocab_size: int, tolerance: float) -> StaticEngine:
     engine = engine_of(few)
     ids = prompt(vocab_size)
     got = engine.runner.forward(ids, 0, range(len(ids)))

@@ -9,9 +9,9 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import build_engine
-from ktransformers.engine.sequence.session import Session
 from ktransformers.kernels.types import QuantType
+from tests.support.engines.one_sequence import static_engine
+from tests.support.engines.sequential import Session
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.tiny_models import tiny_model
 
@@ -29,7 +29,7 @@ def test_reused_prefixes_give_the_tokens_and_logprobs_of_a_fresh_cache(
     model_type: str, kv_type: str, tmp_path: Path
 ) -> None:
     path = write_gguf(tiny_model(model_type, seed=6), tmp_path / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
-    engine = build_engine(EngineConfig(gguf_path=path, cache_lens=256, cpu_infer=1, kv_type=kv_type))
+    engine = static_engine(EngineConfig(gguf_path=path, cache_lens=256, cpu_infer=1, kv_type=kv_type))
     ids = torch.randint(0, engine.runner.vocab_size, (90,), generator=torch.Generator().manual_seed(2)).tolist()
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=12, logprobs=2, ignore_eos=True)
     warm = Session(engine.runner, chunk_size=16)

@@ -25,10 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from ktransformers.cli.serve.command import server_parser
 from ktransformers.cluster.config import ClusterArgs
 from ktransformers.core import FinishReason, GenerationStats
+from ktransformers.scheduler.commands import EngineTotals
 from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats, ReplicaFigures
-from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.telemetry.metrics import Metrics, Refusals
 
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.sequence import SequenceRunner
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.engine.sequence.profiled import card_meta
 from ktransformers.engine.step.profile_scopes import module_scopes
-from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool, profile
 from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed, SpeedFile
@@ -32,15 +32,15 @@ FAMILIES = {
 }
 
 
-def runtime_of(runner: StaticRunner) -> CpuProfilingRuntime:
+def runtime_of(runner: SequenceRunner) -> CpuProfilingRuntime:
     return CpuProfilingRuntime(runner.pool, module_scopes(runner.model))
 
 
-def num_layers(runner: StaticRunner) -> int:
+def num_layers(runner: SequenceRunner) -> int:
     return int(runner.model.config.num_hidden_layers)
 
 
-def step(runner: StaticRunner, runtime: CpuProfilingRuntime, ids: Sequence[int], start: int = 0) -> torch.Tensor:
+def step(runner: SequenceRunner, runtime: CpuProfilingRuntime, ids: Sequence[int], start: int = 0) -> torch.Tensor:
     runtime.begin_step(5 + start, len(ids), [])
     logits = runner.forward(ids, start, range(len(ids)))
     runtime.end_step()

@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress, SamplingParams
-from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import ModelInfo
@@ -30,6 +29,7 @@ from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.run import _drain
 from ktransformers.server.streaming import EventStream
 from tests.support.engines.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
+from tests.support.engines.sequential import Session
 from tests.support.servers.asgi_client import Connection
 
 VOCAB = byte_tokenizer().vocab_size

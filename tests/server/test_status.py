@@ -13,11 +13,11 @@ import torch
 
 from ktransformers.operators.base import ExpertStats
 from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed, SpeedFile
+from ktransformers.scheduler.commands import EngineTotals
 from ktransformers.scheduler.records import SchedulerStats, counts_in
 from ktransformers.scheduler.tier_records import TierStats
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_stats import BalanceStats
-from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.service import measured_gbps
 from ktransformers.server.telemetry.metrics import Counts

@@ -13,7 +13,6 @@ import torch
 from gguf import GGMLQuantizationType as T
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
@@ -23,6 +22,7 @@ from ktransformers.weights.gguf.source import GGUFSource
 from ktransformers.weights.quantize.write import quantize
 from ktransformers.weights.source import ExpertsLayout
 from tests.support.checks.source_checks import check_whole_model, expected_experts, layout_of, values_of
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import add_metadata, gguf_tensors, write_gguf
 from tests.support.models.low_bits import encode
 from tests.support.models.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_model
@@ -238,7 +238,7 @@ def test_parts_for_images_in_the_same_file_are_left_aside(tmp_path: Path, caplog
     assert "6 tensors for images and sound are left aside" in caplog.text
     assert {name for name in source.stored_names() if source.ignorable(name)} == set(OTHER_PARTS)
     check_whole_model(source, model)
-    engine = build_engine(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1))  # and nothing is left over
-    want = build_engine(EngineConfig(gguf_path=plain.files[0].path, cache_lens=64, cpu_infer=1))
+    engine = static_engine(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1))  # and nothing is left over
+    want = static_engine(EngineConfig(gguf_path=plain.files[0].path, cache_lens=64, cpu_infer=1))
     ids = list(range(3, 12))
     assert torch.equal(engine.runner.forward(ids, 0, [8]), want.runner.forward(ids, 0, [8]))

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
@@ -19,6 +18,7 @@ from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
 from tests.support.checks.source_checks import layout_of
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.tiny_models import tiny_model
 
@@ -52,7 +52,7 @@ def write_merged(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.
     return folder
 
 
-def logits(engine: Engine) -> torch.Tensor:
+def logits(engine: StaticEngine) -> torch.Tensor:
     ids = list(range(3, 40))
     try:
         return engine.runner.forward(ids, 0, range(len(ids))).clone()
@@ -68,9 +68,9 @@ def test_the_same_logits_as_the_gguf(model_type: str, qtype: QuantType, tmp_path
     path = write_gguf(model, tmp_path / "m.gguf", qtype, QuantType.F32, kv_b="whole")
     folder = write_merged(model, tmp_path / "merged", merged_tensors(open_gguf(path)))
     config = EngineConfig(model_path=folder, cache_lens=64, cpu_infer=1)
-    got = logits(build_engine(config))
+    got = logits(static_engine(config))
     assert torch.equal(
-        got, logits(build_engine(EngineConfig(model_path=folder, gguf_path=path, cache_lens=64, cpu_infer=1)))
+        got, logits(static_engine(EngineConfig(model_path=folder, gguf_path=path, cache_lens=64, cpu_infer=1)))
     )
 
 

@@ -26,7 +26,7 @@ from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_need
 from ktransformers.bench.offline.streams import StreamWork, slots_of_stream, stream_beside_prompt
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
-from ktransformers.engine.load.builder import PagedEngine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
@@ -88,7 +88,7 @@ class PeerProgram(Protocol):
         """End the other program."""
 
 
-StartPeers = Callable[[PagedEngine, OfflineWork], Sequence[PeerProgram]]
+StartPeers = Callable[[Engine, OfflineWork], Sequence[PeerProgram]]
 """Starts the programs to compare with, once the engine is loaded and the work is cut to what the model holds."""
 
 
@@ -140,7 +140,7 @@ def _stream_within(context: int | None, work: StreamWork | None) -> StreamWork |
     return None
 
 
-def _measure_stream(engine: PagedEngine, work: StreamWork) -> Record:
+def _measure_stream(engine: Engine, work: StreamWork) -> Record:
     figure = stream_beside_prompt(engine, work)
     limit = f"at most x {work.max_itl_ratio:g} wanted" if work.max_itl_ratio else "no limit"
     print(
@@ -238,10 +238,10 @@ def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) 
     return [count for count in prefills if count <= context]
 
 
-def _load(opened: OpenedModel, max_batch_size: int, progress: Progress | None) -> tuple[PagedEngine, Record]:
+def _load(opened: OpenedModel, max_batch_size: int, progress: Progress | None) -> tuple[Engine, Record]:
     """The engine, and what is known of machine, model and loading."""
     began = time.perf_counter()
-    engine = build_paged_engine(
+    engine = build_engine(
         opened.config,
         page_size=PAGE_SIZE,
         max_batch_size=max_batch_size,
@@ -273,7 +273,7 @@ def _print_report(report: Record) -> None:
 
 
 def _measure(
-    engine: PagedEngine, runs: OfflineRuns, work: OfflineWork, peers: Sequence[PeerProgram]
+    engine: Engine, runs: OfflineRuns, work: OfflineWork, peers: Sequence[PeerProgram]
 ) -> tuple[list[Row], dict[str, float | None]]:
     """Every figure, printed as it comes, and the peaks of memory meanwhile."""
     reset_ram_peak()

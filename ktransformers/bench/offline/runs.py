@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import PagedEngine
+from ktransformers.engine.load.builder import Engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.optimize.plan import Plan
@@ -150,7 +150,7 @@ class OfflineRuns:
     seconds: passes of a figure are repeated until they took as long.
     """
 
-    def __init__(self, engine: PagedEngine, seconds: float, seed: int = 0):
+    def __init__(self, engine: Engine, seconds: float, seed: int = 0):
         self._engine, self._seconds = engine, seconds
         self._rng = np.random.default_rng(seed)
         self._step_ids, self._run_ids = itertools.count(), itertools.count()

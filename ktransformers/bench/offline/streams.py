@@ -14,7 +14,7 @@ from statistics import mean, median
 import numpy as np
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import PagedEngine
+from ktransformers.engine.load.builder import Engine
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.prefill_throttle import FEWEST_ROWS
 from ktransformers.scheduler.records import Request, StepPlan
@@ -84,7 +84,7 @@ class _Times:
 class _Loop:
     """Steps of requests, two planned; notes when the stream's tokens come."""
 
-    def __init__(self, engine: PagedEngine, config: SchedulerConfig):
+    def __init__(self, engine: Engine, config: SchedulerConfig):
         self.scheduler, self._executor, self._vocab_size = Scheduler(config), engine.executor, engine.model.vocab_size
         self._planned: deque[StepPlan] = deque()
         self._rng = np.random.default_rng(0)
@@ -135,7 +135,7 @@ class _Loop:
         self.end("stream")
 
 
-def stream_beside_prompt(engine: PagedEngine, work: StreamWork) -> StreamFigure:
+def stream_beside_prompt(engine: Engine, work: StreamWork) -> StreamFigure:
     """Measure a stream beside a prompt; whatever else the engine has run is forgotten.
 
     It must be built for at least two sequences.

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, slots_needed
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.models.synthetic_shapes import small_config
 from ktransformers.optimize.machine_speed import Curve, StepCost
@@ -98,7 +98,7 @@ def _step_times(hf_config: PretrainedConfig, config: EngineConfig, prompts: Sequ
     case = DecodeCase(steps=8, prompt_len=8)
     config = replace(config, cache_lens=slots_needed(list(prompts), list(_BATCHES), case, _PAGE))
     opened = open_synthetic(config, hf_config)
-    engine = build_paged_engine(opened.config, page_size=_PAGE, max_batch_size=max(_BATCHES), opened=opened)
+    engine = build_engine(opened.config, page_size=_PAGE, max_batch_size=max(_BATCHES), opened=opened)
     rounds = _GPU_ROUNDS if config.use_cuda else _ROUNDS
     try:
         runs = OfflineRuns(engine, 0.0)

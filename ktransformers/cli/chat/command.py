@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ktransformers.cli.chat.input import TurnSource, UserTurn
     from ktransformers.cli.chat.output import View
     from ktransformers.config import EngineConfig
+    from ktransformers.engine.api.llm import LLM
     from ktransformers.engine.load.builder import Engine
     from ktransformers.profiling.capture import ProfileTarget
 
@@ -125,15 +126,12 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     first_turns: list[UserTurn] = []
     in_fd = sys.stdin.fileno() if _is_interactive(args) else -1
     with muted_keys(in_fd) if in_fd >= 0 else nullcontext():  # what is typed meanwhile is for the first prompt
-        engine = _load(args, config, build, first_turns)
+        llm = _load(args, config, build, first_turns, target)
     from ktransformers.cli.chat.commands import bound_command
     from ktransformers.cli.chat.greeting import describe_machine, describe_model
     from ktransformers.cli.chat.loop import ChatLoop, ChatOptions
-    from ktransformers.engine.api.llm import LLM
-    from ktransformers.engine.sequence.profiled import profiled_session
 
-    try:
-        llm = LLM.from_engine(engine)
+    with llm:
         params = sampling_params(args, llm.default_params)
         is_interactive = _is_interactive(args)
         if is_interactive:
@@ -150,19 +148,20 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
             drops_oldest=args.context_overflow == "drop",
         )
         chat = ChatLoop(llm, view, source, options)
-        machine, model = describe_machine(config.use_cuda), describe_model(engine)
+        machine, model = describe_machine(config.use_cuda), describe_model(llm.engine)
         _log.info("%s; %s", machine, model)
         if is_interactive:
             view.note(f"{machine}\n{model}\n/help lists the commands, Ctrl-D leaves")
-        with profiled_session(llm.session, engine, target, "local_chat"):
-            return chat.run(first_turns)
-    finally:
-        engine.close()
+        return chat.run(first_turns)
 
 
 def _load(
-    args: argparse.Namespace, config: EngineConfig, build: BuildEngine | None, first_turns: list[UserTurn]
-) -> Engine:
+    args: argparse.Namespace,
+    config: EngineConfig,
+    build: BuildEngine | None,
+    first_turns: list[UserTurn],
+    target: ProfileTarget | None,
+) -> LLM:
     """The model, with something to see meanwhile. Adds --prompt_file to the first turns, and checks flags, before."""
     from ktransformers.cli.loading import early_line, loading_bar
 
@@ -181,8 +180,11 @@ def _load(
 
         _refuse_without_tokenizer(config)
         build = build_engine
+    from ktransformers.engine.api.llm import LLM, open_loop
+
     with loading_bar(sys.stderr, name) as progress:
-        return build(config, progress)
+        loop = open_loop(config, lambda report: build(config, report), progress, target, "local_chat")
+    return LLM.from_loop(loop)
 
 
 def _is_interactive(args: argparse.Namespace) -> bool:

@@ -50,4 +50,4 @@ def describe_model(engine: Engine) -> str:
     """Return the loaded model in one line: its file, its family, its cache."""
     path = engine.config.gguf_path or engine.config.model_path
     name = engine.description if path is None else f"{path.name or path} ({engine.facts.model_type})"
-    return f"{name}, {engine.runner.max_len:,} tokens of context"
+    return f"{name}, {engine.scheduler_config.max_len:,} tokens of context"

@@ -21,6 +21,9 @@ from ktransformers.cli.chat.output import View, format_stats
 from ktransformers.cli.chat.settings import Settings
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, format_bytes
 from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.sampling.sampler import draw_seed
+from ktransformers.engine.sequence.partial import PartialGeneration
+from ktransformers.engine.sequence.saved_session import SavedSession
 from ktransformers.errors import CapacityError, ConfigError, ContextLengthError, KTransformersError
 from ktransformers.tokenizer.shortening import prompt_room, shorten
 from ktransformers.tokenizer.tools import ReasoningPiece, TextPiece
@@ -76,6 +79,7 @@ class ChatLoop:
 
     def __init__(self, llm: LLM, view: View, source: TurnSource, options: ChatOptions):
         self.llm, self.view, self.source, self._options = llm, view, source, options
+        self._last: PartialGeneration | SavedSession | None = None  # what /save writes of the cache
         self.conversation = ChatHistory(options.system)
         self.is_finished = False
         self._num_errors = 0
@@ -234,7 +238,7 @@ class ChatLoop:
 
     def _fitting_ids(self, params: SamplingParams) -> list[int]:
         """Ids of the prompt, of the conversation without its oldest turns where it is too long."""
-        messages, max_len = self.conversation.messages, self.llm.session.max_len
+        messages, max_len = self.conversation.messages, self.llm.max_len
         prompt_ids = self._prompt_ids(messages)
         if not self._options.drops_oldest:
             return prompt_ids
@@ -258,7 +262,7 @@ class ChatLoop:
 
     def _warn_when_nearly_full(self, stats: GenerationStats) -> None:
         """Once, when more than four fifths of the context are taken."""
-        used, max_len = stats.prompt_len + stats.completion_len, self.llm.session.max_len
+        used, max_len = stats.prompt_len + stats.completion_len, self.llm.max_len
         is_nearly_full = used >= _NEARLY_FULL * max_len
         if is_nearly_full and not self._is_warned and self.is_interactive:
             then = "then the oldest messages are left out" if self._options.drops_oldest else "then no more fits"
@@ -281,11 +285,17 @@ class ChatLoop:
         self, prompt_ids: list[int], params: SamplingParams, is_interrupted: Callable[[], bool]
     ) -> tuple[TokenEvent, str, str]:
         """Show the answer as it comes; its last event, its content and its reasoning."""
+        if params.seed is None:  # which a saved session must know
+            params = replace(params, seed=draw_seed())
+        answer_ids: list[int] = []
+        self._last = PartialGeneration(prompt_ids, params, answer_ids)
         events = self.llm.stream(prompt_ids, params, is_interrupted, self.view.reading)
         parser = self.llm.tokenizer.answer_parser(prompt_ids)
         content, reasoning, last = [], [], None
         try:
             for last in events:
+                if last.token_id is not None:
+                    answer_ids.append(last.token_id)
                 parts = parser.feed(last.text)
                 if last.finish_reason is not None:
                     parts += parser.flush()
@@ -305,9 +315,9 @@ class ChatLoop:
         if last.finish_reason is FinishReason.ABORT:
             self.view.note("stopped")
         elif last.finish_reason is FinishReason.LENGTH:
-            stats, max_len = last.stats, self.llm.session.max_len
+            stats, max_len = last.stats, self.llm.max_len
             if stats.prompt_len + stats.completion_len >= max_len:
-                larger = "" if self.llm.session.is_models_limit else "; --cache_lens makes the cache larger"
+                larger = "" if self.llm.is_models_limit else "; --cache_lens makes the cache larger"
                 self.view.note(
                     f"the answer was cut: the cache of {max_len} tokens is full. "
                     f"/clear starts over, /save FILE keeps the conversation first{larger}"
@@ -317,9 +327,10 @@ class ChatLoop:
 
     def save_session(self, path: Path) -> None:
         """Write the conversation and what the cache keeps of it to `path`. Raises KTransformersError."""
-        session = self.llm.session
-        self.view.note(f"saving {format_bytes(session.saved_nbytes)} to {path} ...")
-        saved = session.save(path, self.conversation.messages)
+        session = self._last or ()
+        token_ids = session.token_ids if session else ()
+        self.view.note(f"saving {format_bytes(self.llm.saved_nbytes(token_ids))} to {path} ...")
+        saved = self.llm.save_session(path, session, self.conversation.messages)
         kept = f"{saved.cached_len} of {len(saved.token_ids)} tokens in the cache"
         self.view.note(
             f"saved {len(self.conversation.messages)} messages, {kept}, {format_bytes(saved.nbytes)}, to {path}"
@@ -327,10 +338,11 @@ class ChatLoop:
 
     def load_session(self, path: Path) -> None:
         """Go on with a saved session: the next turn computes only what is new. Raises KTransformersError."""
-        saved = self.llm.session.load(path, recompute=True)  # what cannot be used is logged, and computed again
+        saved = self.llm.load_session(path, recompute=True)  # what cannot be used is logged, and computed again
         if saved.messages is None:
             raise ConfigError(f"{path} holds {len(saved.token_ids)} tokens and no conversation")
         self.conversation.take(saved.messages, path)
+        self._last = saved
         self.view.note(
             f"loaded {len(self.conversation.messages)} messages and {saved.cached_len} tokens of the cache from {path}"
         )
@@ -347,7 +359,6 @@ class ChatLoop:
         )
         steps = total.completion_len - sum(1 for stats in answers if stats.completion_len)
         rate = steps / total.decode_seconds if total.decode_seconds > 0 else 0.0
-        session = self.llm.session
         hot = self.llm.engine.hot.describe()
         latest = f"\nhot experts: {hot}" if hot is not None else ""
         latest += f"\nlatest answer: {format_stats(answers[-1])}" if answers else ""
@@ -356,17 +367,17 @@ class ChatLoop:
             f"prompt: {total.prompt_len} tokens, {total.cached_len} of them reused, "
             f"{total.prefill_seconds:.2f} s, {total.prefill_rate:.1f} tokens/s\n"
             f"answers: {total.completion_len} tokens, {total.decode_seconds:.2f} s, {rate:.1f} tokens/s\n"
-            f"cache: {len(session.cached_ids)} of {session.max_len} tokens{latest}"
+            f"cache: {min(self.llm.used_len, self.llm.max_len)} of {self.llm.max_len} tokens{latest}"
         )
 
     def describe_model(self) -> str:
         """Return what is known of the loaded model, a line per fact."""
-        engine, tokenizer, session = self.llm.engine, self.llm.tokenizer, self.llm.session
+        engine, tokenizer = self.llm.engine, self.llm.tokenizer
         thinking = "no" if tokenizer.reasoning_tags is None else " ".join(tokenizer.reasoning_tags)
-        set_by = "the most that the model takes" if session.is_models_limit else "--cache_lens"
+        set_by = "the most that the model takes" if self.llm.is_models_limit else "--cache_lens"
         return (
             f"model: {engine.description}\n"
-            f"context: {session.max_len:,} tokens ({set_by})\n"
+            f"context: {self.llm.max_len:,} tokens ({set_by})\n"
             f"vocabulary: {tokenizer.vocab_size:,} tokens\n"
             f"chat template: {'yes' if tokenizer.has_chat_template else 'none'}, thinking: {thinking}"
         )

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
+from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
+from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.api.home import OwnerProcess, return_memory
 from ktransformers.engine.api.llm import describe_batches, load_batches, prompt_reader
 from ktransformers.engine.api.llm_options import EngineKeywords, LLMOptions, llm_options
@@ -35,7 +36,7 @@ from ktransformers.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from ktransformers.engine.load.builder import PagedEngine
+    from ktransformers.engine.load.builder import Engine
 
 __all__ = ["AsyncAnswer", "AsyncLLM"]
 
@@ -101,7 +102,7 @@ class AsyncAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    batches: BatchLoop
+    batches: BatchLoop[Engine]
     reader: PromptReader
 
 
@@ -133,11 +134,11 @@ class AsyncLLM:
         self._starting, self._home = asyncio.Lock(), OwnerProcess()
 
     @classmethod
-    def from_engine(cls, engine: PagedEngine, max_batch_size: int = 16) -> AsyncLLM:
-        """The API over an engine that is already built, for up to max_batch_size sequences at once."""
+    def from_engine(cls, engine: Engine) -> AsyncLLM:
+        """The API over an engine that is already built."""
         llm = cls.__new__(cls)
         llm._options, llm._progress, llm._starting = None, None, asyncio.Lock()
-        llm._take(_Loaded(BatchLoop(lambda report: engine, max_batch_size), prompt_reader(engine, None)))
+        llm._take(_Loaded(BatchLoop(lambda report: engine), prompt_reader(engine, None)))
         return llm
 
     def _take(self, loaded: _Loaded) -> None:
@@ -336,16 +337,18 @@ class AsyncLLM:
         asked.params = params = samples_of(params)[index]
         events: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
 
-        def sink(said: TokenEvent | EngineError) -> None:
+        def sink(said: TokenEvent | PrefillChunk | EngineError) -> None:
+            assert not isinstance(said, PrefillChunk), "nobody asks for progress"
             try:
                 loop.call_soon_threadsafe(events.put_nowait, said)
             except RuntimeError:  # the event loop is closed, and its tasks with it
                 batches.abort([request])
 
-        request = EngineRequest(asked.prompt_ids, params, sink, asked.request_id, answer_ids=asked.answer_ids)
+        request = EngineRequest(asked.prompt_ids, params, name=asked.request_id, answer_ids=asked.answer_ids)
         batches.check_begun(request)
+        generation = prefill_and_generate(batches, request)
         try:
-            batches.submit([request])
+            generation.begin(sink)
             is_over = False
             while not is_over:
                 batches.home.require()
@@ -355,7 +358,7 @@ class AsyncLLM:
                 yield said
                 is_over = said.finish_reason is not None
         finally:
-            batches.abort([request])
+            generation.close()
 
 
 def _num_samples(params: SamplingParams | None, keywords: Mapping[str, Any]) -> int:

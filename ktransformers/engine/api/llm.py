@@ -7,16 +7,18 @@ one cache where they begin alike. Each gets the tokens that it would get alone. 
 from __future__ import annotations
 
 import os
-import queue
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.cache.page_folder import private_folder
+from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
-from ktransformers.engine.api.home import OwnerProcess, return_memory
+from ktransformers.engine.api.engine_loop import Build
+from ktransformers.engine.api.generate import Control, prefill_and_generate
+from ktransformers.engine.api.home import return_memory
 from ktransformers.engine.api.llm_options import EngineKeywords, LLMOptions, llm_options
 from ktransformers.engine.sequence.keywords import SamplingKeywords, samples_of, split_keywords
 from ktransformers.engine.sequence.outputs import (
@@ -29,17 +31,18 @@ from ktransformers.engine.sequence.outputs import (
     join_samples,
     raise_numbered,
 )
+from ktransformers.engine.sequence.partial import PartialGeneration
+from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.engine.sequence.prompts import check_callable
 from ktransformers.engine.sequence.saved_session import SavedSession, as_path, begun_of, saved_of
-from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import EngineError, KTransformersError, UnsupportedError
+from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from ktransformers.engine.load.builder import Engine, PagedEngine
-    from ktransformers.engine.sequence.session_store import StaticStore
+    from ktransformers.engine.load.builder import Engine
 
 __all__ = [
     "LLM",
@@ -49,29 +52,16 @@ __all__ = [
     "default_sampling_params",
     "describe_batches",
     "load_batches",
+    "open_loop",
     "prompt_reader",
 ]
 
-_STOP_POLL_SECONDS = 0.05
-"""Between two questions to should_stop while nothing comes."""
-
 _CLOSED = "this LLM is closed: make a new one, or keep the `with` block open for as long as it is used"
-
-_CANNOT_SUSPEND = (
-    "this LLM answers one prompt at a time, on its caller's thread: stop reading and go on later; "
-    "only an LLM that answers many prompts at once suspends them"
-)
-
-_Events = queue.SimpleQueue[TokenEvent | EngineError]
-
-
-def _ignore(said: TokenEvent | EngineError) -> None:
-    """The sink of a question that is not submitted yet."""
 
 
 class LLM:
     """A loaded model that answers prompts in this process. Loading happens in the constructor; its errors are those of
-    `build_paged_engine`.
+    `build_engine`.
 
     May be used from several threads at once: the model runs on a thread of its own, and what they ask shares its steps.
     An interrupt (Ctrl-C) ends the call that it meets; the LLM stays as it is. `close` it, or use it in a `with` block;
@@ -79,9 +69,6 @@ class LLM:
     cannot use it: everything but `tokenizer` and `close`, which does nothing then, raises EngineError.
     """
 
-    _batches: BatchLoop | None = None
-    _session: Session | None = None
-    _engine: Engine | PagedEngine | None = None
     _is_closed = False
 
     def __init__(
@@ -102,37 +89,23 @@ class LLM:
         """
         check_callable("progress", progress)
         chosen = llm_options(model, gguf_path, model_path, options)
-        self._take_paged(load_batches(chosen, progress), chosen.seed)
+        self._take(load_batches(chosen, progress), chosen.seed)
 
     @classmethod
-    def from_engine(cls, engine: Engine | PagedEngine, max_batch_size: int = 16) -> LLM:
-        """The API over an engine that is already built.
+    def from_engine(cls, engine: Engine) -> LLM:
+        """The API over an engine that is already built."""
+        return cls.from_loop(BatchLoop(lambda report: engine))
 
-        Over an `Engine`, which holds one sequence, prompts are answered one after the other, on the caller's thread and
-        one thread only, and `session` is there for a conversation. max_batch_size: what a `PagedEngine` was built for.
-        """
-        from ktransformers.engine.load.builder import Engine, PagedEngine
-        from ktransformers.engine.sequence.session_store import StaticStore
-
+    @classmethod
+    def from_loop(cls, batches: BatchLoop[Engine]) -> LLM:
+        """The API over a loop, which `close` closes."""
         llm = cls.__new__(cls)
-        if isinstance(engine, PagedEngine):
-            llm._take_paged(BatchLoop(lambda report: engine, max_batch_size), None)
-        else:
-            llm._take_single(
-                engine, StaticStore(engine.runner, engine.identified) if isinstance(engine, Engine) else None
-            )
+        llm._take(batches, None)
         return llm
 
-    def _take_paged(self, batches: BatchLoop, seed: int | None) -> None:
-        self._engine, self._home = batches.engine, batches.home
-        self._batches, self._reader = batches, prompt_reader(batches.engine, seed)
+    def _take(self, batches: BatchLoop[Engine], seed: int | None) -> None:
+        self._home, self._batches, self._reader = batches.home, batches, prompt_reader(batches.engine, seed)
         self._finalizer = weakref.finalize(self, batches.close)
-
-    def _take_single(self, engine: Engine, store: StaticStore | None) -> None:
-        self._engine, self._home = engine, OwnerProcess()
-        defaults = default_sampling_params(engine.generation_defaults, engine.config.max_new_tokens)
-        self._reader = PromptReader(engine.tokenizer, defaults)
-        self._session = Session.of(engine, store)
 
     def close(self) -> None:
         """Stop the model's threads and free its weights and its cache. The object cannot be used afterwards.
@@ -145,12 +118,7 @@ class LLM:
         self._is_closed = True
         if not self._home.is_here:
             return
-        if self._batches is not None:
-            self._finalizer()
-        elif self._session is not None and self._engine is not None:
-            self._session.clear()
-            self._engine.close()
-        self._engine = self._session = None
+        self._finalizer()
         return_memory()
 
     def __enter__(self) -> Self:
@@ -164,27 +132,13 @@ class LLM:
             return "LLM(closed)"
         if not self._home.is_here:
             return "LLM(of another process)"
-        if self._batches is None:
-            return f"LLM({self.session.max_len} tokens of context, one prompt at a time)"
         return f"LLM({describe_batches(self._batches)})"
 
     @property
-    def engine(self) -> Engine | PagedEngine:
+    def engine(self) -> Engine:
         """The loaded model. Raises EngineError once it is closed."""
         self._require_open()
-        assert self._engine is not None
-        return self._engine
-
-    @property
-    def session(self) -> Session:
-        """The one sequence of an `Engine`. Raises UnsupportedError when many prompts are answered at once."""
-        self._require_open()
-        if self._session is None:
-            raise UnsupportedError(
-                "this LLM answers many prompts at once and reuses what they share by itself; "
-                "LLM.from_engine(build_engine(config)) has a session"
-            )
-        return self._session
+        return self._batches.engine
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -207,7 +161,17 @@ class LLM:
     @property
     def max_len(self) -> int:
         """The most tokens that one prompt and its answer can have together."""
-        return self.session.max_len if self._batches is None else self._batches.config.max_len
+        return self._batches.config.max_len
+
+    @property
+    def is_models_limit(self) -> bool:
+        """Whether max_len is what the model takes, so that a larger cache would not help."""
+        return self._batches.config.limits.is_models_limit
+
+    @property
+    def used_len(self) -> int:
+        """Tokens that the cache has now, in whole pages: of what is being answered, and kept for prompts to come."""
+        return self._batches.used_len
 
     def stream(
         self,
@@ -224,8 +188,7 @@ class LLM:
 
         should_stop: asked now and then, on this thread; when it says yes the answer ends with ABORT. So does an
         iterator that is closed or dropped, without an event. Several may be open at once.
-        on_prefill: told before every chunk of the prompt how many tokens are computed, and how many have to be; only
-        over an engine that has a session.
+        on_prefill: told at every chunk of the prompt how many tokens are computed, and how many have to be.
         request_id: a name of its own for `suspend` and `resume`, until the iterator has ended or is closed.
         """
         self._require_open()
@@ -235,34 +198,22 @@ class LLM:
             raise UnsupportedError("a stream is one answer: n is for generate and chat; open several streams")
         check_callable("should_stop", should_stop)
         check_callable("on_prefill", on_prefill)
-        if self._batches is None:
-            if request_id is not None:
-                raise UnsupportedError(_CANNOT_SUSPEND)
-            return self.session.generate(ids, params, should_stop, on_prefill)
-        if on_prefill is not None:
-            raise UnsupportedError(
-                "on_prefill needs LLM.from_engine(build_engine(config)), which answers one at a time"
-            )
         self._batches.check(ids, params)
-        return self._events(self._batches, EngineRequest(ids, params, _ignore, request_id), should_stop)
+        return self._events(EngineRequest(ids, params, name=request_id), Control(should_stop, on_prefill))
 
     def suspend(self, request_id: str) -> bool:
         """Set the `stream` of this name aside, at whatever step it is: it holds no pages, and its iterator waits.
 
         Returns whether there is one. May be called on any thread, between two events of the iterator too; the tokens
-        that come after `resume` are those that would have come. UnsupportedError over an engine that has a session.
+        that come after `resume` are those that would have come.
         """
-        return self._require_batches().suspend(request_id)
+        self._require_open()
+        return self._batches.suspend(request_id)
 
     def resume(self, request_id: str) -> bool:
         """Go on with a `stream` that is suspended. Returns whether there was one. See `suspend`."""
-        return self._require_batches().resume(request_id)
-
-    def _require_batches(self) -> BatchLoop:
         self._require_open()
-        if self._batches is None:
-            raise UnsupportedError(_CANNOT_SUSPEND)
-        return self._batches
+        return self._batches.resume(request_id)
 
     def generate(
         self,
@@ -309,18 +260,22 @@ class LLM:
     def save_session(
         self,
         path: str | os.PathLike[str],
-        session: RequestOutput | Sequence[int],
+        session: RequestOutput | SavedSession | PartialGeneration | Sequence[int],
         messages: list[dict[str, Any]] | None = None,
     ) -> SavedSession:
-        """Write an answer with its prompt, or token ids, to one file, with what the cache keeps of these tokens.
+        """Write an answer with its prompt, a session that was loaded, or token ids, to one file, with what the cache
+        keeps of these tokens.
 
         An answer that was stopped (`should_stop`) can be continued from the file. messages: kept with it. Others are
         answered meanwhile. Raises SessionFileError when it cannot be written; what was at `path` is still there then.
         """
         self._require_open()
-        if self._batches is None:
-            return self.session.save_as(as_path(path), begun_of(session), messages)
         return self._batches.save(as_path(path), begun_of(session), messages)
+
+    def saved_nbytes(self, token_ids: Sequence[int]) -> int:
+        """Bytes of what the cache keeps of these tokens, which `save_session` would write."""
+        self._require_open()
+        return self._batches.visit(lambda store: store.nbytes(token_ids))
 
     def load_session(self, path: str | os.PathLike[str], *, recompute: bool = False) -> SavedSession:
         """Put what a file keeps into the cache: prompts that begin with its token_ids go on from there.
@@ -329,8 +284,6 @@ class LLM:
         SessionFileError for one that is damaged or of another model, ContextLengthError for one that is too long.
         """
         self._require_open()
-        if self._batches is None:
-            return self.session.load(as_path(path), recompute=recompute)
         return self._batches.load(as_path(path), recompute)
 
     def continue_answer(
@@ -344,13 +297,11 @@ class LLM:
         sampling_params: others than its own, with more max_tokens, say. Raises ConfigError when the answer is over.
         """
         self._require_open()
-        if self._batches is None:
-            return self.session.continue_answer(saved_of(session), sampling_params, should_stop)
         begun = saved_of(session).begun(sampling_params)
         begun = replace(begun, params=self._reader.params(begun.params))
-        request = EngineRequest(begun.prompt_ids, begun.params, _ignore, answer_ids=begun.answer_ids)
+        request = EngineRequest(begun.prompt_ids, begun.params, answer_ids=begun.answer_ids)
         self._batches.check_begun(request)
-        return self._events(self._batches, request, should_stop)
+        return self._events(request, Control(should_stop))
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -366,79 +317,63 @@ class LLM:
         params = self._reader.all_params(given, len(all_ids), keywords)
         each = list(zip(all_ids, params, strict=True))
         samples = [(ids, sample) for ids, one in each for sample in samples_of(one)]
-        if self._batches is None:
-            found = [collect_output(ids, one, list(self.session.generate(ids, one))) for ids, one in samples]
-        else:
-            _check_all(self._batches, each)
-            numbers = [number for number, (_, one) in enumerate(each) for _ in range(one.n)]
-            found = _answer_batch(self._batches, samples, numbers)
-        answers = iter(found)
+        _check_all(self._batches, each)
+        numbers = [number for number, (_, one) in enumerate(each) for _ in range(one.n)]
+        answers = iter(_answer_batch(self._batches, samples, numbers))
         return [join_samples([next(answers) for _ in range(one.n)]) for _, one in each]
 
-    def _events(
-        self, batches: BatchLoop, request: EngineRequest, should_stop: Callable[[], bool] | None
-    ) -> Iterator[TokenEvent]:
+    def _events(self, request: EngineRequest, control: Control) -> Iterator[TokenEvent]:
         """A method, so that the LLM is not closed while its last user iterates."""
-        events: _Events = queue.SimpleQueue()
-        request.on_event = events.put
-        try:
-            batches.submit([request])
-            while True:
-                event = _next_event(batches, request, events, should_stop)
-                yield event
-                if event.finish_reason is not None:
-                    return
-        finally:
-            batches.abort([request])
+        yield from prefill_and_generate(self._batches, request, control)
 
 
-def load_batches(options: LLMOptions, progress: Callable[..., None] | None) -> BatchLoop:
-    """Load a model for many prompts at once. Errors as `build_paged_engine`."""
-    from ktransformers.engine.load.builder import build_paged_engine  # late: it imports every operator and kernel
+def load_batches(options: LLMOptions, progress: Callable[..., None] | None, name: str = "offline") -> BatchLoop[Engine]:
+    """Load a model for many prompts at once. name: what profiles call the program. Errors as `build_engine`."""
+    from ktransformers.engine.load.builder import build_engine  # late: it imports every operator and kernel
 
-    if options.config.kv_disk_path is not None:
-        private_folder(options.config.kv_disk_path)
+    def build(report: Callable[..., None]) -> Engine:
+        return build_engine(options.config, report, page_size=options.page_size, max_batch_size=options.max_batch_size)
 
-    def build(report: Callable[..., None]) -> PagedEngine:
-        return build_paged_engine(
-            options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=report
-        )
-
-    return BatchLoop(build, options.max_batch_size, progress, options.profile)
+    return open_loop(options.config, build, progress, options.profile, name)
 
 
-def prompt_reader(engine: PagedEngine, seed: int | None) -> PromptReader:
+def open_loop(
+    config: EngineConfig,
+    build: Build[Engine],
+    progress: Callable[..., None] | None,
+    profile: ProfileTarget | None,
+    name: str,
+) -> BatchLoop[Engine]:
+    """Open a loop over the engine that `build` makes of `config`, with its steps in a profile if one is wanted.
+
+    name: what the profile calls the program. Raises what `build` raises, and ConfigError for folders that cannot be
+    used.
+    """
+    if config.kv_disk_path is not None:
+        private_folder(config.kv_disk_path)
+    loop = BatchLoop(build, progress)
+    try:
+        if profile is not None:
+            loop.write_profile(profile, model_meta(loop.engine, name))
+    except BaseException:
+        loop.close()
+        raise
+    return loop
+
+
+def prompt_reader(engine: Engine, seed: int | None) -> PromptReader:
     """Make the PromptReader that reads prompts for `engine`."""
     defaults = default_sampling_params(engine.model.generation_defaults, engine.config.max_new_tokens)
     return PromptReader(engine.model.tokenizer, defaults, seed)
 
 
-def describe_batches(batches: BatchLoop) -> str:
+def describe_batches(batches: BatchLoop[Engine]) -> str:
     """Describe a model that answers many prompts at once in one line."""
     config = batches.config
     return f"{batches.description}, {config.total_len} tokens of cache, {config.max_running} prompts at once"
 
 
-def _next_event(
-    batches: BatchLoop, request: EngineRequest, events: _Events, should_stop: Callable[[], bool] | None
-) -> TokenEvent:
-    """Raises the EngineError that ended the answer."""
-    said: TokenEvent | EngineError | None = None
-    batches.home.require()
-    while said is None:
-        if should_stop is not None and should_stop():
-            batches.abort([request])  # its last event is on its way
-            should_stop = None
-        try:
-            said = events.get(timeout=None if should_stop is None else _STOP_POLL_SECONDS)
-        except queue.Empty:
-            continue
-    if isinstance(said, EngineError):
-        raise said
-    return said
-
-
-def _check_all(batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParams]]) -> None:
+def _check_all(batches: BatchLoop[Engine], each: Sequence[tuple[list[int], SamplingParams]]) -> None:
     """Raises what `BatchLoop.check` does, with the number of the prompt."""
     for index, (ids, params) in enumerate(each):
         try:
@@ -448,25 +383,23 @@ def _check_all(batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParam
 
 
 def _answer_batch(
-    batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParams]], numbers: Sequence[int]
+    batches: BatchLoop[Engine], each: Sequence[tuple[list[int], SamplingParams]], numbers: Sequence[int]
 ) -> list[RequestOutput]:
     """All answers, or none: whatever ends this early, an interrupt too, ends all that has been asked here.
 
     numbers: which of the caller's prompts each of them answers, for errors.
     """
-    waiting: list[_Events] = [queue.SimpleQueue() for _ in each]
-    requests = [EngineRequest(ids, params, events.put) for (ids, params), events in zip(each, waiting, strict=True)]
+    requests = [EngineRequest(ids, params) for ids, params in each]
+    answers = [prefill_and_generate(batches, request).queued() for request in requests]
     outputs = []
     try:
         batches.submit(requests)
-        for index, (request, events) in enumerate(zip(requests, waiting, strict=True)):
-            answer: list[TokenEvent] = []
-            while not answer or answer[-1].finish_reason is None:
-                try:
-                    answer.append(_next_event(batches, request, events, None))
-                except EngineError as error:
-                    raise_numbered(error, numbers[index], numbers[-1] + 1)
-            outputs.append(collect_output(request.prompt_ids, request.params, answer))
+        for request, answer, number in zip(requests, answers, numbers, strict=True):
+            try:
+                events = list(answer)
+            except EngineError as error:
+                raise_numbered(error, number, numbers[-1] + 1)
+            outputs.append(collect_output(request.prompt_ids, request.params, events))
     finally:
         batches.abort(requests[len(outputs) :])
     return outputs

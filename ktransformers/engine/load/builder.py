@@ -6,13 +6,11 @@ The order matters: everything that can be refused is refused before the first we
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TypeVar
 
-from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
-from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart, PagedEngine
+from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
 from ktransformers.engine.load.stages import (
     CapturedModel,
     arrange_model,
@@ -25,15 +23,14 @@ from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.parallel.ranks.driver import Driver, made_of
 from ktransformers.engine.parallel.ranks.parallel_strategy import num_processes, parallel_strategy
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks, Worker
-from ktransformers.engine.plan.cache_plan import CachePlan, OneSequence, SharedPages
+from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.planning import Hardware, Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.step.paged import PagedExecutor
-from ktransformers.engine.step.runner import ModelRunner, StaticRunner
+from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.snapshots import snapshot_interval
 from ktransformers.engine.step.step_runtime import StepRuntime
-from ktransformers.errors import ConfigError
 from ktransformers.kernels.triton.common.compiling import loading
 from ktransformers.operators.base import ExpertStats
 from ktransformers.optimize.plan import Plan
@@ -43,14 +40,10 @@ __all__ = [
     "Hardware",
     "LoadedModel",
     "LoadedPart",
-    "PagedEngine",
     "build_engine",
-    "build_paged_engine",
     "build_worker",
     "plan_model",
 ]
-
-CacheT = TypeVar("CacheT", bound=PagedCache)
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -62,7 +55,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     hardware = hardware or Hardware.detect(opened.config)
     if opened.config.tensor_parallel > 1:
         opened, hardware = parallel_strategy(opened.config, 0).shard(opened, hardware)
-    return Planner(opened, None, OneSequence()).settle(hardware)[0].plan
+    return Planner(opened, None, CachePlan()).settle(hardware)[0].plan
 
 
 def build_engine(
@@ -70,49 +63,25 @@ def build_engine(
     progress: Progress | None = None,
     hardware: Hardware | None = None,
     opened: OpenedModel | None = None,
-) -> Engine:
-    """Load a model for one sequence at a time. Raises ConfigError, RuleError, WeightError or CapacityError, each before
-    it is too late.
-
-    hardware: what to run on; this machine when None. opened: the model, when it is open already; its config counts.
-    """
-    opened = opened or open_model(config)
-    for flag in ("tensor_parallel", "pipeline"):
-        if getattr(opened.config, flag) > 1:
-            raise ConfigError(
-                f"--{flag} {getattr(opened.config, flag)} is for many sequences at once: --backend_type balance_serve"
-            )
-    built = _build(opened, OneSequence(), hardware, progress)
-    cache, model = built.cache, built.model
-    is_models_limit = cache.max_len == model.context_len
-    runner = StaticRunner(built.forward, cache, model.vocab_size, built.decode, is_models_limit)
-    return Engine(
-        built.config, built.plan, model, built.forward.pool, built.identified, opened.facts, runner, built.hot
-    )
-
-
-def build_paged_engine(
-    config: EngineConfig,
     *,
-    page_size: int,
-    max_batch_size: int,
-    progress: Progress | None = None,
+    page_size: int = 0,
+    max_batch_size: int = 1,
     expert_stats: ExpertStats | None = None,
-    opened: OpenedModel | None = None,
-    hardware: Hardware | None = None,
     ranks: Ranks | None = None,
-) -> PagedEngine:
-    """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`.
+) -> Engine:
+    """Load a model for up to max_batch_size sequences at once, which share --cache_lens tokens in pages.
 
-    expert_stats: where to count how experts are used, for a caller who wants to ask.
-    opened: the model, when it is open already (a synthetic one, say); its config counts. ranks: with whom it is cut;
-    None: as the config says.
+    Raises ConfigError, RuleError, WeightError or CapacityError, each before it is too late.
+
+    hardware: what to run on; this machine when None. opened: the model, when it is open already (a synthetic one, say);
+    its config counts. page_size: tokens of a page, 0: as many as suit the model. expert_stats: where to count how
+    experts are used, for a caller who wants to ask. ranks: with whom it is cut; None: as the config says.
     """
     stats = expert_stats or ExpertStats()
     opened = opened or open_model(config)
     if ranks is None:
         ranks = Driver(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
-    cache_plan = SharedPages(page_size, max_batch_size, opened.facts.has_states)
+    cache_plan = CachePlan(max_batch_size, page_size, opened.facts.has_states)
     built = _build(opened, cache_plan, hardware, progress, stats, ranks)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
     runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)
@@ -136,8 +105,20 @@ def build_paged_engine(
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identified) or (None, None)
-    return PagedEngine(
-        built.config, plan, model, pool, built.identified, executor, cache, interval, tiers, hot=built.hot, ranks=ranks
+    return Engine(
+        config=built.config,
+        plan=plan,
+        model=model,
+        pool=pool,
+        identified=built.identified,
+        facts=opened.facts,
+        executor=executor,
+        cache=cache,
+        max_batch_size=max_batch_size,
+        snapshot_interval=interval,
+        tiers=tiers,
+        hot=built.hot,
+        ranks=ranks,
     )
 
 
@@ -146,7 +127,7 @@ def _mend(ranks: Ranks, runner: ModelRunner) -> None:
     runner.recovered()
 
 
-def build_worker(opened: OpenedModel, worker: Worker, hardware: Hardware, cache_plan: SharedPages) -> LoadedPart:
+def build_worker(opened: OpenedModel, worker: Worker, hardware: Hardware, cache_plan: CachePlan) -> LoadedPart:
     """Load one process's part of a model that is cut. Errors as `build_engine`."""
     built = _build(opened, cache_plan, hardware, None, None, worker)
     runner = ModelRunner(built.forward, built.decode, send_output=worker.send_output())
@@ -155,13 +136,13 @@ def build_worker(opened: OpenedModel, worker: Worker, hardware: Hardware, cache_
 
 def _build(
     opened: OpenedModel,
-    cache_plan: CachePlan[CacheT],
+    cache_plan: CachePlan,
     hardware: Hardware | None,
     progress: Progress | None,
     stats: ExpertStats | None = None,
     ranks: Ranks | None = None,
-) -> CapturedModel[CacheT]:
-    """What both kinds of engines are made of. Errors as `build_engine`; whatever was started is stopped then."""
+) -> CapturedModel:
+    """What engines and their parts are made of. Errors as `build_engine`; whatever was started is stopped then."""
     part = open_part(opened, hardware, ranks or Alone())
     with loading(), ExitStack() as undo:
         planned = plan_part(part, cache_plan, stats or ExpertStats(), undo)

@@ -1,27 +1,23 @@
-"""The results of loading a model: an engine for one sequence, or for the scheduler's steps, or a part of one."""
+"""The results of loading a model: an engine for the scheduler's steps, or a part of one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
-from ktransformers.engine.model.card import ModelCard
 from ktransformers.engine.model.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks
 from ktransformers.engine.step.hot import HotService
 from ktransformers.engine.step.paged import PagedExecutor
-from ktransformers.engine.step.runner import ModelRunner, StaticRunner
+from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.plan import Plan
-from ktransformers.scheduler.config import TierConfig
-from ktransformers.tokenizer import Tokenizer
+from ktransformers.scheduler.config import SchedulerConfig, TierConfig
 
-__all__ = ["Engine", "LoadedModel", "LoadedPart", "PagedEngine"]
+__all__ = ["Engine", "LoadedModel", "LoadedPart"]
 
 
 @dataclass(slots=True)
@@ -55,43 +51,33 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class Engine(LoadedModel):
-    """A model for one sequence at a time, with what is needed to feed it."""
+    """A model that runs the scheduler's steps, for one sequence or for many."""
 
     facts: ModelFacts
-    runner: StaticRunner
-    hot: HotService = field(default_factory=HotService)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, without vocabulary when the model's files carry none."""
-        return self.model.tokenizer
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer."""
-        return self.model.eos_token_ids
-
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]:
-        """The generation settings that the model's authors recommend, see ModelDescription."""
-        return self.model.generation_defaults
-
-    @property
-    def card(self) -> ModelCard:
-        """The model's figures, as interfaces show them."""
-        return self.model.card
-
-
-@dataclass(slots=True)
-class PagedEngine(LoadedModel):
-    """A model that runs the scheduler's steps."""
-
     executor: PagedExecutor
     cache: PagedCache
+    max_batch_size: int = 1  # most sequences of a step
     snapshot_interval: int = 0  # tokens between snapshots of states inside of a prompt; 0: none
     tiers: TierConfig | None = None  # below the cache
     hot: HotService = field(default_factory=HotService)
     ranks: Ranks = field(default_factory=Alone)
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits of a scheduler for this engine, one step at a time. Raises ConfigError."""
+        return SchedulerConfig(
+            num_pages=self.cache.num_pages,
+            page_size=self.cache.page_size,
+            chunk_size=self.config.chunk_size,
+            max_batch_size=self.max_batch_size,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            max_model_len=self.model.context_len,
+            has_prefix_cache=self.config.prefix_cache,
+            num_states=self.cache.num_states,
+            snapshot_interval=self.snapshot_interval,
+            tiers=self.tiers,
+        )
 
     def close(self) -> None:
         """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""

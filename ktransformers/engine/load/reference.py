@@ -1,6 +1,6 @@
 """Plain Hugging Face as an engine: the model of `transformers` with dequantized fp32 weights and its own cache.
 
-The reference that our operators are compared with, behind the same generate loop. None of our operators, rules or
+The reference that our operators are compared with, behind the same scheduler and loop. None of our operators, rules or
 kernels is in it. One sequence; on the CPU; weights take four bytes each.
 """
 
@@ -13,39 +13,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
+from ktransformers.cache.paged import PagedCache
 from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig
 from ktransformers.core import Progress
+from ktransformers.engine.damage.scan import DamageScan
+from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.model.skeleton import restore_buffers
-from ktransformers.engine.plan.cache_plan import cache_len_of
+from ktransformers.engine.plan.cache_plan import PAGE_SIZE, cache_len_of
+from ktransformers.engine.sampling.constraints import mask_of
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.hidden import HiddenStatesHook
+from ktransformers.engine.step.paged import PagedExecutor, StepInputs
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
 from ktransformers.kernels.blocks import decode_blocks
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, GroupType, PackedTensor, RawTensor
 from ktransformers.models.layers import named_cache
 from ktransformers.models.registry import routed_experts
+from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names
+from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.records import ScheduledSequence
 from ktransformers.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-__all__ = ["ReferenceEngine", "ReferenceRunner", "build_reference_engine"]
+__all__ = ["ReferenceEngine", "build_reference_engine"]
 
 logger = logging.getLogger(__name__)
 
 
 class ReferenceRunner:
-    """A SequenceRunner over a causal LM of `transformers` and its DynamicCache."""
+    """Runs steps of one sequence through a causal LM of `transformers` and its DynamicCache: a StepRunner.
 
-    def __init__(self, model: PreTrainedModel, max_len: int, is_models_limit: bool = False):
-        self._model, self.max_len, self.is_models_limit = model, max_len, is_models_limit
-        self.vocab_size = int(model.config.vocab_size)
+    prefix: the tokens of the sequence before the next step's. Those that the cache does not hold are computed first.
+    """
+
+    begins_ahead = False
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
         self.hook = HiddenStatesHook(model)
+        self.prefix: Sequence[int] = ()
         self._ids: list[int] = []  # in the cache, by position
         self._is_intact = True  # a step that failed left some layers longer than others
         self._cache = self._new_cache()
@@ -55,26 +71,36 @@ class ReferenceRunner:
 
         return DynamicCache(config=self._model.config)
 
-    def resume_len(self, shared: int) -> int:
-        """Return `shared`, since a run can begin at any length: what layers have forgotten is computed again."""
-        return shared
+    def begin(self, *_: object) -> None:
+        """There are no stages before this one."""
 
-    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
-        """Run `token_ids` from position `start` on, see engine.sequence.generate.SequenceRunner. start may lie before
-        the end of what was written."""
-        if not 0 <= start <= len(self._ids):
-            raise ConfigError(f"start {start} would leave a gap: {len(self._ids)} positions are written")
-        if start < len(self._ids) or not self._is_intact:
-            self._rewind(start)
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Run a whole sequence at once. Returns the logits of all its rows, fp32 [T, vocab_size]."""
+        self._rewind(0)
+        return self._append(token_ids, range(len(token_ids)))
+
+    def reduced_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        needs: Sequence[int] | None,
+    ) -> torch.Tensor:
+        """Run the tokens behind `prefix`. Returns whole logits, fp32 [N, vocab_size], of the rows in `keep`."""
+        shared = _common_prefix_len(self._ids, self.prefix)
+        if shared < len(self._ids) or not self._is_intact:
+            self._rewind(shared)
+        if shared < len(self.prefix):
+            self._append(self.prefix[shared:], [])
+        return self._append(token_ids.tolist(), keep.tolist())
+
+    def _append(self, token_ids: Sequence[int], keep: Sequence[int]) -> torch.Tensor:
         self._is_intact = False
-        logits = self._step(token_ids, start, keep)
+        logits = self._step(token_ids, len(self._ids), keep)
         self._is_intact = True
         self._ids += token_ids
         return logits
-
-    def decode(self, token_id: int, position: int, need: int) -> torch.Tensor:
-        """Run one token at `position` and return all its logits, fp32 [1, vocab_size]."""
-        return self.forward([token_id], position, [0])
 
     def _rewind(self, length: int) -> None:
         """Forget what stands at `length` and after. Sliding windows and recurrent layers have forgotten what comes
@@ -102,21 +128,81 @@ class ReferenceRunner:
         return logits
 
 
+def _common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
+    limit = min(len(a), len(b))
+    return next((i for i in range(limit) if a[i] != b[i]), limit)
+
+
+class ReferenceExecutor(PagedExecutor):
+    """Executes the steps of one sequence at a time. Pages are the scheduler's alone: nothing is kept in them."""
+
+    def __init__(self, runner: ReferenceRunner, cache: PagedCache, described: ModelDescription):
+        grammars = described.tokenizer.grammars(described.vocab_size, described.eos_token_ids)
+        super().__init__(
+            runner,
+            cache,
+            WorkerPool(1),
+            described.vocab_size,
+            mask_of=lambda start: mask_of(grammars, start.params),
+            eos_token_ids=described.eos_token_ids,
+        )
+        self._reference = runner
+        self._run_id, self._ids = 0, list[int]()  # of the run that is computed, and its tokens
+
+    @override
+    def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepInputs) -> StepLogits:
+        (row,) = rows
+        if row.run_id != self._run_id:
+            self._run_id, self._ids = row.run_id, list(self._runs[row.run_id].start.token_ids)
+        self._ids[row.start : row.start + row.num_tokens] = inputs.token_ids.tolist()
+        self._reference.prefix = self._ids[: row.start]
+        return super()._forward(rows, inputs)
+
+    def close(self) -> None:
+        """Stop its threads."""
+        self._pool.close()
+
+
 class ReferenceEngine:
-    """A loaded reference model with what is needed to feed it."""
+    """A loaded reference model that runs the steps of a scheduler, one sequence at a time."""
 
     def __init__(self, opened: OpenedModel, model: PreTrainedModel, described: ModelDescription):
-        self.config = replace(
-            opened.config,
-            cache_lens=cache_len_of(opened.config, opened.facts),
-            chunk_size=opened.config.chunk_size or DEFAULT_CHUNK_SIZE,
-        )
-        self.facts, self.tokenizer = opened.facts, described.tokenizer
-        is_models_limit = self.config.cache_lens == described.context_len
-        self.runner = ReferenceRunner(model, self.config.cache_lens, is_models_limit)
-        self.generation_defaults, self.eos_token_ids = described.generation_defaults, described.eos_token_ids
+        cache_len = -(-cache_len_of(opened.config, opened.facts) // PAGE_SIZE) * PAGE_SIZE
+        chunk_size = opened.config.chunk_size or DEFAULT_CHUNK_SIZE
+        self.config = replace(opened.config, cache_lens=cache_len, chunk_size=chunk_size)
+        self.facts, self.model = opened.facts, described
         self.description = f"transformers, fp32: {described.description}"
-        self.card = described.card
+        self.cache = PagedCache((), cache_len // PAGE_SIZE, PAGE_SIZE)
+        self.runner = ReferenceRunner(model)
+        self.executor = ReferenceExecutor(self.runner, self.cache, described)
+        self.executor.find_damage = DamageScan(opened.config).said
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits of a scheduler for this engine. Raises ConfigError."""
+        return SchedulerConfig(
+            num_pages=self.cache.num_pages,
+            page_size=self.cache.page_size,
+            chunk_size=self.config.chunk_size,
+            max_batch_size=1,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            max_model_len=self.model.context_len,
+            has_prefix_cache=self.config.prefix_cache,
+        )
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Raises UnsupportedError: transformers' cache is not copied to files."""
+        raise UnsupportedError("the transformers backend does not let its cache be copied to a file")
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Compute the logits behind each token of a text at once, fp32 [T, vocab_size]. Between two steps."""
+        return self.runner.logits(token_ids)
+
+    def close(self) -> None:
+        """Stop its threads."""
+        self.executor.close()
 
 
 def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 from ktransformers.cache.paged import LayerShape, PagedCache, check_page_size
 from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
@@ -72,8 +71,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CacheT = TypeVar("CacheT", bound=PagedCache)
-
 
 @dataclass(frozen=True, slots=True)
 class OpenedPart:
@@ -91,11 +88,11 @@ class OpenedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPart(Generic[CacheT]):
+class PlannedPart:
     """A part whose modules all have a place, in which they fit. longest: most positions of a sequence."""
 
     part: OpenedPart
-    cache_plan: CachePlan[CacheT]
+    cache_plan: CachePlan
     planned: Planned
     pool: WorkerPool
     longest: int
@@ -106,14 +103,14 @@ class PlannedPart(Generic[CacheT]):
 
     @property
     def page_size(self) -> int:
-        return self.cache_plan.page_size(self.planned.num_slots)
+        return self.cache_plan.page_size(self.planned.shapes)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedWeights(Generic[CacheT]):
+class LoadedWeights:
     """A part whose weights are in memory, with what GPUs serve its operators with. flash: who attends by FlashInfer."""
 
-    planned_part: PlannedPart[CacheT]
+    planned_part: PlannedPart
     layout: StepLayout
     flash: Mapping[str, FlashLayer]
     hot: HotService
@@ -140,17 +137,17 @@ class LoadedWeights(Generic[CacheT]):
 
 
 @dataclass(frozen=True, slots=True)
-class ArrangedModel(Generic[CacheT]):
+class ArrangedModel:
     """A model whose layers stand as steps run them, with its cache and its identity."""
 
-    loaded: LoadedWeights[CacheT]
-    cache: CacheT
+    loaded: LoadedWeights
+    cache: PagedCache
     identified: Identified
     forward: ForwardPass
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedModel(Generic[CacheT]):
+class CapturedModel:
     """A model that is ready for steps. config: as everything was resolved."""
 
     config: EngineConfig
@@ -158,7 +155,7 @@ class CapturedModel(Generic[CacheT]):
     model: ModelDescription
     forward: ForwardPass
     decode: DecodeSteps | None
-    cache: CacheT
+    cache: PagedCache
     identified: Identified
     hot: HotService
 
@@ -176,9 +173,7 @@ def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> O
     return OpenedPart(replace(opened, config=config), model, hardware, ranks)
 
 
-def plan_part(
-    part: OpenedPart, cache_plan: CachePlan[CacheT], stats: ExpertStats, undo: ExitStack
-) -> PlannedPart[CacheT]:
+def plan_part(part: OpenedPart, cache_plan: CachePlan, stats: ExpertStats, undo: ExitStack) -> PlannedPart:
     """Plan where all of a part goes. undo: gets what has to be closed when a later stage fails. Raises CapacityError
     when it does not fit, and what planning raises."""
     config, opened = part.config, part.opened
@@ -193,11 +188,11 @@ def plan_part(
     model = replace(part.model, card=replace(part.model.card, gpu_bytes=plan.gpu_bytes))
     _say_products(plan, planned.shapes, pool)
     longest = opened.facts.longest_sequence(num_slots)
-    check_page_size(planned.shapes, num_slots, cache_plan.page_size(num_slots))
+    check_page_size(planned.shapes, num_slots, cache_plan.page_size(planned.shapes))
     return PlannedPart(replace(part, model=model, hardware=hardware), cache_plan, planned, pool, longest)
 
 
-def load_weights(planned_part: PlannedPart[CacheT], progress: Progress | None) -> LoadedWeights[CacheT]:
+def load_weights(planned_part: PlannedPart, progress: Progress | None) -> LoadedWeights:
     """Read the weights into final form, and attach what serves operators on GPUs. Raises WeightError, CapacityError."""
     part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
     tools, batch = part.hardware.prefill_tools, planned_part.cache_plan.max_batch_size
@@ -210,7 +205,7 @@ def load_weights(planned_part: PlannedPart[CacheT], progress: Progress | None) -
     return LoadedWeights(planned_part, layout, flash, hot)
 
 
-def arrange_model(loaded: LoadedWeights[CacheT]) -> ArrangedModel[CacheT]:
+def arrange_model(loaded: LoadedWeights) -> ArrangedModel:
     """Run one step, refuse what cannot be right, put layers together, and make the cache. Raises UnsupportedError."""
     planned_part, opened, pool = loaded.planned_part, loaded.opened, loaded.pool
     arrange_layers(loaded)
@@ -224,7 +219,7 @@ def arrange_model(loaded: LoadedWeights[CacheT]) -> ArrangedModel[CacheT]:
     return ArrangedModel(loaded, cache, identified, forward)
 
 
-def capture_steps(arranged: ArrangedModel[CacheT], progress: Progress | None) -> CapturedModel[CacheT]:
+def capture_steps(arranged: ArrangedModel, progress: Progress | None) -> CapturedModel:
     """Compile and capture the steps that will be replayed, alike in all processes of the model. Raises EngineError."""
     loaded, planned_part = arranged.loaded, arranged.loaded.planned_part
     part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
@@ -242,10 +237,10 @@ def capture_steps(arranged: ArrangedModel[CacheT], progress: Progress | None) ->
     return CapturedModel(config, plan, part.model, arranged.forward, decode, arranged.cache, identified, hot)
 
 
-def _resolved(planned: Planned, config: EngineConfig, cache_plan: CachePlan[CacheT]) -> ResolvedPlan:
+def _resolved(planned: Planned, config: EngineConfig, cache_plan: CachePlan) -> ResolvedPlan:
     """What processes beside this one have to do alike."""
     config = replace(config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
-    page_size = cache_plan.page_size(planned.num_slots)
+    page_size = cache_plan.page_size(planned.shapes)
     return ResolvedPlan(config, page_size, cache_plan.max_batch_size, planned.num_slots, planned.num_states)
 
 
@@ -298,7 +293,7 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     return StepLayout.of(plan, modules, embedding)
 
 
-def _extent(loaded: LoadedWeights[CacheT], max_batch_size: int, num_pages: int) -> WarmupShapes:
+def _extent(loaded: LoadedWeights, max_batch_size: int, num_pages: int) -> WarmupShapes:
     """What steps the model can meet."""
     operators = loaded.plan.operators.values()
     counts = {operator.layout.num_experts for operator in operators if isinstance(operator, KTransformersExperts)}
@@ -308,7 +303,7 @@ def _extent(loaded: LoadedWeights[CacheT], max_batch_size: int, num_pages: int) 
     )
 
 
-def _graphs(loaded: LoadedWeights[CacheT], hardware: Hardware) -> tuple[GraphBackend | None, bool]:
+def _graphs(loaded: LoadedWeights, hardware: Hardware) -> tuple[GraphBackend | None, bool]:
     """How steps are captured; None, with a line in the log for a model on GPUs, where they are not. And whether steps
     are padded to the sizes of graphs, as they are without graphs where only those are not wanted."""
     layout = loaded.layout

@@ -28,7 +28,7 @@ from ktransformers.engine.parallel.ranks.messages import (
     encode,
 )
 from ktransformers.engine.parallel.ranks.ranks import Worker
-from ktransformers.engine.plan.cache_plan import SharedPages
+from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.errors import KTransformersError, StageLostError, reason_of
 from ktransformers.system.child import become, follow_parent, framed, read_frame
@@ -94,7 +94,7 @@ def _build(start: Start, worker: Worker) -> LoadedPart:
         _open(start),
         worker,
         hardware.within(start.memory_budget) if start.memory_budget else hardware,
-        SharedPages(start.page_size, start.max_batch_size, start.num_states > 0, start.num_states),
+        CachePlan(start.max_batch_size, start.page_size, start.num_states > 0, start.num_states),
     )
 
 

@@ -1,16 +1,13 @@
-"""Plans how many tokens a cache is to hold, and in which pages: one sequence in one page, or many that share pages."""
+"""Plans how many tokens a cache is to hold, and in which pages, for one sequence or for many that share them."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-
-from typing_extensions import override
 
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
-from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.plan.tier_plan import check_tiers
@@ -21,8 +18,6 @@ from ktransformers.optimize.plan import Plan
 __all__ = [
     "DEFAULT_CACHE_LEN",
     "CachePlan",
-    "OneSequence",
-    "SharedPages",
     "cache_len_of",
     "num_snapshots",
 ]
@@ -30,7 +25,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_LEN = 8192
-"""Tokens of the static cache when --cache_lens is not given, if the model's context is that long."""
+"""Tokens of a sequence that the cache has room for when --cache_lens is not given, if the model's context is that
+long."""
+
+PAGE_SIZE, SHARED_PAGE_SIZE = 16, 64
+"""Positions of a page for one sequence, and for several: what a next turn computes again, against longer tables."""
 
 PAGED_SHARE = 0.25
 """Of the free memory, what the pages may take when --cache_lens is not given."""
@@ -41,12 +40,10 @@ SNAPSHOT_SHARE = 0.5
 LEAST_SNAPSHOTS, MOST_SNAPSHOTS = 4, 64
 """A turn of a chat leaves two that the next one may begin from, and needs a third while it runs."""
 
-CacheT_co = TypeVar("CacheT_co", bound=PagedCache, covariant=True)
-
 
 def cache_len_of(config: EngineConfig, facts: ModelFacts) -> int:
-    """Number of tokens of a static cache: what the user says, else up to DEFAULT_CACHE_LEN; never more than the model
-    takes."""
+    """Return how many tokens a cache for one sequence holds: what the user says, else up to DEFAULT_CACHE_LEN; never
+    more than the model takes."""
     context = facts.context_len
     wanted = config.cache_lens or DEFAULT_CACHE_LEN
     if context is None or wanted <= context:
@@ -70,74 +67,38 @@ def num_snapshots(shapes: Sequence[LayerShape], num_slots: int, config: EngineCo
     return min(max(fitting, LEAST_SNAPSHOTS), MOST_SNAPSHOTS)
 
 
-class CachePlan(Protocol[CacheT_co]):
-    """The plan of a cache that is not there yet: its pages and slots."""
-
-    @property
-    def max_batch_size(self) -> int:
-        """The most sequences of a decode step."""
-        ...
-
-    def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
-        """Number of positions that the cache holds, for a plan that has no cache yet and its layers' shapes."""
-        ...
-
-    def page_size(self, num_slots: int) -> int:
-        """Number of positions of a page."""
-        ...
-
-    def num_states(self, shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
-        """Number of slots for states of recurrent layers; 0 without such layers."""
-        return self.max_batch_size + num_snapshots(shapes, num_slots, config) if state_shapes(shapes) else 0
-
-    def check_tiers(self, shapes: Sequence[LayerShape], config: EngineConfig) -> None:
-        """Raise ConfigError when the tiers below the cache are too small for it."""
-        return
-
-    def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> CacheT_co:
-        """Make the cache itself."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class OneSequence(CachePlan[StaticCache]):
-    """A StaticCache of --cache_lens tokens."""
+class CachePlan:
+    """The plan of a PagedCache of --cache_lens tokens that is not there yet.
 
-    max_batch_size: int = 1
-
-    @override
-    def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
-        return cache_len_of(opened.config, opened.facts)
-
-    @override
-    def page_size(self, num_slots: int) -> int:
-        return num_slots
-
-    @override
-    def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> StaticCache:
-        return StaticCache(shapes, num_slots, num_states)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPages(CachePlan[PagedCache]):
-    """A PagedCache of --cache_lens tokens, in pages of `size`, that up to max_batch_size sequences share.
-
-    has_states: layers are recurrent, here or in other processes. states: slots for states, where another process has
-    decided how many.
+    max_batch_size: most sequences of a step. One has the whole cache (a StaticCache), as long as it may be; several
+    share it. size: positions of a page; 0: as many as suit the model. has_states: layers are recurrent, here or in
+    other processes. states: slots for states, where another process has decided how many.
     """
 
-    size: int
-    max_batch_size: int
+    max_batch_size: int = 1
+    size: int = 0
     has_states: bool = False
     states: int | None = None
 
+    def page_size(self, shapes: Sequence[LayerShape]) -> int:
+        """Number of positions of a page: a multiple of what an indexer of the model chooses together, unless it is
+        given."""
+        if self.size:
+            return self.size
+        least = PAGE_SIZE if self.max_batch_size == 1 else SHARED_PAGE_SIZE
+        return math.lcm(least, *(shape.index_pool for shape in shapes))
+
     def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
-        """Number of positions: --cache_lens, or when that is 0, for max_batch_size long sequences, if they fit
-        comfortably."""
-        asked = opened.config.cache_lens
+        """Number of positions, in whole pages: --cache_lens, or when that is 0, for max_batch_size long sequences, if
+        they fit comfortably. plan: without a cache."""
+        size, asked = self.page_size(shapes), opened.config.cache_lens
+        one = cache_len_of(opened.config, opened.facts)
+        if self.max_batch_size == 1:
+            return -(-one // size) * size
         if asked:
-            return -(-asked // self.size) * self.size
-        num_tokens = cache_len_of(opened.config, opened.facts) * self.max_batch_size
+            return -(-asked // size) * size
+        num_tokens = one * self.max_batch_size
         sizes = PagedCache.size_by_place(shapes, 1).items()
         fitting = min(
             (
@@ -147,29 +108,29 @@ class SharedPages(CachePlan[PagedCache]):
             ),
             default=num_tokens,
         )
-        chosen = max(min(num_tokens, fitting), self.size)
+        chosen = max(min(num_tokens, fitting), size)
         if chosen < num_tokens:
             logger.info("--cache_lens: %d tokens, a quarter of the free memory; set it to have more", chosen)
-        return chosen // self.size * self.size
+        return chosen // size * size
 
-    @override
-    def page_size(self, num_slots: int) -> int:
-        return self.size
-
-    @override
     def num_states(self, shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
+        """Number of slots for states of recurrent layers; 0 without such layers."""
+        is_recurrent = bool(state_shapes(shapes))
         if self.states is not None:
-            if state_shapes(shapes) and not self.states:
+            if is_recurrent and not self.states:
                 raise UnsupportedError("layers keep a state, and the last stage, which counts them, has none of them")
             return self.states
-        if not self.has_states or state_shapes(shapes):  # a class with slots is made twice: super() knows the first
-            return super(SharedPages, self).num_states(shapes, num_slots, config)
+        if is_recurrent:
+            return self.max_batch_size + num_snapshots(shapes, num_slots, config)
+        if not self.has_states:
+            return 0
         return self.max_batch_size + (LEAST_SNAPSHOTS if config.prefix_cache else 0)  # what they take is not known here
 
-    @override
     def check_tiers(self, shapes: Sequence[LayerShape], config: EngineConfig) -> None:
-        check_tiers(shapes, self.size, config)
+        """Raise ConfigError when the tiers below the cache are too small for it."""
+        check_tiers(shapes, self.page_size(shapes), config)
 
-    @override
     def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> PagedCache:
-        return PagedCache(shapes, num_slots // self.size, self.size, num_states, has_states=self.has_states)
+        """Make the cache itself."""
+        size = self.page_size(shapes)
+        return PagedCache(shapes, num_slots // size, size, num_states, has_states=self.has_states)

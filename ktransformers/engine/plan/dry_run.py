@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
-from ktransformers.engine.plan.cache_plan import OneSequence
+from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.fit_suggestions import FitSuggestions, find_fit_suggestions
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
 from ktransformers.optimize.plan import Plan
@@ -79,7 +79,7 @@ def _dry_run(opened: OpenedModel, hardware: Hardware, name: str | None) -> DryRu
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:
-    return Planner(opened, None, OneSequence()).settle(hardware)
+    return Planner(opened, None, CachePlan()).settle(hardware)
 
 
 def _name_of(opened: OpenedModel) -> str:

@@ -160,7 +160,7 @@ class Planner:
 
     opened: OpenedModel
     pool: WorkerPool | None
-    cache_plan: CachePlan[PagedCache]
+    cache_plan: CachePlan
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
 

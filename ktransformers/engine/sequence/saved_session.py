@@ -19,8 +19,8 @@ from typing import Any
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.model.fingerprint import ModelIdentity
-from ktransformers.engine.sequence.generate import PartialGeneration
 from ktransformers.engine.sequence.outputs import RequestOutput
+from ktransformers.engine.sequence.partial import PartialGeneration
 from ktransformers.engine.sequence.prompts import ids_of, shown
 from ktransformers.engine.sequence.session_file import SessionFile, SessionHeader, open_session, write_session
 from ktransformers.engine.sequence.session_store import StoredSession
@@ -74,8 +74,17 @@ class SavedSession:
         return PartialGeneration(self.prompt_ids, replace(params, prompt_logprobs=None, pooling=None), self.answer_ids)
 
 
-def begun_of(session: RequestOutput | Sequence[int]) -> PartialGeneration | Sequence[int]:
-    """Return what is saved of an answer, or of tokens. Raises ConfigError for what is neither."""
+def begun_of(
+    session: RequestOutput | SavedSession | PartialGeneration | Sequence[int],
+) -> PartialGeneration | Sequence[int]:
+    """Return what is saved of an answer, of one that was saved before, or of tokens. Raises ConfigError for what is
+    none of these."""
+    if isinstance(session, PartialGeneration):
+        return session
+    if isinstance(session, SavedSession):
+        if session.params is None:
+            return session.token_ids
+        return PartialGeneration(session.prompt_ids, session.params, session.answer_ids)
     if isinstance(session, RequestOutput):
         return PartialGeneration(session.prompt_token_ids, session.params, session.token_ids)
     return ids_of(session, _no_text)

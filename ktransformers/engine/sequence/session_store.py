@@ -1,8 +1,4 @@
-"""Copies what a cache keeps of a sequence out of it and into it, by position. Knows neither files' bytes nor prompts.
-
-A static cache has a sequence's positions side by side; in pages they are where the block table says. Both keep the same
-tensors (`PagedCache.tensors`), so what one gave, the other takes.
-"""
+"""Copies what pages keep of a sequence out and in, by position. Knows neither files' bytes nor prompts."""
 
 from __future__ import annotations
 
@@ -14,14 +10,12 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.cache.tiers import PAGE, STATE
-from ktransformers.engine.model.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.sequence.session_file import SessionFile, state_name
 from ktransformers.engine.step.kv_offload import TieredCache
-from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.prefixes import Copy
 
-__all__ = ["PageStore", "States", "StaticStore", "StoredSession", "put_rows"]
+__all__ = ["PageStore", "States", "StoredSession", "put_rows"]
 
 PIECE_BYTES = 64 << 20
 """Of host memory that are copied between two steps, and of files that are read until the next look at what there is."""
@@ -41,46 +35,6 @@ class StoredSession:
     cached_len: int
     state_lens: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
-
-
-class StaticStore:
-    """Copies the one sequence of a static cache out of it and into it. identified: the engine's model."""
-
-    def __init__(self, runner: StaticRunner, identified: Identified):
-        self._runner, self.identified = runner, identified
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """The model's identity, see Identified.whole. Raises WeightError."""
-        return self.identified.whole()
-
-    def take(self, num_tokens: int) -> StoredSession:
-        """Take what the cache keeps of the first num_tokens positions. Views of the cache, where that is on the CPU."""
-        cache, num_tokens = self._runner.cache, min(num_tokens, self._runner.written_len)
-        slots = {length: slot for length, slot in self._runner.state_slots().items() if length <= num_tokens}
-        tensors = {name: tensor[:num_tokens].cpu() for name, tensor in cache.tensors().items()} if num_tokens else {}
-        return _kept(cache, num_tokens, tensors, slots)
-
-    def nbytes(self, num_tokens: int) -> int:
-        """Count the bytes of what `take` gives."""
-        cache = self._runner.cache
-        states = 0 if cache.states is None else cache.states.nbytes // cache.num_states
-        per_token = sum(tensor.nbytes // len(tensor) for tensor in cache.tensors().values())
-        return num_tokens * per_token + min(len(self._runner.state_slots()), MOST_STATES) * states
-
-    def check(self, file: SessionFile) -> None:
-        """Raise SessionFileError for a file that `put` cannot take."""
-        file.check_tensors(_layout(self._runner.cache))
-
-    def put(self, file: SessionFile) -> None:
-        """Put a session's file into the cache, in place of the sequence that is there. The file has passed `check`."""
-        cache, header = self._runner.cache, file.header
-        with self._runner.restored(header.cached_len, header.state_lens) as slots:
-            for name, tensor in cache.tensors().items():
-                if header.cached_len:
-                    tensor[: header.cached_len].copy_(file.tensors[name])
-            _put_states(cache, file, slots)
-            _settle(cache)
 
 
 class PageStore:
@@ -109,6 +63,15 @@ class PageStore:
         offloaded, _ = self._pages.find_offloaded("", token_ids, len(pages))
         size = self._cache.page_size
         return len(pages) * size, (len(pages) + len(offloaded)) * size
+
+    def nbytes(self, token_ids: Sequence[int]) -> int:
+        """Count the bytes of what is kept of these tokens, in the cache and in tiers, states of recurrent layers
+        included."""
+        _, known = self.count(token_ids)
+        per_token = sum(tensor.nbytes // len(tensor) for tensor in self._cache.tensors().values())
+        states = self._cache.states
+        per_state = 0 if states is None else states.nbytes // self._cache.num_states
+        return known * per_token + (len(self.take_states(token_ids)) * per_state if per_state else 0)
 
     def fill(
         self, token_ids: Sequence[int], num_filled: int, room: Mapping[str, torch.Tensor]
@@ -201,16 +164,6 @@ def put_rows(room: Mapping[str, torch.Tensor], first: int, rows: Mapping[str, to
     """Copy a page's rows to positions from `first` on."""
     for name, tensor in rows.items():
         room[name][first : first + len(tensor)].copy_(tensor)
-
-
-def _kept(
-    cache: PagedCache, num_tokens: int, tensors: dict[str, torch.Tensor], slots: Mapping[int, int]
-) -> StoredSession:
-    """With the states in `slots`, by length."""
-    lengths = tuple(sorted(slots)[-MOST_STATES:])
-    for name, tensor in {} if cache.states is None else cache.states.tensors().items():
-        tensors |= {state_name(length, name): tensor[slots[length]].cpu() for length in lengths}
-    return StoredSession(num_tokens, lengths, tensors)
 
 
 def _put_states(cache: PagedCache, file: SessionFile, slots: Mapping[int, int]) -> None:

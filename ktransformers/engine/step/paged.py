@@ -38,7 +38,7 @@ from ktransformers.scheduler.records import (
 )
 from ktransformers.scheduler.tier_records import TierResult
 
-__all__ = ["PagedExecutor", "StepRunner"]
+__all__ = ["PagedExecutor", "StepInputs", "StepRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class _Run:
         return self.table[: self.num_pages]
 
 
-class _Kept:
+class KeptRows:
     """Which rows' logits a step needs: those that sample, and prompt rows whose next token is to be scored."""
 
     def __init__(self) -> None:
@@ -117,10 +117,10 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
-    """Of a step, as the runner takes them."""
+class StepInputs:
+    """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept."""
 
-    kept: _Kept
+    kept: KeptRows
     token_ids: torch.Tensor
     positions: torch.Tensor
     context: ForwardContext
@@ -156,14 +156,14 @@ class PagedExecutor:
         take_counts: Callable[[], bytes] = bytes,
         eos_token_ids: Sequence[int] = (),
     ):
-        self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
+        self.runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
         self._expert_counts, self._take_counts = expert_counts, take_counts
         self._mask_of = mask_of or (lambda start: None)
         self._eos_token_ids = tuple(eos_token_ids)
         self._counted = expert_counts()  # as it was after the last step
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
-        self._begun: dict[int, _Inputs] = {}  # by step
+        self._begun: dict[int, StepInputs] = {}  # by step
 
     @property
     def num_runs(self) -> int:
@@ -189,12 +189,12 @@ class PagedExecutor:
 
         Raises StageLostError.
         """
-        if self._runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
+        if self.runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
             made = self._inputs(plan)
-            self._runner.begin(made.token_ids, made.positions, made.context, made.keep)
+            self.runner.begin(made.token_ids, made.positions, made.context, made.keep)
             self._begun[plan.step_id] = made
 
-    def _inputs(self, plan: StepPlan) -> _Inputs:
+    def _inputs(self, plan: StepPlan) -> StepInputs:
         """What the step's rows come to, its new runs begun."""
         for start in plan.starts:
             self._runs[start.run_id] = self._started(start)
@@ -203,7 +203,7 @@ class PagedExecutor:
         tables = [self._runs[row.run_id].pages(row) for row in rows]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
         keep = torch.tensor(kept.rows, dtype=torch.int64)
-        return _Inputs(kept, torch.from_numpy(token_ids), positions, context, keep)
+        return StepInputs(kept, torch.from_numpy(token_ids), positions, context, keep)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step of the scheduler. A row that cannot be sampled gets an error of its own; an exception is about
@@ -247,7 +247,7 @@ class PagedExecutor:
     def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
         return None if self.tiers is None else self.tiers.result(row_seconds)
 
-    def _record(self, plan: StepPlan, kept: _Kept, times: tuple[int, int, int], epoch: int) -> StepRecord:
+    def _record(self, plan: StepPlan, kept: KeptRows, times: tuple[int, int, int], epoch: int) -> StepRecord:
         """times: when the step began and ended, and how long sampling took, ns."""
         starts = [self._runs[row.run_id].start for row in plan.rows]
         sampled = [start.request_id for start, row in zip(starts, plan.rows, strict=True) if row.is_sampled]
@@ -278,8 +278,8 @@ class PagedExecutor:
         sampler.begin()
         return _Run(start, sampler, pooled=None if start.params.pooling is None else Pooled(start.params.pooling))
 
-    def _kept(self, rows: Sequence[ScheduledSequence]) -> _Kept:
-        kept, first = _Kept(), 0
+    def _kept(self, rows: Sequence[ScheduledSequence]) -> KeptRows:
+        kept, first = KeptRows(), 0
         for row in rows:
             start = self._runs[row.run_id].start
             scored = 0
@@ -289,21 +289,21 @@ class PagedExecutor:
             first += row.num_tokens
         return kept
 
-    def _needs(self, rows: Sequence[ScheduledSequence], kept: _Kept) -> list[int] | None:
+    def _needs(self, rows: Sequence[ScheduledSequence], kept: KeptRows) -> list[int] | None:
         """What choosing tokens takes of the kept rows (engine.sampling.logits_request); None where some are scored."""
         if kept.scored:
             return None
         samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
         return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
 
-    def _forward(self, rows: Sequence[ScheduledSequence], inputs: _Inputs) -> StepLogits:
+    def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepInputs) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
         needs = self._needs(rows, inputs.kept)
         pooled = [self._runs[row.run_id].pooled for row in rows]
         if all(one is None for one in pooled):
-            return self._runner.reduced_step(ids, positions, context, keep, needs)
-        with self._runner.hook.watch() as seen:
-            logits = self._runner.reduced_step(ids, positions, context, keep, needs)
+            return self.runner.reduced_step(ids, positions, context, keep, needs)
+        with self.runner.hook.watch() as seen:
+            logits = self.runner.reduced_step(ids, positions, context, keep, needs)
         first = 0
         for one, row in zip(pooled, rows, strict=True):
             if one is not None:

@@ -1,27 +1,23 @@
-"""Runs one step of a loaded model over the static cache. Does not know prompts, text or sampling."""
+"""Runs one step of a loaded model. Does not know prompts, text or sampling."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
-from ktransformers.cache.static import StaticCache
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.broadcast import StepBroadcast
-from ktransformers.engine.step.context import static_context
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.gpu_profile import GpuProfile
 from ktransformers.engine.step.hidden import HiddenStatesHook
-from ktransformers.engine.step.kept_states import KeptStates
-from ktransformers.engine.step.snapshots import snapshot_interval
-from ktransformers.errors import ConfigError, ContextLengthError, EngineError
+from ktransformers.errors import EngineError
 from ktransformers.operators.context import ForwardContext
 
-__all__ = ["ModelRunner", "StaticRunner"]
+__all__ = ["ModelRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +54,7 @@ class ModelRunner:
         """Run one flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
 
         Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size], valid until the next step.
-        Checks nothing: `forward` does for one sequence.
+        Checks nothing.
         """
         logits = self.reduced_step(token_ids, positions, context, keep, None)
         assert isinstance(logits, torch.Tensor)
@@ -211,101 +207,3 @@ class ModelRunner:
         if self._decode is not None:
             self._decode.time_steps(self._profile)
         return self._profile
-
-
-class StaticRunner(ModelRunner):
-    """Runs one sequence of at most max_len tokens, whose keys and values live in a StaticCache.
-
-    is_models_limit: the model takes no more tokens, so that a larger cache would not help.
-    """
-
-    def __init__(
-        self,
-        forward_pass: ForwardPass,
-        cache: StaticCache,
-        vocab_size: int,
-        decode: DecodeSteps | None = None,
-        is_models_limit: bool = False,
-    ):
-        super().__init__(forward_pass, decode)
-        self.cache, self.is_models_limit = cache, is_models_limit
-        self.vocab_size = vocab_size
-        self.written_len = 0  # positions whose keys and values are in the cache
-        self._states: KeptStates | None = None
-        if cache.num_states:
-            snapshots = cache.num_states - 1
-            self._states = KeptStates(cache.num_states, snapshot_interval(snapshots, cache.max_len))
-
-    @property
-    def max_len(self) -> int:
-        """The most tokens of the sequence, prompt and answer together."""
-        return self.cache.max_len
-
-    def resume_len(self, shared: int) -> int:
-        """Return where a step can begin, see SequenceRunner: less than `shared` where recurrent layers keep no state of
-        it."""
-        return shared if self._states is None else self._states.resume_len(shared)
-
-    def state_slots(self) -> dict[int, int]:
-        """Slots of recurrent layers' states in the cache, by the number of tokens that they have seen."""
-        return {} if self._states is None else self._states.slots()
-
-    @contextmanager
-    def restored(self, num_tokens: int, state_lens: Sequence[int]) -> Iterator[dict[int, int]]:
-        """Give the cache to another sequence: the block writes its keys, its values, and its states to the slots that
-        it is given by length. When that fails the cache is empty."""
-        self.written_len = 0
-        slots = {} if self._states is None else self._states.restore(state_lens, num_tokens)
-        try:
-            yield slots
-        except BaseException:
-            if self._states is not None:
-                self._states.restore((), 0)
-            raise
-        self.written_len = num_tokens
-
-    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
-        """Run `token_ids` at positions start, start + 1, ..., overwriting what the cache holds from there on.
-
-        keep are indices into token_ids; the result is their logits, fp32 [len(keep), vocab_size].
-        Raises ContextLengthError when the tokens do not fit, ConfigError for ids outside the vocabulary and for a
-        start that would leave a gap, or of which recurrent layers keep no state.
-        """
-        logits = self._forward(token_ids, start, keep, None)
-        assert isinstance(logits, torch.Tensor)
-        return logits
-
-    def decode(self, token_id: int, position: int, need: int) -> StepLogits:
-        """Run one token as `forward` does; of its logits no more than `need` (engine.sampling.logits_request) has to
-        come back."""
-        return self._forward([token_id], position, [0], [need])
-
-    def _forward(
-        self, token_ids: Sequence[int], start: int, keep: Sequence[int], needs: Sequence[int] | None
-    ) -> StepLogits:
-        end = start + len(token_ids)
-        if end > self.max_len:
-            raise ContextLengthError(
-                f"{end} tokens do not fit into the cache of {self.max_len}"
-                + ("" if self.is_models_limit else "; raise --cache_lens"),
-                prompt_len=end,
-                max_len=self.max_len,
-            )
-        if not 0 <= start <= self.written_len:
-            raise ConfigError(f"start {start} would leave a gap: {self.written_len} positions are written")
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise ConfigError(f"token ids must be in [0, {self.vocab_size}) and at least one")
-        states = None if self._states is None else self._states.begin(start, len(token_ids))
-        self.written_len = start  # should the forward fail, what it overwrote is gone
-        context = static_context(self.cache, self.pool, start, len(token_ids), states)
-        logits = self.reduced_step(
-            torch.tensor(list(token_ids)),
-            torch.arange(start, end),
-            context,
-            torch.tensor(list(keep), dtype=torch.int64),
-            needs,
-        )
-        self.written_len = end
-        if self._states is not None:
-            self._states.end(end)
-        return logits

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ktransformers.scheduler.commands import EngineTotals
 from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.server.backend.base import BackendStats
-from ktransformers.server.balance.messages import EngineTotals
 
 __all__ = ["BalanceStats", "ClusterStats", "ReplicaFigures"]
 

@@ -19,6 +19,7 @@ import zmq
 
 from ktransformers.errors import KTransformersError, StageLostError
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
+from ktransformers.scheduler.commands import ProfileOff, ProfileOn
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.server.balance.child import read_options
 from ktransformers.server.balance.messages import (
@@ -29,8 +30,6 @@ from ktransformers.server.balance.messages import (
     EngineOptions,
     EngineReady,
     EngineWork,
-    ProfileOff,
-    ProfileOn,
     decode,
     encode,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktransformers.core import Progress
-from ktransformers.engine.load.builder import Hardware, build_paged_engine
+from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
@@ -18,7 +18,7 @@ __all__ = ["load_engine"]
 def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
     """Load the engine of these options. Raises the KTransformersError that the user has to see."""
     hardware = Hardware.detect(options.config)
-    engine = build_paged_engine(
+    engine = build_engine(
         options.config,
         page_size=options.page_size,
         max_batch_size=options.max_batch_size,

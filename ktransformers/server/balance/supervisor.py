@@ -26,6 +26,7 @@ import zmq.asyncio
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
+from ktransformers.scheduler.commands import News
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO, check_itl_ratio, check_max_gap
 from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
@@ -34,7 +35,6 @@ from ktransformers.server.balance.messages import (
     EngineFacts,
     EngineOptions,
     EngineUp,
-    News,
     SchedulerOptions,
     encode,
 )

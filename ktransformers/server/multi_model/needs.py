@@ -86,15 +86,12 @@ def _in_child(model: ToPlan) -> ModelNeeds:
 
 def plan_needs(model: ToPlan) -> ModelNeeds:
     """Plan the memory that one model needs on this machine. Imports torch."""
-    from ktransformers.cache.paged import PagedCache
     from ktransformers.engine.model.opened import open_model
-    from ktransformers.engine.plan.cache_plan import CachePlan, OneSequence, SharedPages
+    from ktransformers.engine.plan.cache_plan import CachePlan
     from ktransformers.engine.plan.dry_run import on_one_thread
     from ktransformers.engine.plan.planning import Hardware, Planner
 
-    shape: CachePlan[PagedCache] = OneSequence()
-    if model.page_size:
-        shape = SharedPages(model.page_size, model.max_batch_size)
+    shape = CachePlan(model.max_batch_size, model.page_size) if model.page_size else CachePlan()
     try:
         opened = open_model(model.config)
         hardware = Hardware.detect(model.config)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ktransformers.scheduler.commands import EngineTotals
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import BackendInterfaceBase
-from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.telemetry.metrics import Counts
 
 __all__ = ["PastRequest", "RecentRequests", "SpeedMeter"]

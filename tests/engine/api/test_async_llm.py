@@ -199,7 +199,7 @@ def test_nothing_slow_runs_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(owner, name, watched)
 
-    watch(builder, "build_paged_engine")
+    watch(builder, "build_engine")
     watch(PromptReader, "ids")
     watch(PromptReader, "conversation_ids")
     watch(PagedExecutor, "execute")
@@ -214,9 +214,9 @@ def test_nothing_slow_runs_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) ->
         await served.aclose()
 
     asyncio.run(ask())
-    assert set(threads) == {"build_paged_engine", "ids", "conversation_ids", "execute"}
+    assert set(threads) == {"build_engine", "ids", "conversation_ids", "execute"}
     assert threading.get_ident() not in set.union(*threads.values())
-    assert len(threads["build_paged_engine"]) == 1
+    assert len(threads["build_engine"]) == 1
 
 
 def test_a_step_that_fails_ends_only_the_answers_that_were_in_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 HEAD = """
 import asyncio, multiprocessing, os, sys, tempfile
 from ktransformers import LLM, AsyncLLM
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.errors import EngineError
 
@@ -107,7 +108,7 @@ def test_a_child_that_drops_the_model_ends() -> None:
 def test_multiprocessing_and_the_engine_of_one_sequence() -> None:
     said = run(
         """
-        from ktransformers.engine.load.builder import build_engine
+        from tests.support.engines.one_sequence import static_engine
         llm = LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=2, cache_lens=256)))
         first = llm.generate("Once", temperature=0, max_tokens=4)[0].token_ids
 

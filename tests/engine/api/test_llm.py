@@ -22,7 +22,7 @@ from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine, build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence.outputs import Prompt, RequestOutput
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, UnsupportedError
 from ktransformers.scheduler.records import StepPlan, StepResult
@@ -402,7 +402,7 @@ def test_closing(capfd: pytest.CaptureFixture[str]) -> None:
     for use in (lambda: llm.generate("a"), lambda: llm.chat("a"), lambda: llm.stream("a")):
         with pytest.raises(EngineError, match="this LLM is closed: make a new one"):
             use()
-    engine = build_paged_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64), page_size=8, max_batch_size=2)
+    engine = build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64), page_size=8, max_batch_size=2)
     forgotten = LLM.from_engine(engine, max_batch_size=2)
     assert forgotten.generate("a", GREEDY)[0].text
     assert workers() == others + 1

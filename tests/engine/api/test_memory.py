@@ -14,8 +14,9 @@ from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.async_llm import AsyncLLM
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine, build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import EngineError
+from tests.support.engines.one_sequence import static_engine
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
 FEW = SamplingParams(temperature=0.0, max_tokens=2)
@@ -39,7 +40,7 @@ def tensor_bytes() -> int:
 
 
 def paged() -> LLM:
-    engine = build_paged_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64), page_size=8, max_batch_size=2)
+    engine = build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64), page_size=8, max_batch_size=2)
     return LLM.from_engine(engine, max_batch_size=2)
 
 
@@ -47,7 +48,7 @@ MADE: dict[str, Callable[[], LLM]] = {
     "constructor": lambda: LLM(DEMO, cpu_infer=1, cache_lens=20000),
     "paged engine": paged,
     "engine of one sequence": lambda: LLM.from_engine(
-        build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))
+        static_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))
     ),
 }
 

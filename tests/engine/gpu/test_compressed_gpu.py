@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import build_engine, build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.hyper import KHyperConnection
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.runners import random_ids
 from tests.support.models.agreement import TOLERANCE
@@ -71,7 +72,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(
     assert len(ids) > 3 * WINDOW
     config = EngineConfig(model_path=folders[dtype], cache_lens=54, cpu_infer=1, **settings)  # type: ignore[arg-type]
     num_gpus = 2 if place == "two-gpus" else 1
-    with closing(build_engine(config, hardware=fake_hardware(num_gpus, graphs=graphs))) as engine:
+    with closing(static_engine(config, hardware=fake_hardware(num_gpus, graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
         modules = list(engine.runner.model.modules())
         layer_devices = {layer_device.device for layer_device in engine.plan.layer_devices}
@@ -94,7 +95,7 @@ def test_sequences_in_one_batch_and_preempted(model: PreTrainedModel, folders: d
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     prompts = [random_ids(model.config.vocab_size, length, seed=length) for length in lengths]
     hardware = fake_hardware(graphs=graphs)
-    with closing(build_paged_engine(config, page_size=PAGE, max_batch_size=3, hardware=hardware)) as paged:
+    with closing(build_engine(config, page_size=PAGE, max_batch_size=3, hardware=hardware)) as paged:
         loop = PagedLoop(scheduler_config(paged, chunk_size=64, has_prefix_cache=False), lambda: paged.executor)
         names = [loop.add(prompt, params) for prompt in prompts]
         loop.drain()
@@ -110,4 +111,4 @@ def test_sequences_in_one_batch_and_preempted(model: PreTrainedModel, folders: d
 def test_pages_that_are_not_made_of_entries_are_refused(folders: dict[str, Path]) -> None:
     config = EngineConfig(model_path=folders["fp32"], cache_lens=60, cpu_infer=1)
     with pytest.raises(UnsupportedError, match="pages of 6 tokens are not made of entries of 4: change --page_size"):
-        build_paged_engine(config, page_size=6, max_batch_size=2, hardware=fake_hardware()).close()
+        build_engine(config, page_size=6, max_batch_size=2, hardware=fake_hardware()).close()

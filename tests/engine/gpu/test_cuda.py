@@ -15,7 +15,7 @@ import torch
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM, RequestOutput
-from ktransformers.engine.load.builder import Hardware, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
@@ -31,6 +31,7 @@ from tests.support.engines.gpu_engines import (
     sequence_start,
     step_row,
 )
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import dequantized, prompt
 from tests.support.models.tiny_models import tiny_model
@@ -67,7 +68,9 @@ tokens that are known to change places are 0.25 apart."""
 
 
 def greedy(config: EngineConfig, *, on_gpu: bool) -> list[RequestOutput]:
-    llm = LLM.from_engine(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory if on_gpu else dict))))
+    llm = LLM.from_engine(
+        static_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory if on_gpu else dict)))
+    )
     prompts = ["Once upon a time", "List three primes:", "12 + 30 =", "The capital of France is"]
     answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, logprobs=2))
     llm.close()
@@ -122,7 +125,7 @@ def test_sequences_in_one_graph_are_those_of_steps_without(tmp_path: Path) -> No
     for graphs in (True, False):
         config = EngineConfig(gguf_path=path, cache_lens=256, cpu_infer=2, use_cuda_graph=graphs)
         hardware = Hardware(detect_machine(gpus=cuda_memory))
-        paged = build_paged_engine(config, page_size=16, max_batch_size=4, hardware=hardware)
+        paged = build_engine(config, page_size=16, max_batch_size=4, hardware=hardware)
         starts = [sequence_start(i, [3 + i, 5, 8 - i]) for i in range(3)]
         rows = [step_row(i, start.token_ids, 0, [i]) for i, start in enumerate(starts)]
         done = [paged.executor.execute(StepPlan(step_id=1, ended=[], starts=starts, rows=rows))]

@@ -16,7 +16,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.errors import StageLostError
@@ -38,9 +38,9 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.optimize.machine.cuda_memory", cuda_memory)
 
 
-def cuda_engine(config: EngineConfig, ranks: Driver | None = None) -> PagedEngine:
+def cuda_engine(config: EngineConfig, ranks: Driver | None = None) -> Engine:
     config = replace(config, cache_lens=96, cpu_infer=2, self_check=False)
-    engine = build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)
+    engine = build_engine(config, page_size=8, max_batch_size=4, ranks=ranks)
     assert any(layer_device.device.startswith("cuda") for layer_device in engine.plan.layer_devices)
     return engine
 

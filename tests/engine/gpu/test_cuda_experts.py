@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Hardware, build_engine
+from ktransformers.engine.load.builder import Hardware
 from ktransformers.engine.step import expert_streaming as prefill_module
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
@@ -22,6 +22,7 @@ from ktransformers.optimize.machine import detect_machine
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.cuda_engines import check
 from tests.support.engines.gpu_engines import logits_in_steps
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import dequantized, logits_of, prompt
 from tests.support.models.tiny_models import tiny_model
@@ -50,7 +51,7 @@ def test_experts_agree_with_transformers(
     want = logits_of(dequantized(model, qtype, QuantType.F32), ids)
     rules = shipped_path("default-moe.yaml") if is_streamed else None
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=2, optimize_config_path=rules)
-    with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+    with closing(static_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
         experts = [entry for entry in engine.plan.entries if entry.operator == "KTransformersExperts"]
         assert {entry.placement.generate_device for entry in experts} == {"cpu" if is_streamed else "cuda:0"}
         got = logits_in_steps(engine, ids)

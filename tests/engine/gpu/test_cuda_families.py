@@ -16,7 +16,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Hardware, build_engine, plan_model
+from ktransformers.engine.load.builder import Hardware, plan_model
 from ktransformers.errors import CapacityError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
@@ -24,6 +24,7 @@ from ktransformers.optimize.machine import detect_machine
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.cuda_engines import check, engine_of
 from tests.support.engines.gpu_engines import RULES, logits_in_steps, rules_of
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import dequantized, prompt
 from tests.support.models.fp8_models import write_both
@@ -50,7 +51,7 @@ def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: P
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=2)
-    with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+    with closing(static_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
         assert {layer_device.device for layer_device in engine.plan.layer_devices} == {"cuda:0"}
         check(logits_in_steps(engine, ids), want)
 
@@ -72,7 +73,7 @@ def test_compressed_keys_agree_with_transformers(rules: str | None, tmp_path: Pa
     where = {} if rules is None else {"optimize_config_path": shipped_path(rules)}
     for graphs in (True, False):
         config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=2, use_cuda_graph=graphs, **where)
-        with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+        with closing(static_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
             experts = {e.placement.generate_device for e in engine.plan.entries if e.key.endswith("experts")}
             assert ("cpu" in experts) == (rules is not None)
             assert {layer_device.device for layer_device in engine.plan.layer_devices} == {"cuda:0"}
@@ -98,7 +99,7 @@ def test_fp8_weights_are_those_of_bf16(model_type: str, tmp_path: Path) -> None:
     ids, logits = prompt(vocab_size), []
     for name in ("fp8", "bf16"):
         config = EngineConfig(model_path=tmp_path / name, cache_lens=64, cpu_infer=2)
-        with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+        with closing(static_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
             logits.append(logits_in_steps(engine, ids))
     check(*logits)
 
@@ -129,7 +130,7 @@ def test_a_full_gpu_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "the GPU is left alone" in caplog.text
     assert {layer_device.device for layer_device in plan.layer_devices} <= {"cpu"}
     with pytest.raises(CapacityError, match="cuda:0"):
-        build_engine(replace(config, use_cuda=True), hardware=hardware).close()
+        static_engine(replace(config, use_cuda=True), hardware=hardware).close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

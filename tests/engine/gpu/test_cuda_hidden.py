@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ktransformers.core import Pooling, SamplingParams
-from ktransformers.engine.sequence.session import Session
 from ktransformers.kernels.types import QuantType
 from tests.support.engines.cuda_engines import TOLERANCE, check, engine_of
 from tests.support.engines.gpu_engines import logits_in_steps
+from tests.support.engines.sequential import Session
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import dequantized, prompt
 from tests.support.models.tiny_models import tiny_model

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Hardware, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
@@ -22,6 +22,7 @@ from ktransformers.scheduler.records import StepPlan
 from tests.engine.step.test_latent_prefill import rules_with
 from tests.support.engines.cuda_engines import check, engine_of
 from tests.support.engines.gpu_engines import logits_in_steps, sequence_start, step_row
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -60,7 +61,7 @@ def test_long_prompts_of_latents(absorbs: bool, kv_type: str, tmp_path: Path, ca
             model_path=tmp_path, cache_lens=512, chunk_size=512, cpu_infer=2, kv_type=kv_type,
             optimize_config_path=rules if gpus is cuda_memory else None,
         )  # fmt: skip
-        with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=gpus)))) as engine:
+        with closing(static_engine(config, hardware=Hardware(detect_machine(gpus=gpus)))) as engine:
             caplog.clear()
             found.append(logits_in_steps(engine, ids).float().cpu())
             assert "while serving" not in caplog.text
@@ -83,7 +84,7 @@ def test_replayed_steps_are_those_that_run_kernel_by_kernel(
         hardware = Hardware(detect_machine(gpus=cuda_memory))
         with (
             caplog.at_level(logging.INFO),
-            closing(build_paged_engine(config, page_size=16, max_batch_size=2, hardware=hardware)) as paged,
+            closing(build_engine(config, page_size=16, max_batch_size=2, hardware=hardware)) as paged,
         ):
             starts = [sequence_start(0, ids[:20]), sequence_start(1, ids[:9])]
             rows = [step_row(0, ids[:20], 0, tables[0]), step_row(1, ids[:9], 0, tables[1])]

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Hardware, build_engine
+from ktransformers.engine.load.builder import Hardware
 from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
 from ktransformers.profiling.records import PARTS
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.agreement import prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -43,7 +44,7 @@ def test_steps_tell_what_they_did(
         model_path=tmp_path, cache_lens=64, cpu_infer=2, optimize_config_path=rules, use_cuda_graph=use_cuda_graph
     )
     steps = [ids[:-8], *([token] for token in ids[-8:])]
-    with closing(build_engine(asked, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+    with closing(static_engine(asked, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
         runtime, logits, differing, num_timed = StepRuntime(engine.runner), list[torch.Tensor](), 0, 0
         for is_on in (False, True):
             if is_on:

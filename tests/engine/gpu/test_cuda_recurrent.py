@@ -15,11 +15,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import Hardware, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
 from tests.support.engines.cuda_engines import check_beside
 from tests.support.engines.gpu_engines import logits_in_steps
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.recurrent_models import RECURRENT_TYPES, recurrent_config, recurrent_model
 from tests.support.models.tiny_models import NUM_EXPERTS
@@ -57,7 +58,7 @@ def test_agrees_with_transformers(model_type: str, tmp_path: Path, caplog: pytes
         rounded = model.to(torch.bfloat16)(torch.tensor([ids]), use_cache=False).logits[0].float()
     config = EngineConfig(model_path=tmp_path, cache_lens=256, cpu_infer=2, self_check=False)
     hardware = Hardware(detect_machine(gpus=cuda_memory))
-    with caplog.at_level(logging.INFO), closing(build_engine(config, hardware=hardware)) as engine:
+    with caplog.at_level(logging.INFO), closing(static_engine(config, hardware=hardware)) as engine:
         check_beside(logits_in_steps(engine, ids), want, rounded)
         parts = [(i, ids[i : i + 37]) for i in range(0, LENGTH, 37)]
         in_parts = [engine.runner.forward(part, start, range(len(part))).clone() for start, part in parts]
@@ -71,7 +72,7 @@ def test_sequences_do_not_mix(model_type: str, tmp_path: Path) -> None:
     recurrent_model(model_type).save_pretrained(tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=2048, cpu_infer=2, self_check=False)
     hardware = Hardware(detect_machine(gpus=cuda_memory))
-    paged = build_paged_engine(config, page_size=64, max_batch_size=4, hardware=hardware)
+    paged = build_engine(config, page_size=64, max_batch_size=4, hardware=hardware)
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
     prompts = [some_ids(length, seed=length) for length in (3, 90, 140, 300)]
     with closing(paged):

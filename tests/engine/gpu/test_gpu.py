@@ -15,7 +15,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import CAPTURING
-from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.attention.rope import KRotaryEmbedding
@@ -33,6 +33,7 @@ from tests.support.engines.gpu_engines import (
     sequence_start,
     step_row,
 )
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import TOLERANCE, dequantized, prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -121,7 +122,7 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None
         'per_layer_prefill_intput_threshold: 0\n      transfer_map: {1: "cuda:1"}',
     )
     config, graphs = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1), FakeGraphs()
-    engine = build_engine(replace(config, optimize_config_path=rules), hardware=fake_hardware(2, graphs=graphs))
+    engine = static_engine(replace(config, optimize_config_path=rules), hardware=fake_hardware(2, graphs=graphs))
     assert [layer_device.device for layer_device in engine.plan.layer_devices] == ["cuda:0", "cuda:1", "cuda:1"]
     assert engine.plan.device_of("model.layers.2.self_attn.q_proj") == "cuda:1"
     total = engine.plan.extra_bytes["kv cache"]
@@ -165,7 +166,7 @@ def test_sequences_share_steps_on_the_gpu(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", seed=1)
     write_safetensors(model, tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
-    paged = build_paged_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())
+    paged = build_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())
     least = sum(nbytes for entry in paged.plan.entries for device, nbytes in entry.nbytes.items() if device != "cpu")
     assert paged.model.card.gpu_bytes > least > 0  # the cache is there, too
     prompts = [prompt(model.config.vocab_size)[:length] for length in (5, 9, 3)]
@@ -186,7 +187,7 @@ def test_decode_steps_are_captured_and_change_nothing(tmp_path: Path) -> None:
     ids = prompt(model.config.vocab_size)
     write_safetensors(model, tmp_path)
     config, graphs, seen = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1), FakeGraphs(), []
-    engine = build_engine(config, lambda *args: seen.append(args), fake_hardware(graphs=graphs))
+    engine = static_engine(config, lambda *args: seen.append(args), fake_hardware(graphs=graphs))
     assert graphs.captured == [1]
     assert seen[-2:] == [(0, 1, CAPTURING), (1, 1, CAPTURING)]
     got = logits_in_steps(engine, ids)
@@ -194,7 +195,7 @@ def test_decode_steps_are_captured_and_change_nothing(tmp_path: Path) -> None:
     (stream,) = engine.plan.devices.async_cpu_experts()
     # Once in the first step, twice while capturing, once for the prompt and once per replay, in each of two layers.
     assert stream.num_forwards == 2 * (1 + 2 + 1 + 3)
-    without = build_engine(replace(config, use_cuda_graph=False), hardware=fake_hardware(graphs=graphs))
+    without = static_engine(replace(config, use_cuda_graph=False), hardware=fake_hardware(graphs=graphs))
     assert torch.equal(logits_in_steps(without, ids), got)
     assert graphs.replays == 3
     engine.close()
@@ -208,7 +209,7 @@ def test_steps_of_a_batch_are_captured(tmp_path: Path) -> None:
     config, graphs = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1), FakeGraphs()
     results = []
     for use_cuda_graph in (True, False):
-        paged = build_paged_engine(
+        paged = build_engine(
             replace(config, use_cuda_graph=use_cuda_graph),
             page_size=4,
             max_batch_size=4,
@@ -238,7 +239,7 @@ def test_reasons_not_to_capture(tmp_path: Path, caplog: pytest.LogCaptureFixture
     graphs = FakeGraphs()
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
     with caplog.at_level(logging.INFO):
-        engine = build_engine(config, hardware=fake_hardware(graphs=graphs))
+        engine = static_engine(config, hardware=fake_hardware(graphs=graphs))
     assert not graphs.captured
     assert "without CUDA graphs: model.layers.1.self_attn.q_proj is on cpu" in caplog.text
     engine.close()
@@ -253,7 +254,7 @@ def test_layers_on_the_cpu_are_not_captured(tmp_path: Path, caplog: pytest.LogCa
     graphs = FakeGraphs()
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
     with caplog.at_level(logging.INFO):
-        engine = build_engine(config, hardware=fake_hardware(graphs=graphs))
+        engine = static_engine(config, hardware=fake_hardware(graphs=graphs))
     assert not graphs.captured
     assert "without CUDA graphs: 1 of 2 layers are on the CPU" in caplog.text
     ids = prompt(model.config.vocab_size)
@@ -269,9 +270,9 @@ def test_what_does_not_fit_on_the_gpu_is_refused(tmp_path: Path, caplog: pytest.
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
     small = fake_hardware(gpu_bytes=1 << 16)
     with pytest.raises(CapacityError, match="cuda:0: weights"):
-        build_engine(replace(config, use_cuda=True), hardware=small)
+        static_engine(replace(config, use_cuda=True), hardware=small)
     # Unless nobody asked for the GPU, which others may have filled: then the CPU takes it all, and a line says so.
-    engine = build_engine(config, hardware=small)
+    engine = static_engine(config, hardware=small)
     assert "the GPU is left alone" in caplog.text
     assert "cuda:0: weights" in caplog.text
     assert {entry.placement.generate_device for entry in engine.plan.entries} == {"cpu"}

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step import expert_streaming as prefill_module
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
@@ -22,6 +21,7 @@ from ktransformers.optimize.streaming import STAGING
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import Gpu
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models import few_bits
 from tests.support.models.agreement import dequantized, logits_of, prompt
@@ -34,7 +34,7 @@ pytest.importorskip("triton")
 TOLERANCE = 1e-2
 
 
-def ops_of(engine: Engine) -> set[tuple[str, str]]:
+def ops_of(engine: StaticEngine) -> set[tuple[str, str]]:
     """Where the experts are and what runs them, in decode steps."""
     entries = [entry for entry in engine.plan.entries if entry.operator == "KTransformersExperts"]
     return {(entry.placement.generate_device, entry.generate_op) for entry in entries}
@@ -46,7 +46,7 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (errors > TOLERANCE).sum() <= 2  # a row whose router nearly ties may take another expert
 
 
-def streamed(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Engine, Gpu]:
+def streamed(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[StaticEngine, Gpu]:
     """An engine whose experts are on the CPU, and of which prefill steps stream all: the CPU is said to be slow."""
     slow = CpuRate((1,), (100.0,))
 
@@ -62,7 +62,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Engin
         use_cuda_graph=False,
         **settings,
     )  # type: ignore[arg-type]
-    engine = build_engine(config, hardware=gpu.hardware())
+    engine = static_engine(config, hardware=gpu.hardware())
     assert ops_of(engine) == {("cpu", "KExpertsCPU")}
     return engine, gpu
 
@@ -75,7 +75,7 @@ def test_gpt_oss_with_its_experts_on_the_gpu(tmp_path: Path) -> None:
     ids = prompt(model.config.vocab_size)
     want = logits_of(dequantized(model, QuantType.MXFP4, QuantType.F32), ids)
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, use_cuda_graph=False)
-    engine = build_engine(config, hardware=fake_hardware())
+    engine = static_engine(config, hardware=fake_hardware())
     assert ops_of(engine) == {("cuda:0", "KExpertsMarlin")}
     # The interpreter takes a minute for a step of up to 16 rows: tests/kernels/triton has those.
     check(engine.runner.forward(ids, 0, range(len(ids))), want)
@@ -114,7 +114,7 @@ def test_unquantized_experts(kind: str, is_streamed: bool, tmp_path: Path, monke
         engine, gpu = streamed(monkeypatch, gguf_path=path)
     else:
         config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, use_cuda_graph=False)
-        engine = build_engine(config, hardware=fake_hardware())
+        engine = static_engine(config, hardware=fake_hardware())
         assert ops_of(engine) == {("cuda:0", "KExpertsMarlin")}
     check(engine.runner.forward(ids, 0, range(len(ids))), want)
     assert not is_streamed or gpu.copies.num_copies > 0
@@ -133,7 +133,7 @@ def test_fp8_experts(is_streamed: bool, tmp_path: Path, monkeypatch: pytest.Monk
         engine, gpu = streamed(monkeypatch, model_path=tmp_path / "fp8")
     else:
         config = EngineConfig(model_path=tmp_path / "fp8", cache_lens=64, cpu_infer=1, use_cuda_graph=False)
-        engine = build_engine(config, hardware=fake_hardware())
+        engine = static_engine(config, hardware=fake_hardware())
         assert ops_of(engine) == {("cuda:0", "KExpertsMarlin")}
     check(engine.runner.forward(ids, 0, range(len(ids))), want)
     assert not is_streamed or gpu.copies.num_copies > 0
@@ -148,7 +148,7 @@ def test_weights_in_groups_are_on_the_gpu_in_their_own_bits(tmp_path: Path) -> N
     few, wide = tmp_path / "few", tmp_path / "wide"
     size = few_bits.write_both("qwen3_moe", few, wide, config, write_few, layers=1)
     ids = prompt(size)
-    engine = build_engine(
+    engine = static_engine(
         EngineConfig(model_path=few, cache_lens=64, cpu_infer=1, use_cuda_graph=False), hardware=fake_hardware()
     )
     assert ops_of(engine) == {("cuda:0", "KExpertsMarlin")}

@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import reference
 from ktransformers.operators.attention import latent_gpu, mla
@@ -29,6 +29,7 @@ from tests.support.checks.products import product
 from tests.support.engines import fake_flashinfer
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.agreement import TOLERANCE, prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -47,7 +48,7 @@ def seen_of(path: Path, ids: list[int], num_gpus: int, **settings: Any) -> Seen:
     """In chunks, of which the last is a decode step."""
     graphs = FakeGraphs()
     config = EngineConfig(model_path=path, cache_lens=32, cpu_infer=1, self_check=False, **settings)
-    with closing(build_engine(config, hardware=fake_hardware(num_gpus, graphs=graphs))) as engine:
+    with closing(static_engine(config, hardware=fake_hardware(num_gpus, graphs=graphs))) as engine:
         kept = engine.runner.cache.tensors()
         assert {kept[name].dtype for name in kept if name.endswith(".keys")} == {KV_TYPES[config.kv_type]}
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
@@ -174,7 +175,7 @@ def test_sequences_share_steps(model_type: str, kv_type: str, tmp_path: Path, ex
             model_path=tmp_path, cache_lens=64, cpu_infer=1, kv_type=kv_type, self_check=False,
             use_cuda_graph=False if num_gpus else None,
         )  # fmt: skip
-        paged = build_paged_engine(config, page_size=4, max_batch_size=2, hardware=fake_hardware(num_gpus))
+        paged = build_engine(config, page_size=4, max_batch_size=2, hardware=fake_hardware(num_gpus))
         with closing(paged):
             for number, rows in enumerate(steps):
                 starts = [sequence_start(row.run_id, [*row.token_ids]) for row in rows if row.start == 0]
@@ -190,9 +191,9 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def engine_of(path: Path, backend: str = "auto") -> Engine:
+def engine_of(path: Path, backend: str = "auto") -> StaticEngine:
     config = EngineConfig(model_path=path, cache_lens=60, cpu_infer=1, attention_backend=backend, kv_type="int8")
-    return build_engine(config, hardware=fake_hardware())
+    return static_engine(config, hardware=fake_hardware())
 
 
 @pytest.mark.exhaustive

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine, plan_model
+from ktransformers.engine.load.builder import plan_model
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, gpu_engine, rules_of
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import dequantized, prompt
 from tests.support.models.tiny_models import tiny_model
@@ -47,7 +48,7 @@ def test_a_gpu_is_given_the_type_of_the_file(name: str, tmp_path: Path) -> None:
 def test_a_model_of_few_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
     """With all of its experts and linear layers there; the oracle is the same file on the CPU."""
     config = config_of(QuantType[name], tmp_path, 1)
-    engine, plain = build_engine(config, hardware=fake_hardware()), build_engine(config, hardware=fake_hardware(0))
+    engine, plain = static_engine(config, hardware=fake_hardware()), static_engine(config, hardware=fake_hardware(0))
     held = [operator for operator in engine.plan.operators.values() if isinstance(operator, KTransformersExperts)]
     found = [operator._gpu for operator in held if operator._gpu is not None]
     assert [(gpu.up.qtype, gpu.up.layout) for gpu in found] == [(QuantType[name], GpuLayout.CPU_PACKED)]

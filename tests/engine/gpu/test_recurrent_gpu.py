@@ -10,13 +10,14 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
-from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs
 from ktransformers.kernels.types import StateStep
 from ktransformers.operators.attention.latent_materialization import EXPANSION_NBYTES
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.engines.sequential import Session
 from tests.support.models.recurrent_models import recurrent_model
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     model, ids, graphs = recurrent_model(model_type), some_ids(24), FakeGraphs()
     model.save_pretrained(tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, self_check=False)
-    engine = build_engine(config, hardware=fake_hardware(graphs=graphs))
+    engine = static_engine(config, hardware=fake_hardware(graphs=graphs))
     with torch.no_grad():
         want = model(torch.tensor([ids]), use_cache=False).logits[0]
     first = engine.runner.forward(ids[:20], 0, range(20)).clone()
@@ -86,14 +87,14 @@ def test_replayed_steps_of_several_sequences(tmp_path: Path) -> None:
     recurrent_model("nemotron_h").save_pretrained(tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=256, cpu_infer=1, self_check=False)
     graphs = FakeGraphs()
-    paged = build_paged_engine(config, page_size=16, max_batch_size=3, hardware=fake_hardware(graphs=graphs))
+    paged = build_engine(config, page_size=16, max_batch_size=3, hardware=fake_hardware(graphs=graphs))
     loop = PagedLoop(scheduler_config(paged, num_states=paged.cache.num_states), lambda: paged.executor)
     prompts = [some_ids(length, seed=length) for length in (3, 9, 14, 5)]
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
     names = [loop.add(prompt, params) for prompt in prompts]
     loop.drain()
     assert graphs.replays
-    single = build_engine(replace(config, use_cuda_graph=False), hardware=fake_hardware())
+    single = static_engine(replace(config, use_cuda_graph=False), hardware=fake_hardware())
     for name, prompt in zip(names, prompts, strict=True):
         session = Session(single.runner, chunk_size=64, has_prefix_cache=False)
         assert loop.answers[name].token_ids == [event.token_id for event in session.generate(prompt, params)]

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.operators.attention.block_indexer import KBlockIndexer
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.indexer import KIndexer
@@ -21,6 +20,7 @@ from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.runners import random_ids
 from tests.support.models.agreement import TOLERANCE
 from tests.support.models.family_models import family_config, family_model
@@ -72,7 +72,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_
         rules = tmp_path / "rules.yaml"
         rules.write_text(on_a_gpu(shipped_path("Qwen4Exp.yaml").read_text()))
     config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, optimize_config_path=rules)
-    with closing(build_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
+    with closing(static_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
         indexers = [
             m for m in engine.runner.model.modules() if isinstance(m, KIndexer | KBlockIndexer | KPooledIndexer)
@@ -94,7 +94,7 @@ def test_gates_made_with_queries_and_sinks(model_type: str, tmp_path: Path) -> N
     write_safetensors(model, tmp_path)
     ids, graphs = random_ids(model.config.vocab_size, CHUNKS[-1][1]), FakeGraphs()
     settings = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, self_check=False)
-    with closing(build_engine(settings, hardware=fake_hardware(graphs=graphs))) as engine:
+    with closing(static_engine(settings, hardware=fake_hardware(graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
         assert {layer_device.device for layer_device in engine.plan.layer_devices} == {"cuda:0"}
     assert graphs.replays > 0
@@ -114,7 +114,7 @@ def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path)
     write_safetensors(model, tmp_path)
     ids, graphs = random_ids(model.config.vocab_size, 12), FakeGraphs()
     config = EngineConfig(model_path=tmp_path, cache_lens=16, cpu_infer=1, self_check=False)
-    with closing(build_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
+    with closing(static_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
         steps = [(0, 9), (9, 11), (11, 12)]
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in steps])
     assert graphs.replays > 0
@@ -137,7 +137,7 @@ def test_attention_and_experts_of_other_forms(model_type: str, tmp_path: Path) -
     write_safetensors(model, tmp_path)
     ids = random_ids(model.config.get_text_config(decoder=True).vocab_size, CHUNKS[-1][1])
     config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, self_check=False)
-    with closing(build_engine(config, hardware=fake_hardware())) as engine:
+    with closing(static_engine(config, hardware=fake_hardware())) as engine:
         attention = [op for op in engine.plan.operators.values() if isinstance(op, KMLAAttention | KAttention)]
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
     assert len(attention) == 4

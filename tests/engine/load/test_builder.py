@@ -10,16 +10,10 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load import stages
-from ktransformers.engine.load.builder import (
-    Engine,
-    LoadedModel,
-    PagedEngine,
-    build_engine,
-    build_paged_engine,
-    plan_model,
-)
+from ktransformers.engine.load.builder import Engine, LoadedModel, build_engine, plan_model
 from ktransformers.engine.model.opened import open_model
 from ktransformers.kernels.cpu import WorkerPool
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.demo import DEMO_GGUF as DEMO
 
 
@@ -27,12 +21,12 @@ def identities(record: object) -> dict[str, int]:
     return {field.name: id(getattr(record, field.name)) for field in fields(record)}  # type: ignore[arg-type]
 
 
-def paged(config: EngineConfig) -> PagedEngine:
-    return build_paged_engine(config, page_size=16, max_batch_size=2)
+def paged(config: EngineConfig) -> Engine:
+    return build_engine(config, page_size=16, max_batch_size=2)
 
 
-@pytest.mark.parametrize("build", [build_engine, paged])
-def test_the_callers_config_is_left_alone(build: Callable[[EngineConfig], Engine | PagedEngine]) -> None:
+@pytest.mark.parametrize("build", [static_engine, paged])
+def test_the_callers_config_is_left_alone(build: Callable[[EngineConfig], StaticEngine | Engine]) -> None:
     config, same = EngineConfig(gguf_path=DEMO), EngineConfig(gguf_path=DEMO)
     before = identities(config)
     with closing(build(config)) as engine:
@@ -49,7 +43,7 @@ def test_the_callers_model_is_left_alone() -> None:
     opened = open_model(config)
     before = identities(opened)
     plan_model(config, opened)
-    with closing(build_paged_engine(config, page_size=16, max_batch_size=2, opened=opened)) as engine:
+    with closing(build_engine(config, page_size=16, max_batch_size=2, opened=opened)) as engine:
         assert engine.config.cpu_infer > 0
     assert identities(opened) == before
     assert opened.config.cpu_infer == 0
@@ -70,5 +64,5 @@ def test_what_was_started_is_stopped_when_loading_fails(monkeypatch: pytest.Monk
     monkeypatch.setattr(stages, "prepare_decode", fail)
     monkeypatch.setattr("ktransformers.operators.device.Devices.close", lambda self: closed.append("devices"))
     with pytest.raises(RuntimeError, match="no graphs"):
-        build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))
+        static_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))
     assert closed == ["devices", "pool"]

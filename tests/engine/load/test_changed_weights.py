@@ -11,8 +11,8 @@ import pytest
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import SessionFileError
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -96,7 +96,7 @@ def test_code_that_comes_with_a_model_is_part_of_it(tmp_path: Path) -> None:
     found = []
     for trusted, text in ((False, "A = 1\n"), (False, "A = 2\n"), (True, "A = 2\n"), (True, "A = 3\n")):
         (path / "modeling_tiny.py").write_text(text)
-        engine = build_engine(EngineConfig(**{**vars_of(config), "trust_remote_code": trusted}))
+        engine = static_engine(EngineConfig(**{**vars_of(config), "trust_remote_code": trusted}))
         found.append(engine.identity.data)
         engine.close()
     assert found[0] == found[1]

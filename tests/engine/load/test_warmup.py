@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from ktransformers.core import COMPILING
 from ktransformers.engine.load import arrange, ready
-from ktransformers.engine.load.builder import Hardware, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, Hardware, build_engine
 from ktransformers.engine.load.warmup import WarmupShapes, row_counts
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.step import expert_streaming as prefill_module
@@ -36,6 +36,7 @@ from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import Gpu, logits_in_steps, sequence_start, step_row
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import prompt
 from tests.support.models.attention_families import config_of
@@ -79,13 +80,13 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
     return rehearsed
 
 
-def new_paged(path: Path, hardware: Hardware | None = None, **settings: Any) -> PagedEngine:
+def new_paged(path: Path, hardware: Hardware | None = None, **settings: Any) -> Engine:
     """Without graphs: a captured step would be run again here, which a GPU does without launching anything anew."""
     where = {"model_path": path} if path.is_dir() else {"gguf_path": path}
     config = EngineConfig(cache_lens=PAGE * PAGES, cpu_infer=1, chunk_size=CHUNK, use_cuda_graph=False)
     hardware, stats = hardware or fake_hardware(), settings.pop("expert_stats", None)
     ranks = settings.pop("ranks", None)
-    return build_paged_engine(
+    return build_engine(
         replace(config, **where, **settings),
         page_size=PAGE,
         max_batch_size=BATCH,
@@ -128,7 +129,7 @@ def unknown(met: set[tuple[Any, ...]], known: set[tuple[Any, ...]]) -> list[str]
     return sorted(lines)
 
 
-def check_no_other(paged: PagedEngine, known: Compiled, num_steps: int) -> None:
+def check_no_other(paged: Engine, known: Compiled, num_steps: int) -> None:
     """Steps that are computed, and many whose launches are only looked at."""
     met, vocab_size, has_states = set[tuple[Any, ...]](), paged.model.vocab_size, paged.cache.states is not None
     assert known.variants
@@ -246,7 +247,7 @@ def test_a_rehearsal_changes_nothing(
     write_safetensors(model, tmp_path)
     ids, config = prompt(model.config.vocab_size), EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
     seen: list[tuple[int, int, str]] = []
-    engine = build_engine(config, lambda *args: seen.append(args), fake_hardware())
+    engine = static_engine(config, lambda *args: seen.append(args), fake_hardware())
     assert [name for _, _, name in seen].count(COMPILING) >= 1
     got = logits_in_steps(engine, ids)
     stats = ExpertStats()
@@ -254,7 +255,7 @@ def test_a_rehearsal_changes_nothing(
     assert len(rehearsals) == 2
     for module in (arrange, ready):
         monkeypatch.setattr(module, "compiles", lambda: False)
-    assert torch.equal(logits_in_steps(build_engine(config, hardware=fake_hardware()), ids), got)
+    assert torch.equal(logits_in_steps(static_engine(config, hardware=fake_hardware()), ids), got)
     plain = ExpertStats()
     new_paged(tmp_path, expert_stats=plain)
     assert len(rehearsals) == 2

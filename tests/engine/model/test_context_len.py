@@ -10,12 +10,12 @@ import pytest
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.load.reference import build_reference_engine
-from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ContextLengthError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.server.backend.base import ModelInfo
+from tests.support.engines.one_sequence import static_engine
+from tests.support.engines.sequential import Session
 from tests.support.models.tiny_models import tiny_config, tiny_model, write_safetensors
 
 
@@ -62,7 +62,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 def test_a_cache_beyond_the_models_positions_is_cut(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Upstream's commands have --cache_lens 32768 whatever the model."""
-    engine = build_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=32768))
+    engine = static_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=32768))
     said = [record.getMessage() for record in caplog.records if "--cache_lens" in record.getMessage()]
     assert said == [
         "--cache_lens 32768: the model takes 512 tokens, prompt and answer together; the cache holds as many"
@@ -74,7 +74,7 @@ def test_a_cache_beyond_the_models_positions_is_cut(folder: Path, caplog: pytest
 
 
 def test_a_small_cache_can_be_larger(folder: Path) -> None:
-    engine = build_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=64))
+    engine = static_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=64))
     message = r"is 64 tokens \(set by --cache_lens\).*a larger --cache_lens"
     with LLM.from_engine(engine) as llm, pytest.raises(ContextLengthError, match=message):
         llm.generate([list(range(3, 103))], GREEDY)

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine, build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.fingerprint import ModelIdentity
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.tiny_models import SCALED_ROPES, tiny_model
 
 
 def identity(config: EngineConfig, page_size: int | None = None) -> ModelIdentity:
     if page_size is None:
-        engine: Any = build_engine(config)
+        engine: Any = static_engine(config)
     else:
-        engine = build_paged_engine(config, page_size=page_size, max_batch_size=2)
+        engine = build_engine(config, page_size=page_size, max_batch_size=2)
     engine.close()
     found: ModelIdentity = engine.identity
     return found

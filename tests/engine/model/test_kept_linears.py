@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine, plan_model
+from ktransformers.engine.load.builder import plan_model
 from ktransformers.kernels.types import QuantType
 from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import INT8_TOLERANCE, dequantized, logits_of
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -35,7 +36,7 @@ def test_quantized_linears(rules: Path, tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", seed=3, hidden=256)
     path = write_gguf(model, tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
-    engine = build_engine(config)
+    engine = static_engine(config)
     entries = {entry.key: entry for entry in engine.plan.entries}
     for key in ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj", "lm_head"):
         rows, cols = model.get_submodule(key).weight.shape

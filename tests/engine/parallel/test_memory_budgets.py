@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.load.worker import _build
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.parallel.pipeline.memory_budgets import stage_memory_budgets
@@ -87,7 +87,7 @@ def test_stages_plan_with_their_rooms(tmp_path: Path, monkeypatch: pytest.Monkey
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
     hardware = fake_hardware(gpu_bytes=2 * GIB + CONTEXT)
     ranks = Driver(config, None, HARDWARE)
-    with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware)) as engine:
+    with closing(build_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware)) as engine:
         assert engine.plan.capacity["cuda:0"] == GIB
     start = decode(read_frame(io.BytesIO(told[0])), Start)
     assert start.memory_budget == {"cpu": 2 * GIB, "cuda:0": GIB}

@@ -16,20 +16,21 @@ from torch import distributed
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine, build_paged_engine, build_worker
+from ktransformers.engine.load.builder import build_engine, build_worker
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.parallel.pipeline.link import StageLink, gpu_number, joined_stages
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, joined_layers, stage_bounds
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Start
 from ktransformers.engine.parallel.ranks.ranks import Worker
-from ktransformers.engine.plan.cache_plan import SharedPages
+from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.step.context import paged_context
 from ktransformers.errors import ConfigError, StageLostError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.engines.cut_models import BF16, HARDWARE, detect_bf16
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import step_row
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.stage_engines import IDS, engine_of, logits_in_steps
 from tests.support.models.demo import DEMO_GGUF
@@ -93,7 +94,7 @@ def test_borders_of_stages_whose_gpus_compute_in_bf16(model_type: str, tmp_path:
     write_safetensors(model, tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=2, self_check=False)
     ranks, hardware = Driver(config, None, BF16), detect_bf16(config)
-    build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware).close()
+    build_engine(config, page_size=8, max_batch_size=4, ranks=ranks, hardware=hardware).close()
 
 
 @pytest.mark.exhaustive
@@ -110,7 +111,7 @@ def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkey
     graphs, said = FakeGraphs(), list[Any]()
     worker = Worker(Start(1, "stage 1", config, 8, 4, 0, HARDWARE, "error"), lambda: Begin("", [], False), said.append)
     hardware = fake_hardware(graphs=graphs, graph_rows=(16,))
-    part = build_worker(open_model(config), worker, hardware, SharedPages(8, 4))
+    part = build_worker(open_model(config), worker, hardware, CachePlan(4, 8))
     for at, replays in (((0, 9), 1), ((9, 16), 2), ((16, 17), 3), ((17, 18), 4), ((18, 19), 5)):
         ids, table = IDS[slice(*at)], [np.arange(4, dtype=np.int32)]
         row = step_row(1, ids, at[0], [0, 1, 2, 3], read_slot=-1, write_slot=0)
@@ -131,7 +132,7 @@ def test_steps_that_no_pipe_holds(tmp_path: Path) -> None:
     ids = [3 + 7 * i % 90 for i in range(3000)]
     table = list(range(375))
     with closing(engine_of(tmp_path, 2, cache_lens=8192)) as engine:
-        runner: Any = engine.executor._runner  # type: ignore[attr-defined]
+        runner: Any = engine.executor.runner  # type: ignore[attr-defined]
         row = step_row(1, ids, 0, table, read_slot=-1, write_slot=0)
         positions, context = paged_context(engine.cache, engine.pool, [row], [np.array(table, dtype=np.int32)])
         inputs = torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1])
@@ -176,7 +177,7 @@ def test_layers_as_they_are_given(tmp_path: Path) -> None:
     with closing(engine_of(tmp_path, 1)) as engine:
         want = logits_in_steps(engine)
     with closing(engine_of(tmp_path, 2, pipeline_layers="2,2")) as engine:
-        runner: Any = engine.executor._runner  # type: ignore[attr-defined]
+        runner: Any = engine.executor.runner  # type: ignore[attr-defined]
         assert [len(stack.layers) for stack in runner.model.modules() if isinstance(stack, NativeStack)] == [2]
         assert torch.equal(logits_in_steps(engine), want)
     with closing(engine_of(tmp_path, 2, pipeline_layers="3,1")) as engine:
@@ -282,7 +283,7 @@ def test_settings_that_contradict_it(tmp_path: Path) -> None:
     write_safetensors(tiny_model("llama", seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, pipeline=2)
     with pytest.raises(ConfigError, match="--pipeline 2 is for many sequences at once"):
-        build_engine(config)
+        static_engine(config)
     for settings, says in (
         ({"pipeline": 0}, "--pipeline must be a number from 1 to 64, got 0"),
         ({"pipeline": 2, "tensor_parallel": 2}, "in two ways: choose one of them"),
@@ -300,7 +301,7 @@ def test_a_stage_that_dies_is_replaced_alone(tmp_path: Path) -> None:
         want = logits_in_steps(engine)
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, pipeline=3, self_check=False)
     ranks = Driver(config)
-    with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)) as engine:
+    with closing(build_engine(config, page_size=8, max_batch_size=4, ranks=ranks)) as engine:
         assert torch.equal(logits_in_steps(engine), want)
         for lost in (0, 1):
             before = [peer.process for peer in ranks._workers.workers]  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig, parse_hosts
-from ktransformers.engine.load.builder import build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.parallel.pipeline.network import local_address, local_interface, meeting_store
 from ktransformers.engine.parallel.ranks import agent as agent_module
 from ktransformers.engine.parallel.ranks.agent import MOST_PENDING, StageAgent, connect, read_secret
@@ -58,14 +58,14 @@ def test_stages_elsewhere_compute_what_one_process_does(num_stages: int, tmp_pat
     model = tmp_path / "model"
     write_safetensors(tiny_model("qwen3_moe", seed=1, num_hidden_layers=num_stages + 1), model)
     plain = EngineConfig(model_path=model, cache_lens=96, cpu_infer=1, self_check=False)
-    with closing(build_paged_engine(plain, page_size=8, max_batch_size=4)) as engine:
+    with closing(build_engine(plain, page_size=8, max_batch_size=4)) as engine:
         want = logits_in_steps(engine)
     with ExitStack() as stack:
         agents = [stack.enter_context(agent()) for _ in range(num_stages - 1)]
         config = config_of(model, agents, tmp_path)
         assert config.pipeline == num_stages
         for _ in range(2):
-            with closing(build_paged_engine(config, page_size=8, max_batch_size=4)) as engine:
+            with closing(build_engine(config, page_size=8, max_batch_size=4)) as engine:
                 assert torch.equal(logits_in_steps(engine), want)
 
 
@@ -84,7 +84,7 @@ def test_a_stage_elsewhere_that_dies(tmp_path: Path) -> None:
     with agent() as one:
         config = config_of(model, [one], tmp_path)
         ranks = Driver(config, None, on_death=on_death)
-        with closing(build_paged_engine(config, page_size=8, max_batch_size=4, ranks=ranks)) as engine:
+        with closing(build_engine(config, page_size=8, max_batch_size=4, ranks=ranks)) as engine:
             want = logits_in_steps(engine)
             assert one._process is not None
             one._process.kill()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
@@ -23,6 +23,7 @@ from ktransformers.weights.cut_source import CutSource, TensorSlice
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -36,20 +37,20 @@ TOLERANCE = 1e-5
 IDS = [3 + 7 * i % 90 for i in range(19)]
 
 
-def cut_engine(path: Path, size: int = 2, **settings: object) -> PagedEngine:
+def cut_engine(path: Path, size: int = 2, **settings: object) -> Engine:
     config = EngineConfig(
         model_path=path, cache_lens=96, cpu_infer=1, tensor_parallel=size, self_check=False, **settings
     )  # type: ignore[arg-type]
     hardware = fake_hardware(graphs=FakeGraphs())
     ranks = Driver(config, None, HARDWARE)
-    return build_paged_engine(config, page_size=8, max_batch_size=4, hardware=hardware, ranks=ranks)
+    return build_engine(config, page_size=8, max_batch_size=4, hardware=hardware, ranks=ranks)
 
 
-def logits(engine: PagedEngine, ids: list[int], start: int, slots: tuple[int, int]) -> torch.Tensor:
+def logits(engine: Engine, ids: list[int], start: int, slots: tuple[int, int]) -> torch.Tensor:
     """Of `ids` at positions from `start` on, in pages 0 .. 3."""
     row = step_row(1, ids, start, [0, 1, 2, 3], read_slot=slots[0], write_slot=slots[1])
     positions, context = paged_context(engine.cache, engine.pool, [row], [np.arange(4, dtype=np.int32)])
-    return engine.executor._runner.step(torch.tensor(ids), positions, context, torch.arange(len(ids))).clone()  # type: ignore[attr-defined]
+    return engine.executor.runner.step(torch.tensor(ids), positions, context, torch.arange(len(ids))).clone()  # type: ignore[attr-defined]
 
 
 @pytest.mark.every(4)
@@ -175,9 +176,9 @@ def test_settings_that_contradict_it(settings: dict[str, object], says: str) -> 
 def test_who_cannot_have_it() -> None:
     config = EngineConfig(gguf_path=DEMO_GGUF, tensor_parallel=2)
     with pytest.raises(ConfigError, match="is for many sequences at once: --backend_type balance_serve"):
-        build_engine(config, hardware=fake_hardware())
+        static_engine(config, hardware=fake_hardware())
     with pytest.raises(ConfigError, match="for several GPUs, and there is none"):
-        build_paged_engine(config, page_size=8, max_batch_size=1, hardware=fake_hardware().without_gpus())
+        build_engine(config, page_size=8, max_batch_size=1, hardware=fake_hardware().without_gpus())
 
 
 @pytest.mark.exhaustive
@@ -187,7 +188,7 @@ def test_another_process_that_cannot_load(tmp_path: Path) -> None:
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, tensor_parallel=2)
     ranks = Driver(config, None, "tests.support.engines.cut_models:detect_little")
     with pytest.raises(CapacityError, match="GPU 1: the model does not fit"):
-        build_paged_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
+        build_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
     assert [child.process.poll() is not None for child in ranks._workers.workers] == [True]
 
 
@@ -203,7 +204,7 @@ def test_another_process_that_dies(tmp_path: Path) -> None:
 
     config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, tensor_parallel=2)
     ranks = Driver(config, None, HARDWARE, on_death)
-    engine = build_paged_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
+    engine = build_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware(), ranks=ranks)
     with closing(engine):
         (child,) = ranks._workers.workers
         child.process.kill()

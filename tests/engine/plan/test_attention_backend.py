@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.records import StepPlan
 from tests.support.engines import fake_flashinfer
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.agreement import TOLERANCE, prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -41,9 +42,9 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def engine_of(path: Path, backend: str = "auto") -> Engine:
+def engine_of(path: Path, backend: str = "auto") -> StaticEngine:
     config = EngineConfig(model_path=path, cache_lens=60, cpu_infer=1, attention_backend=backend)
-    return build_engine(config, hardware=fake_hardware())
+    return static_engine(config, hardware=fake_hardware())
 
 
 @pytest.mark.exhaustive
@@ -100,7 +101,7 @@ def test_sequences_share_a_prefill_step(saved: Path, monkeypatch: pytest.MonkeyP
     tokens = []
     for backend in ("flashinfer", "triton"):
         config = EngineConfig(model_path=saved, cache_lens=64, cpu_infer=1, attention_backend=backend)
-        paged = build_paged_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())
+        paged = build_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())
         if backend == "flashinfer":
             calls.runs.clear()  # of the trial and of the first step
         with closing(paged):

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import Constraint, ConstraintKind, FinishReason, ReasoningSpec, SamplingParams, TokenEvent
-from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sampling.constraints import AnswerMask, mask_of
-from ktransformers.engine.sequence.session import Session
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
@@ -31,7 +30,9 @@ from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.grammars import MAX_CONSTRAINT_CHARS, Grammars, Matcher
 from ktransformers.weights.gguf.file import open_gguf
 from tests.support.engines.fake_runner import FakeRunner, ngram_logits
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.engines.sequential import Session
 
 DEMO = EngineConfig(gguf_path=sorted(DEMO_MODEL_PATH.glob("*.gguf"))[0], cpu_infer=1)
 VOCAB, END = 2560, 2553
@@ -300,13 +301,13 @@ class Engines:
     """The demo model twice: alone on a static cache, and paged."""
 
     def __init__(self) -> None:
-        self.single: Engine = build_engine(replace(DEMO, cache_lens=512))
-        self.paged: PagedEngine = build_paged_engine(replace(DEMO, cache_lens=400 * 8), page_size=8, max_batch_size=8)
+        self.single: StaticEngine = static_engine(replace(DEMO, cache_lens=512))
+        self.paged: Engine = build_engine(replace(DEMO, cache_lens=400 * 8), page_size=8, max_batch_size=8)
 
     def executor(self) -> PagedExecutor:
         paged = self.paged
         cache = PagedCache(paged.cache.shapes, 60, 8)
-        runner = ModelRunner(ForwardPass(paged.executor._runner.model, paged.pool))  # type: ignore[attr-defined]
+        runner = ModelRunner(ForwardPass(paged.executor.runner.model, paged.pool))  # type: ignore[attr-defined]
         grammars = paged.model.tokenizer.grammars(VOCAB, (END,))
         return PagedExecutor(runner, cache, paged.pool, VOCAB, mask_of=lambda start: mask_of(grammars, start.params))
 

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, MAX_TOP_K, WHOLE_ROW, RequestedLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, sample_batch, sample_each
-from ktransformers.engine.sequence.session import Session
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.triton.common import candidates
 from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.engines.sequential import Session
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
@@ -226,12 +227,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def paged(model: Path) -> PagedEngine:
+def paged(model: Path) -> Engine:
     config = EngineConfig(model_path=model, cache_lens=64, cpu_infer=1, self_check=False)
-    return build_paged_engine(config, page_size=16, max_batch_size=3, hardware=fake_hardware())
+    return build_engine(config, page_size=16, max_batch_size=3, hardware=fake_hardware())
 
 
-def answers(paged: PagedEngine, params: list[SamplingParams]) -> list[list[int | None]]:
+def answers(paged: Engine, params: list[SamplingParams]) -> list[list[int | None]]:
     loop = PagedLoop(scheduler_config(paged, max_batch_size=3), lambda: paged.executor)
     paged.executor.reset()
     names = [loop.add(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
@@ -246,7 +247,7 @@ def answers(paged: PagedEngine, params: list[SamplingParams]) -> list[list[int |
     ids=["greedy", "mixed"],
 )
 def test_decode_steps_of_an_engine(
-    params: list[SamplingParams], paged: PagedEngine, monkeypatch: pytest.MonkeyPatch
+    params: list[SamplingParams], paged: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps in which no request needs whole rows copy none; tokens are the same as when all rows are copied."""
     with monkeypatch.context() as patched:
@@ -263,7 +264,7 @@ def test_decode_steps_of_an_engine(
 @pytest.mark.parametrize("params", [GREEDY, TOP_K], ids=["greedy", "top_k"])
 def test_one_sequence(params: SamplingParams, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model_path=model, cache_lens=64, cpu_infer=1, self_check=False)
-    engine = build_engine(config, hardware=fake_hardware())
+    engine = static_engine(config, hardware=fake_hardware())
 
     def run() -> list[int | None]:
         session = Session(engine.runner, chunk_size=16)

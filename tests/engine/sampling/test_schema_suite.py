@@ -16,13 +16,13 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.core import Constraint, FinishReason, SamplingParams
-from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.schemas import core_schema
 from ktransformers.weights.gguf.file import open_gguf
 from tests.support.engines.fake_runner import FakeRunner, ngram_logits
+from tests.support.engines.sequential import Session
 from tests.support.servers.schema_suite import Case, suite
 
 VOCAB, END = 2560, 2553

@@ -20,10 +20,11 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
-from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
-from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.tier_rates import Option, TierRates
+from tests.support.engines.one_sequence import StaticEngine, static_engine
+from tests.support.engines.sequential import Session
 from tests.support.engines.tiered_service import Service, tier_config
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.recurrent_models import recurrent_model
@@ -45,8 +46,8 @@ class Model:
 
     config: EngineConfig
     requests: list[tuple[list[int], SamplingParams]]
-    single: Engine
-    paged: PagedEngine
+    single: StaticEngine
+    paged: Engine
 
     @cached_property
     def wanted(self) -> list[tuple[list[int], FinishReason]]:
@@ -92,8 +93,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if family == "int8":
         values["kv_type"] = "int8"
     config = EngineConfig(**values)  # type: ignore[arg-type]
-    paged = build_paged_engine(config, page_size=16, max_batch_size=4)
-    found = Model(config, some_requests(), build_engine(config), paged)
+    paged = build_engine(config, page_size=16, max_batch_size=4)
+    found = Model(config, some_requests(), static_engine(config), paged)
     yield found
     found.single.close()
     found.paged.close()

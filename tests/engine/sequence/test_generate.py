@@ -9,16 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ktransformers.engine.sequence.generate import Control, GenerateConfig, PartialGeneration, begin_generation
+from ktransformers.engine.sequence.generate import prefill_and_generate as generate
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.api.llm import LLM, default_sampling_params
-from ktransformers.engine.sequence.generate import Control, GenerateConfig, PartialGeneration, begin_generation
-from ktransformers.engine.sequence.generate import prefill_and_generate as generate
-from ktransformers.engine.sequence.session import Session, common_prefix_len
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.tokenizer import Tokenizer
 from tests.support.engines.fake_runner import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits, scripted_engine
+from tests.support.engines.sequential import Session, common_prefix_len
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)

@@ -16,10 +16,11 @@ from safetensors import safe_open
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence import session_store
 from ktransformers.engine.sequence.outputs import RequestOutput
 from ktransformers.errors import SessionFileError
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -39,12 +40,12 @@ class Made:
 
     def __init__(self, config: EngineConfig):
         self.config = config
-        self.engine: Engine = build_engine(replace(config, cache_lens=1024))
+        self.engine: StaticEngine = static_engine(replace(config, cache_lens=1024))
         self.single = LLM.from_engine(self.engine)
         self.wanted = self.single.generate([PROMPT], PARAMS)[0].token_ids
 
     def paged(self, **changes: object) -> LLM:
-        engine = build_paged_engine(replace(self.config, **changes), page_size=PAGE_SIZE, max_batch_size=2)  # type: ignore[arg-type]
+        engine = build_engine(replace(self.config, **changes), page_size=PAGE_SIZE, max_batch_size=2)  # type: ignore[arg-type]
         return LLM.from_engine(engine, max_batch_size=2)
 
 
@@ -70,7 +71,7 @@ def begun(llm: LLM) -> RequestOutput:
     batches = llm._batches
     assert batches is not None
     tokens = [*PROMPT, *output.token_ids]
-    in_cache, known = batches._visit(lambda store: store.count(tokens))
+    in_cache, known = batches.visit(lambda store: store.count(tokens))
     assert in_cache < known == (len(tokens) - 1) // PAGE_SIZE * PAGE_SIZE
     return replace(output, params=PARAMS)
 
@@ -93,7 +94,7 @@ def test_it_is_all_in_the_file(
     folder.mkdir(mode=0o700)
     with made.paged(**where(kind, folder)) as llm:
         saved = llm.save_session(path, begun(llm))
-        llm._batches._scheduler.check_integrity()  # type: ignore[union-attr]
+        llm._batches._loop.driver.scheduler.check_integrity()  # type: ignore[union-attr]
     assert saved.cached_len == 160
     assert sorted(each.name for each in tmp_path.iterdir()) == ["pages", "s.safetensors"]
     with made.paged() as other:
@@ -179,7 +180,7 @@ def test_states_are_copies(made: Made) -> None:
         output = llm.generate([PROMPT], PARAMS)[0]
         batches = llm._batches
         assert batches is not None
-        states = batches._visit(lambda store: store.take_states([*PROMPT, *output.token_ids]))
+        states = batches.visit(lambda store: store.take_states([*PROMPT, *output.token_ids]))
         cache = batches.engine.cache
         held = {} if cache.states is None else cache.states.tensors()
         assert bool(states) == bool(held)

@@ -19,7 +19,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.engine.api.async_llm import AsyncLLM
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.model.fingerprint import Identified
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sequence.saved_session import SavedSession
@@ -29,6 +29,7 @@ from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.weights.digests.files import WeightDigest
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.fake_runner import scripted_engine
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.recurrent_models import recurrent_model
@@ -62,15 +63,15 @@ class Made:
     align: int = 1  # pages and states are found at multiples of it
 
     @cached_property
-    def engine(self) -> Engine:
-        return build_engine(self.config)
+    def engine(self) -> StaticEngine:
+        return static_engine(self.config)
 
     @cached_property
     def single(self) -> LLM:
         return LLM.from_engine(self.engine)
 
-    def paged(self, page_size: int) -> PagedEngine:
-        return build_paged_engine(self.config, page_size=page_size, max_batch_size=2)
+    def paged(self, page_size: int) -> Engine:
+        return build_engine(self.config, page_size=page_size, max_batch_size=2)
 
     def fresh(self, kind: str) -> LLM:
         """With an empty cache."""
@@ -238,7 +239,7 @@ def test_loading_beside_others_and_what_is_there(made: Made, tmp_path: Path) -> 
         again = paged.generate([PROMPT], params)[0]
         assert again.token_ids == output.token_ids
         assert again.stats.cached_len >= 128
-        paged._batches._scheduler.check_integrity()  # type: ignore[union-attr]
+        paged._batches._loop.driver.scheduler.check_integrity()  # type: ignore[union-attr]
 
 
 @pytest.mark.every(3)
@@ -246,7 +247,7 @@ def test_where_there_is_little_room(made: Made, tmp_path: Path) -> None:
     """What does not fit into free pages is computed again."""
     path = tmp_path / "s.safetensors"
     _, saved = stopped(made.fresh("static"), path)
-    small = build_paged_engine(replace(made.config, cache_lens=256), page_size=16, max_batch_size=2)
+    small = build_engine(replace(made.config, cache_lens=256), page_size=16, max_batch_size=2)
     with LLM.from_engine(small, max_batch_size=2) as llm:
         running = llm.stream(some_ids(100, seed=4), replace(PARAMS, max_tokens=100))
         next(running)
@@ -262,7 +263,7 @@ def test_where_there_is_little_room(made: Made, tmp_path: Path) -> None:
 def test_text_and_constraints_go_on(tmp_path: Path) -> None:
     """Half of a character, the beginning of a stop string, the middle of what a schema demands."""
     path, schema = tmp_path / "s.safetensors", {"type": "object", "properties": {"a": {"type": "number"}}}
-    engine = build_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=256))
+    engine = static_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=256))
     with LLM.from_engine(engine) as llm, LLM(DEMO_GGUF, cpu_infer=1, cache_lens=256, page_size=8) as paged:
         for params in (
             SamplingParams(temperature=1.5, seed=1, max_tokens=24, stop=(" xyz", ". a")),
@@ -301,7 +302,7 @@ def other_models(folder: Path) -> dict[str, EngineConfig]:
 def test_sessions_of_other_models(qwen: Made, tmp_path: Path) -> None:
     llm, path = qwen.fresh("static"), tmp_path / "s.safetensors"
     for reason, config in other_models(tmp_path).items():
-        other = build_engine(config)
+        other = static_engine(config)
         foreign = LLM.from_engine(other)
         stopped(foreign, path, 3)
         foreign.close()
@@ -318,7 +319,7 @@ def test_the_same_model_elsewhere(qwen: Made, tmp_path: Path) -> None:
     stopped(qwen.fresh("static"), path)
     assert qwen.config.gguf_path is not None
     moved = shutil.copy(qwen.config.gguf_path, tmp_path / "moved.gguf")
-    engine = build_engine(replace(qwen.config, gguf_path=Path(moved), cpu_infer=2, cache_lens=300, chunk_size=7))
+    engine = static_engine(replace(qwen.config, gguf_path=Path(moved), cpu_infer=2, cache_lens=300, chunk_size=7))
     assert engine.identity.digest == qwen.engine.identity.digest
     with LLM.from_engine(engine) as llm:
         loaded = llm.load_session(path)
@@ -366,7 +367,7 @@ def test_sessions_that_are_too_long(qwen: Made, tmp_path: Path) -> None:
     config = replace(qwen.config, cache_lens=128)
     with LLM.from_engine(build_engine(config)) as llm, pytest.raises(ContextLengthError, match="187 tokens"):
         llm.load_session(path)
-    paged = build_paged_engine(config, page_size=16, max_batch_size=2)
+    paged = build_engine(config, page_size=16, max_batch_size=2)
     with LLM.from_engine(paged, max_batch_size=2) as llm, pytest.raises(ContextLengthError, match="187 tokens"):
         llm.load_session(path)
 
@@ -407,7 +408,7 @@ def test_an_empty_session(qwen: Made, tmp_path: Path) -> None:
 def test_without_a_prefix_cache(qwen: Made, tmp_path: Path) -> None:
     """Tokens alone are saved and loaded."""
     path = tmp_path / "s.safetensors"
-    engine = build_paged_engine(replace(qwen.config, prefix_cache=False), page_size=16, max_batch_size=2)
+    engine = build_engine(replace(qwen.config, prefix_cache=False), page_size=16, max_batch_size=2)
     with LLM.from_engine(engine, max_batch_size=2) as llm:
         _, saved = stopped(llm, path)
         loaded = llm.load_session(path)
@@ -437,7 +438,7 @@ def test_asyncio(qwen: Made, tmp_path: Path) -> None:
 def test_a_gpus_session(qwen: Made, tmp_path: Path) -> None:
     """Goes on on a GPU from its cache, and on the CPU from its tokens."""
     path, params, prompt = tmp_path / "s.safetensors", replace(PARAMS, max_tokens=4), PROMPT[:5]
-    engine = build_engine(replace(qwen.config, cache_lens=64), hardware=fake_hardware())
+    engine = static_engine(replace(qwen.config, cache_lens=64), hardware=fake_hardware())
     with LLM.from_engine(engine) as gpu:
         want = [event.token_id for event in gpu.stream(prompt, params)]
         list(itertools.islice(gpu.stream(prompt, params), 2))

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ktransformers.engine.sequence.generate import Control
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Pooling, ReasoningSpec, SamplingParams, TokenEvent
-from ktransformers.engine.load.builder import build_engine
-from ktransformers.engine.sequence.generate import Control
-from ktransformers.engine.sequence.session import Session
+from tests.support.engines.one_sequence import static_engine
+from tests.support.engines.sequential import Session
 from tests.support.models.demo import DEMO_GGUF
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}
@@ -30,7 +30,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    engine = build_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=256, chunk_size=16))
+    engine = static_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=256, chunk_size=16))
     yield Session.of(engine)
     engine.close()
 

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from ktransformers.cache.paged import LayerShape
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load import stages
-from ktransformers.engine.load.builder import build_engine, plan_model
+from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.plan import kv_types
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.errors import ConfigError
@@ -33,6 +33,7 @@ from ktransformers.kernels.triton.attention import launch as attention_launch
 from ktransformers.operators.attention import gqa
 from tests.engine.gpu.test_kv_types_gpu import CHUNKS, KV_TYPES, rounded_attention
 from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.agreement import TOLERANCE, prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -67,7 +68,7 @@ def config_of(path: Path, **settings: Any) -> EngineConfig:
 
 
 def logits_of(path: Path, ids: list[int], **settings: Any) -> torch.Tensor:
-    with closing(build_engine(config_of(path, **settings), hardware=fake_hardware())) as engine:
+    with closing(static_engine(config_of(path, **settings), hardware=fake_hardware())) as engine:
         return torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
 
 
@@ -132,7 +133,7 @@ def test_it_is_part_of_what_tokens_depend_on(tmp_path: Path) -> None:
     found = []
     for products in ("bf16", "kv"):
         config = config_of(tmp_path, attention_products=products)
-        with closing(build_engine(config, hardware=fake_hardware())) as engine:
+        with closing(static_engine(config, hardware=fake_hardware())) as engine:
             found.append(engine.identity)
     assert found[1].other_arithmetic(found[0]) == "attention_products was nothing and is kv"
     assert found[0].digest != found[1].digest
@@ -169,7 +170,7 @@ def test_what_stays_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, caplog:
 def cpu_logits(path: Path, ids: list[int], borders: Sequence[int], **settings: Any) -> torch.Tensor:
     """Of a whole model on the CPU, in steps of ids[a:b] for neighbouring borders."""
     given = {"kv_type": "bf16", "use_cuda": False, "cpu_infer": 2} | settings
-    with closing(build_engine(config_of(path, **given), hardware=fake_hardware(0))) as engine:
+    with closing(static_engine(config_of(path, **given), hardware=fake_hardware(0))) as engine:
         return torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in pairwise(borders)])
 
 

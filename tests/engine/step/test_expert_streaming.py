@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.step import expert_streaming as module
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
@@ -26,6 +26,7 @@ from ktransformers.optimize.streaming import STAGING
 from ktransformers.scheduler.records import StepPlan
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, Gpu, rules_of, sequence_start, step_row
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.agreement import prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -67,7 +68,7 @@ def config(model_path: Path, rules: Path) -> EngineConfig:
 def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> None:
     """Fp16 activations on the GPU, int8 ones on the CPU: as far apart as in tests/engine/gpu/test_gpu.py."""
     gpu = Gpu()
-    engine = build_engine(config, hardware=gpu.hardware())
+    engine = static_engine(config, hardware=gpu.hardware())
     assert engine.config.chunk_size == 4096
     (stream,) = engine.plan.devices["cuda:0"].services
     assert sum(gpu.driver.pinned_ranges.values()) > 0
@@ -81,7 +82,7 @@ def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> Non
     assert gpu.copies.num_copies == copied  # decode is not streamed
     engine.close()
     assert gpu.driver.pinned_ranges == {}
-    plain = build_engine(config, hardware=fake_hardware())
+    plain = static_engine(config, hardware=fake_hardware())
     want = plain.runner.forward(ids, 0, range(len(ids)))
     plain.close()
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
@@ -96,7 +97,7 @@ def test_a_step_of_many_sequences_is_streamed_too(max_batch_size: int, is_stream
     """Unless it is no larger than steps that are captured as graphs, in which the host must not wait."""
     gpu = Gpu()
     config = replace(config, use_cuda_graph=False)
-    paged = build_paged_engine(config, page_size=4, max_batch_size=max_batch_size, hardware=gpu.hardware())
+    paged = build_engine(config, page_size=4, max_batch_size=max_batch_size, hardware=gpu.hardware())
     assert paged.config.chunk_size == 4096
     starts = [sequence_start(i, [3 + i, 5, 8 - i, 7]) for i in range(3)]
     rows = [step_row(i, start.token_ids, 0, [i]) for i, start in enumerate(starts)]
@@ -164,7 +165,7 @@ def test_memory_that_cannot_be_pinned(
         raise KernelError("cuMemHostRegister_v2 failed on cuda:0 with error 2: out of memory")
 
     monkeypatch.setattr(gpu.driver, "pin", pin)
-    engine = build_engine(config, hardware=gpu.hardware())
+    engine = static_engine(config, hardware=gpu.hardware())
     assert [r.levelname for r in caplog.records if "cannot be pinned" in r.getMessage()] == ["WARNING"]
     assert not engine.plan.devices["cuda:0"].services
     engine.close()
@@ -172,6 +173,6 @@ def test_memory_that_cannot_be_pinned(
 
 def test_chunks_are_as_asked_for(config: EngineConfig) -> None:
     for asked, num_gpus, got in ((16, 1, 16), (0, 0, 512)):
-        engine = build_engine(replace(config, chunk_size=asked), hardware=fake_hardware(num_gpus=num_gpus))
+        engine = static_engine(replace(config, chunk_size=asked), hardware=fake_hardware(num_gpus=num_gpus))
         assert engine.config.chunk_size == got
         engine.close()

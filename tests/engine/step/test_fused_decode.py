@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.step.fused_decode import find_fused_decode
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.runners import random_ids, stacked_runner
 from tests.support.models.agreement import TOLERANCE
 from tests.support.models.tiny_models import random_model, tiny_config, tiny_model, write_safetensors
@@ -19,7 +19,7 @@ from tests.support.models.tiny_models import random_model, tiny_config, tiny_mod
 
 def check(model: PreTrainedModel, folder: Path, is_short: bool) -> None:
     write_safetensors(model, folder)
-    engine = build_engine(EngineConfig(model_path=folder, cache_lens=96, cpu_infer=2))
+    engine = static_engine(EngineConfig(model_path=folder, cache_lens=96, cpu_infer=2))
     try:
         forward = engine.runner._pass
         assert (forward.short is not None) == is_short
@@ -76,7 +76,7 @@ def test_whoever_looks_at_the_model_sees_it(tmp_path: Path) -> None:
     """Embeddings are made of what the decoder returns: the decoder runs while somebody waits for it."""
     model = tiny_model("qwen3_moe")
     write_safetensors(model, tmp_path)
-    engine = build_engine(EngineConfig(model_path=tmp_path, cache_lens=32, cpu_infer=1))
+    engine = static_engine(EngineConfig(model_path=tmp_path, cache_lens=32, cpu_infer=1))
     try:
         ids = random_ids(model.config.vocab_size, 6)
         with engine.runner.hook.watch() as seen:

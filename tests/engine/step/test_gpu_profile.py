@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.operators.device import Device
 from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
@@ -17,6 +16,7 @@ from ktransformers.profiling.messages import GpuExpertCounts, GpuRecord, GpuTime
 from ktransformers.profiling.records import PARTS
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.agreement import prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -34,10 +34,10 @@ def counted(chosen: torch.Tensor, num_experts: int) -> list[list[int]]:
     return [each.flatten().bincount(minlength=num_experts).tolist() for each in chosen]
 
 
-def engine_on(path: Path, graphs: FakeGraphs, experts: str, use_cuda_graph: bool = True) -> Engine:
+def engine_on(path: Path, graphs: FakeGraphs, experts: str, use_cuda_graph: bool = True) -> StaticEngine:
     rules = rules_of("qwen3_moe", path, EXPERTS_ON_CPU, experts)
     config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
-    return build_engine(replace(config, use_cuda_graph=use_cuda_graph), hardware=fake_hardware(graphs=graphs))
+    return static_engine(replace(config, use_cuda_graph=use_cuda_graph), hardware=fake_hardware(graphs=graphs))
 
 
 @pytest.mark.exhaustive

@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from ktransformers.engine.sequence.session import SessionEngine
 from torch import nn
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import EmbeddingForm, Pooling, SamplingParams
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.card import card_of
 from ktransformers.engine.model.opened import open_model
-from ktransformers.engine.sequence.session import Session, SessionEngine
 from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled, embedding_form
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.heads import lacks_head
 from ktransformers.scheduler.limits import Limits
+from tests.support.engines.one_sequence import static_engine
+from tests.support.engines.sequential import Session
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.tiny_models import tiny_config, tiny_model, write_safetensors
@@ -129,7 +130,7 @@ def _embedding(engine: SessionEngine, pooling: Pooling) -> np.ndarray:
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_embeddings_are_those_of_transformers(pooling: Pooling) -> None:
     configs = [EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=64, chunk_size=size) for size in (8, 64)]
-    chunked, whole = (_embedding(build_engine(config), pooling) for config in configs)
+    chunked, whole = (_embedding(static_engine(config), pooling) for config in configs)
     expected = _embedding(build_reference_engine(configs[0]), pooling)
     assert np.allclose(chunked, whole, rtol=1e-6, atol=1e-6)
     if pooling is Pooling.LAST:
@@ -158,7 +159,7 @@ def test_a_model_without_a_head_makes_embeddings_and_no_text(
     model = tiny_model(family, **({"sliding_window": None} if family == "mistral" else {}))
     headless(write_safetensors(model, tmp_path), architecture, prefix)
     with caplog.at_level(logging.WARNING):
-        engine = build_engine(EngineConfig(model_path=tmp_path, cpu_infer=1, cache_lens=64))
+        engine = static_engine(EngineConfig(model_path=tmp_path, cpu_infer=1, cache_lens=64))
     assert "hold no output head" in caplog.text
     session, ids = Session.of(engine), list(IDS)
     (event,) = session.generate(ids, SamplingParams(temperature=0, max_tokens=1, pooling=Pooling.MEAN))

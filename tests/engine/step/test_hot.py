@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.step import hot as module
 from ktransformers.errors import CapacityError, ConfigError, KernelError
 from ktransformers.optimize.report import print_plan
@@ -24,6 +24,7 @@ from ktransformers.optimize.summary import parts_of
 from ktransformers.scheduler.records import StepPlan
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, Gpu, rules_of, sequence_start, step_row
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
@@ -75,7 +76,7 @@ class HotMachine(Gpu):
         self.graphs = FakeGraphs()
 
 
-def pool_of(engine: Engine) -> HotPool:
+def pool_of(engine: StaticEngine) -> HotPool:
     """The only one of the only GPU."""
     (follower,) = engine.plan.devices["cuda:0"].followers
     assert isinstance(follower, HotGpu)
@@ -89,11 +90,11 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
     The next engine begins with what this one has learned.
     """
     gpu, ids = HotMachine(), [5, 9, 5, 9, 3, 5, 9]
-    plain = build_engine(replace(config, hot_experts="off"), hardware=fake_hardware())
+    plain = static_engine(replace(config, hot_experts="off"), hardware=fake_hardware())
     assert not plain.plan.devices["cuda:0"].followers
     wants = [plain.runner.forward([token], position, [0]).clone() for position, token in enumerate(ids)]
     plain.close()
-    engine = build_engine(config, hardware=gpu.hardware(graphs=gpu.graphs))
+    engine = static_engine(config, hardware=gpu.hardware(graphs=gpu.graphs))
     pool = pool_of(engine)
     first = pool.policy.slot_of.copy()
     gots = [engine.runner.forward([token], position, [0]).clone() for position, token in enumerate(ids)]
@@ -115,7 +116,7 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
     kept = np.stack([learned[0], learned[1]])
     assert np.abs(kept - scores).max() <= 5e-4
     with caplog.at_level(logging.INFO):
-        again = build_engine(replace(config, use_cuda_graph=False), hardware=HotMachine().hardware())
+        again = static_engine(replace(config, use_cuda_graph=False), hardware=HotMachine().hardware())
     assert "as learned before" in caplog.text
     best = np.argsort(-kept, axis=1, kind="stable")[:, :SLOTS]
     there = pool_of(again).policy.slot_of >= 0
@@ -141,7 +142,7 @@ def test_files_that_do_not_fit_are_left(tmp_path: Path, text: str, caplog: pytes
 def test_counts_and_totals_of_a_step(config: EngineConfig) -> None:
     gpu = HotMachine()
     config = replace(config, use_cuda_graph=False)
-    paged = build_paged_engine(config, page_size=4, max_batch_size=4, hardware=gpu.hardware())
+    paged = build_engine(config, page_size=4, max_batch_size=4, hardware=gpu.hardware())
     starts = [sequence_start(i, [3 + i, 5]) for i in range(2)]
     rows = [step_row(i, start.token_ids, 0, [i]) for i, start in enumerate(starts)]
     first = paged.executor.execute(StepPlan(step_id=1, ended=[], starts=starts, rows=rows))
@@ -224,7 +225,7 @@ def test_memory_that_cannot_be_pinned(
         raise KernelError("no")
 
     monkeypatch.setattr(gpu.driver, "pin", refuse)
-    engine = build_engine(config, hardware=gpu.hardware())
+    engine = static_engine(config, hardware=gpu.hardware())
     assert "no experts get slots on cuda:0: their memory cannot be pinned (no)" in caplog.text
     assert not engine.plan.devices["cuda:0"].followers
     engine.close()

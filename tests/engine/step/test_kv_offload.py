@@ -16,7 +16,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.state import StateShape
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import PagedEngine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.scheduler.tier_records import TierPlan, TierResult
 from tests.support.engines.tiered_service import FINGERPRINT, PAGE_SIZE, Service, tier_config
@@ -121,12 +121,12 @@ def test_files_and_figures_wait_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedEngine]:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(request.param)
     make = tiny_model if request.param == "qwen3_moe" else recurrent_model
     make(request.param).save_pretrained(folder)
     config = EngineConfig(model_path=folder, cache_lens=1024, cpu_infer=1, self_check=False)
-    made = build_paged_engine(config, page_size=PAGE_SIZE, max_batch_size=4)
+    made = build_engine(config, page_size=PAGE_SIZE, max_batch_size=4)
     yield made
     made.close()
 
@@ -151,7 +151,7 @@ def conversation(service: Service, turns: int = len(TURNS)) -> tuple[list[list[i
 
 
 @pytest.fixture(scope="module")
-def expected(engine: PagedEngine) -> tuple[list[list[int]], list[int]]:
+def expected(engine: Engine) -> tuple[list[list[int]], list[int]]:
     """The answers, and one more, with no tiers and a cache that holds all."""
     plain = Service(engine, host_pages=0)
     answers, _, history = conversation(plain)
@@ -161,7 +161,7 @@ def expected(engine: PagedEngine) -> tuple[list[list[int]], list[int]]:
 Expected = tuple[list[list[int]], list[int]]
 
 
-def test_a_cache_that_is_too_small_gives_the_same_tokens(engine: PagedEngine, expected: Expected) -> None:
+def test_a_cache_that_is_too_small_gives_the_same_tokens(engine: Engine, expected: Expected) -> None:
     service, without = Service(engine, num_pages=24), Service(engine, num_pages=24, host_pages=0)
     rows = {}
     for each in (service, without):
@@ -181,7 +181,7 @@ def test_a_cache_that_is_too_small_gives_the_same_tokens(engine: PagedEngine, ex
     service.close()
 
 
-def test_the_next_service_computes_the_last_turn_alone(engine: PagedEngine, expected: Expected, tmp_path: Path) -> None:
+def test_the_next_service_computes_the_last_turn_alone(engine: Engine, expected: Expected, tmp_path: Path) -> None:
     first = Service(engine, tmp_path)
     answers, _, history = conversation(first)
     assert answers == expected[0]
@@ -197,7 +197,7 @@ def test_the_next_service_computes_the_last_turn_alone(engine: PagedEngine, expe
 
 
 def test_an_engine_that_dies_is_followed_by_one_that_reads_the_files(
-    engine: PagedEngine, expected: Expected, tmp_path: Path
+    engine: Engine, expected: Expected, tmp_path: Path
 ) -> None:
     service = Service(engine, tmp_path)
     answers, _, history = conversation(service)
@@ -240,7 +240,7 @@ def swapped(folder: Path) -> None:
 @pytest.mark.every(4)
 @pytest.mark.parametrize("harm", [damaged_by_a_bit, cut_short, of_another_model, swapped])
 def test_files_that_are_wrong_are_computed_instead(
-    engine: PagedEngine, expected: Expected, tmp_path: Path, harm: object, caplog: pytest.LogCaptureFixture
+    engine: Engine, expected: Expected, tmp_path: Path, harm: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Service(engine, tmp_path)
     _, _, history = conversation(first)
@@ -259,7 +259,7 @@ def test_files_that_are_wrong_are_computed_instead(
 
 @pytest.mark.parametrize("is_gone_early", [True, False])
 def test_a_folder_that_cannot_be_used_costs_nothing_but_the_files(
-    engine: PagedEngine, expected: Expected, tmp_path: Path, is_gone_early: bool, caplog: pytest.LogCaptureFixture
+    engine: Engine, expected: Expected, tmp_path: Path, is_gone_early: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "pages"
     folder.mkdir(mode=0o700)
@@ -282,7 +282,7 @@ class FullDisk:
 
 
 def test_a_full_disk_is_counted_and_leaves_nothing(
-    engine: PagedEngine, expected: Expected, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: Engine, expected: Expected, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = Service(engine, tmp_path, system=FullDisk())
     with caplog.at_level(logging.WARNING):
@@ -294,7 +294,7 @@ def test_a_full_disk_is_counted_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [".quota"]
 
 
-def test_files_stay_within_their_bytes(engine: PagedEngine, expected: Expected, tmp_path: Path) -> None:
+def test_files_stay_within_their_bytes(engine: Engine, expected: Expected, tmp_path: Path) -> None:
     probe = tier_config(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1))
     most = 8 * probe.page_file_bytes + 2 * probe.state_file_bytes
     service = Service(engine, tmp_path, disk_bytes=most)
@@ -303,9 +303,7 @@ def test_files_stay_within_their_bytes(engine: PagedEngine, expected: Expected, 
     assert 0 < sum(path.stat().st_size for path in tmp_path.glob("[!.]*")) <= most
 
 
-def test_two_services_with_one_folder_do_each_other_no_harm(
-    engine: PagedEngine, expected: Expected, tmp_path: Path
-) -> None:
+def test_two_services_with_one_folder_do_each_other_no_harm(engine: Engine, expected: Expected, tmp_path: Path) -> None:
     """Each lists what the other has, writes what it has written, and deletes what it counts on. One quota is kept."""
     probe = tier_config(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1))
     small = 6 * probe.page_file_bytes + 2 * probe.state_file_bytes

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.errors import ConfigError
 from ktransformers.operators.attention import latent_gpu as gpu_latent
 from ktransformers.operators.attention import mla
@@ -23,6 +23,7 @@ from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines import fake_flashinfer
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.agreement import TOLERANCE, prompt
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -63,16 +64,16 @@ def rules_with(absorb: bool, path: Path, device: str = "cuda") -> Path:
     return rules
 
 
-def engine_of(path: Path, absorb: bool | None = None, attention_backend: str = "auto") -> Engine:
+def engine_of(path: Path, absorb: bool | None = None, attention_backend: str = "auto") -> StaticEngine:
     rules = None if absorb is None else rules_with(absorb, path)
     config = EngineConfig(
         model_path=path, cache_lens=60, cpu_infer=1, optimize_config_path=rules, attention_backend=attention_backend,
         use_cuda_graph=False,
     )  # fmt: skip
-    return build_engine(config, hardware=fake_hardware())
+    return static_engine(config, hardware=fake_hardware())
 
 
-def logits(engine: Engine, ids: list[int]) -> torch.Tensor:
+def logits(engine: StaticEngine, ids: list[int]) -> torch.Tensor:
     return torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
 
 
@@ -117,7 +118,7 @@ def test_sequences_share_steps(tmp_path: Path, taken: list[int], monkeypatch: py
     tables = [[9, 2, 7], [4, 0], [3, 11, 1, 6, 10]]
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, use_cuda_graph=False)
     tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    with closing(build_paged_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())) as paged:
+    with closing(build_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())) as paged:
         taken.clear()
 
         def step(number: int, rows: list[tuple[int, list[int], int]]) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.engine.load.builder import Engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.recognize.layer import LayerSpec, PartKind, PartSpec, recognize_layer
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.checks.launches import counted_launches
 from tests.support.engines.gpu_engines import gpu_engine
+from tests.support.engines.one_sequence import StaticEngine
 from tests.support.models.recurrent_models import recurrent_config, recurrent_model
 from tests.support.models.tiny_models import tiny_config, tiny_model, write_safetensors
 
@@ -78,7 +78,7 @@ def launches_of_a_step(model_type: str, layers: int, folder: Path, monkeypatch: 
     return launches_of_one_row(gpu_engine(folder), monkeypatch)
 
 
-def launches_of_one_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def launches_of_one_row(engine: StaticEngine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     engine.runner.forward([1, 2, 3], 0, [2])
     with counted_launches(monkeypatch) as counts:
         engine.runner.forward([4], 3, [0])

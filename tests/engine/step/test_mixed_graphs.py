@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine, build_paged_engine, plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.step import graph_sizes
 from ktransformers.engine.step.decode_inputs import StepSize
 from ktransformers.kernels.types import QuantType
 from ktransformers.scheduler.records import StepPlan
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import TOLERANCE, prompt
 from tests.support.models.recurrent_models import recurrent_model
@@ -34,7 +35,7 @@ def paged_step(path: Path, rows: tuple[int, ...], lengths: tuple[int, int]) -> t
     where = {"model_path": path} if path.is_dir() else {"gguf_path": path}
     config = EngineConfig(cache_lens=96, cpu_infer=1, self_check=False, use_cuda_graph=bool(rows), **where)  # type: ignore[arg-type]
     hardware = fake_hardware(graphs=graphs, graph_rows=rows)
-    paged = build_paged_engine(config, page_size=16, max_batch_size=2, hardware=hardware)
+    paged = build_engine(config, page_size=16, max_batch_size=2, hardware=hardware)
     slots = [{} if paged.cache.states is None else {"read_slot": -1, "write_slot": i} for i in range(2)]
     starts = [sequence_start(i, [(3 * i + 5 * at) % 90 for at in range(length)]) for i, length in enumerate(lengths)]
     both = [
@@ -78,7 +79,7 @@ def test_logits_of_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     for use_cuda_graph in (True, False):
         with caplog.at_level(logging.INFO):
             hardware = fake_hardware(graphs=graphs, graph_rows=(24,))
-            engine = build_engine(replace(config, use_cuda_graph=use_cuda_graph), hardware=hardware)
+            engine = static_engine(replace(config, use_cuda_graph=use_cuda_graph), hardware=hardware)
         got.append(engine.runner.forward(ids, 0, [19]).clone())
         assert graphs.replays == 1
         assert (got[-1] - want[19:]).abs().max() <= TOLERANCE * want.abs().max()

@@ -18,9 +18,8 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
-from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
-from ktransformers.engine.sequence.session import Session
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
@@ -28,7 +27,9 @@ from ktransformers.errors import CapacityError, KTransformersError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.context import ForwardContext
 from ktransformers.tokenizer.grammars import pack_ids
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.engines.sequential import Session
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
@@ -43,8 +44,8 @@ class Pair:
         """path: a GGUF file, or a folder with safetensors."""
         where = {"model_path" if path.is_dir() else "gguf_path": path}
         config = EngineConfig(cpu_infer=1, **where)  # type: ignore[arg-type]
-        self.single: Engine = build_engine(replace(config, cache_lens=512))
-        self.paged: PagedEngine = build_paged_engine(
+        self.single: StaticEngine = static_engine(replace(config, cache_lens=512))
+        self.paged: Engine = build_engine(
             replace(config, cache_lens=num_pages * PAGE), page_size=PAGE, max_batch_size=32
         )
         self._known: dict[tuple[tuple[int, ...], str], list[TokenEvent]] = {}
@@ -67,7 +68,7 @@ class Pair:
 
     @property
     def paged_model(self) -> object:
-        return self.paged.executor._runner.model  # type: ignore[attr-defined]
+        return self.paged.executor.runner.model  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self.single.close()
@@ -326,7 +327,7 @@ def test_masks_bind_runs_and_survive_preemption_and_loss(pair: Pair) -> None:
 def test_pages_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = EngineConfig(gguf_path=write_gguf(tiny_model("llama", seed=1), tmp_path / "m.gguf"), cpu_infer=1)
     with pytest.raises(CapacityError, match="kv cache"):
-        build_paged_engine(replace(config, cache_lens=10**12), page_size=256, max_batch_size=4)
-    engine = build_paged_engine(replace(config, cache_lens=1000), page_size=256, max_batch_size=4)
+        build_engine(replace(config, cache_lens=10**12), page_size=256, max_batch_size=4)
+    engine = build_engine(replace(config, cache_lens=1000), page_size=256, max_batch_size=4)
     assert (engine.cache.num_pages, engine.config.cache_lens) == (4, 1024)
     engine.close()

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from ktransformers.engine.sequence.generate import Control
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import Engine
-from ktransformers.engine.sequence.generate import Control
-from ktransformers.engine.sequence.session import Session
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu.layer import RecurrentLayer
 from ktransformers.operators.layers.native_stack import NativeStack
+from tests.support.engines.one_sequence import StaticEngine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.engines.sequential import Session
 from tests.support.models.made import Made, logits_in, logits_of
 from tests.support.models.recurrent_models import RECURRENT_TYPES, recurrent_model
 from tests.support.models.tiny_models import VOCAB_SIZE
@@ -91,7 +91,7 @@ def paged_loop(made: Made, **changes: object) -> PagedLoop:
     def executor() -> PagedExecutor:
         states = int(changes.get("num_states", 12))  # type: ignore[call-overload]
         cache = PagedCache(paged.cache.shapes, int(changes.get("num_pages", 200)), PAGE, states)  # type: ignore[call-overload]
-        runner = ModelRunner(ForwardPass(paged.executor._runner.model, paged.pool))  # type: ignore[attr-defined]
+        runner = ModelRunner(ForwardPass(paged.executor.runner.model, paged.pool))  # type: ignore[attr-defined]
         return PagedExecutor(runner, cache, paged.pool, paged.model.vocab_size)
 
     values = {"num_pages": 200, "page_size": PAGE, "chunk_size": 64, "max_batch_size": 8, "num_states": 12}
@@ -224,7 +224,7 @@ def test_no_step_begins_without_a_state(made: Made) -> None:
 
 def test_the_plan_counts_states(made: Made) -> None:
     for engine, most in ((made.engine, 1), (made.paged, 8)):
-        cache = engine.runner.cache if isinstance(engine, Engine) else engine.cache
+        cache = engine.runner.cache if isinstance(engine, StaticEngine) else engine.cache
         assert cache.states is not None
         assert cache.num_states >= most + 4
         assert sum(engine.plan.extra_bytes["states"].values()) == cache.states.nbytes

@@ -15,7 +15,6 @@ import torch
 from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.verify import self_check, stack_check
 from ktransformers.errors import UnsupportedError
 from ktransformers.models import registry
@@ -24,6 +23,7 @@ from ktransformers.operators.attention.gqa_gpu import gqa_forward
 from ktransformers.operators.layers import cpu as fused
 from ktransformers.operators.layers import gpu
 from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import TYPES
 from tests.support.models.attention_families import CASES
@@ -40,8 +40,8 @@ from tests.support.models.tiny_models import (
 )
 
 
-def load(folder: Path, **settings: Any) -> Engine:
-    return build_engine(EngineConfig(model_path=folder, **{"cache_lens": 96, "cpu_infer": 2, **settings}))
+def load(folder: Path, **settings: Any) -> StaticEngine:
+    return static_engine(EngineConfig(model_path=folder, **{"cache_lens": 96, "cpu_infer": 2, **settings}))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -232,12 +232,12 @@ def test_layers_on_a_gpu(
     config = EngineConfig(model_path=folder, cache_lens=48, cpu_infer=1)
     hardware = fake_hardware(dtype=torch.bfloat16)
     if not is_wrong:
-        build_engine(config, hardware=hardware).close()
+        static_engine(config, hardware=hardware).close()
         assert "arcee as transformers computes it" in said(caplog)[0]
         return
     monkeypatch.setattr(attention, "gqa_forward", lambda *args: 1.25 * gqa_forward(*args))
     with pytest.raises(UnsupportedError, match=r"arcee: model\.layers\.0\.self_attn \(ArceeAttention\) differs"):
-        build_engine(config, hardware=hardware)
+        static_engine(config, hardware=hardware)
 
 
 @pytest.mark.exhaustive
@@ -262,7 +262,7 @@ def test_layers_that_were_joined_are_compared_with_each_alone(
     folder = write_safetensors(tiny_model("arcee", layers=2), tmp_path)
     config = EngineConfig(model_path=folder, cache_lens=48, cpu_infer=1)
     with pytest.raises(UnsupportedError, match="layers 0 to 1 differ, joined, from what they compute one by one"):
-        build_engine(config, hardware=fake_hardware(dtype=torch.bfloat16))
+        static_engine(config, hardware=fake_hardware(dtype=torch.bfloat16))
 
 
 def test_a_stack_that_does_not_widen_rows_is_held_to_their_rounding() -> None:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.load.builder import build_engine
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.attention_families import CASES, config_of
 from tests.support.models.tiny_models import WINDOW, random_model, write_safetensors
 
@@ -32,12 +33,12 @@ def model_of(name: str) -> PreTrainedModel:
     return model
 
 
-def engine_of(model: PreTrainedModel, folder: Path) -> Engine:
+def engine_of(model: PreTrainedModel, folder: Path) -> StaticEngine:
     write_safetensors(model, folder)
-    return build_engine(EngineConfig(model_path=folder, cache_lens=96, cpu_infer=2, self_check=False))
+    return static_engine(EngineConfig(model_path=folder, cache_lens=96, cpu_infer=2, self_check=False))
 
 
-def in_chunks(engine: Engine, ids: list[int], size: int) -> torch.Tensor:
+def in_chunks(engine: StaticEngine, ids: list[int], size: int) -> torch.Tensor:
     starts = range(0, len(ids), size)
     return torch.cat([engine.runner.forward(ids[at : at + size], at, range(len(ids[at : at + size]))) for at in starts])
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from benchmarks.sequence import SequenceRunner
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
@@ -26,7 +27,6 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.plan.kv_types import KV_DTYPES, KvTypes
-from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import reference
 from ktransformers.kernels.types import QuantType
@@ -57,7 +57,7 @@ def model_of(name: str) -> PreTrainedModel:
     return tiny_model(name, seed=1, **(BLOCK_VALUES if name == "minimax_m3_vl_text" else {}))
 
 
-def logits_in(runner: StaticRunner, ids: list[int], size: int) -> torch.Tensor:
+def logits_in(runner: SequenceRunner, ids: list[int], size: int) -> torch.Tensor:
     """In steps of `size` tokens."""
     cuts = [(at, min(at + size, len(ids))) for at in range(0, len(ids), size)]
     return torch.cat([runner.forward(ids[a:b], a, range(b - a)) for a, b in cuts])
@@ -249,7 +249,7 @@ def test_a_cache_lists_its_scales() -> None:
 
 def test_the_automatic_cache_holds_more(tmp_path: Path) -> None:
     """Where memory decides: a quarter of what is free, in positions of fewer bytes."""
-    from ktransformers.engine.plan.cache_plan import SharedPages
+    from ktransformers.engine.plan.cache_plan import CachePlan
 
     opened = open_model(EngineConfig(gguf_path=DEMO_GGUF).resolved())
     plan = plan_model(EngineConfig(gguf_path=DEMO_GGUF).resolved())
@@ -258,6 +258,6 @@ def test_the_automatic_cache_holds_more(tmp_path: Path) -> None:
     chosen = {}
     for kv_type in ("fp32", "bf16", "int8"):
         shapes = KvTypes(kv_type, {}).applied([shape] * 4)
-        chosen[kv_type] = SharedPages(8, 16).num_slots(opened, plan, shapes)
+        chosen[kv_type] = CachePlan(16, 8).num_slots(opened, plan, shapes)
     nbytes = {"fp32": 4096, "bf16": 2048, "int8": 1088}
     assert chosen == {name: (8 << 20) // count // 8 * 8 for name, count in nbytes.items()}

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Config, Mistral4ForCausalLM
 
+from benchmarks.sequence import SequenceRunner
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
-from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.operators.attention.mla import KMLAAttention
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.runners import random_ids, runner_of
 from tests.support.models.latent_models import LATENT_TYPES, latent_model
 from tests.support.models.tiny_models import write_safetensors
@@ -32,7 +32,7 @@ def _mistral4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, Mistral4Config, Mistral4ForCausalLM)
 
 
-def check_agrees(model: PreTrainedModel, runner: StaticRunner) -> None:
+def check_agrees(model: PreTrainedModel, runner: SequenceRunner) -> None:
     """The prompt whole and then token by token: near transformers, and equal to chunks of 7."""
     ids = random_ids(model.config.vocab_size, PROMPT_LEN + NUM_STEPS)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_experts_without_weights_and_two_attentions_of_a_layer_from_files(tmp_pa
     ids = random_ids(model.config.vocab_size, PROMPT_LEN)
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
-    with closing(build_engine(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1))) as engine:
+    with closing(static_engine(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1))) as engine:
         got = engine.runner.forward(ids, 0, range(PROMPT_LEN))
         layer_devices = [layer_device.key for layer_device in engine.plan.layer_devices]
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()

@@ -21,8 +21,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import _build_layer_multip
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import build_engine, build_paged_engine
-from ktransformers.engine.sequence.session import Session
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
@@ -32,7 +31,9 @@ from ktransformers.operators.recurrent.ngram_embedding import hash_multipliers
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.fake_operators import inlined_rules
+from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.engines.sequential import Session
 from tests.support.models.made import Made, logits_in, logits_of
 from tests.support.models.pooled_models import EOS, POOLED_TYPES, pooled_model
 from tests.support.models.tiny_models import VOCAB_SIZE, write_safetensors
@@ -94,7 +95,7 @@ def test_other_settings_agree_too(model_type: str, values: dict[str, object], tm
     model, ids = pooled_model(model_type, seed=3, **values), some_ids(PROMPT_LEN)
     write_safetensors(model, tmp_path)
     want = logits_of(model, ids)
-    with closing(build_engine(config_of(tmp_path))) as engine:
+    with closing(static_engine(config_of(tmp_path))) as engine:
         got = logits_in(engine, ids, [60, 1, 1, 1, 1])
         assert torch.equal(logits_in(engine, ids, [7] * 10), got)
     assert float((got - want).abs().max()) <= TOLERANCE * float(want.abs().max())
@@ -115,7 +116,7 @@ def paged_loop(made: Made, **changes: int) -> PagedLoop:
 
     def executor() -> PagedExecutor:
         cache = PagedCache(paged.cache.shapes, values["num_pages"], PAGE, values["num_states"])
-        runner = ModelRunner(ForwardPass(paged.executor._runner.model, paged.pool))  # type: ignore[attr-defined]
+        runner = ModelRunner(ForwardPass(paged.executor.runner.model, paged.pool))  # type: ignore[attr-defined]
         return PagedExecutor(runner, cache, paged.pool, paged.model.vocab_size)
 
     sizes = {"page_size": PAGE, "chunk_size": 64, "max_batch_size": 8, "snapshot_interval": 64, **values}
@@ -159,7 +160,7 @@ def test_another_engine_goes_on_where_one_died(made: Made) -> None:
 
 def test_a_page_holds_whole_pools(made: Made) -> None:
     with pytest.raises(ConfigError, match=r"--page_size 6: the model's indexer chooses 4 tokens together"):
-        build_paged_engine(made.config, page_size=6, max_batch_size=2)
+        build_engine(made.config, page_size=6, max_batch_size=2)
 
 
 # What is chosen.
@@ -171,7 +172,7 @@ def test_off_attends_to_all_positions(made: Made, caplog: pytest.LogCaptureFixtu
     kinds = {"glm5_next_text": {"index_topk": PROMPT_LEN}, "qwen4_exp_text": {"indexer_budget": PROMPT_LEN}}
     dense = logits_of(pooled_model(name, **kinds[name]), ids)
     log_dense.cache_clear()
-    with caplog.at_level(logging.WARNING), closing(build_engine(replace(made.config, sparse_attention="off"))) as one:
+    with caplog.at_level(logging.WARNING), closing(static_engine(replace(made.config, sparse_attention="off"))) as one:
         got = one.runner.forward(ids, 0, range(PROMPT_LEN))
         assert [shape.index_dim for shape in one.runner.cache.shapes] == [0] * 4
     assert (got - dense).abs().max() <= TOLERANCE * dense.abs().max()
@@ -182,7 +183,7 @@ def test_off_attends_to_all_positions(made: Made, caplog: pytest.LogCaptureFixtu
 def test_what_covers_all_positions_chooses_them_all(made: Made) -> None:
     """19 of 19: 16 in pools, and the 3 behind."""
     ids = some_ids(19)
-    with closing(build_engine(replace(made.config, sparse_attention="off"))) as dense:
+    with closing(static_engine(replace(made.config, sparse_attention="off"))) as dense:
         want = dense.runner.forward(ids, 0, range(19))
     assert torch.equal(made.engine.runner.forward(ids, 0, range(19)), want)
 
@@ -195,13 +196,13 @@ def test_rules_without_the_indexer_are_refused(file: str, model_type: str, tmp_p
     path = tmp_path / "rules.yaml"
     path.write_text(inlined_rules(file).replace("self_attn\\\\.indexer$", "self_attn\\\\.nothing$"))
     with pytest.raises((UnsupportedError, RuleError), match="add a rule with class KPooledIndexer"):
-        build_engine(config_of(tmp_path, optimize_config_path=path))
+        static_engine(config_of(tmp_path, optimize_config_path=path))
 
 
 def test_rows_that_see_nothing_are_refused(tmp_path: Path) -> None:
     write_safetensors(pooled_model("glm5_next_text", index_kpool_always_select_tail=False), tmp_path)
     with pytest.raises(RuleError, match="no indexer that KPooledIndexer knows; --sparse_attention off"):
-        build_engine(config_of(tmp_path))
+        static_engine(config_of(tmp_path))
 
 
 # Embeddings of n-grams.
@@ -216,7 +217,7 @@ def test_tables_lie_in_the_parts_of_the_files(qwen4: Path) -> None:
     stored = load_file(qwen4 / "model.safetensors")
     parts = [name for name in stored if ".ngram_embedding.shard_" in name]
     assert len(parts) == 2 * 12
-    with closing(build_engine(config_of(qwen4))) as engine:
+    with closing(static_engine(config_of(qwen4))) as engine:
         table = engine.runner.model.get_submodule("model.layers.2.ple")._parts  # type: ignore[union-attr]
         assert len(table) == 12
         assert engine.runner.cache.states is not None
@@ -230,7 +231,7 @@ def test_other_multipliers_in_the_files_are_refused(qwen4: Path, tmp_path: Path)
     save_file({**stored, name: stored[name] + 2}, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((qwen4 / "config.json").read_bytes())
     with pytest.raises(TensorMismatchError, match=r"layer_multipliers is not what the model's config gives"):
-        build_engine(config_of(tmp_path))
+        static_engine(config_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -245,4 +246,4 @@ def test_tables_of_tokens_do_not_run_behind_a_gpu(operator: str, complaint: str,
     path = tmp_path / "rules.yaml"
     path.write_text(before + operator + after.replace("device: cpu", "device: cuda", 2))
     with pytest.raises((UnsupportedError, RuleError), match=complaint):
-        build_engine(config_of(qwen4, optimize_config_path=path), hardware=fake_hardware(1))
+        static_engine(config_of(qwen4, optimize_config_path=path), hardware=fake_hardware(1))

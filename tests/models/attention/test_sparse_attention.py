@@ -17,12 +17,13 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.config import EngineConfig
 from ktransformers.core import Phase, SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import Engine, build_engine, plan_model
+from ktransformers.engine.load.builder import plan_model
 from ktransformers.errors import ConfigError, RuleError, UnsupportedError
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.sparse_indexer import log_dense
 from ktransformers.operators.context import ForwardContext
 from tests.support.engines.fake_operators import inlined_rules
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.engines.runners import fused_runner, random_ids, runner_of
 from tests.support.models.latent_models import BLOCK_VALUES, INDEXED_TYPES, latent_model
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -36,8 +37,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_safetensors(latent_model("deepseek_v32", seed=1), tmp_path_factory.mktemp("deepseek_v32"))
 
 
-def engine_of(folder: Path, **settings: object) -> Engine:
-    return build_engine(EngineConfig(model_path=folder, cache_lens=96, cpu_infer=1, **settings))  # type: ignore[arg-type]
+def engine_of(folder: Path, **settings: object) -> StaticEngine:
+    return static_engine(EngineConfig(model_path=folder, cache_lens=96, cpu_infer=1, **settings))  # type: ignore[arg-type]
 
 
 def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:

@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.attention.rope import _say_settled
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import decoder_layers
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.agreement import TOLERANCE
 from tests.support.models.tiny_models import (
     SCALED_ROPES,
@@ -38,12 +38,12 @@ def tokens(vocab_size: int, count: int = PROMPT_LEN) -> list[int]:
     return torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-def engine_of(model: PreTrainedModel, folder: Path, cache_lens: int = CACHE_LEN) -> Engine:
+def engine_of(model: PreTrainedModel, folder: Path, cache_lens: int = CACHE_LEN) -> StaticEngine:
     write_safetensors(model, folder)
-    return build_engine(EngineConfig(model_path=folder, cache_lens=cache_lens, cpu_infer=2))
+    return static_engine(EngineConfig(model_path=folder, cache_lens=cache_lens, cpu_infer=2))
 
 
-def check_agrees(model: PreTrainedModel, engine: Engine) -> None:
+def check_agrees(model: PreTrainedModel, engine: StaticEngine) -> None:
     """Whole, in chunks and token by token: near transformers, and equal to each other."""
     ids = tokens(model.config.vocab_size)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_a_window_that_only_the_mask_knows_is_refused(tmp_path: Path) -> None:
     model = random_model(tiny_config("phimoe", sliding_window=WINDOW), seed=1)
     with pytest.raises(UnsupportedError, match=r"layer 0 \(PhimoeDecoderLayer\).*16 positions back.*--cache_lens 16"):
         engine_of(model, tmp_path)
-    engine = build_engine(EngineConfig(model_path=tmp_path, cache_lens=WINDOW, cpu_infer=1))
+    engine = static_engine(EngineConfig(model_path=tmp_path, cache_lens=WINDOW, cpu_infer=1))
     ids = tokens(model.config.vocab_size, WINDOW)
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]

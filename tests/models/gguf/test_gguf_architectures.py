@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
@@ -27,6 +26,7 @@ from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.gguf.names import ARCHITECTURES
 from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.checks.source_checks import check_whole_model
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import ARCH_OF, write_gguf
 from tests.support.models.agreement import TOLERANCE, logits_of, prompt
 from tests.support.models.tiny_models import MODEL_TYPES, NUM_EXPERTS, tiny_config, tiny_model
@@ -387,7 +387,7 @@ RUN = (
 def test_an_engine_of_the_file_agrees(arch: str, model_type: str, tmp_path: Path) -> None:
     model = built(model_type, values_of(arch, model_type))
     path = write_gguf(model, tmp_path / "m.gguf", arch=arch)
-    engine = build_engine(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1))
+    engine = static_engine(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1))
     ids = prompt(model.config.vocab_size, 48)  # longer than the windows
     want, got = logits_of(model, ids), engine.runner.forward(ids, 0, range(len(ids)))
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()

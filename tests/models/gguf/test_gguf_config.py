@@ -14,7 +14,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
@@ -22,6 +21,7 @@ from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.checks.source_checks import check_whole_model
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.presets import deepseek_v3, preset
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import TOLERANCE, logits_of, prompt
@@ -229,7 +229,7 @@ def test_an_engine_divides_frequencies_by_factors_of_any_kind(tmp_path: Path) ->
     path = llama_with_factors(tmp_path, factors)
     model = tiny_model("llama")
     model.model.rotary_emb.inv_freq /= torch.from_numpy(factors).float()
-    engine = build_engine(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1))
+    engine = static_engine(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1))
     ids = prompt(model.config.vocab_size, 48)
     want, got = logits_of(model, ids), engine.runner.forward(ids, 0, range(len(ids)))
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()

@@ -15,9 +15,9 @@ import torch
 from gguf import GGUFReader
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import QuantType
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import GENERIC, INT8_TOLERANCE, NAMED, TOLERANCE, dequantized, logits_of, prompt
 from tests.support.models.grid_blocks import GRID_TYPES
@@ -26,13 +26,13 @@ from tests.support.models.tiny_models import tiny_model
 BF16_TOLERANCE = 1e-2 if cpu.has_bf16(cpu.active_isa()) else TOLERANCE
 
 
-def engine_types(engine: Engine) -> set[QuantType]:
+def engine_types(engine: StaticEngine) -> set[QuantType]:
     """What the plan says that weights are."""
     return {QuantType[name] for entry in engine.plan.entries for name in entry.quant_types}
 
 
-def open_engine(path: Path, **settings: object) -> Engine:
-    return build_engine(EngineConfig(gguf_path=path, cache_lens=64, **{"cpu_infer": 1, **settings}))  # type: ignore[arg-type]
+def open_engine(path: Path, **settings: object) -> StaticEngine:
+    return static_engine(EngineConfig(gguf_path=path, cache_lens=64, **{"cpu_infer": 1, **settings}))  # type: ignore[arg-type]
 
 
 @pytest.mark.every(5)

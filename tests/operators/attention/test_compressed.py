@@ -11,13 +11,13 @@ from torch import nn
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Phase
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.operators.attention.compressed import KCompressedAttention, turned
 from ktransformers.operators.attention.compressed_gpu import angles_of
 from ktransformers.operators.base import OperatorConfig, Placement
 from tests.support.engines.fake_operators import meta_model
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.tiny_models import tiny_config, tiny_model, write_safetensors
 
 
@@ -90,7 +90,7 @@ def test_rules_that_leave_compressed_attention_in_place_are_refused(tmp_path: Pa
 """
     )
     with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn has to be a KCompressedAttention"):
-        build_engine(EngineConfig(model_path=tmp_path, optimize_config_path=rules, cache_lens=64, cpu_infer=1))
+        static_engine(EngineConfig(model_path=tmp_path, optimize_config_path=rules, cache_lens=64, cpu_infer=1))
 
 
 def test_numbers_that_a_float_does_not_hold_are_refused(tmp_path: Path) -> None:
@@ -101,4 +101,4 @@ def test_numbers_that_a_float_does_not_hold_are_refused(tmp_path: Path) -> None:
     tensors[name][0, 0] = (1 << 24) + 1
     safetensors.torch.save_file(tensors, file)
     with pytest.raises(UnsupportedError, match=r"tid2eid' holds numbers beyond 16777216"):
-        build_engine(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1))
+        static_engine(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1))

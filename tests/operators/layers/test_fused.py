@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ktransformers.engine.step.runner import StaticRunner
+from benchmarks.sequence import SequenceRunner
 from ktransformers.kernels.cpu.latent import LatentLayer
 from ktransformers.kernels.cpu.layer import AttentionLayer, LayerKv, MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.attention.mla import KMLAAttention
@@ -35,7 +35,7 @@ NATIVE = {
 RECURRENT = ("qwen3_next", "qwen3_5_moe_text")
 
 
-def layers_of(runner: StaticRunner) -> list[torch.nn.Module]:
+def layers_of(runner: SequenceRunner) -> list[torch.nn.Module]:
     base = getattr(runner.model.model, "inner", runner.model.model)
     return list(base.layers)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.sequence import SequenceRunner
 from ktransformers.cache.static import StaticCache
-from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels.cpu.layer import LayerKv
 from ktransformers.kernels.cpu.stack import NativeLayerStack
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers, watch_step
@@ -33,7 +33,7 @@ def model_of(family: str) -> nn.Module:
     return recurrent_model(family) if family in RECURRENT else tiny_model(family)
 
 
-def in_pieces(runner: StaticRunner, ids: list[int], sizes: list[int]) -> torch.Tensor:
+def in_pieces(runner: SequenceRunner, ids: list[int], sizes: list[int]) -> torch.Tensor:
     parts, start = [], 0
     for size in sizes:
         parts.append(runner.forward(ids[start : start + size], start, range(size)).clone())

@@ -10,7 +10,6 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
-from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import (
     ConfigError,
     ContextLengthError,
@@ -23,6 +22,7 @@ from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import EventBuffer
 from ktransformers.server.backend.interfaces.transformers import LoadedSession, TransformersInterface
 from tests.support.engines.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
+from tests.support.engines.sequential import Session
 
 VOCAB = byte_tokenizer().vocab_size
 

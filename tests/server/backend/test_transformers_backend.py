@@ -14,9 +14,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.reference import ReferenceRunner, build_reference_engine
-from ktransformers.engine.sequence.session import Session
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.system.shipped_rules import shipped_path
+from tests.support.engines.sequential import Session
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
 from tests.support.models.tiny_models import tiny_model

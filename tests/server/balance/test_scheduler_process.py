@@ -15,21 +15,17 @@ from ktransformers.cli.serve import serving
 from ktransformers.config import EngineConfig
 from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
 from ktransformers.errors import ConfigError, EngineError
+from ktransformers.scheduler.commands import Add, Finish, News, Resume, Suspend
 from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
 from ktransformers.server.backend.interfaces import balance_serve
 from ktransformers.server.balance.messages import (
-    Add,
     Anew,
     Command,
     EngineDown,
     EngineFacts,
     EngineUp,
     EngineWork,
-    Finish,
-    News,
-    Resume,
     SchedulerOptions,
-    Suspend,
     encode,
 )
 from ktransformers.server.balance.messages import decode as decoded
@@ -112,7 +108,7 @@ class Around:
 
     @property
     def num_steps(self) -> int:
-        return self.process._totals.num_steps
+        return self.process.driver._totals.num_steps
 
     def die(self, epoch: int) -> tuple[int, ...]:
         """The engine of this epoch dies, and the next one comes; the epochs whose deaths that explains."""

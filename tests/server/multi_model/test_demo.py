@@ -13,11 +13,11 @@ import pytest
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.multi_model.needs import ToPlan, find_needs, pinned, plan_needs
 from ktransformers.server.multi_model.pool import FIRST_BACK_OFF
 from tests.server.multi_model.test_gateway import DIALECTS, sse, text_of
+from tests.support.engines.one_sequence import static_engine
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.demo_models import CONFIG, demo_models
 from tests.support.servers.asgi_client import Connection
@@ -76,7 +76,7 @@ def test_many_at_once_get_the_answers_of_one(answer: str) -> None:
 def test_a_model_takes_what_was_planned() -> None:
     needs = plan_needs(ToPlan(CONFIG, beside=7))
     assert not needs.error
-    engine = build_engine(pinned(CONFIG, needs))
+    engine = static_engine(pinned(CONFIG, needs))
     try:
         assert engine.plan.total_bytes["cpu"] + 7 == needs.nbytes["cpu"]
         assert engine.runner.max_len == needs.cache_lens

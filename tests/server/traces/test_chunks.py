@@ -9,12 +9,12 @@ import httpx
 from opentelemetry.sdk.trace import ReadableSpan
 
 from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.scheduler.chunk_watch import ChunkWatch
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.backend.interfaces.balance_serve import _commands
 from ktransformers.server.backend.timeline import MAX_CHUNKS, Chunk, ChunkClock, Timeline
-from ktransformers.server.balance.chunk_watch import ChunkWatch
 from ktransformers.server.telemetry.traces import MAX_CHUNK_SPANS
 from tests.support.servers.balance_backend import backend as balanced
 from tests.support.servers.fake_backend import FakeBackend

@@ -7,16 +7,17 @@ from pathlib import Path
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, Hardware, build_engine
+from ktransformers.engine.load.builder import Hardware
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 
 TOLERANCE = 5e-2
 
 
-def engine_of(path: Path, *, on_gpu: bool, **settings: object) -> Engine:
+def engine_of(path: Path, *, on_gpu: bool, **settings: object) -> StaticEngine:
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=2, **settings)  # type: ignore[arg-type]
-    return build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory if on_gpu else dict)))
+    return static_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory if on_gpu else dict)))
 
 
 def check(got: torch.Tensor, want: torch.Tensor) -> None:

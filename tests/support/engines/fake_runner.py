@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
-from ktransformers.engine.model.card import ModelCard
+from ktransformers.engine.load.reference import ReferenceExecutor
+from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.step.hot import HotService
+from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.tokenizer import Tokenizer
 
 NextLogits = Callable[[list[int]], np.ndarray]
@@ -128,23 +132,72 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     return Tokenizer(backend)
 
 
-@dataclass
-class FakeEngine:
-    """The fields of engine.load.builder.Engine."""
+class _Steps:
+    """A FakeRunner as an executor runs it. prefix: see ReferenceRunner."""
 
-    runner: FakeRunner
-    tokenizer: Tokenizer
-    eos_token_ids: tuple[int, ...]
-    config: EngineConfig = field(default_factory=lambda: EngineConfig(chunk_size=16, max_new_tokens=200))
-    generation_defaults: dict[str, Any] = field(default_factory=dict)
-    description: str = "fake"
-    card: ModelCard = field(default_factory=ModelCard)
-    facts: Any = None
-    plan: Any = None
-    hot: HotService = field(default_factory=HotService)
-    is_closed: bool = False
+    begins_ahead = False
+
+    def __init__(self, runner: FakeRunner):
+        self.runner, self.prefix = runner, list[int]()
+
+    def begin(self, *_: object) -> None:
+        raise AssertionError("there is no stage before this one")
+
+    @property
+    def hook(self) -> Any:
+        raise AssertionError("the fake has no hidden states")
+
+    def reduced_step(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: Any, keep: torch.Tensor, needs: Any
+    ) -> torch.Tensor:
+        shared = 0
+        while shared < min(len(self.prefix), len(self.runner.written)):
+            if self.prefix[shared] != self.runner.written[shared]:
+                break
+            shared += 1
+        if shared < len(self.prefix):  # in a page that the cache still has, the fake has not
+            self.runner.forward(self.prefix[shared:], shared, [])
+            self.runner.calls.pop()
+        return self.runner.forward(token_ids.tolist(), len(self.prefix), keep.tolist())
+
+
+class FakeEngine:
+    """A LoopEngine over a FakeRunner, for one sequence at a time."""
+
+    identity: Any = None
+    tiers = None
+
+    def __init__(self, runner: FakeRunner, tokenizer: Tokenizer, **config: Any):
+        self.runner, self.tokenizer, self.description = runner, tokenizer, "fake"
+        self.config = replace(EngineConfig(chunk_size=16, max_new_tokens=200), **config)
+        self.facts: Any = SimpleNamespace(architecture=None, model_type="fake")
+        self.model = ModelDescription(
+            tokenizer=tokenizer,
+            vocab_size=runner.vocab_size,
+            context_len=None,
+            eos_token_ids=tokenizer.eos_token_ids,
+            generation_defaults={},
+            architecture=None,
+            description="fake",
+        )
+        self.hot, self.is_closed, self.page_size = HotService(), False, 16
+        self.cache = PagedCache((), runner.max_len // self.page_size, self.page_size)
+        self.executor = ReferenceExecutor(_Steps(runner), self.cache, self.model)  # type: ignore[arg-type]
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            num_pages=self.cache.num_pages,
+            page_size=self.page_size,
+            chunk_size=self.config.chunk_size,
+            max_batch_size=1,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            has_prefix_cache=self.config.prefix_cache,
+        )
 
     def close(self) -> None:
+        self.executor.close()
         self.is_closed = True
 
 
@@ -153,6 +206,4 @@ def scripted_engine(
 ) -> FakeEngine:
     tokenizer = byte_tokenizer(template)
     runner = FakeRunner(scripted_logits(tokenizer, reply), tokenizer.vocab_size, max_len)
-    engine = FakeEngine(runner, tokenizer, tokenizer.eos_token_ids)
-    engine.config = replace(engine.config, **config)
-    return engine
+    return FakeEngine(runner, tokenizer, **config)

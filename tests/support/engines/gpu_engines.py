@@ -9,22 +9,23 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import Engine, Hardware, build_engine
+from ktransformers.engine.load.builder import Hardware
 from ktransformers.engine.step.expert_streaming import PrefillTools
 from ktransformers.operators.device import Device
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.inline_device import InlineDriver, LazyCopies
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 
 
-def gpu_engine(path: Path, num_gpus: int = 1, **settings: object) -> Engine:
+def gpu_engine(path: Path, num_gpus: int = 1, **settings: object) -> StaticEngine:
     where = {"model_path": path} if path.is_dir() else {"gguf_path": path}
     config = EngineConfig(cache_lens=64, cpu_infer=1, **where, **settings)  # type: ignore[arg-type]
-    return build_engine(config, hardware=fake_hardware(num_gpus))
+    return static_engine(config, hardware=fake_hardware(num_gpus))
 
 
-def logits_in_steps(engine: Engine, ids: list[int]) -> torch.Tensor:
+def logits_in_steps(engine: StaticEngine, ids: list[int]) -> torch.Tensor:
     """Logits of all positions: a prefill, then a few steps of one row."""
     first = engine.runner.forward(ids[:-3], 0, range(len(ids) - 3))
     rest = [engine.runner.forward([token], len(ids) - 3 + i, [0]).clone() for i, token in enumerate(ids[-3:])]

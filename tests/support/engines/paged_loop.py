@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
-from ktransformers.engine.load.builder import PagedEngine
+from ktransformers.engine.load.builder import Engine
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
@@ -109,7 +109,7 @@ class PagedLoop:
             pass
 
 
-def scheduler_config(engine: PagedEngine, **changes: object) -> SchedulerConfig:
+def scheduler_config(engine: Engine, **changes: object) -> SchedulerConfig:
     values: dict[str, object] = {
         "num_pages": engine.cache.num_pages,
         "page_size": engine.cache.page_size,

@@ -6,11 +6,11 @@ import copy
 
 import torch
 
+from benchmarks.sequence import SequenceRunner
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.model.skeleton import build_skeleton, cache_shapes, restore_buffers
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.runner import StaticRunner
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import default_optimize_rules
@@ -24,7 +24,9 @@ from ktransformers.optimize.rules import load_rules
 from tests.support.checks.dict_source import DictSource
 
 
-def runner_of(model: torch.nn.Module, max_len: int = 64, *, strict: bool = True, kv_type: str = "auto") -> StaticRunner:
+def runner_of(
+    model: torch.nn.Module, max_len: int = 64, *, strict: bool = True, kv_type: str = "auto"
+) -> SequenceRunner:
     state = dict(model.state_dict())
     skeleton = build_skeleton(copy.deepcopy(model.config))
     facts = ModelFacts.of(skeleton.config)
@@ -43,7 +45,7 @@ def runner_of(model: torch.nn.Module, max_len: int = 64, *, strict: bool = True,
     apply_plan(skeleton, plan)
     restore_buffers(skeleton)
     load_plan(skeleton, plan, source)
-    return StaticRunner(ForwardPass(skeleton, pool), StaticCache(shapes, max_len), skeleton.config.vocab_size)
+    return SequenceRunner(ForwardPass(skeleton, pool), StaticCache(shapes, max_len), skeleton.config.vocab_size)
 
 
 def plan_ties(model: torch.nn.Module) -> set[str]:
@@ -54,13 +56,13 @@ def random_ids(vocab_size: int, length: int, seed: int = 3) -> list[int]:
     return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def fused_runner(model: torch.nn.Module, kv_type: str = "auto", max_len: int = 64) -> StaticRunner:
+def fused_runner(model: torch.nn.Module, kv_type: str = "auto", max_len: int = 64) -> SequenceRunner:
     runner = runner_of(model, max_len, kv_type=kv_type)
     fuse_layers(runner.model, list(runner.cache.shapes), runner.pool)
     return runner
 
 
-def stacked_runner(model: torch.nn.Module, kv_type: str = "auto", max_len: int = 64) -> StaticRunner:
+def stacked_runner(model: torch.nn.Module, kv_type: str = "auto", max_len: int = 64) -> SequenceRunner:
     """Layers joined, the model's own forward around them."""
     runner = runner_of(model, max_len, kv_type=kv_type)
     shapes = list(runner.cache.shapes)

@@ -10,7 +10,7 @@ from ktransformers.cache.page_files import PageFiles
 from ktransformers.cache.paged import PagedCache
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import PagedEngine
+from ktransformers.engine.load.builder import Engine
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.engine.step.paged import PagedExecutor
@@ -57,7 +57,7 @@ class Service:
 
     def __init__(
         self,
-        engine: PagedEngine,
+        engine: Engine,
         folder: Path | None = None,
         num_pages: int = 64,
         *,
@@ -80,7 +80,7 @@ class Service:
             snapshot_interval=64 if has_states else 0,
             tiers=tiers if tiers.host_pages else None,
         )
-        model = engine.executor._runner.model  # type: ignore[attr-defined]
+        model = engine.executor.runner.model  # type: ignore[attr-defined]
 
         def executor() -> PagedExecutor:
             cache = PagedCache(engine.cache.shapes, num_pages, page_size, max(num_states, 1))

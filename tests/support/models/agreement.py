@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.kernels.types import QuantType
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.low_bits import encode
 
 NAMED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3"]
@@ -26,8 +26,8 @@ def prompt(vocab_size: int, length: int = 24) -> list[int]:
     return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-def engine_of(folder: Path, **settings: object) -> Engine:
-    return build_engine(EngineConfig(model_path=folder, cache_lens=64, cpu_infer=1, **settings))  # type: ignore[arg-type]
+def engine_of(folder: Path, **settings: object) -> StaticEngine:
+    return static_engine(EngineConfig(model_path=folder, cache_lens=64, cpu_infer=1, **settings))  # type: ignore[arg-type]
 
 
 def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel, __version__
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.errors import KTransformersError
 from ktransformers.models.families import FAMILY_SUPPORT, Refusal
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.family_models import LENGTH, STEPS, NotBuilt, family_model, reaches
 from tests.support.models.tiny_models import write_safetensors
 
@@ -49,7 +49,7 @@ def refusal_of(model_type: str, folder: Path, seed: int | None = None) -> str | 
     )
     write_safetensors(model, folder)
     try:
-        engine = build_engine(EngineConfig(model_path=folder, cache_lens=LENGTH + STEPS, cpu_infer=1))
+        engine = static_engine(EngineConfig(model_path=folder, cache_lens=LENGTH + STEPS, cpu_infer=1))
     except KTransformersError as error:
         return str(error)
     try:
@@ -59,7 +59,7 @@ def refusal_of(model_type: str, folder: Path, seed: int | None = None) -> str | 
     return None
 
 
-def check_agrees(model: PreTrainedModel, engine: Engine) -> None:
+def check_agrees(model: PreTrainedModel, engine: StaticEngine) -> None:
     """A prompt at once, then token by token; and all in chunks: near transformers, and equal to each other."""
     count = LENGTH + STEPS
     vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)

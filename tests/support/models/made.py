@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.load.builder import Engine, build_engine
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 
 
 @dataclass
@@ -22,12 +23,12 @@ class Made:
     page_size: int
 
     @cached_property
-    def engine(self) -> Engine:
-        return build_engine(self.config)
+    def engine(self) -> StaticEngine:
+        return static_engine(self.config)
 
     @cached_property
-    def paged(self) -> PagedEngine:
-        return build_paged_engine(self.config, page_size=self.page_size, max_batch_size=8)
+    def paged(self) -> Engine:
+        return build_engine(self.config, page_size=self.page_size, max_batch_size=8)
 
     def close(self) -> None:
         for name in ("engine", "paged"):
@@ -42,7 +43,7 @@ def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def logits_in(engine: Engine, ids: list[int], sizes: Sequence[int]) -> torch.Tensor:
+def logits_in(engine: StaticEngine, ids: list[int], sizes: Sequence[int]) -> torch.Tensor:
     """Of all tokens, in steps of these sizes."""
     parts, start = [], 0
     for size in sizes:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf.file import open_gguf
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.converting import contents, quantized, tensors
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import prompt
@@ -69,7 +69,7 @@ def test_it_computes_what_the_file_of_llama_cpp_does(tmp_path: Path) -> None:
     path = written(tmp_path)
     ollama = as_ollama(path, tmp_path / "ollama.gguf")
     assert open_gguf(ollama).architecture == "gpt-oss"
-    engines = [build_engine(EngineConfig(gguf_path=one, cache_lens=96, cpu_infer=1)) for one in (path, ollama)]
+    engines = [static_engine(EngineConfig(gguf_path=one, cache_lens=96, cpu_infer=1)) for one in (path, ollama)]
     configs = [engine.facts for engine in engines]
     assert configs[0] == configs[1]
     ids = prompt(engines[0].facts.vocab_size)

@@ -19,7 +19,7 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.link import StageLink
 from ktransformers.engine.parallel.pipeline.nodes import LayerCost, Node, best_split, stage_cost
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, joined_layers
-from ktransformers.engine.plan.cache_plan import OneSequence
+from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.dry_run import on_one_thread
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
 from ktransformers.errors import CapacityError
@@ -102,7 +102,7 @@ def plan_nodes(reopen: Callable[[EngineConfig], OpenedModel], config: EngineConf
 
 
 def _planned(opened: OpenedModel, node: Node) -> Planned:
-    return Planner(opened, None, OneSequence()).settle(_hardware(node))[0]
+    return Planner(opened, None, CachePlan()).settle(_hardware(node))[0]
 
 
 def _hardware(node: Node) -> Hardware:

@@ -28,17 +28,8 @@ from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.profiling.messages import ProfileMeta
-from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, counts_in
-from ktransformers.server.backend.balance_stats import BalanceStats
-from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
-from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.server.backend.profiler import ProfileConfig, Profiler
-from ktransformers.server.backend.replayed_events import replayed_events
-from ktransformers.server.backend.timeline import Chunk
-from ktransformers.server.balance.messages import (
+from ktransformers.scheduler.commands import (
     Add,
-    Command,
-    EngineFacts,
     EngineTotals,
     Finish,
     News,
@@ -48,6 +39,14 @@ from ktransformers.server.balance.messages import (
     Suspend,
     Traces,
 )
+from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, counts_in
+from ktransformers.server.backend.balance_stats import BalanceStats
+from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
+from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
+from ktransformers.server.backend.profiler import ProfileConfig, Profiler
+from ktransformers.server.backend.replayed_events import replayed_events
+from ktransformers.server.backend.timeline import Chunk
+from ktransformers.server.balance.messages import Command, EngineFacts
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 

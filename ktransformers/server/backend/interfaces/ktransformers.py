@@ -1,4 +1,4 @@
-"""The `ktransformers` backend: our engine on a static cache, one request at a time. Does not know HTTP."""
+"""The `ktransformers` backend: our engine, one request at a time, in the server's own process. Does not know HTTP."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import ClassVar
 from typing_extensions import override
 
 from ktransformers.core import Progress
+from ktransformers.engine.api.llm import open_loop
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.profiled import model_meta
-from ktransformers.engine.step.step_runtime import StepRuntime
-from ktransformers.server.backend.interfaces.transformers import LoadedSession, TransformersInterface
+from ktransformers.server.backend.interfaces.transformers import LoadedLoop, TransformersInterface
 
 __all__ = ["KTransformersInterface"]
 
@@ -21,7 +21,7 @@ class KTransformersInterface(TransformersInterface):
     """Backend that serves one request at a time with our operators, decode steps as CUDA graphs where the model allows
     it.
 
-    Reuses the longest prefix that a prompt shares with the request before it.
+    Reuses what prompts share with earlier ones, as far as the cache has room for it.
     """
 
     name: ClassVar[str] = "ktransformers"
@@ -29,11 +29,10 @@ class KTransformersInterface(TransformersInterface):
     can_go_on: ClassVar[bool] = True
 
     @override
-    def _load(self, progress: Progress) -> LoadedSession:
+    def _load(self, progress: Progress) -> LoadedLoop:
         check_tokenizer(self._config)
-        engine = build_engine(self._config, progress)
-        profiled = model_meta(engine, self.name)
-        identified = engine.identified
-        loaded = LoadedSession.of(engine, engine.close, profiled, lambda: StepRuntime(engine.runner))
+        loop = open_loop(self._config, lambda report: build_engine(self._config, report), progress, None, self.name)
+        loaded = LoadedLoop.of(loop, model_meta(loop.engine, self.name))
+        identified = loop.engine.identified
         model = replace(loaded.model, digest=identified.sampled.digest, weights=identified.weights.states)
         return replace(loaded, model=model)

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ktransformers.scheduler.commands import ChunkTrace, Traces
 from ktransformers.scheduler.records import StepPlan
-from ktransformers.server.balance.messages import ChunkTrace, Traces
 
 __all__ = ["ChunkWatch"]
 

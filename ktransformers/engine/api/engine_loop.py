@@ -1,0 +1,322 @@
+"""A scheduler and its engine in this process, on one thread of their own: commands in, news out, as over sockets.
+
+    any thread                   the loop's thread
+    post(Add, Finish, ...) ───> driver.obey ── plan ── engine.execute ── commit ─┐
+    deliver(driver) <──────────── whenever something may be new ─────────────────┘
+    call(function) ───────────> between two steps, with the driver and the engine
+
+Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a caller
+(Ctrl-C, a cancelled task) never meets a half-done step. Knows no text.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar, cast
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.config import EngineConfig
+from ktransformers.engine.api.home import OwnerProcess
+from ktransformers.engine.model.fingerprint import ModelIdentity
+from ktransformers.engine.model.opened import ModelDescription
+from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.errors import EngineError, KTransformersError, StageLostError
+from ktransformers.models.facts import ModelFacts
+from ktransformers.profiling.recorder import open_recorder
+from ktransformers.scheduler.commands import ProfileOff, ProfileOn, RequestCommand
+from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.driver import SchedulerDriver
+from ktransformers.scheduler.records import StepPlan
+
+__all__ = ["Build", "EngineLoop", "EngineT", "LoopEngine"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CLOSED = "this model is closed: make a new LLM, or keep the `with` block open for as long as it is used"
+
+
+class LoopEngine(Protocol):
+    """A loaded model that runs the scheduler's steps."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """Its config, resolved."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts of its model."""
+        ...
+
+    @property
+    def model(self) -> ModelDescription:
+        """What is known of its model beside its weights."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """A description of the model in words."""
+        ...
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What files with parts of its cache are checked by. Raises WeightError or UnsupportedError."""
+        ...
+
+    @property
+    def executor(self) -> PagedExecutor:
+        """What runs the steps."""
+        ...
+
+    @property
+    def cache(self) -> PagedCache:
+        """The cache that the scheduler's pages are in."""
+        ...
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits of the scheduler. Raises ConfigError."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine's threads and processes."""
+        ...
+
+
+EngineT = TypeVar("EngineT", bound=LoopEngine)
+
+Build = Callable[[Callable[..., None]], EngineT]
+"""Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """Something to be done between two steps. answer: what it returns or raises."""
+
+    run: Callable[[], object]
+    answer: queue.SimpleQueue[tuple[object, BaseException | None]] = field(default_factory=queue.SimpleQueue)
+
+
+_Command = RequestCommand | ProfileOn | ProfileOff
+
+
+class EngineLoop(Generic[EngineT]):
+    """A scheduler and an engine on their own thread; `close` closes and drops the engine. All methods may be called on
+    any thread of its own process. In one that was forked from it they raise EngineError, but for `close`.
+
+    The engine is built where it runs, on the loop's thread (some of what GPUs need belongs to a thread). The
+    constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up.
+
+    Callbacks, all on the loop's thread; none may block. deliver: given the driver whenever there may be news. planned:
+    given each step before it runs. ended: called once, when nothing more will come. progress: called while the engine
+    is built. has_traces: whether news have traces.
+    """
+
+    engine: EngineT
+    config: SchedulerConfig
+    driver: SchedulerDriver
+    failure: Exception | None = None
+    """What the step raised that failed last, for `deliver`."""
+
+    def __init__(
+        self,
+        build: Build[EngineT],
+        *,
+        deliver: Callable[[SchedulerDriver], None],
+        planned: Callable[[StepPlan], None] = lambda plan: None,
+        ended: Callable[[], None] = lambda: None,
+        progress: Callable[..., None] | None = None,
+        has_traces: bool = False,
+    ):
+        self.home = OwnerProcess()
+        self._deliver, self._planned, self._ended = deliver, planned, ended
+        self._has_traces = has_traces
+        self._inbox: queue.SimpleQueue[tuple[_Command, ...] | _Call | None] = queue.SimpleQueue()  # None: stop
+        self._lock = threading.Lock()  # between a post and a close: nobody is left waiting for a thread that is gone
+        self.is_closed = False
+        started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def report(*done: object) -> None:
+            if self.is_closed:  # the only way to end a long load early
+                raise EngineError("loading was given up")
+            if progress is not None:
+                progress(*done)
+
+        def run() -> None:
+            try:
+                self._prepare(build(report))
+            except BaseException as error:  # noqa: BLE001 - the constructor raises it
+                started.put(error)
+                return
+            started.put(None)
+            self._run()
+
+        self._thread = threading.Thread(target=run, name="ktransformers-engine", daemon=True)
+        self._thread.start()
+        try:
+            error = started.get()
+        except BaseException:
+            self.close()
+            raise
+        if error is not None:
+            raise error
+
+    def _prepare(self, engine: EngineT) -> None:
+        self.engine = engine
+        try:
+            self.config = engine.scheduler_config
+        except KTransformersError:
+            engine.close()
+            raise
+        self.driver = SchedulerDriver(self.config, has_traces=self._has_traces)
+
+    # For any thread.
+
+    def post(self, *commands: _Command) -> None:
+        """Have commands obeyed, together, before the next step. Raises EngineError when closed."""
+        self._put(commands)
+
+    def call(self, run: Callable[[], T]) -> T:
+        """Run a function on the loop's thread, between two steps. Returns what it returns; raises what it raises, and
+        EngineError when closed."""
+        call = _Call(run)
+        self._put(call)
+        made, error = call.answer.get()
+        if error is not None:
+            raise error
+        return cast("T", made)
+
+    def call_soon(self, run: Callable[[], object]) -> None:
+        """Have a function run there as `call` does, without waiting for it. Raises EngineError when closed."""
+        self._put(_Call(run))
+
+    def _put(self, command: tuple[_Command, ...] | _Call) -> None:
+        self.home.require()
+        with self._lock:
+            if self.is_closed:
+                raise EngineError(_CLOSED)
+            self._inbox.put(command)
+
+    def require_open(self) -> None:
+        """Raise EngineError when it is closed, or in another process."""
+        self.home.require()
+        if self.is_closed:
+            raise EngineError(_CLOSED)
+
+    def close(self) -> None:
+        """End the loop, close the engine and drop it. Safe to call twice."""
+        if not self.home.is_here:
+            return  # the thread and the engine are the parent's
+        with self._lock:
+            if not self.is_closed:
+                self.is_closed = True
+                self._inbox.put(None)
+        if threading.current_thread() is not self._thread:  # a garbage collection may run anywhere
+            self._thread.join()
+
+    # On the loop's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._obey_all():
+                self.step()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Nobody is left waiting, also when the thread ends by an error of its own."""
+        with self._lock:
+            self.is_closed = True
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, _Call):
+                command.answer.put((None, EngineError(_CLOSED)))
+        self._record(None)
+        self._ended()
+        self.engine.close()
+        del self.engine, self.driver  # weights and cache are free, though the loop has a name still
+
+    def _obey_all(self) -> bool:
+        """Take in commands; wait for one when there is nothing else to do. False when told to stop."""
+        has_news = False
+        while True:
+            is_idle = not self.driver.scheduler.has_work
+            if is_idle and has_news:
+                self._deliver(self.driver)  # what commands have ended
+                has_news = False
+            try:
+                command = self._inbox.get(is_idle, self._seconds_left() if is_idle else None)
+            except queue.Empty:
+                self.driver.expire()
+                if not is_idle:
+                    return True
+                has_news = True
+                continue
+            if command is None:
+                return False
+            has_news = True
+            if isinstance(command, _Call):
+                _answer(command)
+            for one in command if isinstance(command, tuple) else ():
+                self._obey(one)
+
+    def _seconds_left(self) -> float | None:
+        """Until the next deadline of a request that waits for nothing but being resumed."""
+        due = self.driver.scheduler.next_deadline
+        return None if due is None else max(due - time.monotonic(), 0.0) + 1e-3
+
+    def _obey(self, command: _Command) -> None:
+        match command:
+            case ProfileOn(endpoint):
+                self._record(endpoint)
+            case ProfileOff():
+                self._record(None)
+            case _:
+                self.driver.obey(command)
+
+    def _record(self, endpoint: str | None) -> None:
+        """Have requests and steps recorded from the next step on, or not."""
+        executor = self.engine.executor
+        self.driver.record(None)
+        if executor.recorder is not None:
+            executor.recorder.close()
+        executor.recorder = None if endpoint is None else open_recorder(endpoint, "engine", 0, executor.new_runtime())
+        if executor.recorder is not None:
+            self.driver.record(executor.recorder.post)
+
+    def step(self) -> None:
+        """Plan a step, run it, and take its results in. Between two steps."""
+        plan = self.driver.plan()
+        if plan is None:
+            stats = self.driver.stats()
+            assert not stats.num_running + stats.num_waiting, "requests wait and nothing is planned"
+            return  # nothing was left to copy
+        self._planned(plan)
+        try:
+            result = self.engine.executor.execute(plan)
+        except StageLostError as error:
+            logger.warning("%s; answers go on once another one is there", error)
+            self.engine.executor.recover()
+            self.driver.lose_steps()
+        except Exception as error:  # whatever a kernel or torch raises must reach the readers, and the log
+            logger.exception("a step failed: the answers that were in it end here, all others go on")
+            self.engine.executor.reset()
+            self.failure = error
+            self.driver.fail_step(plan, f"the engine failed with {type(error).__name__}: {error}")
+        else:
+            self.driver.commit(result)
+        self._deliver(self.driver)
+
+
+def _answer(call: _Call) -> None:
+    try:
+        call.answer.put((call.run(), None))
+    except Exception as error:  # noqa: BLE001 - the one who asked raises it
+        call.answer.put((None, error))

@@ -1,0 +1,24 @@
+"""An answer on its way, as far as it is known: what a saved session has, and what an engine goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ktransformers.core import SamplingParams
+
+__all__ = ["PartialGeneration"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialGeneration:
+    """A prompt, how tokens are chosen, and those of its answer that there are already."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    answer_ids: Sequence[int] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, then the answer so far."""
+        return [*self.prompt_ids, *self.answer_ids]
