@@ -37,7 +37,7 @@ def divergence(wanted: torch.Tensor, got: torch.Tensor) -> float:
 def test_logits_are_nearly_those_of_fp32() -> None:
     """A third of llama.cpp's divergence is asked for, whose activations are as those of int8."""
     reference = build_reference_engine(EngineConfig(gguf_path=GGUF, cache_lens=64))
-    wanted = reference.runner.forward([*PROMPT, 11], 0, range(len(PROMPT) + 1))
+    wanted = reference.logits([*PROMPT, 11])
     near, far = logits_of("int16"), logits_of("int8")
     assert divergence(wanted, near) < divergence(wanted, far) / 30
     assert torch.equal(logits_of("int16", chunks=8), near)

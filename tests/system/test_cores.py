@@ -163,7 +163,7 @@ def test_one_line_of_the_log_says_that_the_quota_decided(
 ) -> None:
     monkeypatch.setattr(stages, "describe_quota", lambda: "the quota decides")
     caplog.set_level(logging.INFO)
-    engine = builder.static_engine(
+    engine = builder.build_engine(
         config.EngineConfig(gguf_path=config.bundled_model("there is one"), cache_lens=64, cpu_infer=flag).resolved()
     )
     engine.close()

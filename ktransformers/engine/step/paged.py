@@ -276,7 +276,8 @@ class PagedExecutor:
         for token_id in start.token_ids[start.prompt_len :]:
             sampler.commit(token_id)
         sampler.begin()
-        return _Run(start, sampler, pooled=None if start.params.pooling is None else Pooled(start.params.pooling))
+        is_embedded = start.params.pooling is not None and len(start.token_ids) == start.prompt_len
+        return _Run(start, sampler, pooled=Pooled(start.params.pooling) if is_embedded else None)
 
     def _kept(self, rows: Sequence[ScheduledSequence]) -> KeptRows:
         kept, first = KeptRows(), 0
@@ -313,7 +314,10 @@ class PagedExecutor:
 
     def _embedded(self, rows: Sequence[ScheduledSequence], results: list[RowResult]) -> list[RowResult]:
         """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
-        pooled = [self._runs[row.run_id].pooled for row in rows if row.is_sampled]
+        runs = [self._runs[row.run_id] for row in rows if row.is_sampled]
+        pooled = [run.pooled for run in runs]
+        for run in runs:
+            run.pooled = None  # the embedding comes with the first token
         return [
             result if one is None or result.error is not None else self._with_embedding(result, one)
             for one, result in zip(pooled, results, strict=True)

@@ -43,7 +43,7 @@ def measured(model, plan, source, *rest):
                  tensors=len(list(source.stored_names())))
 
 stages.load_plan = measured
-engine = builder.static_engine(EngineConfig(**{sys.argv[2]: Path(sys.argv[1])}, cpu_infer=2, cache_lens=64))
+engine = builder.build_engine(EngineConfig(**{sys.argv[2]: Path(sys.argv[1])}, cpu_infer=2, cache_lens=64))
 print(json.dumps(found))
 engine.close()
 """
@@ -151,7 +151,7 @@ def test_files_stay_in_the_systems_cache_where_ram_holds_them_too(
 
     monkeypatch.setattr(stages, "load_plan", load_plan)
     with caplog.at_level("INFO"):
-        builder.static_engine(EngineConfig(gguf_path=path, cpu_infer=1, cache_lens=64)).close()
+        builder.build_engine(EngineConfig(gguf_path=path, cpu_infer=1, cache_lens=64)).close()
     said = "what is loaded leaves the system's cache" in caplog.text
     if share:
         assert not said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
+from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.errors import ContextLengthError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.server.backend.base import ModelInfo
-from tests.support.engines.one_sequence import static_engine
-from tests.support.engines.sequential import Session
 from tests.support.models.tiny_models import tiny_config, tiny_model, write_safetensors
 
 
@@ -62,30 +63,30 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 def test_a_cache_beyond_the_models_positions_is_cut(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Upstream's commands have --cache_lens 32768 whatever the model."""
-    engine = static_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=32768))
+    engine = build_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=32768))
     said = [record.getMessage() for record in caplog.records if "--cache_lens" in record.getMessage()]
     assert said == [
         "--cache_lens 32768: the model takes 512 tokens, prompt and answer together; the cache holds as many"
     ]
     with LLM.from_engine(engine) as llm:
-        assert (engine.config.cache_lens, llm.max_len, engine.runner.cache.max_len) == (512, 512, 512)
+        assert (engine.config.cache_lens, llm.max_len, engine.cache.num_slots) == (512, 512, 512)
         with pytest.raises(ContextLengthError, match=r"is 512 tokens \(what the model takes\).*shorten the prompt$"):
             llm.generate([list(range(3, 103)) * 6], GREEDY)
 
 
 def test_a_small_cache_can_be_larger(folder: Path) -> None:
-    engine = static_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=64))
-    message = r"is 64 tokens \(set by --cache_lens\).*a larger --cache_lens"
+    engine = build_engine(EngineConfig(model_path=folder, cpu_infer=1, cache_lens=64))
+    message = r"is 64 tokens \(set by --cache_lens\).*make the cache larger with cache_lens"
     with LLM.from_engine(engine) as llm, pytest.raises(ContextLengthError, match=message):
         llm.generate([list(range(3, 103))], GREEDY)
 
 
 def test_the_reference_backend_is_bounded_too(folder: Path) -> None:
     engine = build_reference_engine(EngineConfig(model_path=folder, cache_lens=32768))
-    session = Session.of(engine)
-    assert session.max_len == 512
-    with pytest.raises(ContextLengthError, match=r"is 512 tokens \(what the model takes\).*shorten the prompt$"):
-        list(session.generate(list(range(3, 103)) * 6, GREEDY))
+    with closing(BatchLoop(lambda report: engine)) as loop:
+        assert loop.config.max_len == 512
+        with pytest.raises(ContextLengthError, match=r"is 512 tokens \(what the model takes\).*shorten the prompt$"):
+            loop.check(list(range(3, 103)) * 6, GREEDY)
 
 
 @pytest.mark.parametrize(("is_models_limit", "says"), [(True, False), (False, True)])

@@ -82,6 +82,6 @@ def test_what_matters(folder: Path, tmp_path: Path) -> None:
 def test_rotations_that_depend_on_the_longest_position(tmp_path: Path) -> None:
     rope, values = SCALED_ROPES["llama"]
     tiny_model("llama", seed=6, rope_parameters=rope, **values).save_pretrained(tmp_path)
-    short, long = (identity(config_of(tmp_path, cache_lens=length)) for length in (20, 23))
+    short, long = (identity(config_of(tmp_path, cache_lens=length)) for length in (32, 48))
     assert short.other_model(long) is None
-    assert "the longest position was 22 and is 19" in str(short.other_arithmetic(long))
+    assert "the longest position was 47 and is 31" in str(short.other_arithmetic(long))

@@ -21,7 +21,7 @@ def check(model: PreTrainedModel, folder: Path, is_short: bool) -> None:
     write_safetensors(model, folder)
     engine = static_engine(EngineConfig(model_path=folder, cache_lens=96, cpu_infer=2))
     try:
-        forward = engine.runner._pass
+        forward = engine.runner.steps._pass
         assert (forward.short is not None) == is_short
         ids = random_ids(model.config.vocab_size, 83)
         sizes = (3, 1, 70, 1, 8)
@@ -85,7 +85,7 @@ def test_whoever_looks_at_the_model_sees_it(tmp_path: Path) -> None:
             want = model.model(torch.tensor([ids])).last_hidden_state[0]
         assert len(seen) == 1
         assert (seen[0] - want).abs().max() <= TOLERANCE * want.abs().max()
-        assert engine.runner._pass.short is not None
-        assert engine.runner._pass.short.is_wanted
+        assert engine.runner.steps._pass.short is not None
+        assert engine.runner.steps._pass.short.is_wanted
     finally:
         engine.close()

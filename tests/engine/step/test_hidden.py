@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from ktransformers.engine.sequence.session import SessionEngine
 from torch import nn
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import EmbeddingForm, Pooling, SamplingParams
+from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
+from ktransformers.engine.api.engine_loop import LoopEngine
+from ktransformers.engine.api.generate import prefill_and_generate
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.card import card_of
 from ktransformers.engine.model.opened import open_model
@@ -112,15 +116,18 @@ def test_a_model_without_a_decoder_of_its_own_makes_none() -> None:
         pass
 
 
-def _embedding(engine: SessionEngine, pooling: Pooling) -> np.ndarray:
-    """Of IDS, asked for twice: the second time the prompt is in the cache."""
-    session, found = Session.of(engine), []
-    for _ in range(2):
-        first, second = session.generate(IDS, SamplingParams(temperature=0, max_tokens=2, pooling=pooling))
-        assert second.embedding is None
-        assert first.embedding is not None
-        found.append(first.embedding)
-    assert first.stats.cached_len == (len(IDS) - 1 if pooling is Pooling.LAST else 0)
+def _embedding(engine: LoopEngine, pooling: Pooling) -> np.ndarray:
+    """Of IDS, asked for twice: the second time the prompt's whole pages are in the cache."""
+    found, params = [], SamplingParams(temperature=0, max_tokens=2, pooling=pooling, seed=1)
+    with closing(BatchLoop(lambda report: engine)) as loop:
+        for _ in range(2):
+            first, second = prefill_and_generate(loop, EngineRequest(IDS, params))
+            assert second.embedding is None
+            assert first.embedding is not None
+            found.append(first.embedding)
+        page_size = loop.config.page_size
+    assert len(IDS) > page_size
+    assert first.stats.cached_len == ((len(IDS) - 1) // page_size * page_size if pooling is Pooling.LAST else 0)
     before, after = (np.frombuffer(one, "<f4") for one in found)
     assert np.allclose(before, after, rtol=1e-4, atol=1e-5)
     return before
@@ -130,7 +137,7 @@ def _embedding(engine: SessionEngine, pooling: Pooling) -> np.ndarray:
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_embeddings_are_those_of_transformers(pooling: Pooling) -> None:
     configs = [EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=64, chunk_size=size) for size in (8, 64)]
-    chunked, whole = (_embedding(static_engine(config), pooling) for config in configs)
+    chunked, whole = (_embedding(build_engine(config), pooling) for config in configs)
     expected = _embedding(build_reference_engine(configs[0]), pooling)
     assert np.allclose(chunked, whole, rtol=1e-6, atol=1e-6)
     if pooling is Pooling.LAST:

@@ -245,7 +245,7 @@ class _Broken:
 def test_a_row_without_numbers_ends_its_request_only(pair: Pair) -> None:
     def executor() -> PagedExecutor:
         made = pair.executor()
-        made._runner = _Broken(made._runner, 12)  # type: ignore[arg-type]
+        made.runner = _Broken(made.runner, 12)  # type: ignore[arg-type]
         return made
 
     loop = PagedLoop(scheduler_config(pair.paged), executor)

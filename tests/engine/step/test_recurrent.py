@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from ktransformers.engine.sequence.generate import Control
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
@@ -18,10 +16,6 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
-from ktransformers.errors import ConfigError
-from ktransformers.kernels.cpu.layer import RecurrentLayer
-from ktransformers.operators.layers.native_stack import NativeStack
-from tests.support.engines.one_sequence import StaticEngine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.sequential import Session
 from tests.support.models.made import Made, logits_in, logits_of
@@ -155,89 +149,31 @@ def test_suspended_and_resumed_whatever_happens(made: Made) -> None:
 # One sequence.
 
 
-class Counted:
-    """A runner that counts what it runs."""
-
-    def __init__(self, runner: object):
-        self._runner, self.num_rows = runner, 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._runner, name)
-
-    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
-        self.num_rows += len(token_ids)
-        return self._runner.forward(token_ids, start, keep)  # type: ignore[attr-defined,no-any-return]
-
-    def decode(self, token_id: int, position: int, need: int) -> torch.Tensor:
-        return self.forward([token_id], position, [0])
+def turn(loop: PagedLoop, prompt: list[int], count: int) -> tuple[list[int], int]:
+    """Its answer, and how many tokens of the prompt were computed."""
+    before = loop.scheduler.stats().prefix_hit_len
+    name = loop.add(prompt, SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0))
+    while loop.step():
+        pass
+    return loop.answers[name].token_ids, len(prompt) - (loop.scheduler.stats().prefix_hit_len - before)
 
 
 @pytest.mark.every(3)
 def test_a_turn_runs_only_what_is_new(made: Made) -> None:
-    runner = Counted(made.engine.runner)
-    session = Session(runner, chunk_size=512)  # type: ignore[arg-type]
-    history, answers = some_ids(3000), []
-    for turn in range(8):
-        before = runner.num_rows
-        params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
-        answer = [event.token_id for event in session.generate(history, params)]
-        ran = runner.num_rows - before - (len(answer) - 1)
-        assert ran <= (len(history) if turn == 0 else 64 + 21), turn
+    loop = paged_loop(made, max_batch_size=1, num_states=6)
+    history, answers = some_ids(1500), []
+    for number in range(8):
+        answer, ran = turn(loop, history, 40)
+        assert ran <= (len(history) if number == 0 else 64 + 40 + 20), number
         answers.append((list(history), answer))
-        history += [*answer, *some_ids(20, seed=turn)]  # type: ignore[list-item]
+        history += [*answer, *some_ids(20, seed=number)]
     prompt, answer = answers[-1]
     assert answer == alone(made, prompt, 40)
 
 
-def test_an_answer_is_left_and_taken_up_after_another_conversation(made: Made) -> None:
-    prompt, params = some_ids(130), SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
-    session, events, rounds = Session(made.engine.runner, chunk_size=64), [], itertools.count(4)
-    answer = session.begin(prompt, params)
-    while not events or events[-1].finish_reason is None:
-        forwards, most = itertools.count(), next(rounds)
-        control = Control(should_suspend=lambda f=forwards, n=most: next(f) >= n)
-        events += session.run(answer, control)
-        list(session.generate(some_ids(70, seed=2), replace(params, max_tokens=2)))
-    assert next(rounds) > 6
-    assert [event.token_id for event in events] == alone(made, prompt, 20)
-
-
 @pytest.mark.every(3)
 def test_a_question_asked_again_begins_before_its_answer(made: Made) -> None:
-    runner = Counted(made.engine.runner)
-    session, prompt = Session(runner, chunk_size=100), some_ids(300)  # type: ignore[arg-type]
-    params = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0.0)
-    first = [event.token_id for event in session.generate(prompt, params)]
-    before = runner.num_rows
-    assert [event.token_id for event in session.generate(prompt, params)] == first
-    assert runner.num_rows - before == 300 - 256 + 89
-
-
-def test_no_step_begins_without_a_state(made: Made) -> None:
-    runner = made.engine.runner
-    runner.forward(some_ids(10), 0, [9])
-    assert runner.resume_len(10) == 10
-    assert runner.resume_len(9) == 0
-    with pytest.raises(ConfigError, match="no state of the first 9 tokens is kept; the nearest is 0"):
-        runner.forward([5], 9, [0])
-
-
-def test_the_plan_counts_states(made: Made) -> None:
-    for engine, most in ((made.engine, 1), (made.paged, 8)):
-        cache = engine.runner.cache if isinstance(engine, StaticEngine) else engine.cache
-        assert cache.states is not None
-        assert cache.num_states >= most + 4
-        assert sum(engine.plan.extra_bytes["states"].values()) == cache.states.nbytes
-        total = sum(t.nbytes for i in cache.states.shapes for t in cache.states.layer(i).values())
-        assert total == cache.states.nbytes
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
-def test_delta_nets_run_in_one_native_call(model_type: str, tmp_path: Path) -> None:
-    made = make(model_type, tmp_path)
-    (stack,) = made.engine.runner.model.get_submodule("model.layers")
-    assert isinstance(stack, NativeStack)
-    layers = list(stack.layers)
-    native = [isinstance(getattr(layer, "attention", None), RecurrentLayer) for layer in layers]
-    assert native == [True, True, False, True]
-    made.close()
+    loop, prompt = paged_loop(made, max_batch_size=1, num_states=6, chunk_size=100), some_ids(300)
+    first, ran = turn(loop, prompt, 90)
+    assert ran == 300
+    assert turn(loop, prompt, 90) == (first, 300 - 256)

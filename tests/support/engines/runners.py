@@ -11,6 +11,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.engine.model.skeleton import build_skeleton, cache_shapes, restore_buffers
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import default_optimize_rules
@@ -45,7 +46,9 @@ def runner_of(
     apply_plan(skeleton, plan)
     restore_buffers(skeleton)
     load_plan(skeleton, plan, source)
-    return SequenceRunner(ForwardPass(skeleton, pool), StaticCache(shapes, max_len), skeleton.config.vocab_size)
+    return SequenceRunner(
+        ModelRunner(ForwardPass(skeleton, pool)), StaticCache(shapes, max_len), skeleton.config.vocab_size
+    )
 
 
 def plan_ties(model: torch.nn.Module) -> set[str]:
