@@ -63,14 +63,15 @@ def paged_context(
     tables: the whole block table of each row's sequence. T tokens in all, S rows, P pages of the longest block table.
     Raises ValueError for pages that the cache does not have: kernels on a GPU would read and write beyond it.
     """
+    if len(rows) == 1:
+        return _one_row(cache, pool, rows[0], tables[0])
     size = cache.page_size
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
     table = np.zeros((len(rows), max(map(len, tables))), dtype=np.int32)
     for s, pages in enumerate(tables):
         table[s, : len(pages)] = pages
-    if table.min() < 0 or table.max() >= cache.num_pages:
-        raise ValueError(f"a block table names pages {table.min()} to {table.max()}; the cache has {cache.num_pages}")
+    _check_pages(cache, table)
     seq_ids = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     ends = np.cumsum(counts)
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
@@ -89,6 +90,37 @@ def paged_context(
         states=state_step(cache, states, counts, kv_lens),
     )
     return torch.from_numpy(positions), context
+
+
+def _one_row(
+    cache: PagedCache, pool: WorkerPool, row: ScheduledSequence, pages: npt.NDArray[np.int32]
+) -> tuple[torch.Tensor, ForwardContext]:
+    """`paged_context` of one sequence's step: what every token of a chat waits for."""
+    _check_pages(cache, pages)
+    size, count = cache.page_size, row.num_tokens
+    places = np.arange(row.start, row.start + count)
+    slots = pages[places // size].astype(np.int64) * size + places % size
+    kv_lens, states = torch.from_numpy((places + 1).astype(np.int32)), None
+    if cache.states is not None:
+        one = StepStateSlots(row.read_slot, row.write_slot, row.saves)
+        states = state_step(cache, [one], np.array([count]), kv_lens)
+    context = ForwardContext(
+        cache=cache,
+        pool=pool,
+        phase=Phase.PREFILL if count > PREFILL_ROWS else Phase.GENERATE,
+        page_size=size,
+        slot_mapping=torch.from_numpy(slots),
+        seq_ids=torch.zeros(count, dtype=torch.int32),
+        kv_lens=kv_lens,
+        block_table=torch.from_numpy(pages[None].copy()),  # the run goes on writing to its own
+        states=states,
+    )
+    return torch.from_numpy(places), context
+
+
+def _check_pages(cache: PagedCache, table: npt.NDArray[np.int32]) -> None:
+    if table.min() < 0 or table.max() >= cache.num_pages:
+        raise ValueError(f"a block table names pages {table.min()} to {table.max()}; the cache has {cache.num_pages}")
 
 
 def state_step(

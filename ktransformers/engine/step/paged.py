@@ -276,8 +276,8 @@ class PagedExecutor:
         for token_id in start.token_ids[start.prompt_len :]:
             sampler.commit(token_id)
         sampler.begin()
-        is_embedded = start.params.pooling is not None and len(start.token_ids) == start.prompt_len
-        return _Run(start, sampler, pooled=Pooled(start.params.pooling) if is_embedded else None)
+        pooling = start.params.pooling if len(start.token_ids) == start.prompt_len else None
+        return _Run(start, sampler, pooled=None if pooling is None else Pooled(pooling))
 
     def _kept(self, rows: Sequence[ScheduledSequence]) -> KeptRows:
         kept, first = KeptRows(), 0
