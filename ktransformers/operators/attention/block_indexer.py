@@ -19,6 +19,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
+from ktransformers.kernels.attention_call import TopkCall
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions as triton_choose
 from ktransformers.operators.attention.rotation import rotated_columns
@@ -51,21 +52,20 @@ class BlockIndex:
         None where all of them see so few positions that they take them all. context: on the device of the cache.
         """
         keys, spec = context.cache.index_keys(layer_idx), self.spec
-        table, size, seqs, lens = context.block_table, context.page_size, context.seq_ids, context.kv_lens
+        pages = context.pages
         if context.cache.is_on_gpu(layer_idx):
-            q, longest = self._cached_on_gpu(keys, context), table.shape[1] * size
+            q, longest = self._cached_on_gpu(keys, context), pages.room
         else:
             angles = self.cos[..., : self.cos.shape[-1] // 2], self.sin[..., : self.sin.shape[-1] // 2]
             q = rotated_columns(self.q, *angles).contiguous()
             keys[context.slot_mapping] = rotated_columns(self.k, *angles)[:, 0]
-            longest = int(lens.max()) if len(q) else 0
+            longest = int(pages.kv_lens.max()) if len(q) else 0
         if longest <= spec.num_chosen * spec.block:
             return None
-        given = (q, None, keys, table, size, seqs, lens, 1.0, spec.num_chosen)
-        options: dict[str, Any] = {"block": spec.block, "num_local": spec.num_local}
+        call = TopkCall(q, None, keys, pages, 1.0, spec.num_chosen, block=spec.block, num_local=spec.num_local)
         if context.cache.is_on_gpu(layer_idx):
-            return TopkPositions(*triton_choose(*given, **options))
-        return TopkPositions(*cpu.select_topk_positions(*given, context.pool, **options))
+            return TopkPositions(*triton_choose(call))
+        return TopkPositions(*cpu.select_topk_positions(call, context.pool))
 
     def _cached_on_gpu(self, keys: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Writes the keys; returns the rotated queries."""

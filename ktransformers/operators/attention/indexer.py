@@ -20,6 +20,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
+from ktransformers.kernels.attention_call import TopkCall
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.rotation import rotated_columns
@@ -87,12 +88,8 @@ class KIndexer(SparseIndexer):
         keys[context.slot_mapping] = k[:, 0]
         if not len(q) or int(context.kv_lens.max()) <= spec.num_chosen:
             return None
-        table, size, seqs, lens = context.block_table, context.page_size, context.seq_ids, context.kv_lens
-        pool = self.config.require_pool()
-        weights = weights.contiguous()
-        return TopkPositions(
-            *cpu.select_topk_positions(q, weights, keys, table, size, seqs, lens, spec.scale, spec.num_chosen, pool)
-        )
+        call = TopkCall(q, weights.contiguous(), keys, context.pages, spec.scale, spec.num_chosen)
+        return TopkPositions(*cpu.select_topk_positions(call, self.config.require_pool()))
 
     @property
     def inner_module(self) -> Any:
@@ -118,9 +115,7 @@ class KIndexer(SparseIndexer):
             rotary_dim=rotary, is_interleaved=spec.is_interleaved,
             q_out=torch.empty(q.shape, dtype=keys.dtype, device=keys.device),
         )  # fmt: skip
-        table, size, seqs, lens = context.block_table, context.page_size, context.seq_ids, context.kv_lens
-        if table.shape[1] * size <= spec.num_chosen:
+        pages = context.pages
+        if pages.room <= spec.num_chosen:
             return None
-        return TopkPositions(
-            *select_topk_positions(q, weights, keys, table, size, seqs, lens, spec.scale, spec.num_chosen)
-        )
+        return TopkPositions(*select_topk_positions(TopkCall(q, weights, keys, pages, spec.scale, spec.num_chosen)))

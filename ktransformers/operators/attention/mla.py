@@ -28,6 +28,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
+from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.types import GroupType, RawTensor
 from ktransformers.kernels.untraced import untraced
@@ -287,14 +288,12 @@ class KMLAAttention(WrapperOperator):
         row = self._latent(hidden_states, cos, sin, is_interleaved)
         cpu.write_kv(row, forward_context.slot_mapping, keys, scales[0], pool, split=self.rank)
         topk_positions = self._selection(hidden_states, compressed, (cos, sin), forward_context, given)
-        if topk_positions is None:
-            table, page_size = forward_context.block_table, forward_context.page_size
-            seq_ids, kv_lens = forward_context.seq_ids, forward_context.kv_lens
-        else:
-            table, page_size, seq_ids, kv_lens = topk_positions.slots, 1, topk_positions.seq_ids, topk_positions.counts
-        places = (table, page_size, seq_ids, kv_lens)
-        options: dict[str, Any] = {"window": self.spec.window, "sinks": self._sinks, "scales": scales}
-        latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, **options)
+        pages = forward_context.pages if topk_positions is None else topk_positions.pages
+        spec = self.spec
+        call = AttentionCall(
+            query, keys, values, pages, spec.scale, window=spec.window, sinks=self._sinks, scales=scales
+        )  # fmt: skip
+        latent = cpu.attention(call, pool)
         out = self._output(hidden_states, cpu.batched_linear(latent, self.v_b, pool), gate)
         return self._result(out, topk_positions)
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
+from ktransformers.kernels.attention_call import TopkCall
 from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates
@@ -128,8 +129,8 @@ class KPooledIndexer(SparseIndexer):
                 keys[context.slot_mapping[last], : spec.head_dim] = self._entries(x, keys[slots], context.kv_lens[last])
         if step.most <= spec.num_chosen:
             return None
-        given = (q, weights, keys[:, : spec.head_dim], step.table, 1, context.seq_ids, step.counts)
-        return step.expanded(*cpu.select_topk_positions(*given, spec.scale, spec.num_chosen, pool))
+        call = TopkCall(q, weights, keys[:, : spec.head_dim], step.pages, spec.scale, spec.num_chosen)
+        return step.expanded(*cpu.select_topk_positions(call, pool))
 
     def _choose_on_gpu(
         self, x: Tensor, q: Tensor, columns: Tensor, weights: Tensor, context: ForwardContext, keys: Tensor
@@ -140,16 +141,15 @@ class KPooledIndexer(SparseIndexer):
         spec, slots, lens = self.spec, context.slot_mapping, context.kv_lens
         rows_to_cache(columns, keys, slots, lens)
         bias = inner.index_kpool_compress_ape if spec.is_gated else None
-        places = (context.block_table, context.page_size, context.seq_ids, lens)
-        entries = pooled(keys, bias, *places, spec.head_dim, spec.pool)
+        entries = pooled(keys, bias, context.pages, spec.head_dim, spec.pool)
         if not spec.is_gated:
             entries = self._rotated(x, inner.k_layernorm(entries.to(x.dtype)), lens)
         rows_to_cache(entries, keys, slots, lens, every=spec.pool)
         step = PoolStep.of(context, spec.pool, is_replayed=True)
         if step.most <= spec.num_chosen:
             return None
-        given = (q.to(keys.dtype), weights, keys[:, : spec.head_dim], step.table, 1, context.seq_ids, step.counts)
-        return step.expanded(*select_topk_positions(*given, spec.scale, spec.num_chosen))
+        call = TopkCall(q.to(keys.dtype), weights, keys[:, : spec.head_dim], step.pages, spec.scale, spec.num_chosen)
+        return step.expanded(*select_topk_positions(call))
 
     def _gated(self, x: Tensor, query: Tensor | None, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], what is cached [T, 2 D], weights [T, H]."""
