@@ -296,7 +296,8 @@ class KAttention(WrapperOperator):
                 "Qwen4Exp.yaml has"
             )
         if self._temperature is not None:
-            self._factors = self.device.move(self._temperature.factors(runtime.max_len))
+            positions = torch.arange(runtime.max_len, dtype=torch.float64)
+            self._factors = self.device.move(self._temperature.of(positions).float())
         if self.spec is not None:
             self._parts = GqaParts.of(self.inner, self.spec, self.device, runtime.find(FlashLayer))
 
