@@ -27,10 +27,9 @@ from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.models.facts import LayerKind
-from ktransformers.operators.attention.block_indexer import BlockIndex
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GpuCache, GqaParts, gqa_forward
-from ktransformers.operators.attention.pooled_indexer import ChoiceMask, KPooledIndexer
+from ktransformers.operators.attention.indexer import ChoiceMask, KPooledIndexer, PendingChoice
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import OperatorRuntime
 from ktransformers.operators.context import ForwardContext
@@ -63,7 +62,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     query_factors: torch.Tensor | None = None,
-    block_indices: BlockIndex | ChoiceMask | None = None,
+    block_indices: PendingChoice | ChoiceMask | None = None,
     forward_context: ForwardContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -158,7 +157,7 @@ def _selection(
         return None
     if isinstance(block_indices, ChoiceMask):
         return block_indices.topk_positions
-    if not isinstance(block_indices, BlockIndex):
+    if not isinstance(block_indices, PendingChoice):
         raise UnsupportedError(
             f"{type(module).__name__} has an indexer that chooses what is attended to: add a rule with class "
             "KBlockIndexer for it, as MiniMaxM3.yaml has, or attend to everything with --sparse_attention off"

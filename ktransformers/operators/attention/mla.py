@@ -33,14 +33,12 @@ from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.types import GroupType, RawTensor
 from ktransformers.kernels.untraced import untraced
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.indexer import KIndexer
+from ktransformers.operators.attention.indexer import KIndexer, log_dense
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.attention.latent_materialization import LatentDims, MaterializationPolicy, Rates, StepRuns
 from ktransformers.operators.attention.latent_spec import Gate, LatentSpec
 from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_projections
-from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.attention.rotation import rotate
-from ktransformers.operators.attention.sparse_indexer import log_dense
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import (
     OperatorConfig,
@@ -327,9 +325,9 @@ class KMLAAttention(WrapperOperator):
         assert compressed is not None
         return self._require_indexer().choose(x, compressed, angles, context.on(keys.device), keys)
 
-    def _require_indexer(self) -> KIndexer | KPooledIndexer:
+    def _require_indexer(self) -> KIndexer:
         indexer = self.inner.get_submodule("indexer")
-        if isinstance(indexer, KIndexer | KPooledIndexer):
+        if isinstance(indexer, KIndexer):
             return indexer
         kind = "KPooledIndexer" if hasattr(indexer, "index_kpool") else "KIndexer"
         raise UnsupportedError(

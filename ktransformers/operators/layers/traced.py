@@ -26,8 +26,8 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
+from ktransformers.operators.attention.indexer import ChoiceMask
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.operators.attention.pooled_indexer import ChoiceMask
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.recognize.layer import keeps_keywords
 

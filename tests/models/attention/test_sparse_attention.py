@@ -19,8 +19,7 @@ from ktransformers.core import Phase, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.errors import ConfigError, RuleError, UnsupportedError
-from ktransformers.operators.attention.indexer import KIndexer
-from ktransformers.operators.attention.sparse_indexer import log_dense
+from ktransformers.operators.attention.indexer import KIndexer, log_dense
 from ktransformers.operators.context import ForwardContext
 from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.runners import fused_runner, random_ids, runner_of

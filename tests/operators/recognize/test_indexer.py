@@ -10,9 +10,7 @@ import torch
 from ktransformers.kernels.types import Activation
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.operators.recognize.activation import recognize_expert_activation
-from ktransformers.operators.recognize.block_indexer import recognize_block_indexer
-from ktransformers.operators.recognize.indexer import recognize_indexer
-from ktransformers.operators.recognize.pooled_indexer import recognize_pooled_indexer
+from ktransformers.operators.recognize.indexer import Granularity, recognize_indexer
 from ktransformers.operators.recognize.router import recognize_router, route
 from tests.support.models.latent_models import BLOCK_VALUES, latent_model
 from tests.support.models.pooled_models import POOLED_TYPES, pooled_model
@@ -39,10 +37,10 @@ def test_how_an_indexer_rotates(model_type: str, is_interleaved: bool) -> None:
 
 def test_blocks() -> None:
     indexer = tiny_model("minimax_m3_vl_text", seed=1, **BLOCK_VALUES).model.layers[1].self_attn.indexer
-    spec = recognize_block_indexer(indexer)
+    spec = recognize_indexer(indexer, Granularity.BLOCK)
     assert spec is not None
-    assert (spec.num_heads, spec.block, spec.num_chosen, spec.num_local) == (2, 4, 4, 1)
-    assert recognize_block_indexer(torch.nn.Linear(2, 2)) is None
+    assert (spec.num_heads, spec.size, spec.num_chosen, spec.num_local) == (2, 4, 4, 1)
+    assert recognize_indexer(torch.nn.Linear(2, 2), Granularity.BLOCK) is None
 
 
 @pytest.mark.parametrize(
@@ -50,9 +48,9 @@ def test_blocks() -> None:
 )
 def test_pools(model_type: str, is_gated: bool, cached_dim: int) -> None:
     indexer = pooled_model(model_type).model.layers[1].self_attn.indexer
-    spec = recognize_pooled_indexer(indexer)
+    spec = recognize_indexer(indexer, Granularity.POOL)
     assert spec is not None
-    assert (spec.is_gated, spec.cached_dim, spec.num_heads, spec.pool, spec.num_chosen) == (
+    assert (spec.is_gated, spec.cached_dim, spec.num_heads, spec.size, spec.num_chosen) == (
         is_gated,
         cached_dim,
         16,
@@ -68,8 +66,8 @@ def test_pools(model_type: str, is_gated: bool, cached_dim: int) -> None:
             return chosen.flip(-2)
 
     indexer.__class__ = Other
-    assert recognize_pooled_indexer(indexer) is None
-    assert recognize_pooled_indexer(torch.nn.Linear(2, 2)) is None
+    assert recognize_indexer(indexer, Granularity.POOL) is None
+    assert recognize_indexer(torch.nn.Linear(2, 2), Granularity.POOL) is None
 
 
 def test_experts_that_clamp_by_a_limit_of_their_own_name() -> None:
