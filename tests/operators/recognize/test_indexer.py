@@ -40,7 +40,25 @@ def test_blocks() -> None:
     spec = recognize_indexer(indexer, Granularity.BLOCK)
     assert spec is not None
     assert (spec.num_heads, spec.size, spec.num_chosen, spec.num_local) == (2, 4, 4, 1)
+    of_family = type(indexer)
+
+    class Other(of_family):  # type: ignore[misc,valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            chosen: torch.Tensor = super().forward(*args, **kwargs)
+            return (chosen - 1).clamp_min(0)
+
+    indexer.__class__ = Other
+    assert recognize_indexer(indexer, Granularity.BLOCK) is None
     assert recognize_indexer(torch.nn.Linear(2, 2), Granularity.BLOCK) is None
+
+
+def test_what_chooses_other_units_is_not_recognized() -> None:
+    """Indexers of positions and of pools have parts of the same names."""
+    of_positions = latent_model("deepseek_v32", seed=1).model.layers[0].self_attn.indexer
+    of_pools = pooled_model(POOLED_TYPES[0]).model.layers[1].self_attn.indexer
+    assert recognize_indexer(of_positions, Granularity.POOL) is None
+    assert recognize_indexer(of_positions, Granularity.BLOCK) is None
+    assert recognize_indexer(of_pools, Granularity.POSITION) is None
 
 
 @pytest.mark.parametrize(
