@@ -26,15 +26,15 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
+from ktransformers.operators.attention.indexer import ChoiceMask
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.operators.attention.pooled_indexer import ChoiceMask
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.recognize.layer import keeps_keywords
 
 __all__ = [
     "PROBE_ROWS",
-    "AttentionCall",
     "LayerCall",
+    "TracedAttention",
     "check_calls",
     "decoder_layers",
     "failing_module",
@@ -56,7 +56,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class TracedAttention:
     """Arguments of one call of attention by a module. window: positions that a row sees, itself included; 0: all.
 
     chunk: positions come in chunks of so many, and a row sees those of its own; 0: they do not. has_factors: queries
@@ -83,7 +83,7 @@ class LayerCall:
     kwargs: dict[str, Any]
     args: tuple[Any, ...]
     mask: MaskFunction | None
-    attention: list[AttentionCall] = field(default_factory=list)
+    attention: list[TracedAttention] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
 
 
@@ -275,13 +275,13 @@ def trace_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
     return [found[0] for found in calls.values()]
 
 
-def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any], is_chosen: bool) -> AttentionCall:
+def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any], is_chosen: bool) -> TracedAttention:
     scaling, context = kwargs.get("scaling"), kwargs.get("forward_context")
     layer_idx = getattr(module, "layer_idx", None)
     chunk = 0
     if isinstance(context, ForwardContext) and isinstance(layer_idx, int):
         chunk = context.cache.shape(layer_idx).chunk
-    return AttentionCall(
+    return TracedAttention(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(kwargs.get("sliding_window") or 0),
         chunk=chunk,
@@ -363,7 +363,7 @@ def _window_of(attention: object) -> int:
 def _check_mask(what: str, mask: MaskFunction, bounds: tuple[int, int], max_len: int) -> None:
     """Compare the mask with causal attention within `bounds`, seen from the last two of `max_len` positions.
 
-    bounds: window and chunk, as an AttentionCall has them.
+    bounds: window and chunk, as an TracedAttention has them.
     """
     window, chunk = bounds
     zero = torch.zeros((), dtype=torch.int64)

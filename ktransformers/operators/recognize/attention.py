@@ -28,8 +28,9 @@ from ktransformers.operators.recognize.probe import (
     probe_module,
     recognizer,
 )
+from ktransformers.operators.recognize.temperature import QueryTemperature
 
-__all__ = ["GqaSpec", "NormPlace", "QueryNorms", "TemperatureSpec", "recognize_attention", "recognize_temperature"]
+__all__ = ["GqaSpec", "NormPlace", "QueryNorms", "recognize_attention", "recognize_temperature"]
 
 _PROBE = "ktransformers_probe"
 _ROWS = 3
@@ -83,21 +84,6 @@ class GqaSpec:
         if self.has_sinks:
             return None
         return GqaShape(self.num_heads, self.num_kv_heads, self.head_dim, dtype, self.scale, self.window, self.softcap)
-
-
-@dataclass(frozen=True, slots=True)
-class TemperatureSpec:
-    """Temperature of queries: those at position p are multiplied by 1 + scale log(1 + floor((p + 1) / step)) (arXiv
-    2501.19399).
-    """
-
-    step: float
-    scale: float
-
-    def factors(self, count: int, first: int = 0) -> Tensor:
-        """Return the factors of `count` positions from `first` on, fp32."""
-        positions = torch.arange(first, first + count, dtype=torch.float64)
-        return (1 + self.scale * torch.log1p(torch.floor((positions + 1) / self.step))).float()
 
 
 class _Past:
@@ -165,7 +151,7 @@ def recognize_attention(module: nn.Module) -> GqaSpec:
 
 
 @recognizer("attention with queries scaled by position as operators compute it")
-def recognize_temperature(module: nn.Module) -> TemperatureSpec:
+def recognize_temperature(module: nn.Module) -> QueryTemperature:
     """Return how a module that does not rotate scales its queries by their positions; None for another way."""
     head_dim, names = getattr(module, "head_dim", None), {name for name, _ in module.named_children()}
     step, scale = getattr(module, "floor_scale", None), getattr(module, "attn_scale", None)
@@ -173,11 +159,12 @@ def recognize_temperature(module: nn.Module) -> TemperatureSpec:
         raise NotRecognized(f"it is made of {', '.join(sorted(names))}")
     if not isinstance(step, int | float) or not isinstance(scale, int | float) or step <= 0:
         raise NotRecognized("it does not say by how much")
-    spec = TemperatureSpec(float(step), float(scale))
+    spec = QueryTemperature(float(scale), float(step), shift=1)
     probe, parts = _twin(module, head_dim, ())
     for first in (0, int(step) - 2, int(5 * step)):
         call = _answer(probe, torch.zeros(_ROWS, head_dim), **named_cache(probe, _Past(first)))
-        want = parts["q_proj"] * spec.factors(_ROWS, first)[:, None, None]
+        positions = torch.arange(first, first + _ROWS, dtype=torch.float64)
+        want = parts["q_proj"] * spec.of(positions).float()[:, None, None]
         if not close(call.query[0].transpose(0, 1), want) or not close(call.key[0].transpose(0, 1), parts["k_proj"]):
             raise NotRecognized("it scales them in its own way")
     return spec
