@@ -29,7 +29,7 @@ from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.balance_stats import ClusterStats
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.system.restart_policy import MAX_STRIKES
+from ktransformers.system.restart_policy import Strikes
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["MAX_LOSSES", "ReplicaInterface", "ReplicaLostError", "Replicas"]
@@ -86,7 +86,7 @@ class _Run:
         self.ask_id = ""
         self._nonce = secrets.token_hex(4)  # what a request of this name left at a replica is not heard for this one
         self.ordering = asyncio.Lock()
-        self.num_asked = self.num_strikes = 0
+        self.num_asked, self.strikes = 0, Strikes(MAX_LOSSES)
         self.first_seconds = self.later_seconds = 0.0  # of prefill and decode, at replicas that are gone
 
     def ask(self, now: float) -> Ask:
@@ -272,14 +272,15 @@ class ReplicaInterface(BackendInterfaceBase):
     def _lose(self, run: _Run, error: ReplicaLostError, *, has_moved: bool) -> None:
         """Raises EngineError when there may be no other try."""
         name = run.request.request_id
-        run.replica, run.num_strikes = None, 1 if has_moved else run.num_strikes + 1
+        run.replica = None
+        run.strikes.count(has_moved=has_moved)
         logger.warning("%s has lost its replica behind %d tokens: %s", name, len(run.past), error)
         if run.is_ended:
             run.abort()
-        elif run.num_strikes >= MAX_STRIKES or run.num_asked >= MAX_LOSSES:
+        elif run.strikes.is_exceeded:
             raise EngineError(
-                f"{run.num_asked} replicas were lost while they computed this answer, the last {run.num_strikes} of "
-                "them before it had another token; it is not tried again"
+                f"{run.strikes.num_losses} replicas were lost while they computed this answer, the last "
+                f"{run.strikes.num_in_a_row} of them before it had another token; it is not tried again"
             )
 
     @override

@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
+from typing import IO
 
 __all__ = [
     "PARENTS_SIGNALS",
@@ -43,7 +43,7 @@ def framed(data: bytes) -> bytes:
     return _HEADER.pack(len(data)) + data
 
 
-def read_frame(pipe: BinaryIO) -> bytes | None:
+def read_frame(pipe: IO[bytes]) -> bytes | None:
     """Wait for the options on standard input and return them; None when the parent is gone."""
     header = pipe.read(_HEADER.size)
     return pipe.read(_HEADER.unpack(header)[0]) if len(header) == _HEADER.size else None

@@ -89,7 +89,7 @@ class ChildProcess:
         signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
         try:
             process = self._popen()
-        except Exception as error:
+        except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
             self._not_started(error)
             return
         with self._lock:
@@ -142,6 +142,11 @@ class ChildProcess:
             return file.read().decode(errors="replace").strip()
 
     # What is known.
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process is the parent, and not a forked copy of it, which has no part in its children."""
+        return os.getpid() == self._owner
 
     @property
     def pid(self) -> int:
@@ -218,7 +223,7 @@ class ChildProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock:
-            if os.getpid() != self._owner:  # a forked copy of the parent
+            if not self.is_own:
                 return
             if self._process is None:
                 self._is_doomed = True
@@ -237,6 +242,7 @@ class ProcessGroup:
         self._children: list[ChildProcess] = []  # those that were started and have not ended
         self._folder: PrivateFolder | None = None
         self._is_closed = False
+        self._owner = os.getpid()
 
     @property
     def processes(self) -> list[ChildProcess]:
@@ -278,6 +284,8 @@ class ProcessGroup:
 
         Returns when all are reaped, and the folder is removed. Safe to call twice.
         """
+        if os.getpid() != self._owner:  # a forked copy of the parent has no part in its children
+            return
         with self._lock:
             self._is_closed = True
             children = list(reversed(self._children))
@@ -296,6 +304,7 @@ class ProcessGroup:
 
 
 def _stop(processes: Sequence[ChildProcess], grace: float) -> None:
+    processes = [process for process in processes if process.is_own]
     if grace > 0:
         for process in processes:
             process.ask_to_end()

@@ -77,9 +77,8 @@ class Restarts:
     def check(self) -> None:
         """Raises EngineError when too many have died."""
         if self._policy.is_exceeded:
-            raise EngineError(
-                f"{self._name} died {self._policy.num_deaths} times in {RESTART_SECONDS:.0f} s; giving up ({self._flag})"
-            )
+            often = f"{self._policy.num_deaths} times in {RESTART_SECONDS:.0f} s"
+            raise EngineError(f"{self._name} died {often}; giving up ({self._flag})")
 
     async def until_ready(
         self,
