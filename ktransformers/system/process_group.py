@@ -68,6 +68,7 @@ class ChildProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_doomed = False  # to be killed as soon as there is a process
         self._sending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._started: Future[subprocess.Popen[bytes]] = Future()
         self._ended: Future[int] = Future()
         self._started.set_running_or_notify_cancel()  # whoever waits for them may be cancelled, they are not
@@ -80,7 +81,7 @@ class ChildProcess:
     def begin(self) -> None:
         """Start the process. Raises EngineError when the system gives none."""
         try:
-            threading.Thread(target=self._run, name=self.name, daemon=True).start()
+            self._thread.start()
         except RuntimeError as error:  # the system gives no thread
             self._not_started(error)
         self._started.result()
@@ -240,6 +241,7 @@ class ProcessGroup:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._children: list[ChildProcess] = []  # those that were started and have not ended
+        self._unread: list[ChildProcess] = []  # those that have ended, and whose output may still be read
         self._folder: PrivateFolder | None = None
         self._is_closed = False
         self._owner = os.getpid()
@@ -271,13 +273,16 @@ class ProcessGroup:
 
     def _forget(self, child: ChildProcess) -> None:
         with self._lock:
-            if child in self._children:
-                self._children.remove(child)
+            self._children = [one for one in self._children if one is not child]
+            if child.program.stdout == subprocess.PIPE and not self._is_closed:
+                self._unread.append(child)
 
     def stop(self, process: ChildProcess, grace: float = 0.0) -> None:
         """End one process, reap it, and close its pipes. grace: seconds in which it may end by itself once it is asked
         to; 0: it is killed."""
         _stop([process], grace)
+        with self._lock:
+            self._unread = [one for one in self._unread if one is not process]
 
     def close(self, grace: float = 0.0) -> None:
         """End all processes, last started first, and start none any more. grace: as `stop`, for all together.
@@ -289,8 +294,11 @@ class ProcessGroup:
         with self._lock:
             self._is_closed = True
             children = list(reversed(self._children))
+            unread, self._unread = self._unread, []
             folder, self._folder = self._folder, None
         _stop(children, grace)
+        for process in unread:
+            process.close_pipes()
         if folder is not None:
             folder.remove()
 
