@@ -20,7 +20,6 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from ktransformers import errors
 from ktransformers.cluster.records import Ask, Began, Facts, Message, Order, ReplicaReport, RequestFailed, Told
 from ktransformers.cluster.stats import ClusterFigures
 from ktransformers.core import FinishReason, GenerationStats, PastToken, Progress, TokenEvent
@@ -29,6 +28,7 @@ from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.balance_stats import ClusterStats
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
+from ktransformers.system.child import reported_error
 from ktransformers.system.restart_policy import Strikes
 from ktransformers.tokenizer import Tokenizer
 
@@ -267,7 +267,7 @@ class ReplicaInterface(BackendInterfaceBase):
             case RequestFailed(error, text, is_lost):
                 if is_lost:
                     raise ReplicaLostError(text)
-                raise _known_error(error, text)
+                raise reported_error(error, text)
 
     def _lose(self, run: _Run, error: ReplicaLostError, *, has_moved: bool) -> None:
         """Raises EngineError when there may be no other try."""
@@ -329,16 +329,6 @@ class ReplicaInterface(BackendInterfaceBase):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _known_error(name: str, message: str) -> KTransformersError:
-    """The error of this name; EngineError for one that takes more than a message."""
-    kind = getattr(errors, name) if name in errors.__all__ else EngineError
-    try:
-        error = kind(message)
-    except TypeError:
-        return EngineError(message)
-    return error if isinstance(error, KTransformersError) else EngineError(message)
 
 
 def _model_info(facts: Facts, tokenizer: Tokenizer) -> ModelInfo:

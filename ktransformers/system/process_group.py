@@ -60,7 +60,7 @@ class Program:
 class ChildProcess:
     """A process of a ProcessGroup, which alone makes these. Its methods may be called on any thread."""
 
-    def __init__(self, program: Program, forget: Callable[[ChildProcess], None]):
+    def __init__(self, program: Program, forget: Callable[[ChildProcess, bool], None]):
         self.program, self.name = program, program.name
         self._forget = forget
         self._owner = os.getpid()
@@ -100,9 +100,9 @@ class ChildProcess:
         self._started.set_result(process)
         code = self._reap(process)
         self.last_words = self._read_words()
-        self._forget(self)
+        self._forget(self, process.stdout is not None)
         self._ended.set_result(code)
-        self._close(process.stdin)
+        self.close_stdin()
 
     def _popen(self) -> subprocess.Popen[bytes]:
         program = self.program
@@ -119,7 +119,7 @@ class ChildProcess:
     def _not_started(self, error: Exception) -> None:
         why = reason_of(error) if isinstance(error, OSError) else str(error)
         self._read_words()
-        self._forget(self)
+        self._forget(self, False)
         self._ended.set_result(_NOT_STARTED)
         started = EngineError(f"{self.name} cannot be started: {why}")
         started.__cause__ = error
@@ -156,7 +156,7 @@ class ChildProcess:
 
     @property
     def stdout(self) -> IO[bytes]:
-        """The pipe from the process's standard output. It is closed by `ProcessGroup.stop`, not by the end."""
+        """The pipe from the process's standard output. Whoever reads it closes it; else `ProcessGroup.close` does."""
         stdout = self._started.result().stdout
         assert stdout is not None, "the program has no pipe there"
         return stdout
@@ -201,21 +201,15 @@ class ChildProcess:
 
     def ask_to_end(self) -> None:
         """Ask the process to end: by the end of its standard input, where that is a pipe, and SIGTERM."""
-        stdin = self._process and self._process.stdin
-        if stdin and self._sending.acquire(blocking=False):  # who sends without end is not waited for
+        if self._sending.acquire(blocking=False):  # who sends without end is not waited for
             self._sending.release()
-            self._close(stdin)
+            self.close_stdin()
         self._signal(signal.SIGTERM)
 
-    def close_pipes(self) -> None:
-        """Close the pipes of a process that has ended."""
-        if self._process is not None:
-            self._close(self._process.stdin)
-            if self._process.stdout is not None:
-                self._process.stdout.close()
-
-    def _close(self, stdin: IO[bytes] | None) -> None:
-        if stdin is not None:
+    def close_stdin(self) -> None:
+        """Close the pipe to the process, once nobody sends."""
+        stdin = self._process and self._process.stdin
+        if stdin:
             with self._sending:
                 try:
                     stdin.close()
@@ -271,34 +265,34 @@ class ProcessGroup:
         child.begin()
         return child
 
-    def _forget(self, child: ChildProcess) -> None:
+    def _forget(self, child: ChildProcess, is_unread: bool) -> None:
         with self._lock:
             self._children = [one for one in self._children if one is not child]
-            if child.program.stdout == subprocess.PIPE and not self._is_closed:
+            self._unread = [one for one in self._unread if not one.stdout.closed]
+            if is_unread:
                 self._unread.append(child)
 
     def stop(self, process: ChildProcess, grace: float = 0.0) -> None:
-        """End one process, reap it, and close its pipes. grace: seconds in which it may end by itself once it is asked
-        to; 0: it is killed."""
+        """End one process and reap it. grace: seconds in which it may end by itself once it is asked to; 0: it is
+        killed. Its output can still be read."""
         _stop([process], grace)
-        with self._lock:
-            self._unread = [one for one in self._unread if one is not process]
 
     def close(self, grace: float = 0.0) -> None:
         """End all processes, last started first, and start none any more. grace: as `stop`, for all together.
 
-        Returns when all are reaped, and the folder is removed. Safe to call twice.
+        Returns when all are reaped, pipes from them are closed, and the folder is removed. Safe to call twice.
         """
         if os.getpid() != self._owner:  # a forked copy of the parent has no part in its children
             return
         with self._lock:
             self._is_closed = True
             children = list(reversed(self._children))
-            unread, self._unread = self._unread, []
             folder, self._folder = self._folder, None
         _stop(children, grace)
+        with self._lock:
+            unread, self._unread = self._unread, []
         for process in unread:
-            process.close_pipes()
+            process.stdout.close()
         if folder is not None:
             folder.remove()
 
@@ -326,4 +320,4 @@ def _stop(processes: Sequence[ChildProcess], grace: float) -> None:
         process.kill()
     for process in processes:
         process.wait()
-        process.close_pipes()
+        process.close_stdin()

@@ -99,7 +99,7 @@ def test_a_process_that_is_killed_is_noticed_and_leaves_no_zombie(group: Process
 
 def test_a_process_that_cannot_start(group: ProcessGroup) -> None:
     missing = Program("the engine process", ["/nowhere/python"], keeps_words=True)
-    with pytest.raises(EngineError, match="^the engine process cannot be started: No such file or directory$"):
+    with pytest.raises(EngineError, match=r"^the engine process cannot be started: No such file or directory$"):
         group.start(missing)
     with pytest.raises(EngineError, match="null byte"):
         group.start(Program("the engine process", ["a\0b"]))
@@ -181,7 +181,7 @@ def test_how_a_process_is_stopped(
     wait_until_up(child)
     group.stop(child, grace)
     assert child.returncode == ends_with
-    assert child.stdout.closed
+    assert child.stdout.read() == b""
     assert caplog.messages == ["a child does not end within 0.05 s: it is killed"] * is_warned
     group.stop(child, grace)  # twice is no harm
 

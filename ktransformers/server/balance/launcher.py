@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import msgspec
 import zmq.asyncio
 
-from ktransformers import errors
 from ktransformers.core import Progress
-from ktransformers.errors import EngineError, KTransformersError
+from ktransformers.errors import KTransformersError
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
 from ktransformers.server.balance.messages import (
     EngineFacts,
@@ -30,7 +29,7 @@ from ktransformers.server.balance.messages import (
     decode,
     encode,
 )
-from ktransformers.system.child import framed, spawn_code
+from ktransformers.system.child import framed, reported_error, spawn_code
 from ktransformers.system.process_group import ChildProcess, ProcessGroup, Program
 from ktransformers.system.restart_policy import ending
 from ktransformers.system.restarts import Clock, ProcessDiedError
@@ -156,7 +155,7 @@ class Launcher:
                     if progress is not None:
                         progress(done, total, name)
                 case EngineFailed(_, error, message):
-                    raise _known_error(error, message)
+                    raise reported_error(error, message)
                 case EngineReady(_, facts):
                     return facts
 
@@ -169,14 +168,3 @@ async def _send(child: ChildProcess, options: msgspec.Struct) -> None:
     """On a thread: one that still imports does not read yet. The pipe stays open: its end shows that we are gone."""
     with suppress(BrokenPipeError):  # it has ended: whoever waits for that notices
         await asyncio.to_thread(child.send, framed(encode(options)))
-
-
-def _known_error(name: str, message: str) -> KTransformersError:
-    """The error that a child reported, of its class here."""
-    kind = getattr(errors, name, EngineError) if name in errors.__all__ else EngineError
-    try:
-        error = kind(message)
-    except TypeError:  # a class that wants more than a message
-        error = EngineError(message)
-    assert isinstance(error, KTransformersError)
-    return error

@@ -13,11 +13,10 @@ from typing import BinaryIO, Protocol
 
 from typing_extensions import override
 
-from ktransformers import errors
 from ktransformers.engine.parallel.ranks.agent import connect
 from ktransformers.engine.parallel.ranks.messages import Captured, Failed, Loaded, decode
-from ktransformers.errors import EngineError, KTransformersError, reason_of
-from ktransformers.system.child import read_frame, spawn_code
+from ktransformers.errors import EngineError, reason_of
+from ktransformers.system.child import read_frame, reported_error, spawn_code
 from ktransformers.system.process_group import ProcessGroup, Program
 
 __all__ = ["LocalWorker", "RemoteWorker", "WorkerHandle"]
@@ -56,7 +55,7 @@ def _answer_of(data: bytes | None, name: str) -> Loaded | Captured:
         raise EngineError(f"the process of {name} ended while the model was loaded; see its lines above")
     message: Loaded | Captured | Failed = decode(data, Loaded | Captured | Failed)
     if isinstance(message, Failed):
-        raise _error_of(message, name)
+        raise reported_error(message.error, f"{name}: {message.message}")
     return message
 
 
@@ -95,16 +94,7 @@ class LocalWorker(WorkerHandle):
     def close(self) -> None:
         self._is_closing = True
         self._group.stop(self.process)
-
-
-def _error_of(failed: Failed, name: str) -> KTransformersError:
-    kind = getattr(errors, failed.error) if failed.error in errors.__all__ else EngineError
-    message = f"{name}: {failed.message}"
-    try:
-        error = kind(message)
-    except TypeError:
-        return EngineError(message)
-    return error if isinstance(error, KTransformersError) else EngineError(message)
+        self.process.stdout.close()
 
 
 class RemoteWorker(WorkerHandle):
