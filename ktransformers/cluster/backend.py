@@ -4,7 +4,8 @@
          ^                │ the replica is gone
          └── past: all tokens so far; the next one tells what comes behind them
 
-An answer depends on prompt, parameters and (seed, position) alone, so it does not matter who goes on with it.
+An answer depends on prompt, parameters and (seed, position) alone, so it does not matter who goes on with it. Replicas
+are no child processes of this one: Ray starts and replaces them, and only the losses of a request are counted here.
 """
 
 from __future__ import annotations

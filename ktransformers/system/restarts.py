@@ -87,7 +87,8 @@ class Restarts:
     ) -> Started:
         """Call `attempt` with the numbers of processes until it returns, and return what it does.
 
-        failed: called with the error of an attempt and the seconds until the next one: 0 after a ProcessDiedError.
+        failed: called with the error of an attempt and the seconds until the next one: 0 after a ProcessDiedError,
+        which is counted by then.
         Raises what it raises, where there is to be no other attempt, and EngineError when too many have died.
         """
         for delay in delays():
@@ -95,8 +96,8 @@ class Restarts:
             try:
                 return await attempt(number)
             except ProcessDiedError as error:
-                await failed(error, 0.0)
                 self.count(number)
+                await failed(error, 0.0)
                 self.check()
             except KTransformersError as error:
                 await failed(error, delay)

@@ -179,6 +179,7 @@ class Supervisor:
             is_luck = isinstance(error, EngineHung) or (isinstance(error, ProcessDiedError) and was_killed(error.code))
             if not is_luck:
                 raise error
+            self._restarts.check()
             logger.warning("%s: trying again", error)
 
         return await self._restarts.until_ready(lambda epoch: self._load(epoch, self._config.engine, progress), failed)
