@@ -75,7 +75,7 @@ class Restarts:
         self._policy.excuse(processes)
 
     def check(self) -> None:
-        """Raises EngineError when too many have died."""
+        """Refuse another process when too many have died. Raises EngineError."""
         if self._policy.is_exceeded:
             often = f"{self._policy.num_deaths} times in {RESTART_SECONDS:.0f} s"
             raise EngineError(f"{self._name} died {often}; giving up ({self._flag})")
