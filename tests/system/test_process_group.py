@@ -131,11 +131,18 @@ def test_a_process_lives_on_when_the_thread_that_asked_for_it_ends(group: Proces
     code = f"import sys; sys.path.insert(0, {ROOT!r})\n"
     code += "from ktransformers.system.child import follow_parent\nfollow_parent()\nprint('up', flush=True)\n" + ECHO
     started: list[ChildProcess] = []
-    thread = threading.Thread(target=lambda: started.append(group.start(script(code))))
+
+    def start() -> None:
+        started.append(group.start(script(code)))
+        wait_until_up(started[0])  # it follows from now on
+
+    thread = threading.Thread(target=start)
     thread.start()
+    thread_id = thread.native_id
     thread.join()
+    while Path(f"/proc/self/task/{thread_id}").exists():  # the system's thread ends a little later than Python's
+        os.sched_yield()
     (child,) = started
-    wait_until_up(child)
     child.send(b"hello")
     assert child.stdout.read(5) == b"hello"
 
