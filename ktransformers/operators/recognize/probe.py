@@ -22,6 +22,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ktransformers.operators.comparison import close
+
 __all__ = ["NotRecognized", "ProbeInputs", "answer", "close", "first_of", "matching", "probe_module", "recognizer"]
 
 logger = logging.getLogger(__name__)
@@ -34,17 +36,6 @@ _logged = set[tuple[str, type[nn.Module]]]()
 
 class NotRecognized(Exception):
     """A module is not what is looked for. The message says why."""
-
-
-def close(got: object, want: Tensor, *, relative: float = 1e-4, absolute: float = 1e-5) -> bool:
-    """Whether `got` is a tensor of the same shape and numbers.
-
-    The tolerance is for rounding: both compute in fp32, in another order at most. Another formula is off by a good part
-    of the numbers, which are of about 1.
-    """
-    return (
-        isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=relative, atol=absolute)
-    )
 
 
 class ProbeInputs:
