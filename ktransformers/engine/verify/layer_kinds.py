@@ -20,6 +20,7 @@ from torch import nn
 from ktransformers.cache.paged import LayerShape
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.recorder import replaced_forwards
 from ktransformers.optimize.plan import Plan
 
 __all__ = ["layer_kinds", "one_of_each"]
@@ -120,17 +121,11 @@ def one_of_each(model: nn.Module, kinds: Sequence[int]) -> Iterator[list[int]]:
         yield list(range(0 if layers is None else len(layers)))
         return
     chooser = _Chooser(kinds)
-    replaced: list[nn.Module] = []
-    try:
-        for index, layer in enumerate(layers):
-            if index >= chooser.done:  # others were found in a stack
-                layer.forward = chooser.stand_in(layer)
-                replaced.append(layer)
-        logger.debug("a warm-up runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
+    # A stack of layers stands where the first of them stood, and nothing that runs where the others did.
+    stand_ins = [(layer, chooser.stand_in(layer)) for index, layer in enumerate(layers) if index >= chooser.done]
+    logger.debug("a warm-up runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
+    with replaced_forwards(stand_ins):
         yield chooser.run
-    finally:
-        for layer in replaced:
-            del layer.forward
 
 
 class _Chooser:
