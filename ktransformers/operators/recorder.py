@@ -59,7 +59,7 @@ def intercepted(modules: Iterable[tuple[Hashable, nn.Module]], run: Callable[...
     """Call `run(key, forward, *args, **kwargs)`, whose result is returned, where one of the modules would run its own
     `forward`, while the block runs.
     """
-    with replaced_forwards([(module, partial(run, key, module.forward)) for key, module in modules]):
+    with replaced_forwards((module, partial(run, key, module.forward)) for key, module in modules):
         yield
 
 

@@ -23,7 +23,7 @@ from ktransformers.operators.layers.traced import layer_list
 from ktransformers.operators.recorder import replaced_forwards
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["layer_kinds", "one_of_each"]
+__all__ = ["layer_kinds", "made_of", "one_of_each"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def layer_kinds(model: nn.Module, plan: Plan, shapes: Sequence[LayerShape]) -> l
         return []
     known: dict[Any, int] = {}
     return [
-        known.setdefault((_planned(plan, layer_device.key), _kept(shape), _made_of(layer)), len(known))
+        known.setdefault((_planned(plan, layer_device.key), _kept(shape), made_of(layer)), len(known))
         for layer_device, shape, layer in zip(plan.layer_devices, shapes, layers, strict=True)
     ]
 
@@ -85,8 +85,14 @@ def _kept(shape: LayerShape) -> str:
     return repr(shape if shape.shares is None else replace(shape, shares=0))
 
 
-def _made_of(layer: nn.Module) -> tuple[_Numbers, ...]:
-    return tuple((name, type(module), _numbers(module)) for name, module in layer.named_modules())
+def made_of(layer: nn.Module) -> tuple[_Numbers, ...]:
+    """Return what layers that compute the same, of whatever weights, have in common: modules, shapes and settings."""
+    return tuple((name, _name_of(type(module)), _numbers(module)) for name, module in layer.named_modules())
+
+
+def _name_of(kind: type) -> str:
+    """Adapters of experts are classes made anew for each module, which are the same by name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _numbers(module: nn.Module) -> _Numbers:

@@ -27,6 +27,7 @@ from torch import nn
 
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.verify.checked_model import CheckedModel
+from ktransformers.engine.verify.layer_kinds import made_of
 from ktransformers.engine.verify.layer_pass import LayerPass, Trace, model_layers
 from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
@@ -134,28 +135,11 @@ class _Place:
     index: int | None = None
 
 
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What layers that compute the same have in common: modules, shapes and settings."""
-    return tuple(
-        (
-            name,
-            type(module).__qualname__,
-            tuple((key, tuple(value.shape)) for key, value in module._parameters.items() if value is not None),
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | int | float | str | None) and "layer_i" not in key
-            ),
-        )
-        for name, module in layer.named_modules()
-    )
-
-
 def _selected(layers: Sequence[nn.Module], work: Callable[[int], int]) -> frozenset[int]:
     """The first layer of each kind and, as long as they are few and quick, the last. work: of a layer, in products."""
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(_kind(layer), []).append(index)
+        kinds.setdefault(made_of(layer), []).append(index)
     chosen = [found[0] for found in kinds.values()][:_MOST_LAYERS]
     left = _MOST_WORK - sum(map(work, chosen))
     for index in [found[-1] for found in kinds.values()][: _MOST_LAYERS - len(chosen)]:

@@ -4,6 +4,7 @@ Names do not tell: families add 1 to a norm's weight, clamp an activation, scale
 names here. Every recognizer is made of these parts:
 
     module ── probe_module: made-up weights ── answer ──> its numbers ──┐
+    StandIn in the places of its children                               │
     ProbeInputs, the same in every run                              matching ──> spec, or None and one line in the log
     specs ── compute: the formula in plain torch ─────────────────┘
 
@@ -24,7 +25,19 @@ from torch import Tensor, nn
 
 from ktransformers.operators.comparison import close
 
-__all__ = ["NotRecognized", "ProbeInputs", "answer", "close", "first_of", "matching", "probe_module", "recognizer"]
+__all__ = [
+    "NotRecognized",
+    "ProbeInputs",
+    "StandIn",
+    "answer",
+    "close",
+    "constant",
+    "first_of",
+    "made_of",
+    "matching",
+    "probe_module",
+    "recognizer",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +81,32 @@ def probe_module(
     held = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
     probe.__dict__.update(attributes, **{name: dict(own) for name, own in held.items() if own is not None})
     return probe
+
+
+class StandIn(nn.Module):
+    """A child of a probe that computes `function` of what it is given. seen: keywords of its last call, but for hidden
+    states. weight: fp32 [1], because some modules look at the type of their children's.
+    """
+
+    def __init__(self, function: Callable[..., object]):
+        super().__init__()
+        self.function, self.weight, self.seen = function, torch.ones(1), dict[str, object]()
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Keep the keywords and call the function."""
+        self.seen = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        return self.function(*args, **kwargs)
+
+
+def constant(*values: Tensor) -> StandIn:
+    """Return a child that gives copies of these, a tuple if they are several, whatever the one thing is that it
+    is given."""
+    return StandIn(lambda _, /: values[0].clone() if len(values) == 1 else tuple(value.clone() for value in values))
+
+
+def made_of(module: nn.Module) -> set[str]:
+    """Return the names of the children that a module has."""
+    return {name for name, _ in module.named_children()}
 
 
 def answer(call: Callable[[], Spec]) -> Spec:
