@@ -24,7 +24,7 @@ __all__ = ["Call", "fp32_copy", "intercepted", "is_watched", "recorded_calls", "
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module, named `key` by whoever records it. output: None while, or because, the call failed."""
+    """A call of a module, named `key` by whoever records it. output: None of a call that failed."""
 
     key: Any
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""One pass of a model of which some decoder layers run: what goes into them, and what comes out.
+"""Runs some decoder layers of a model in one pass, and keeps what goes into them and what comes out.
 
 Knows how models of transformers hand hidden states from layer to layer, and nothing of what layers compute.
 """
