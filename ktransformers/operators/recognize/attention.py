@@ -19,11 +19,11 @@ from ktransformers.kernels.flashinfer import GqaShape
 from ktransformers.models.layers import named_cache
 from ktransformers.operators.recognize.norm import recognize_norm, rms_norm
 from ktransformers.operators.recognize.probe import (
+    Constant,
     NotRecognized,
     ProbeInputs,
     answer,
     close,
-    constant,
     first_of,
     made_of,
     matching,
@@ -243,7 +243,7 @@ def _probe(
             parts[name], gate = value.view(_ROWS, -1, 2 * head_dim).chunk(2, dim=-1)
             parts["gate"] = gate / _SIZE
             value = torch.cat((parts[name], parts["gate"]), dim=-1).view(value.shape)
-        children[name] = constant(value)
+        children[name] = Constant(value)
     for name in norm_names:
         norm = module.get_submodule(name)
         parts[name] = probe_inputs.positive(*norm.get_parameter("weight").shape)

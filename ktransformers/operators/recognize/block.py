@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.operators.recognize.probe import (
+    Constant,
     NotRecognized,
     ProbeInputs,
     StandIn,
     answer,
     close,
-    constant,
     made_of,
     probe_module,
     recognizer,
@@ -53,7 +53,7 @@ def scales_inputs(module: nn.Module) -> bool:
     probe_inputs = ProbeInputs()
     rows, logits = probe_inputs.normal(_ROWS, _COLS), probe_inputs.normal(_ROWS, count)
     children = {
-        "router": constant(*_scores(logits, top_k)),
+        "router": Constant(*_scores(logits, top_k)),
         "experts": StandIn(partial(_experts, count=count)),
         "shared_expert": StandIn(torch.cos),
     }
@@ -95,7 +95,7 @@ def weighs_outputs(module: nn.Module) -> bool:
     probe_inputs = ProbeInputs()
     rows, logits = probe_inputs.normal(_ROWS, _COLS), probe_inputs.normal(_ROWS, _EXPERTS)
     weights, ids = probe_inputs.positive(_ROWS, _TOP_K), logits.topk(_TOP_K, dim=-1)[1]
-    children = {"gate": constant(logits, weights, ids), "experts": StandIn(_weighed)}
+    children = {"gate": Constant(logits, weights, ids), "experts": StandIn(_weighed)}
     children |= {name: StandIn(torch.cos) for name in shared} | ({_SCORE: StandIn(_score)} if has_score else {})
     sizes: dict[str, Any] = {name: _COLS for name in _SIZES if hasattr(module, name)}
     got = answer(lambda: probe_module(module, modules=children, training=False, **sizes)(rows[None]))

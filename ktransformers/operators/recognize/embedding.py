@@ -7,12 +7,12 @@ from torch import nn
 from torch.nn import functional
 
 from ktransformers.operators.recognize.probe import (
+    Constant,
     NotRecognized,
     ProbeInputs,
     StandIn,
     answer,
     close,
-    constant,
     probe_module,
     recognizer,
 )
@@ -56,7 +56,7 @@ def recognize_input_scale(model: nn.Module, table: str) -> float:
         name: nn.ModuleList() if isinstance(child, nn.ModuleList) else StandIn(lambda x, *_, **__: x)
         for name, child in model.named_children()
     }
-    probe = probe_module(model, modules={**parts, table: constant(rows)})
+    probe = probe_module(model, modules={**parts, table: Constant(rows)})
     others = {"position_ids": torch.arange(3)[None], "use_cache": False}
     handed = answer(lambda: probe(inputs_embeds=rows.clone(), **others)[0])
     looked_up = answer(lambda: probe(input_ids=torch.zeros(1, 3, dtype=torch.int64), **others)[0])

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from ktransformers.operators.comparison import close
 
 __all__ = [
+    "Constant",
     "NotRecognized",
     "ProbeInputs",
     "StandIn",
     "answer",
     "close",
-    "constant",
     "first_of",
     "made_of",
     "matching",
@@ -98,10 +98,19 @@ class StandIn(nn.Module):
         return self.function(*args, **kwargs)
 
 
-def constant(*values: Tensor) -> StandIn:
-    """Return a child that gives copies of these, a tuple if they are several, whatever the one thing is that it
-    is given."""
-    return StandIn(lambda _, /: values[0].clone() if len(values) == 1 else tuple(value.clone() for value in values))
+class Constant(nn.Module):
+    """A child of a probe that gives copies of `values`, a tuple if they are several, whatever the one thing is that it
+    is given.
+    """
+
+    def __init__(self, *values: Tensor):
+        super().__init__()
+        self.values = values
+
+    def forward(self, given: object) -> Tensor | tuple[Tensor, ...]:
+        """Return copies, which the module may change in place."""
+        values = tuple(value.clone() for value in self.values)
+        return values[0] if len(values) == 1 else values
 
 
 def made_of(module: nn.Module) -> set[str]:
