@@ -157,7 +157,9 @@ class ExpertPath(ABC, Generic[IssuedT]):
         return Requirements()
 
     def load(self, source: WeightSource) -> None:
-        """Load what this path alone brings into the layer."""
+        """Load what this path alone brings into the layer. Paths load in the order of the list: what another one brings
+        may not be there yet, and is from `bind` on.
+        """
 
     def bind(self, runtime: OperatorRuntime) -> bool:
         """Take the path's service from the runtime; return whether the path can take any step at all."""
