@@ -47,17 +47,17 @@ class LoopEngine(Protocol):
 
     @property
     def config(self) -> EngineConfig:
-        """Its config, resolved."""
+        """The resolved configuration that the model was loaded with."""
         ...
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of its model."""
+        """The facts of the model: its family, layers and limits."""
         ...
 
     @property
     def model(self) -> ModelDescription:
-        """What is known of its model beside its weights."""
+        """The description of the model that needs no weights: tokenizer, limits, defaults."""
         ...
 
     @property
@@ -67,12 +67,12 @@ class LoopEngine(Protocol):
 
     @property
     def identity(self) -> ModelIdentity:
-        """What files with parts of its cache are checked by. Raises WeightError or UnsupportedError."""
+        """The identity that files with parts of the cache are checked by. Raises WeightError or UnsupportedError."""
         ...
 
     @property
     def executor(self) -> PagedExecutor:
-        """What runs the steps."""
+        """The executor that runs the steps."""
         ...
 
     @property

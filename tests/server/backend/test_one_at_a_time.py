@@ -283,3 +283,17 @@ def test_the_model_goes_on_with_a_past_and_keeps_salts_apart() -> None:
             assert {event.stats.cached_len for event in events} == {7}
 
     asyncio.run(main())
+
+
+@pytest.mark.exhaustive
+def test_a_model_that_is_divided_answers_the_same() -> None:
+    config = EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=512, chunk_size=8, self_check=False)
+
+    async def main() -> None:
+        answers = []
+        for each in (config, replace(config, pipeline=2)):
+            async with served(KTransformersInterface(each)) as backend:
+                answers.append([await tokens_of(backend, asked_of(number)) for number in range(3)])
+        assert answers[0] == answers[1]
+
+    asyncio.run(main())

@@ -118,6 +118,8 @@ def test_flags_that_it_cannot_honour_are_refused() -> None:
         build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_quant="q4_k"))
     with pytest.raises(UnsupportedError, match="--cpu_prefill"):
         build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_prefill="bf16"))
+    with pytest.raises(UnsupportedError, match="--pipeline has no meaning here"):
+        build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, pipeline=2))
 
 
 def test_rules_have_no_effect_on_it(caplog: pytest.LogCaptureFixture) -> None:
