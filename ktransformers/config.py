@@ -279,7 +279,7 @@ class EngineConfig:
 
     model_path: folder with config.json and tokenizer (and, when gguf_path is absent, safetensors weights).
     gguf_path: a GGUF file, a folder of GGUF files, or a folder of safetensors. One of the two must be given.
-    cache_lens: tokens the static cache holds; 0 lets the builder take min(model's context, 8192).
+    cache_lens: tokens the cache holds; 0 lets the builder take min(model's context, 8192), for each of many sequences.
     cpu_infer: worker threads of the native kernels; 0 lets the builder take one per physical core, less one for the
     thread that serves a GPU where there is one.
     chunk_size: most tokens one prefill step carries; 0 lets the builder choose: 512 on the CPU, up to 4096 on a GPU.
@@ -308,7 +308,7 @@ class EngineConfig:
         on the CPU), or "kv" for the type of the keys, which queries are rounded to then: int8 or fp8 in prefill steps
         on GPUs (docs/gpu.md), bf16 in all steps on the CPU (docs/bench.md).
     prefix_cache: whether keys and values of a prompt's beginning are used again when another one begins alike.
-    cpu_memory_size_GB: GiB of host memory for pages that the cache has no room for, many sequences at once; 0: none.
+    cpu_memory_size_GB: GiB of host memory for pages that the cache has no room for; 0: none.
     kv_disk_path: a folder for them that outlives the process, of at most kv_disk_size_GB GiB; None: there is none.
     spread_layers: layers go over all GPUs there are though optimize_config_path does not say so; set by `resolved`
     where that is one of upstream's files for several GPUs.

@@ -3,7 +3,8 @@
 - Ids, without torch: `pages.py` and `prefix_tree.py` (pages, who holds them, what they begin with), `page_keys.py` (a
   page's name: the hash of its tokens and of the page before it), `state_slots.py` (slots of recurrent states),
   `tiers.py` (slots of host memory and files), `hot_experts.py` (which experts have a slot on a GPU).
-- Tensors: `paged.py` and `static.py` (pages of many sequences, one sequence), `state.py` (states of recurrent layers).
+- Tensors: `paged.py` (pages), `static.py` (one page, for a model that is checked), `state.py` (states of recurrent
+  layers).
 - Files: `page_files.py`, and their folder and its quota in `page_folder.py`.
 
 A `LayerShape` says what one layer keeps, in what type, whose tensors it shares, and in what chunks of positions it

@@ -11,12 +11,13 @@ from transformers import DeepseekV2Config, MixtralConfig, Qwen2MoeConfig, Qwen3M
 from ktransformers.cache.paged import KDeepSeekV3Cache, KGQACache, LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig
-from ktransformers.engine.sequence import generate, session
+from ktransformers.engine.api import generate, llm
 from ktransformers.errors import UnsupportedError
 from ktransformers.local_chat import custom_models, default_optimize_rules
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.aliases import match_class, operator_class
 from ktransformers.server.backend.base import BackendInterfaceBase
+from ktransformers.server.backend.interfaces import transformers
 from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
 from ktransformers.server.backend.interfaces.transformers import TransformersInterface
@@ -26,8 +27,8 @@ from ktransformers.system.shipped_rules import RULES_DIR
 PLACES = {
     "ktransformers.cache.paged": "KDeepSeekV3Cache KGQACache",
     "ktransformers.cache.static": "StaticCache",
+    "ktransformers.engine.api.generate": "prefill_and_generate",
     "ktransformers.engine.load.stages": "optimize_and_load_gguf",
-    "ktransformers.engine.sequence.generate": "prefill_and_generate",
     "ktransformers.engine.step.cuda_graph_runner": "CUDAGraphRunner",
     "ktransformers.local_chat": "custom_models default_optimize_rules main",
     "ktransformers.profiling.runtime": "CpuProfilingRuntime",
@@ -125,7 +126,8 @@ def test_each_layer_of_a_paged_cache_is_the_cache_of_its_attention() -> None:
 
 
 def test_chat_and_the_single_backends_run_the_documents_loop() -> None:
-    assert session.prefill_and_generate is generate.prefill_and_generate
+    assert llm.prefill_and_generate is generate.prefill_and_generate  # which chat runs
+    assert transformers.prefill_and_generate is generate.prefill_and_generate
     assert importlib.import_module("ktransformers.util.utils").prefill_and_generate is generate.prefill_and_generate
 
 

@@ -19,17 +19,17 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import Progress, SamplingParams
+from ktransformers.core import Progress
+from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.errors import ConfigError
+from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import ModelInfo
-from ktransformers.server.backend.interfaces.transformers import LoadedSession, TransformersInterface
+from ktransformers.server.backend.interfaces.transformers import LoadedLoop, TransformersInterface
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.event_log import EventLog, LogBudget
 from ktransformers.server.run import _drain
 from ktransformers.server.streaming import EventStream
-from tests.support.engines.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
-from tests.support.engines.sequential import Session
+from tests.support.engines.fake_runner import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits
 from tests.support.servers.asgi_client import Connection
 
 VOCAB = byte_tokenizer().vocab_size
@@ -54,7 +54,7 @@ class SteppedBackend(TransformersInterface):
         while self.permits.acquire(blocking=False):
             pass
 
-    def _load(self, progress: Progress) -> LoadedSession:
+    def _load(self, progress: Progress) -> LoadedLoop:
         forward = self.runner.forward
 
         def waiting(*args: Any) -> Any:
@@ -62,8 +62,8 @@ class SteppedBackend(TransformersInterface):
             return forward(*args)
 
         self.runner.forward = waiting  # type: ignore[method-assign]
-        model = ModelInfo(byte_tokenizer(), 256, VOCAB, (), SamplingParams(), None, "stepped")
-        return LoadedSession(model, Session(self.runner, chunk_size=8, tokenizer=byte_tokenizer()), lambda: None)
+        loop = BatchLoop(lambda report: FakeEngine(self.runner, byte_tokenizer(), chunk_size=8), progress)
+        return LoadedLoop.of(loop, ProfileMeta(backend=self.name, version=""))
 
 
 class Service:
@@ -292,6 +292,7 @@ def test_a_request_is_ended_by_its_id() -> None:
         await service.ask("POST", "/v1/requests/kept/suspend")
         service.backend.allow(1)
         assert (await service.ask("DELETE", "/v1/requests/waiting"))[1]["deleted"] is True
+        service.backend.allow(1)  # its turn may have come
         assert json.loads((await waiting.rest())[-2][6:])["choices"][0]["finish_reason"] == "abort"
         assert (await service.ask("DELETE", "/v1/requests/kept"))[0] == 200
         assert json.loads(events_of(await kept.rest())[-2][1])["choices"][0]["finish_reason"] == "abort"

@@ -127,15 +127,15 @@ def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig)
         type=int,
         metavar="N",
         default=config.tensor_parallel,
-        help="balance_serve: cut attention and dense parts of every layer over N GPUs, a process each; routed experts "
-        "stay in one (%(default)s)",
+        help="cut attention and dense parts of every layer over N GPUs, a process each; routed experts stay in one "
+        "(%(default)s)",
     )
     group.add_argument(
         "--pipeline",
         type=int,
         metavar="N",
         default=config.pipeline,
-        help="balance_serve: divide the layers over N processes, neighbouring ones together (%(default)s)",
+        help="divide the layers over N processes, neighbouring ones together (%(default)s)",
     )
     group.add_argument(
         "--pipeline_layers",
@@ -158,18 +158,18 @@ def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig)
 
 
 def add_tier_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags for where else pages of balance_serve's cache go: host memory and disk."""
+    """Add the flags for where else pages of the cache go: host memory and disk."""
     group.add_argument(
         "--cpu_memory_size_GB",
         type=float,
         metavar="GIB",
-        help="balance_serve: host memory for pages that the cache has no room for (0)",
+        help="host memory for pages that the cache has no room for (0)",
     )
     group.add_argument(
         "--kv_disk_path",
         type=user_path,
         metavar="DIR",
-        help="balance_serve: a folder for them, which outlives the service; what is in it stands for users' text",
+        help="a folder for them, which outlives the process; what is in it stands for users' text",
     )
 
 

@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_BACKEND = "balance_serve"
 _TIER_FLAGS = ("cpu_memory_size_GB", "kv_disk_path", "kv_disk_size_GB")
 _BALANCE_FLAGS = (
-    "max_batch_size", "max_itl_ratio", "max_gap_ms", "page_size", "prefix_cache", "max_engine_restarts",
-    "engine_timeout", "spare_engine", *_TIER_FLAGS
+    "max_batch_size", "max_itl_ratio", "max_gap_ms", "page_size", "max_engine_restarts", "engine_timeout",
+    "spare_engine"
 )  # fmt: skip
 PAGE_SIZE = 64
 MAX_BATCH_SIZE = 16
@@ -56,8 +56,11 @@ def check_flags(args: argparse.Namespace) -> None:
                 _log.warning(
                     "--%s has no effect: the %s backend computes one request at a time", flag, args.backend_type
                 )
+    if args.backend_type == "transformers":
         for flag in _TIER_FLAGS:
-            setattr(args, flag, None)  # nor is memory planned for it
+            if getattr(args, flag) is not None:
+                _log.warning("--%s has no effect: the transformers backend keeps no pages below its cache", flag)
+            setattr(args, flag, None)
     elif args.kv_disk_size_GB is not None and args.kv_disk_path is None:
         raise ConfigError("--kv_disk_size_GB bounds the files in --kv_disk_path; name that folder, too")
 
@@ -134,18 +137,19 @@ def _profile_config(args: argparse.Namespace) -> ProfileConfig:
 
 def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[], BackendInterfaceBase]:
     """Return a function that makes the backend. Imports it here, before the port is taken. Raises ConfigError."""
+    from ktransformers.cache.page_folder import private_folder
+
     profile = _profile_config(args)
     interface_class(args.backend_type)
+    if config.kv_disk_path is not None:
+        private_folder(config.kv_disk_path)  # balance_serve logs one line later on where it cannot be used
     balance = _balance_config(args, config) if args.backend_type == "balance_serve" else None
     return lambda: create_interface(args.backend_type, config, profile, balance)
 
 
 def _balance_config(args: argparse.Namespace, config: EngineConfig) -> BalanceConfig:
-    from ktransformers.cache.page_folder import private_folder
     from ktransformers.server.balance.supervisor import BalanceConfig
 
-    if config.kv_disk_path is not None:
-        private_folder(config.kv_disk_path)  # later on, a folder that cannot be used is a line in the log
     return BalanceConfig(
         engine=config,
         page_size=PAGE_SIZE if args.page_size is None else args.page_size,

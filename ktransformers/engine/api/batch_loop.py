@@ -46,11 +46,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Notes that a step begins to compute a part of a prompt: num_done of the num_tokens that the cache lacked are
-    computed."""
+    """Notes that a step begins to compute a part of a prompt, from `position` on: num_done of the num_tokens that the
+    cache lacked are computed. Of a request that goes on, the tokens of its answer are part of that."""
 
     num_done: int
     num_tokens: int
+    position: int
 
 
 EventCallback = Callable[[TokenEvent | PrefillChunk | EngineError], None]
@@ -329,7 +330,8 @@ class BatchLoop(Generic[EngineT]):
             if prefill is None:
                 continue
             prefill.first = row.start if prefill.first is None else prefill.first
-            prefill.on_event(PrefillChunk(row.start - prefill.first, prefill.known_len - prefill.first))
+            first = prefill.first
+            prefill.on_event(PrefillChunk(row.start - first, prefill.known_len - first, row.start))
             if row.start + row.num_tokens >= prefill.known_len:
                 del self._prefills[row.run_id]
         for run_id in plan.ended:

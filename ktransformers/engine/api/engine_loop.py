@@ -47,17 +47,17 @@ class LoopEngine(Protocol):
 
     @property
     def config(self) -> EngineConfig:
-        """Its config, resolved."""
+        """The resolved configuration that the model was loaded with."""
         ...
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of its model."""
+        """The facts of the model: its family, layers and limits."""
         ...
 
     @property
     def model(self) -> ModelDescription:
-        """What is known of its model beside its weights."""
+        """The description of the model that needs no weights: tokenizer, limits, defaults."""
         ...
 
     @property
@@ -67,12 +67,12 @@ class LoopEngine(Protocol):
 
     @property
     def identity(self) -> ModelIdentity:
-        """What files with parts of its cache are checked by. Raises WeightError or UnsupportedError."""
+        """The identity that files with parts of the cache are checked by. Raises WeightError or UnsupportedError."""
         ...
 
     @property
     def executor(self) -> PagedExecutor:
-        """What runs the steps."""
+        """The executor that runs the steps."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class EngineLoop(Generic[EngineT]):
     config: SchedulerConfig
     driver: SchedulerDriver
     failure: Exception | None = None
-    """What the step raised that failed last, for `deliver`."""
+    """What the step raised, if it failed, while `deliver` is given what came of it."""
 
     def __init__(
         self,
@@ -260,6 +260,8 @@ class EngineLoop(Generic[EngineT]):
                 has_news = True
                 continue
             if command is None:
+                if has_news:
+                    self._deliver(self.driver)  # whoever was ended before receives that
                 return False
             has_news = True
             if isinstance(command, _Call):
@@ -306,13 +308,15 @@ class EngineLoop(Generic[EngineT]):
             self.engine.executor.recover()
             self.driver.lose_steps()
         except Exception as error:  # whatever a kernel or torch raises must reach the readers, and the log
-            logger.exception("a step failed: the answers that were in it end here, all others go on")
+            names = ", ".join(self.driver.scheduler.in_flight_ids(plan.step_id))
+            logger.exception("a step failed: the answers that were in it end here (%s), all others go on", names)
             self.engine.executor.reset()
             self.failure = error
             self.driver.fail_step(plan, f"the engine failed with {type(error).__name__}: {error}")
         else:
             self.driver.commit(result)
         self._deliver(self.driver)
+        self.failure = None
 
 
 def _answer(call: _Call) -> None:

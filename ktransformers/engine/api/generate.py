@@ -1,4 +1,4 @@
-"""One request at a time through a BatchLoop: what local_chat, LLM, AsyncLLM and the single backends run.
+"""Runs a request through a BatchLoop and yields its events: what local_chat, LLM, AsyncLLM and the single backends run.
 
     prefill_and_generate(loop, request) ──> Generation: iterate over it, or take its events as they come
 

@@ -72,7 +72,7 @@ class ReferenceRunner:
         return DynamicCache(config=self._model.config)
 
     def begin(self, *_: object) -> None:
-        """There are no stages before this one."""
+        """Does nothing: there are no stages before this one."""
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Run a whole sequence at once. Returns the logits of all its rows, fp32 [T, vocab_size]."""
@@ -193,7 +193,7 @@ class ReferenceEngine:
 
     @property
     def identity(self) -> ModelIdentity:
-        """Raises UnsupportedError: transformers' cache is not copied to files."""
+        """The identity that files with parts of the cache would need. Raises UnsupportedError: none are written."""
         raise UnsupportedError("the transformers backend does not let its cache be copied to a file")
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -217,6 +217,9 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
         raise UnsupportedError("--cpu_activations has no meaning here: this backend computes in fp32")
     if config.kv_type not in ("auto", "fp32"):
         raise UnsupportedError(f"--kv_type {config.kv_type} has no meaning here: this backend keeps fp32")
+    for flag in ("tensor_parallel", "pipeline"):
+        if getattr(config, flag) > 1:
+            raise UnsupportedError(f"--{flag} has no meaning here: the transformers backend is one process")
     opened = open_model(config)
     _check_fits(opened.model)
     described = describe_model(opened)

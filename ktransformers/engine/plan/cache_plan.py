@@ -71,9 +71,9 @@ def num_snapshots(shapes: Sequence[LayerShape], num_slots: int, config: EngineCo
 class CachePlan:
     """The plan of a PagedCache of --cache_lens tokens that is not there yet.
 
-    max_batch_size: most sequences of a step. One has the whole cache (a StaticCache), as long as it may be; several
-    share it. size: positions of a page; 0: as many as suit the model. has_states: layers are recurrent, here or in
-    other processes. states: slots for states, where another process has decided how many.
+    max_batch_size: most sequences of a step. One has the whole cache, as long as it may be; several share it. size:
+    positions of a page; 0: as many as suit the model. has_states: layers are recurrent, here or in other processes.
+    states: slots for states, where another process has decided how many.
     """
 
     max_batch_size: int = 1

@@ -1,7 +1,6 @@
 """Tokens of one answer in, its events out: text, stop strings, reasons, counts, and where log probabilities belong.
 
-Every way in ends here: a session hands in the tokens that it samples, LLM and balance_serve the scheduler's news. Does
-not know who computes, nor who reads.
+Every way in ends here, with the scheduler's updates. Does not know who computes, nor who reads.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The part of a session that outlives its process: taken out of an engine and written, read and checked, and put into
 another.
 
-    Session (static cache) ─┐                               ┌─> Session
-                            ├─ Kept ── write ── FILE ── read ┤
-    BatchLoop (pages) ──────┘                               └─> BatchLoop
+    BatchLoop ── StoredSession ── write ── FILE ── read ──> BatchLoop
 
-Does not know caches: a Session or a BatchLoop says what is kept, and takes it.
+Does not know caches: a BatchLoop says what is kept, and takes it.
 """
 
 from __future__ import annotations

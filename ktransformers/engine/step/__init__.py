@@ -2,7 +2,7 @@
 
 `context.py` fills a `ForwardContext` (which row belongs to which sequence, which slots it writes, how many positions it
 sees); `layout.py` brings hidden states to a layer's device; `forward.py` brings a step's inputs to the GPU once and
-runs it; `runner.py` and `paged.py` run steps of one sequence and the scheduler's steps.
+runs it; `runner.py` runs one step of any sequences, `paged.py` the scheduler's steps on it.
 
 A decode step on a GPU is replayed: `decode.py` pads its inputs (`decode_inputs.py`) and brings its logits to the host,
 `cuda_graph_runner.py` captures it at batch sizes 1, 2, 4, 8, ... and replays the smallest that fits. Steps of several
@@ -14,6 +14,6 @@ them over a stream that is a thread.
 
 `fused_decode.py` leaves the model's own code out where every layer is native, if the logits are the same bits;
 `logits_fetch.py` brings back what choosing the token takes; `expert_streaming.py` sets up experts streamed over
-PCIe, `hot.py` those in slots of a GPU; `kv_offload.py` copies pages to and from the tiers below; `kept_states.py` keeps
-recurrent states of one sequence; `hidden.py` pools embeddings.
+PCIe, `hot.py` those in slots of a GPU; `kv_offload.py` copies pages to and from the tiers below; `hidden.py` pools
+embeddings.
 """

@@ -26,8 +26,8 @@ _MOST_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class ToPlan:
-    """A model to be planned. page_size: 0 for a cache of one sequence. beside: bytes of host memory that its processes
-    take for themselves.
+    """A model to be planned. page_size, max_batch_size: as for `build_engine`. beside: bytes of host memory that its
+    processes take for themselves.
 
     memory: bytes of host memory that there are for models; 0: all that is free.
     """
@@ -91,7 +91,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
     from ktransformers.engine.plan.dry_run import on_one_thread
     from ktransformers.engine.plan.planning import Hardware, Planner
 
-    shape = CachePlan(model.max_batch_size, model.page_size) if model.page_size else CachePlan()
+    shape = CachePlan(model.max_batch_size, model.page_size)
     try:
         opened = open_model(model.config)
         hardware = Hardware.detect(model.config)

@@ -1,4 +1,4 @@
-"""balance_serve as a whole: real processes, the bundled model, the single engine as oracle."""
+"""balance_serve as a whole: real processes, the bundled model, one sequence alone as oracle."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.server.backend.interfaces.balance_serve import _model_info
 from ktransformers.server.balance.messages import EngineFacts
+from tests.support.engines.one_sequence import StaticEngine, static_engine
+from tests.support.engines.sequential import Session
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.servers.server_process import ServerProcess
 
@@ -278,9 +279,9 @@ class Mix:
     grows: short prompts with long answers instead, which need pages that are not there when they start.
     """
 
-    def __init__(self, llm: LLM, grows: bool = False):
+    def __init__(self, engine: StaticEngine, grows: bool = False):
         self.rng = random.Random(7)
-        vocab = llm.engine.runner.vocab_size
+        vocab = engine.runner.vocab_size
         shared = [self.rng.randrange(vocab) for _ in range(400)]
         self.bodies: list[dict[str, Any]] = []
         self.leaves_after: list[int | None] = []
@@ -302,13 +303,14 @@ class Mix:
             if grows:
                 self.bodies[-1] |= {"max_tokens": 64, "ignore_eos": True}
             self.leaves_after.append(self.rng.randint(0, 5) if i % 8 == 5 else None)
-        self.expected = [self._alone(llm, body) for body in self.bodies]
+        oracle = Session.of(engine)
+        oracle.has_prefix_cache = False
+        self.expected = [self._alone(oracle, body) for body in self.bodies]
 
     @staticmethod
-    def _alone(llm: LLM, body: dict[str, Any]) -> str:
-        llm.session.clear()
+    def _alone(oracle: Session, body: dict[str, Any]) -> str:
         fields = {name: value for name, value in body.items() if name != "prompt"}
-        return llm.generate(body["prompt"], SamplingParams(**fields))[0].text
+        return "".join(event.text for event in oracle.generate(body["prompt"], SamplingParams(**fields)))
 
     def run(self, process: ServerProcess) -> int:
         """All at once; the number of answers that were read to their end and compared."""
@@ -337,8 +339,10 @@ class Mix:
 @pytest.fixture(scope="module")
 def mixes() -> tuple[Mix, Mix]:
     """(of every kind, growing)."""
-    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=4096))) as alone:
-        return Mix(alone), Mix(alone, grows=True)
+    engine = static_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=4096))
+    made = Mix(engine), Mix(engine, grows=True)
+    engine.close()
+    return made
 
 
 @pytest.mark.exhaustive

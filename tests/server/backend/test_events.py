@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
+from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.errors import (
     ConfigError,
     ContextLengthError,
@@ -18,10 +20,11 @@ from ktransformers.errors import (
     NotReadyError,
     SlowReaderError,
 )
-from ktransformers.server.backend.base import GenerationRequest, ModelInfo
+from ktransformers.profiling.messages import ProfileMeta
+from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.backend.events import EventBuffer
-from ktransformers.server.backend.interfaces.transformers import LoadedSession, TransformersInterface
-from tests.support.engines.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
+from ktransformers.server.backend.interfaces.transformers import LoadedLoop, TransformersInterface
+from tests.support.engines.fake_runner import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits
 from tests.support.engines.sequential import Session
 
 VOCAB = byte_tokenizer().vocab_size
@@ -42,7 +45,7 @@ class FakeBackend(TransformersInterface):
         self.gate = threading.Event()
         self.runner = FakeRunner(ngram_logits(VOCAB), VOCAB, 64)
 
-    def _load(self, progress: Progress) -> LoadedSession:
+    def _load(self, progress: Progress) -> LoadedLoop:
         forward = self.runner.forward
 
         def waiting(*args: object) -> object:
@@ -50,8 +53,8 @@ class FakeBackend(TransformersInterface):
             return forward(*args)  # type: ignore[arg-type]
 
         self.runner.forward = waiting  # type: ignore[method-assign, assignment]
-        model = ModelInfo(byte_tokenizer(), 64, VOCAB, (), SamplingParams(), None, "fake")
-        return LoadedSession(model, Session(self.runner, chunk_size=8), lambda: None)
+        loop = BatchLoop(lambda report: FakeEngine(self.runner, byte_tokenizer(), chunk_size=8), progress)
+        return LoadedLoop.of(loop, ProfileMeta(backend=self.name, version=""))
 
 
 def request(number: int = 0, **fields: object) -> GenerationRequest:
@@ -62,6 +65,11 @@ def request(number: int = 0, **fields: object) -> GenerationRequest:
 async def collect(backend: TransformersInterface, asked: GenerationRequest) -> list[TokenEvent]:
     async with aclosing(backend.inference(asked)) as events:
         return [event async for event in events]
+
+
+async def until_turns(backend: TransformersInterface, num_running: int, num_waiting: int) -> None:
+    while (backend.stats().num_running, backend.stats().num_waiting) != (num_running, num_waiting):
+        await asyncio.sleep(0)
 
 
 def test_events_arrive_in_order_and_a_slow_reader_is_cut_off() -> None:
@@ -93,9 +101,7 @@ def test_requests_take_turns_in_the_order_of_their_arrival() -> None:
             return [event.token_id for event in events]
 
         tasks = [asyncio.create_task(one(number)) for number in range(4)]
-        while backend.stats().num_waiting < 3:
-            await asyncio.sleep(0)
-        assert backend.stats().num_running == 1
+        await until_turns(backend, num_running=1, num_waiting=3)
         tasks[2].cancel()
         backend.gate.set()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
@@ -125,7 +131,9 @@ def test_deadlines_count_from_the_arrival() -> None:
 
 
 def alone(number: int, params: SamplingParams) -> list[int | None]:
-    session = Session(FakeRunner(ngram_logits(VOCAB), VOCAB, 64), chunk_size=8)
+    tokenizer = byte_tokenizer()
+    runner = FakeRunner(ngram_logits(VOCAB), VOCAB, 64)
+    session = Session(runner, chunk_size=8, eos_token_ids=tokenizer.eos_token_ids, tokenizer=tokenizer)
     return [event.token_id for event in session.generate([number, 2, 3], params)]
 
 
@@ -137,15 +145,13 @@ def test_a_suspended_answer_lets_others_through_and_goes_on_exactly() -> None:
         first = asyncio.create_task(collect(backend, request(0, params=long)))
         second = asyncio.create_task(collect(backend, request(1)))
         third = asyncio.create_task(collect(backend, request(2)))
-        while backend.stats().num_waiting < 2:
-            await asyncio.sleep(0)
+        await until_turns(backend, num_running=1, num_waiting=2)
         backend.suspend("0")  # in its prefill
         backend.suspend("2")  # while it waits
         backend.suspend("nobody")
         backend.gate.set()
         assert [event.token_id for event in await second] == alone(1, request().params)
-        while backend.stats().num_running or backend.stats().num_waiting:
-            await asyncio.sleep(0)
+        await until_turns(backend, num_running=0, num_waiting=0)
         assert backend.stats().num_suspended == 2
         assert not first.done()
         assert not third.done()
@@ -217,7 +223,7 @@ def test_a_failing_engine_ends_one_request(caplog: pytest.LogCaptureFixture) -> 
         await backend.close()
 
     asyncio.run(main())
-    assert "request 0: the engine failed" in caplog.text
+    assert "the answers that were in it end here (0), all others go on" in caplog.text
 
 
 def test_closing_ends_what_runs_and_a_load_in_progress() -> None:
@@ -234,12 +240,14 @@ def test_closing_ends_what_runs_and_a_load_in_progress() -> None:
         assert rest[-1].finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
 
         class Loading(FakeBackend):
-            def _load(self, progress: Progress) -> LoadedSession:
-                self.runner.forward = None  # type: ignore[assignment, method-assign]
-                started.set()
-                assert go_on.wait(60)
-                progress(1, 2, "a module")
-                raise AssertionError("the load was not ended")
+            def _load(self, progress: Progress) -> LoadedLoop:
+                def build(report: Callable[..., None]) -> FakeEngine:
+                    started.set()
+                    assert go_on.wait(60)
+                    report(1, 2, "a module")
+                    raise AssertionError("the load was not ended")
+
+                return LoadedLoop.of(BatchLoop(build, progress), ProfileMeta(backend=self.name, version=""))
 
         started, go_on = threading.Event(), threading.Event()
         loading = Loading()

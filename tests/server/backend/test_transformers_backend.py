@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -12,11 +14,14 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
+from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
+from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.reference import ReferenceRunner, build_reference_engine
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import UnsupportedError
+from ktransformers.operators.context import ForwardContext
 from ktransformers.system.shipped_rules import shipped_path
-from tests.support.engines.sequential import Session
+from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
 from tests.support.models.tiny_models import tiny_model
@@ -25,19 +30,29 @@ from tests.support.servers.server_process import ServerProcess
 QUESTIONS = ("What is 17 + 25?", "Count from 1 to 12.", "What is the capital of France?")
 
 
+def forward(runner: ReferenceRunner, ids: Sequence[int], prefix: Sequence[int] = ()) -> torch.Tensor:
+    """The logits of the last of `ids`, which stand behind a prefix."""
+    runner.prefix, context = list(prefix), Mock(spec=ForwardContext)
+    positions = torch.arange(len(prefix), len(prefix) + len(ids))
+    return runner.reduced_step(torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1]), None)
+
+
 def test_answers_are_those_of_generate() -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32)
     model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
-    engine = build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_infer=1))
-    session = Session.of(engine)
+    config = EngineConfig(model_path=DEMO_CHECKPOINT, cpu_infer=1)
+    loop = BatchLoop(lambda report: build_reference_engine(config, report))
     for question in QUESTIONS:
-        ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
-        events = list(session.generate(ids, SamplingParams(temperature=0, max_tokens=40)))
+        ids = loop.engine.model.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        params = SamplingParams(temperature=0, max_tokens=40, seed=1)
+        events = list(prefill_and_generate(loop, EngineRequest(ids, params)))
         wanted = model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :].tolist()
         assert [event.token_id for event in events] == wanted
-    assert events[-1].stats.cached_len > 0  # what the questions share was not computed again
+        again = list(prefill_and_generate(loop, EngineRequest([*ids, *wanted], params)))
+        assert again[-1].stats.cached_len >= len(ids) // 16 * 16  # what they share was not computed again
+    loop.close()
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
@@ -48,53 +63,54 @@ def test_a_gguf_file_becomes_the_same_model(model_type: str, tmp_path: Path) -> 
     ids = torch.randint(0, model.config.vocab_size, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0]
-    got = engine.runner.forward(ids, 0, range(len(ids)))
+    got = engine.logits(ids)
     # Attention by SDPA instead of the eager oracle: other sums of the same fp32 numbers.
     assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
-    again = engine.runner.forward(ids[7:], 7, [len(ids) - 8])  # rewinds, through the sliding window's memory too
+    again = forward(engine.runner, ids[7:], ids[:7])  # rewinds, through the sliding window's memory too
     assert (again[0] - wanted[-1]).abs().max() <= 1e-4 * wanted.abs().max()
 
 
-def test_our_logits_on_the_quantized_file_are_near(llm: LLM) -> None:
+def test_our_logits_on_the_quantized_file_are_near() -> None:
     """Both dequantize the same blocks; our kernels round activations to int8 besides.
 
     That is a step of relative size 1/127/sqrt(12) = 0.2 % per product, which the residual stream of a few layers raises
     to about 2 % of the logits' norm. Where two experts nearly tie, a row may take the other one and differ by more.
     """
-    engine = build_reference_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1))
+    config = EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1)
+    engine, own = build_reference_engine(config), static_engine(config)
     errors = []
     for question in QUESTIONS:
-        ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
-        theirs = engine.runner.forward(ids, 0, range(len(ids)))
-        ours = llm.engine.runner.forward(ids, 0, range(len(ids)))
+        ids = engine.model.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        theirs = engine.logits(ids)
+        ours = own.runner.forward(ids, 0, range(len(ids)))
         errors += ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).tolist()
-    llm.session.clear()  # it does not know what was written behind its back
+    own.close()
     assert statistics.median(errors) <= 3e-2
     assert sum(error > 1e-1 for error in errors) <= len(errors) // 10
 
 
 def test_a_step_that_failed_leaves_no_trace() -> None:
     model: Any = tiny_model("llama")
-    runner = ReferenceRunner(model, 64)
-    wanted = runner.forward([1, 2, 3, 4, 5], 0, [4])
-    runner = ReferenceRunner(model, 64)
-    runner.forward([1, 2, 3], 0, [2])
+    wanted = forward(ReferenceRunner(model), [1, 2, 3, 4, 5])
+    runner = ReferenceRunner(model)
+    forward(runner, [1, 2, 3])
 
     def fail(*args: Any) -> None:
         raise RuntimeError("out of memory")
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)  # layer 0 has taken the tokens in by then
     with pytest.raises(RuntimeError):
-        runner.forward([9, 9], 3, [1])
+        forward(runner, [9, 9], [1, 2, 3])
     hook.remove()
-    assert (runner.forward([4, 5], 3, [1]) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    assert (forward(runner, [4, 5], [1, 2, 3]) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
-def test_a_gap_is_refused() -> None:
-    runner = ReferenceRunner(tiny_model("llama"), 64)
-    runner.forward([1, 2, 3], 0, [2])
-    with pytest.raises(ConfigError, match="would leave a gap"):
-        runner.forward([1], 5, [0])
+def test_a_prefix_that_it_does_not_hold_is_computed_first() -> None:
+    model: Any = tiny_model("llama")
+    wanted = forward(ReferenceRunner(model), [1, 2, 3, 4, 5])
+    runner = ReferenceRunner(model)
+    forward(runner, [1, 7, 7, 7])
+    assert (forward(runner, [5], [1, 2, 3, 4]) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
 def test_flags_that_it_cannot_honour_are_refused() -> None:
@@ -102,6 +118,8 @@ def test_flags_that_it_cannot_honour_are_refused() -> None:
         build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_quant="q4_k"))
     with pytest.raises(UnsupportedError, match="--cpu_prefill"):
         build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_prefill="bf16"))
+    with pytest.raises(UnsupportedError, match="--pipeline has no meaning here"):
+        build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, pipeline=2))
 
 
 def test_rules_have_no_effect_on_it(caplog: pytest.LogCaptureFixture) -> None:

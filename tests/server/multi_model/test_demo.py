@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -73,10 +74,14 @@ def test_many_at_once_get_the_answers_of_one(answer: str) -> None:
     asyncio.run(work())
 
 
-def test_a_model_takes_what_was_planned() -> None:
-    needs = plan_needs(ToPlan(CONFIG, beside=7))
+@pytest.mark.parametrize("host_gib", [0.0, 0.25])
+def test_a_model_takes_what_was_planned(host_gib: float) -> None:
+    """host_gib: for pages below the cache, which the ktransformers backend has, too."""
+    config = replace(CONFIG, cpu_memory_size_GB=host_gib)
+    needs = plan_needs(ToPlan(config, beside=7))
     assert not needs.error
-    engine = static_engine(pinned(CONFIG, needs))
+    assert needs.nbytes["cpu"] - plan_needs(ToPlan(CONFIG, beside=7)).nbytes["cpu"] == int(host_gib * 2**30)
+    engine = static_engine(pinned(config, needs))
     try:
         assert engine.plan.total_bytes["cpu"] + 7 == needs.nbytes["cpu"]
         assert engine.runner.max_len == needs.cache_lens

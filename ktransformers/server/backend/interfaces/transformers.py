@@ -30,7 +30,13 @@ from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.sequence.profiled import card_meta
 from ktransformers.engine.step.hidden import embedding_form
-from ktransformers.errors import EngineError, KTransformersError, NotReadyError, UnsupportedError
+from ktransformers.errors import (
+    DeadlineError,
+    EngineError,
+    KTransformersError,
+    NotReadyError,
+    UnsupportedError,
+)
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.server.backend.base import (
     BackendInterfaceBase,
@@ -46,6 +52,8 @@ from ktransformers.server.backend.timeline import ChunkClock
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["LoadedLoop", "TransformersInterface"]
+
+_STOPPED = "the server was stopped while the model was loading"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class LoadedLoop:
 
 
 class _RequestState:
-    """An answer that is open. All but `receive` is called on the event loop."""
+    """An answer that is open. All but `receive` is called on the event loop. has_begun: it has its turn."""
 
     def __init__(self, request: GenerationRequest, loaded: LoadedLoop, buffer: EventBuffer):
         self.request, self.buffer, self.is_suspended = request, buffer, request.is_suspended()
@@ -97,8 +105,7 @@ class _RequestState:
             is_suspended=self.is_suspended,
         )
         self._generation: Generation = prefill_and_generate(loaded.loop, record)
-        timeline = request.timeline
-        self._clock = None if timeline is None else ChunkClock(timeline, len(request.prompt_ids) + len(past))
+        self._clock: ChunkClock | None = None  # of a run of which traces are wanted
 
     def past(self) -> AsyncGenerator[TokenEvent, None]:
         """Yield the events of what another process has sent."""
@@ -126,10 +133,13 @@ class _RequestState:
             self.buffer.fail(_shown(said))
 
     def _note_chunk(self, chunk: PrefillChunk) -> None:
-        self.has_begun = True
-        if self._clock is not None and self.request.timeline is not None:
-            self.request.timeline.begin(time.monotonic())
-            self._clock(chunk.num_done, chunk.num_tokens)
+        self.has_begun, timeline = True, self.request.timeline
+        if timeline is None:
+            return
+        timeline.begin(time.monotonic())
+        if self._clock is None or not chunk.num_done:  # a run, the first or another one after a suspension
+            self._clock = ChunkClock(timeline, chunk.position - chunk.num_done + chunk.num_tokens)
+        self._clock(chunk.num_done, chunk.num_tokens)
 
     def suspend(self) -> None:
         """Suspend the answer before its next step."""
@@ -139,7 +149,8 @@ class _RequestState:
 
     def resume(self) -> None:
         """Let the answer go on when its turn comes."""
-        self.is_suspended = False
+        if self.is_suspended:
+            self.is_suspended = self.has_begun = False
         if self.is_submitted:
             self._generation.resume()
 
@@ -153,7 +164,10 @@ class _RequestState:
 
     def expire(self) -> None:
         """End the answer, whose time is over."""
-        self.buffer.fail(deadline_error(self.request, is_suspended=self.is_suspended))
+        if self.has_begun or self.is_suspended:
+            self.buffer.fail(deadline_error(self.request, is_suspended=self.is_suspended))
+        else:
+            self.buffer.fail(DeadlineError("the request's time was over before its turn came"))
         self.close()
 
     def close(self) -> None:
@@ -185,6 +199,7 @@ class TransformersInterface(BackendInterfaceBase):
     def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None) -> None:
         self._config = config
         self._profiler = Profiler(profile or ProfileConfig(), self._turn_profile, self._profiled)
+        self._loading: asyncio.Future[LoadedLoop] | None = None
         self._opened: LoadedLoop | None = None
         self._loaded: LoadedLoop | None = None  # the same, once requests may come
         self._is_closed = False
@@ -200,11 +215,15 @@ class TransformersInterface(BackendInterfaceBase):
     async def start(self, progress: Progress | None = None) -> None:
         def watched(done: int, total: int, name: str) -> None:
             if self._is_closed:  # the only way to end a long load early
-                raise NotReadyError("the server was stopped while the model was loading")
+                raise NotReadyError(_STOPPED)
             if progress is not None:
                 progress(done, total, name)
 
-        self._opened = await asyncio.to_thread(self._load, watched)
+        self._loading = asyncio.ensure_future(asyncio.to_thread(self._load, watched))
+        opened = await asyncio.shield(self._loading)  # a thread is not cancelled: `close` waits for it
+        if self._is_closed:
+            raise NotReadyError(_STOPPED)
+        self._opened = opened
         await self._profiler.begin()  # before any request is let in
         self._loaded = self._opened
 
@@ -265,7 +284,8 @@ class TransformersInterface(BackendInterfaceBase):
                     yield event
                     if event.finish_reason is not None:
                         return
-            state.begin()
+            if not state.buffer.is_closed:  # it was not ended meanwhile
+                state.begin()
             for part in (self.prefill, self.generate):
                 async with aclosing(part(state)) as events:
                     async for event in events:
@@ -320,5 +340,8 @@ class TransformersInterface(BackendInterfaceBase):
         self._opened = self._loaded = None
 
     async def _end_loop(self) -> None:
-        if self._opened is not None:
-            await asyncio.to_thread(self._opened.loop.close)
+        if self._loading is None:
+            return
+        await asyncio.wait([self._loading])
+        if not self._loading.cancelled() and self._loading.exception() is None:
+            await asyncio.to_thread(self._loading.result().loop.close)
