@@ -22,6 +22,7 @@ from ktransformers.config import (
     CPU_BF16S,
     CPU_PREFILLS,
     CPU_QUANT_TYPES,
+    KV_DISK_SIZE_GB,
     KV_TYPES,
     PRECISIONS,
     SPARSE_ATTENTIONS,
@@ -35,6 +36,7 @@ from ktransformers.system.logs import set_up_logging
 
 __all__ = [
     "ArgumentParser",
+    "add_disk_size_flag",
     "add_logging_flag",
     "add_model_argument",
     "add_model_flags",
@@ -43,6 +45,7 @@ __all__ = [
     "add_template_flags",
     "add_tier_flags",
     "add_toggle",
+    "check_disk_size",
     "engine_config",
     "given_sampling",
     "model_files",
@@ -157,20 +160,38 @@ def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig)
     )
 
 
-def add_tier_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags for where else pages of balance_serve's cache go: host memory and disk."""
+def add_tier_flags(group: argparse._ActionsContainer, *, has_backends: bool = True) -> None:
+    """Add the flags for where else pages of the cache go: host memory and disk.
+
+    has_backends: whether the command has others than balance_serve, which do not take them.
+    """
+    whose = "balance_serve: " if has_backends else ""
     group.add_argument(
         "--cpu_memory_size_GB",
         type=float,
         metavar="GIB",
-        help="balance_serve: host memory for pages that the cache has no room for (0)",
+        help=f"{whose}host memory for pages that the cache has no room for (0)",
     )
     group.add_argument(
         "--kv_disk_path",
         type=user_path,
         metavar="DIR",
-        help="balance_serve: a folder for them, which outlives the service; what is in it stands for users' text",
+        help=f"{whose}a folder for them, which outlives the {'service' if has_backends else 'program'}; "
+        "what is in it stands for users' text",
     )
+
+
+def add_disk_size_flag(group: argparse._ActionsContainer) -> None:
+    """Add --kv_disk_size_GB, which `check_disk_size` checks."""
+    group.add_argument(
+        "--kv_disk_size_GB", type=float, metavar="GIB", help=f"most bytes in --kv_disk_path ({KV_DISK_SIZE_GB:g})"
+    )
+
+
+def check_disk_size(args: argparse.Namespace) -> None:
+    """Raise ConfigError for --kv_disk_size_GB without --kv_disk_path."""
+    if args.kv_disk_size_GB is not None and args.kv_disk_path is None:
+        raise ConfigError("--kv_disk_size_GB bounds the files in --kv_disk_path; name that folder, too")
 
 
 def add_plan_flags(group: argparse._ActionsContainer) -> None:
