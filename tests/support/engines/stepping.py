@@ -10,15 +10,15 @@ from ktransformers.engine.api.engine_loop import EngineLoop
 
 
 class Stepping:
-    """num_steps: until `more` or `go_on`."""
+    """num_steps: until `more` or `go_on`. num_taken: those that have begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_steps: int):
-        self._allowed, self._taken, self._going = num_steps, 0, threading.Event()
+        self._allowed, self.num_taken, self._going = num_steps, 0, threading.Event()
         step = EngineLoop.step
 
         def counted(loop: EngineLoop) -> None:
-            if self._taken < self._allowed or self._going.is_set():
-                self._taken += 1
+            if self.num_taken < self._allowed or self._going.is_set():
+                self.num_taken += 1
                 step(loop)
             else:
                 self._going.wait(0.001)  # until the next look at the commands
