@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pyte
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from wcwidth import wcwidth
@@ -247,6 +247,7 @@ def written(chunks: list[str], columns: int) -> str:
 
 
 @settings(max_examples=150, deadline=None)
+@example(text="`" * 24 + "❤\ufe0f❤\ufe0f\t", columns=9, cuts=[])  # hearts of one column each, or of two
 @given(text=TEXTS, columns=st.sampled_from([9, 20, 80]), cuts=st.lists(st.integers(0, 100), max_size=20))
 def test_any_text_in_any_pieces(text: str, columns: int, cuts: list[int]) -> None:
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})

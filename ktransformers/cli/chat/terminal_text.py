@@ -231,7 +231,7 @@ class TextLayout:
     longer than a row. Such a word, and code, go on in the next row where the terminal breaks them. Each wide character
     of CJK is a word of its own, written at once, and so is an emoji, whatever it is made of. Spaces before a break stay
     at the end of their row, for which its last column is kept free; a tab that would end in or behind the last column
-    begins a row.
+    begins a row, and so does one behind what some terminals show wider than others.
     """
 
     def __init__(self, width: Callable[[], int]):
@@ -242,6 +242,7 @@ class TextLayout:
         self._word_len = 0
         self._is_long = False  # the word that is being written did not fit into a row
         self._before = ""
+        self._is_uncertain = False  # terminals differ in the width of something in this row
         self._is_emoji = False  # the word is one
         self._num_flag_letters = 0  # in a row
 
@@ -311,6 +312,7 @@ class TextLayout:
     def _columns(self, char: str) -> int:
         # A narrow character that is asked to look like an emoji is wide in some terminals.
         is_widened = char == _EMOJI_PRESENTATION and _char_width(self._before) == 1
+        self._is_uncertain = self._is_uncertain or is_widened
         return 1 if is_widened else _char_width(char)
 
     def _put_word(self, limit: int) -> Iterator[Cell]:
@@ -319,6 +321,7 @@ class TextLayout:
             return
         if self._col > 0 and self._col + self._word_len > limit:
             yield self._break()
+            self._is_uncertain = any(cell.char == _EMOJI_PRESENTATION for cell in self._word)
         yield from self._word
         self._col += self._word_len
         self._word, self._word_len = [], 0
@@ -327,10 +330,10 @@ class TextLayout:
         """A cell that is written at once; the terminal breaks the row when it is full."""
         char = cell.char
         if char == "\n":
-            self._col = 0
+            self._col, self._is_uncertain = 0, False
         elif char == "\t":
             stop = (self._col // _TAB + 1) * _TAB
-            if stop >= width and self._col > 0:
+            if (stop >= width or self._is_uncertain) and self._col > 0:
                 yield self._break()
                 stop = _TAB
             self._col = min(stop, width - 1)
@@ -340,7 +343,7 @@ class TextLayout:
         yield cell
 
     def _break(self) -> Cell:
-        self._col = 0
+        self._col, self._is_uncertain = 0, False
         return Cell("\n")
 
 
